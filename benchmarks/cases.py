@@ -79,14 +79,21 @@ def rows_of(case: Case, steps: int, *, skip: int = 0) -> list[Row]:
     """Return the rows of `batches` batches in training order, after `skip` batches."""
     pairs = shuffled_pairs()
     draw = random.Random(SEED)
-    trained = {text for pair in pairs[:-NUM_HARD] for text in (pair.query, pair.positive)}
+    trained = {
+        text for pair in pairs[:-NUM_HARD] for text in (pair.query, pair.positive)
+    }
     hard = [pair.positive for pair in pairs[-NUM_HARD:] if pair.positive not in trained]
     rows: list[Row] = []
-    for number in range(skip * case.batch_size, max((skip + steps) * case.batch_size, case.num_rows)):
+    for number in range(
+        skip * case.batch_size, max((skip + steps) * case.batch_size, case.num_rows)
+    ):
         pair = pairs[number % len(pairs)]
         row: Row = {"query": pair.query, "positive": pair.positive}
         if case.uniform:
-            row = {key: " ".join([str(value)] * (1 + case.max_length // 4)) for key, value in row.items()}
+            row = {
+                key: " ".join([str(value)] * (1 + case.max_length // 4))
+                for key, value in row.items()
+            }
         if case.negatives:
             row["negatives"] = draw.sample(hard, case.negatives)
         rows.append(row)
@@ -96,7 +103,11 @@ def rows_of(case: Case, steps: int, *, skip: int = 0) -> list[Row]:
 def write_rows(rows: list[Row], batch_size: int, path: Path) -> None:
     """Write a JSONL file ordered so that vembed's shuffling yields batches 0, 1, 2, ... of the rows."""
     batch_schedule = BatchSchedule([len(rows)], batch_size, SEED)
-    order = [int(index) for step in range(batch_schedule.steps_per_epoch) for index in batch_schedule.batch(0, step)]
+    order = [
+        int(index)
+        for step in range(batch_schedule.steps_per_epoch)
+        for index in batch_schedule.batch(0, step)
+    ]
     order += sorted(set(range(len(rows))) - set(order))  # rows that do not fill a batch
     placed: list[Row] = [{} for _ in rows]
     for row, index in zip(rows, order, strict=True):

@@ -54,7 +54,9 @@ class Collection:
         """Write both sets as JSONL; return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, rows in (("train", self.train), ("val", self.val)):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            (folder / f"{name}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+            )
         return folder / "train.jsonl", folder / "val.jsonl"
 
 
@@ -77,10 +79,17 @@ def packages(num_train: int, num_val: int) -> Collection:
 def characters(num_train: int, num_val: int) -> Collection:
     """The Unicode names of two characters and how near these are: half for the script, half for the kind."""
     draw = random.Random(0)
-    known = [(name, name.split()[0], unicodedata.category(one)) for one, name in _named_characters()]
+    known = [
+        (name, name.split()[0], unicodedata.category(one))
+        for one, name in _named_characters()
+    ]
     draw.shuffle(known)
     half = len(known) // 2  # no character is on both sides
-    return Collection(_near(known[half:], num_train, draw), _near(known[:half], num_val, draw), "cosent")
+    return Collection(
+        _near(known[half:], num_train, draw),
+        _near(known[:half], num_val, draw),
+        "cosent",
+    )
 
 
 def libraries(num_train: int, num_val: int) -> Collection:
@@ -94,10 +103,21 @@ def modules(num_train: int, num_val: int) -> Collection:
     the module. Libraries are on both sides, and no docstring is."""
     draw = random.Random(0)
     pairs, _ = split_by_module(_library_pairs(), NUM_DESCRIBED, 0)
-    known = [(" ".join(pair.query.split()[:MOST_WORDS]), pair.module.split(".")[0], pair.module) for pair in pairs]
+    known = [
+        (
+            " ".join(pair.query.split()[:MOST_WORDS]),
+            pair.module.split(".")[0],
+            pair.module,
+        )
+        for pair in pairs
+    ]
     draw.shuffle(known)
     half = len(known) // 2
-    return Collection(_near(known[half:], num_train, draw), _near(known[:half], num_val, draw), "cosent")
+    return Collection(
+        _near(known[half:], num_train, draw),
+        _near(known[:half], num_val, draw),
+        "cosent",
+    )
 
 
 def pictures(num_train: int, num_val: int) -> Collection:
@@ -132,7 +152,9 @@ def drawn_word(word: str, draw: random.Random) -> Image.Image:
     picture = Image.new("RGB", (SIDE, SIDE), (draw.randint(200, 255),) * 3)
     font = ImageFont.load_default(size=draw.randint(10, 12))
     place = (draw.randint(0, 2), draw.randint(6, 14))
-    ImageDraw.Draw(picture).text(place, word, fill=(draw.randint(0, 80),) * 3, font=font)
+    ImageDraw.Draw(picture).text(
+        place, word, fill=(draw.randint(0, 80),) * 3, font=font
+    )
     return picture
 
 
@@ -153,7 +175,10 @@ def _library_pairs() -> list[Pair]:
 
 
 def _rows(pairs: list[Pair]) -> list[Row]:
-    return [{"query": _short(pair.query), "positive": _short(pair.positive)} for pair in pairs]
+    return [
+        {"query": _short(pair.query), "positive": _short(pair.positive)}
+        for pair in pairs
+    ]
 
 
 def _short(text: str) -> str:
@@ -167,21 +192,34 @@ def _by_hash(pairs: Iterator[tuple[str, str]], source: Path) -> list[Row]:
     for short, long in pairs:
         query, positive = " ".join(short.split()), " ".join(long.split()[:MOST_WORDS])
         is_long = len(query.split()) >= 3 and len(positive.split()) >= 8
-        if is_long and query.lower() not in positive.lower() and not {query, positive} & seen:
+        if (
+            is_long
+            and query.lower() not in positive.lower()
+            and not {query, positive} & seen
+        ):
             seen |= {query, positive}
             rows.append({"query": query, "positive": positive})
     if not rows:
         raise SystemExit(f"{source} holds nothing to make pairs of")
-    return sorted(rows, key=lambda row: hashlib.blake2b(row["positive"].encode(), digest_size=8).digest())
+    return sorted(
+        rows,
+        key=lambda row: hashlib.blake2b(
+            row["positive"].encode(), digest_size=8
+        ).digest(),
+    )
 
 
 def _pairs(rows: list[Row], num_train: int, num_val: int) -> Collection:
     if len(rows) < num_train + num_val:
-        raise SystemExit(f"{len(rows):,d} pairs here, and {num_train + num_val:,d} are asked for")
+        raise SystemExit(
+            f"{len(rows):,d} pairs here, and {num_train + num_val:,d} are asked for"
+        )
     return Collection(rows[num_val : num_val + num_train], rows[:num_val])
 
 
-_MACRO = re.compile(r"^[.\'].*|\\f(?:\[[^]]*\]|\(..|.)|\\s[-+]?\d|\\[&|^/,]", re.MULTILINE)
+_MACRO = re.compile(
+    r"^[.\'].*|\\f(?:\[[^]]*\]|\(..|.)|\\s[-+]?\d|\\[&|^/,]", re.MULTILINE
+)
 
 
 def _manual_pairs() -> Iterator[tuple[str, str]]:
@@ -193,12 +231,22 @@ def _manual_pairs() -> Iterator[tuple[str, str]]:
         except OSError:  # a link to a page that is not installed
             continue
         sections = re.split(r'^\.S[Hh]\s+"?([^"\n]*)"?\s*$', text, flags=re.MULTILINE)
-        named = dict(zip((name.strip().upper() for name in sections[1::2]), sections[2::2], strict=False))
+        named = dict(
+            zip(
+                (name.strip().upper() for name in sections[1::2]),
+                sections[2::2],
+                strict=False,
+            )
+        )
         about = _plain(named.get("NAME", "")).partition(" - ")[2]
         paragraphs = [
-            _plain(part) for part in re.split(r"^\.(?:PP|P|LP|Pp|sp|TP|IP)\b.*$|\n\n", named.get("DESCRIPTION", ""),
-                                              flags=re.MULTILINE)
-        ]  # fmt: skip
+            _plain(part)
+            for part in re.split(
+                r"^\.(?:PP|P|LP|Pp|sp|TP|IP)\b.*$|\n\n",
+                named.get("DESCRIPTION", ""),
+                flags=re.MULTILINE,
+            )
+        ]
         long = next((part for part in paragraphs if len(part.split()) >= 8), "")
         if about and long:
             yield about, long
@@ -206,8 +254,12 @@ def _manual_pairs() -> Iterator[tuple[str, str]]:
 
 def _plain(text: str) -> str:
     """Return troff source without its macros."""
-    text = re.sub(r"^\.(?:B|I|BR|IR|RB|RI|SM|Nm|Nd|Fn|Em)\s+", "", text, flags=re.MULTILINE)
-    text = _MACRO.sub("", text).replace("\\-", "-").replace("\\(aq", "'").replace("\\", "")
+    text = re.sub(
+        r"^\.(?:B|I|BR|IR|RB|RI|SM|Nm|Nd|Fn|Em)\s+", "", text, flags=re.MULTILINE
+    )
+    text = (
+        _MACRO.sub("", text).replace("\\-", "-").replace("\\(aq", "'").replace("\\", "")
+    )
     return " ".join(text.split())
 
 
@@ -216,21 +268,33 @@ def _package_pairs() -> Iterator[tuple[str, str]]:
         for block in PACKAGES.read_text(encoding="utf-8").split("\n\n"):
             found = re.search(r"^Description: (.+)\n((?: .+\n?)+)", block, re.MULTILINE)
             if found is not None:
-                yield found.group(1), re.split(r"^ \.$", found.group(2), flags=re.MULTILINE)[0]
+                yield (
+                    found.group(1),
+                    re.split(r"^ \.$", found.group(2), flags=re.MULTILINE)[0],
+                )
     for one in metadata.distributions():
         text = one.metadata.get_payload()
         parts = [" ".join(part.split()) for part in str(text).split("\n\n")]
-        long = next((part for part in parts if len(part.split()) >= 12 and part[:1].isalpha()), "")
+        long = next(
+            (part for part in parts if len(part.split()) >= 12 and part[:1].isalpha()),
+            "",
+        )
         if one.metadata["Summary"] and long:
             yield one.metadata["Summary"], long
 
 
 def _named_characters() -> list[tuple[str, str]]:
     characters = [chr(code) for code in range(0x20, 0x3000)]
-    return [(one, unicodedata.name(one)) for one in characters if unicodedata.name(one, "").count(" ") >= 2]
+    return [
+        (one, unicodedata.name(one))
+        for one in characters
+        if unicodedata.name(one, "").count(" ") >= 2
+    ]
 
 
-def _near(known: list[tuple[str, str, str]], count: int, draw: random.Random) -> list[Row]:
+def _near(
+    known: list[tuple[str, str, str]], count: int, draw: random.Random
+) -> list[Row]:
     """Return as many pairs of each score."""
     of_script: defaultdict[str, list[tuple[str, str, str]]] = defaultdict(list)
     for one in known:
@@ -243,7 +307,13 @@ def _near(known: list[tuple[str, str, str]], count: int, draw: random.Random) ->
         other = draw.choice(near)
         score = 0.5 * (one[1] == other[1]) + 0.5 * (one[2] == other[2])
         if one != other and len(rows[score]) < (count + 2) // 3:
-            rows[score].append({"sentence1": one[0].lower(), "sentence2": other[0].lower(), "score": score})
+            rows[score].append(
+                {
+                    "sentence1": one[0].lower(),
+                    "sentence2": other[0].lower(),
+                    "score": score,
+                }
+            )
     found = [row for same in rows.values() for row in same]
     draw.shuffle(found)
     return found[:count]

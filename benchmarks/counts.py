@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.cases import CASES, Case, rows_of, write_rows
 from benchmarks.work import useful_work
 from vembed.config.schema import TrainConfig
-from vembed.distributed import collectives
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.models import modalities
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.parallel import collectives
 from vembed.tools.demo import demo_model
 from vembed.training.run import train
 from vembed.training.step import ContrastiveStep
@@ -48,7 +48,9 @@ class Reads(TorchDispatchMode):
         self.counting = True
         self.is_in_step = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and self.counting:
             self.num_reads += 1
         return func(*args, **(kwargs or {}))
@@ -61,7 +63,9 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.num_elements = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
@@ -70,7 +74,9 @@ class Largest(TorchDispatchMode):
 
 
 @contextmanager
-def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> Iterator[None]:
+def counting(
+    reads: Reads, forwards: list[int], steps: list[Counter[str]]
+) -> Iterator[None]:
     """Count reads and forward passes inside the with-block, and for each update the collectives since the last."""
 
     def around(original: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
@@ -88,21 +94,29 @@ def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> It
         return call
 
     def uncounted(inputs: modalities.Inputs) -> Tensor | None:
-        reads.counting = False  # only the CPU path looks at the mask, where reading costs no wait
+        reads.counting = (
+            False  # only the CPU path looks at the mask, where reading costs no wait
+        )
         try:
             return padding_mask(inputs)
         finally:
             reads.counting = True
 
     def forward(module: nn.Module, *_: Any) -> None:
-        if isinstance(module, EmbeddingModel) and reads.is_in_step:  # a run also encodes to check what it saves
+        if (
+            isinstance(module, EmbeddingModel) and reads.is_in_step
+        ):  # a run also encodes to check what it saves
             forwards.append(1)
 
     padding_mask = modalities.padding_mask
     hook = nn.modules.module.register_module_forward_pre_hook(forward)
     try:
         with (
-            mock.patch.object(ContrastiveStep, "accumulate", around(ContrastiveStep.accumulate, first=True)),
+            mock.patch.object(
+                ContrastiveStep,
+                "accumulate",
+                around(ContrastiveStep.accumulate, first=True),
+            ),
             mock.patch.object(Update, "apply", around(Update.apply, first=False)),
             mock.patch.object(modalities, "padding_mask", uncounted),
         ):
@@ -111,7 +125,13 @@ def counting(reads: Reads, forwards: list[int], steps: list[Counter[str]]) -> It
         hook.remove()
 
 
-def count(case: Case, folder: Path, model: Path, micro_batch_tokens: int, use_gradient_cache: bool) -> dict[str, Any]:
+def count(
+    case: Case,
+    folder: Path,
+    model: Path,
+    micro_batch_tokens: int,
+    use_gradient_cache: bool,
+) -> dict[str, Any]:
     """Return counts per step of a run on this process and its group."""
     reads, forwards, steps = Reads(), list[int](), list[Counter[str]]()
     name = f"{micro_batch_tokens}-{use_gradient_cache}"
@@ -130,9 +150,14 @@ def count(case: Case, folder: Path, model: Path, micro_batch_tokens: int, use_gr
                 "report_to": [],
             }
         )
-    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+    ]
     return {
-        "padding": max(line["padding_fraction"] for line in lines if "padding_fraction" in line),
+        "padding": max(
+            line["padding_fraction"] for line in lines if "padding_fraction" in line
+        ),
         "micro_batch_tokens": micro_batch_tokens,
         "use_gradient_cache": use_gradient_cache,
         "forwards_per_step": len(forwards) / STEPS,
@@ -164,7 +189,10 @@ def loss_elements(num_rows: int, dim: int = 64) -> int:
 
 def run_counts(folder: Path, model: Path) -> list[dict[str, Any]]:
     """Return the counts of three runs on this process and its group."""
-    return [count(SMALL, folder, model, tokens, cache) for tokens, cache in ((4096, False), (128, False), (128, True))]
+    return [
+        count(SMALL, folder, model, tokens, cache)
+        for tokens, cache in ((4096, False), (128, False), (128, True))
+    ]
 
 
 def worker(folder: Path) -> None:
@@ -181,11 +209,15 @@ def write_data(folder: Path) -> None:
 
 def more_counts() -> dict[str, Any]:
     """Return the counts that need no run: padding of a benchmark's case, and the size of the loss's tensors."""
-    _, _, (padding, padding_by_column) = useful_work(next(case for case in CASES if case.name == "natural-128"))
+    _, _, (padding, padding_by_column) = useful_work(
+        next(case for case in CASES if case.name == "natural-128")
+    )
     return {
         "padding_if_padded": padding,
         "padding_by_column": padding_by_column,
-        "loss_elements": {str(rows): loss_elements(rows) for rows in (2048, 4096, 8192)},
+        "loss_elements": {
+            str(rows): loss_elements(rows) for rows in (2048, 4096, 8192)
+        },
     }
 
 
@@ -194,11 +226,25 @@ def counts() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         write_data(Path(name))
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}",
-            "-m", "benchmarks.counts", "--worker", name,
-        ]  # fmt: skip
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={NUM_RANKS}",
+            "-m",
+            "benchmarks.counts",
+            "--worker",
+            name,
+        ]
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment
+        )
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -220,14 +266,18 @@ def main() -> None:
         f"{1 / (1 - found['padding_by_column']):.2f}"
     )
     for run in found["runs"]:
-        sent = ", ".join(f"{name} {total}" for name, total in run["collectives_per_step"].items())
+        sent = ", ".join(
+            f"{name} {total}" for name, total in run["collectives_per_step"].items()
+        )
         print(
             f"micro_batch_tokens {run['micro_batch_tokens']:,d}, use_gradient_cache {run['use_gradient_cache']}, per "
             f"step and rank: {run['forwards_per_step']:g} forwards, {run['reads_per_step']:g} reads of a number from "
             f"the device, collectives: {sent}"
         )
     for rows, elements in found["loss_elements"].items():
-        print(f"loss of {int(rows):,d} rows: the largest tensor has {elements:,d} elements")
+        print(
+            f"loss of {int(rows):,d} rows: the largest tensor has {elements:,d} elements"
+        )
 
 
 if __name__ == "__main__":

@@ -37,11 +37,11 @@ from vembed.data.feeding import Feeder
 from vembed.data.images import load_image
 from vembed.data.pixels import Pixels, num_cores
 from vembed.data.rank_batch import RankBatchStream
-from vembed.distributed.session import start_session
-from vembed.families.decisions import describe
-from vembed.families.description import ModelDescription
 from vembed.losses.build import build_loss
+from vembed.models.families.decisions import describe
+from vembed.models.families.description import ModelDescription
 from vembed.models.processors import load_image_processor
+from vembed.parallel.session import start_session
 from vembed.training.budget import Budget
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
@@ -66,7 +66,10 @@ class Nothing(nn.Module):
 
     def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
         """Return [n, WIDTH] for each part."""
-        return [self.vector.expand(len(inputs["pixel_values"]), -1).clone() for _, inputs in parts]
+        return [
+            self.vector.expand(len(inputs["pixel_values"]), -1).clone()
+            for _, inputs in parts
+        ]
 
 
 def write_images(folder: Path, count: int) -> list[Path]:
@@ -74,10 +77,14 @@ def write_images(folder: Path, count: int) -> list[Path]:
     paths = []
     for number in range(count):
         draw = np.random.default_rng(number)
-        coarse = Image.fromarray(draw.integers(0, 256, (28, 28, 3), dtype=np.uint8)).resize((SIDE, SIDE), 3)
+        coarse = Image.fromarray(
+            draw.integers(0, 256, (28, 28, 3), dtype=np.uint8)
+        ).resize((SIDE, SIDE), 3)
         fine = draw.integers(-12, 13, (SIDE, SIDE, 3))
         buffer = io.BytesIO()
-        Image.fromarray(np.clip(np.asarray(coarse) + fine, 0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=85)
+        Image.fromarray(
+            np.clip(np.asarray(coarse) + fine, 0, 255).astype(np.uint8)
+        ).save(buffer, "JPEG", quality=85)
         paths.append(folder / f"{number}.jpg")
         paths[-1].write_bytes(buffer.getvalue())
     return paths
@@ -88,7 +95,9 @@ def description_of(folder: Path) -> ModelDescription:
     if not (folder / "config.json").exists():
         tiny_vit(folder)
         size = {"do_center_crop": True, "crop_size": {"height": SIDE, "width": SIDE}}
-        save_image_processor(folder, "CLIPImageProcessor", {"shortest_edge": SIDE}, **size)
+        save_image_processor(
+            folder, "CLIPImageProcessor", {"shortest_edge": SIDE}, **size
+        )
     return describe(TrainConfig(model_name=str(folder), data_path="-"))
 
 
@@ -114,7 +123,9 @@ def by_published_processor(folder: Path, paths: list[Path]) -> float:
 
 def in_processes(folder: Path, paths: list[Path], cores: int) -> float:
     """Return the images per second of plain loops in one process per core, at the same time."""
-    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        cores, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
         each = [pool.submit(one_by_one, folder, paths) for _ in range(cores)]
         return sum(one.result() for one in each)
 
@@ -131,27 +142,43 @@ class Speeds:
     """Processes that were ready when `warm` was measured."""
 
 
-def in_steps(folder: Path, paths: list[Path], cores: int, *, cache: bool, batch_size: int) -> Speeds:
+def in_steps(
+    folder: Path, paths: list[Path], cores: int, *, cache: bool, batch_size: int
+) -> Speeds:
     """Run training steps over the images, first with threads, then with processes, if there are any."""
     description = description_of(folder)
     featuriser = Featuriser(description, decoders=cores)
     items = [Item(images=(ImageRef(path=str(path)),)) for path in paths]
-    pairs = [Example(one, (other,), (), None) for one, other in zip(items[::2], items[1::2], strict=True)]
+    pairs = [
+        Example(one, (other,), (), None)
+        for one, other in zip(items[::2], items[1::2], strict=True)
+    ]
     config = TrainConfig(model_name=str(folder), data_path="-", mixed_precision="no")
     schedule = BatchSchedule([len(pairs)], batch_size, 0)
     with start_session(config) as session:
         model = Nothing()
-        budget = Budget(MICRO_BATCH * featuriser_length(featuriser, items[0]), None, 2**40, cache)
+        budget = Budget(
+            MICRO_BATCH * featuriser_length(featuriser, items[0]), None, 2**40, cache
+        )
         source = InputSource(model, Feeder(featuriser, session.device), session)
         loss = build_loss(config, mrl_dims=None, embedding_dim=WIDTH)
-        step = ContrastiveStep(model, loss, source, session, budget, MemoryGuard(session), 0)
+        step = ContrastiveStep(
+            model, loss, source, session, budget, MemoryGuard(session), 0
+        )
         stream = RankBatchStream(pairs, schedule, featuriser, 0, 1, 1)
 
         def speed() -> float:
             start = time.perf_counter()
-            for number, batch in enumerate(stream.from_batch(0, len(pairs) // batch_size)):
+            for number, batch in enumerate(
+                stream.from_batch(0, len(pairs) // batch_size)
+            ):
                 step.accumulate(batch, number, weight=1.0, last=True)
-            return 2 * batch_size * (len(pairs) // batch_size) / (time.perf_counter() - start)
+            return (
+                2
+                * batch_size
+                * (len(pairs) // batch_size)
+                / (time.perf_counter() - start)
+            )
 
         decoders = featuriser.decoders
         assert decoders is not None
@@ -175,7 +202,9 @@ def featuriser_length(featuriser: Featuriser, item: Item) -> int:
     return featuriser.features([(item, "document")])[0].length
 
 
-def rows(count: int, cores: int, batch_size: int, rounds: int) -> Iterator[dict[str, Any]]:
+def rows(
+    count: int, cores: int, batch_size: int, rounds: int
+) -> Iterator[dict[str, Any]]:
     """Yield one row for each round."""
     with tempfile.TemporaryDirectory(prefix="vembed-decoding-") as name:
         folder = Path(name)
@@ -184,21 +213,36 @@ def rows(count: int, cores: int, batch_size: int, rounds: int) -> Iterator[dict[
         model.mkdir()
         for number in range(rounds):
             alone = one_by_one(model, paths)
-            found = {"round": number, "images": count, "cores": cores, "one_core": alone}
+            found = {
+                "round": number,
+                "images": count,
+                "cores": cores,
+                "one_core": alone,
+            }
             for cache in (False, True):
-                speeds = in_steps(model, paths, cores, cache=cache, batch_size=batch_size)
+                speeds = in_steps(
+                    model, paths, cores, cache=cache, batch_size=batch_size
+                )
                 key = "with_cache" if cache else "without_cache"
-                found |= {f"cold_{key}": speeds.cold, key: speeds.warm, f"share_{key}": speeds.warm / (alone * cores)}
+                found |= {
+                    f"cold_{key}": speeds.cold,
+                    key: speeds.warm,
+                    f"share_{key}": speeds.warm / (alone * cores),
+                }
                 found[f"processes_{key}"] = speeds.num_processes
             found["processes"] = in_processes(model, paths, cores)
             found["share_processes"] = found["processes"] / (alone * cores)
-            found["published_processor"] = by_published_processor(model, paths[: max(count // 4, 1)])
+            found["published_processor"] = by_published_processor(
+                model, paths[: max(count // 4, 1)]
+            )
             yield found
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print one JSON object for each round."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
@@ -206,7 +250,9 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for row in rows(given.images, given.cores, given.batch_size, given.rounds):
-        print(json.dumps({key: round(value, 3) for key, value in row.items()}), flush=True)
+        print(
+            json.dumps({key: round(value, 3) for key, value in row.items()}), flush=True
+        )
     return 0
 
 

@@ -69,7 +69,9 @@ class Runs:
     def __init__(self, path: Path) -> None:
         self.path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self.done: dict[str, Options] = {self.key(one["run"]): one for one in map(json.loads, lines)}
+        self.done: dict[str, Options] = {
+            self.key(one["run"]): one for one in map(json.loads, lines)
+        }
 
     @staticmethod
     def key(run: Options) -> str:
@@ -78,7 +80,11 @@ class Runs:
 
     def add(self, run: Options, **found: Any) -> Options:
         """Store the result of a run, and print it."""
-        line = {"run": run, **found, "date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+        line = {
+            "run": run,
+            **found,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        }
         print(json.dumps(line), flush=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -98,19 +104,27 @@ class Trial:
     def __post_init__(self) -> None:
         given = self.arguments
         self.folder = Path(tempfile.mkdtemp())
-        self.data, self.tests = parts(given.collection, given.size, given.val, given.tests, given.max_length)
+        self.data, self.tests = parts(
+            given.collection, given.size, given.val, given.tests, given.max_length
+        )
         self.model = made(given.family, given.models or self.folder / "models")
         self.about: Options = {
-            "what": given.what, "collection": given.collection, "family": given.family, "size": given.size,
-            "max_length": given.max_length, **({"given": dict(given.option)} if given.option else {}),
-        }  # fmt: skip
+            "what": given.what,
+            "collection": given.collection,
+            "family": given.family,
+            "size": given.size,
+            "max_length": given.max_length,
+            **({"given": dict(given.option)} if given.option else {}),
+        }
 
     def before(self) -> float:
         """Return the score of the model as it is."""
         run = {**self.about, "what": "before"}
         run.pop("given", None)
         known = self.runs.done.get(self.runs.key(run))
-        found = known or self.runs.add(run, score=score(self.model, self.tests, self.folder))
+        found = known or self.runs.add(
+            run, score=score(self.model, self.tests, self.folder)
+        )
         return float(found["score"])
 
     def score(self, options: Options, seed: int) -> float:
@@ -122,28 +136,40 @@ class Trial:
                 raise TimeoutError
             began = time.monotonic()
             own = self.folder / "run"
-            given = {**({"from_scratch": True} if self.arguments.family in INITIAL else {}), **options}
+            given = {
+                **({"from_scratch": True} if self.arguments.family in INITIAL else {}),
+                **options,
+            }
             given = {**dict(self.arguments.option), **given}
             model, rate = train(self.data, own, self.model, given, seed)
             found = score(model, self.tests, self.folder)
-            known = self.runs.add(run, score=found, rate=rate, seconds=round(time.monotonic() - began))
+            known = self.runs.add(
+                run, score=found, rate=rate, seconds=round(time.monotonic() - began)
+            )
             shutil.rmtree(own)
         return float(known["score"])
 
     def default_rate(self) -> float:
         """Return the learning rate that the defaults had with the first seed."""
         self.score({}, 0)
-        return float(self.runs.done[self.runs.key({**self.about, "options": {}, "seed": 0})]["rate"])
+        return float(
+            self.runs.done[self.runs.key({**self.about, "options": {}, "seed": 0})][
+                "rate"
+            ]
+        )
 
 
-def parts(name: str, size: int, num_val: int, num_tests: int, max_length: int) -> tuple[Collection, list[Collection]]:
+def parts(
+    name: str, size: int, num_val: int, num_tests: int, max_length: int
+) -> tuple[Collection, list[Collection]]:
     """Return a collection, and test sets of the size of its validation set. Texts are cut to so many tokens here, so
     that a model reads the same before and after its training."""
     both = COLLECTIONS[name](size, (1 + num_tests) * num_val)
     train, held_out = shortened(both.train, max_length), shortened(both.val, max_length)
     random.Random(0).shuffle(held_out)
     data, *tests = (
-        Collection(train, held_out[first : first + num_val], both.loss) for first in range(0, len(held_out), num_val)
+        Collection(train, held_out[first : first + num_val], both.loss)
+        for first in range(0, len(held_out), num_val)
     )
     return data, tests
 
@@ -160,12 +186,18 @@ def shortened(rows: list[dict[str, Any]], max_length: int) -> list[dict[str, Any
         if not isinstance(value, str):
             return value
         places = tokenizer.encode(value, add_special_tokens=False).offsets
-        return value if len(places) <= max_length - 2 else value[: places[max_length - 3][1]]
+        return (
+            value
+            if len(places) <= max_length - 2
+            else value[: places[max_length - 3][1]]
+        )
 
     return [{name: cut(value) for name, value in row.items()} for row in rows]
 
 
-def train(data: Collection, folder: Path, model: Path, options: Options, seed: int) -> tuple[Path, float]:
+def train(
+    data: Collection, folder: Path, model: Path, options: Options, seed: int
+) -> tuple[Path, float]:
     """Train by the four-line config with `options`; return the model and the highest learning rate of a step."""
     import vembed
 
@@ -186,7 +218,9 @@ def train(data: Collection, folder: Path, model: Path, options: Options, seed: i
     return found.model_dir, float(f"{max(rates):.3g}")
 
 
-def train_with_peer(data: Collection, folder: Path, model: Path, max_length: int, seed: int) -> Path:
+def train_with_peer(
+    data: Collection, folder: Path, model: Path, max_length: int, seed: int
+) -> Path:
     """Train by sentence-transformers as its documentation does; return the model."""
     from datasets import Dataset
     from sentence_transformers import (
@@ -200,7 +234,11 @@ def train_with_peer(data: Collection, folder: Path, model: Path, max_length: int
     network = SentenceTransformer(str(model), device="cpu")
     network.max_seq_length = max_length
     is_scored = data.loss == "cosent"
-    loss: Any = st_losses.CoSENTLoss(network) if is_scored else st_losses.MultipleNegativesRankingLoss(network)
+    loss: Any = (
+        st_losses.CoSENTLoss(network)
+        if is_scored
+        else st_losses.MultipleNegativesRankingLoss(network)
+    )
     columns = {name: [row[name] for row in data.train] for name in data.train[0]}
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(folder / "out"),
@@ -208,7 +246,9 @@ def train_with_peer(data: Collection, folder: Path, model: Path, max_length: int
         per_device_train_batch_size=16,
         learning_rate=2e-5,
         warmup_ratio=0.1,
-        batch_sampler=BatchSamplers.BATCH_SAMPLER if is_scored else BatchSamplers.NO_DUPLICATES,
+        batch_sampler=BatchSamplers.BATCH_SAMPLER
+        if is_scored
+        else BatchSamplers.NO_DUPLICATES,
         seed=seed,
         save_strategy="no",
         report_to="none",
@@ -216,7 +256,10 @@ def train_with_peer(data: Collection, folder: Path, model: Path, max_length: int
         disable_tqdm=True,
     )
     trainer = SentenceTransformerTrainer(
-        model=network, args=arguments, train_dataset=Dataset.from_dict(columns), loss=loss
+        model=network,
+        args=arguments,
+        train_dataset=Dataset.from_dict(columns),
+        loss=loss,
     )
     trainer.train()
     network.save_pretrained(str(folder / "final"))
@@ -236,10 +279,20 @@ def score(model: Path, tests: Sequence[Collection], folder: Path) -> float:
 
 def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[Options]:
     """Yield the scores of both sides by seed, for those that are not known."""
-    data, tests = parts(arguments.collection, arguments.size, arguments.val, arguments.tests, arguments.max_length)
+    data, tests = parts(
+        arguments.collection,
+        arguments.size,
+        arguments.val,
+        arguments.tests,
+        arguments.max_length,
+    )
     model = made(arguments.family, arguments.models or Path(tempfile.mkdtemp()))
     for seed in range(arguments.seeds):
-        found: Options = {"collection": arguments.collection, "size": arguments.size, "seed": seed}
+        found: Options = {
+            "collection": arguments.collection,
+            "size": arguments.size,
+            "seed": seed,
+        }
         if any(found.items() <= one.items() for one in known):
             continue
         folder = Path(tempfile.mkdtemp())
@@ -247,7 +300,9 @@ def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[O
             found["before"] = score(model, tests, folder)
         ours, _ = train(data, folder / "ours", model, dict(arguments.option), seed)
         found["vembed"] = score(ours, tests, folder)
-        theirs = train_with_peer(data, folder / "theirs", model, arguments.max_length, seed)
+        theirs = train_with_peer(
+            data, folder / "theirs", model, arguments.max_length, seed
+        )
         found["sentence-transformers"] = score(theirs, tests, folder)
         shutil.rmtree(folder)
         yield found
@@ -271,8 +326,14 @@ def searched(trial: Trial) -> list[Options]:
     """Return the values to try."""
     given = trial.arguments
     has_adapters = dict(given.option).get("use_lora", False)
-    rates = given.rates or [float(f"{times * trial.default_rate():.2g}") for times in given.times]
-    epochs = epochs_for(given.size, from_scratch=given.family in INITIAL, has_scale="clip" in given.family)
+    rates = given.rates or [
+        float(f"{times * trial.default_rate():.2g}") for times in given.times
+    ]
+    epochs = epochs_for(
+        given.size,
+        from_scratch=given.family in INITIAL,
+        has_scale="clip" in given.family,
+    )
     tried: list[Options] = [{"learning_rate": rate} for rate in rates]
     tried += [{"epochs": times * epochs} for times in PASSES]
     tried += SEARCHED + OF_LOSS[trial.data.loss] + (OF_ADAPTERS if has_adapters else [])
@@ -290,7 +351,9 @@ def adapters(trial: Trial) -> None:
     for steps in given.steps:
         own: Options = {"max_steps": steps, "eval_steps": None, "eval_before": False}
         tried = [own, {**own, "use_lora": True}]
-        tried += [{**own, "use_lora": True, "learning_rate": value} for value in given.rates]
+        tried += [
+            {**own, "use_lora": True, "learning_rate": value} for value in given.rates
+        ]
         tried += [{**own, "learning_rate": value} for value in given.full_rates]
         confirm(trial, tried, range(given.seeds))
 
@@ -309,32 +372,70 @@ def _option(text: str) -> tuple[str, Any]:
 
 def main() -> None:
     """Run one comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["search", "adapters", "peers", "table"])
     parser.add_argument("--collection", choices=list(COLLECTIONS), default="docstrings")
     parser.add_argument("--family", choices=list(MODELS), default="encoder")
     parser.add_argument("--size", type=int, default=300)
-    parser.add_argument("--val", type=int, default=150, help="rows of the validation set")
-    parser.add_argument("--tests", type=int, default=6, help="test sets of as many rows")
+    parser.add_argument(
+        "--val", type=int, default=150, help="rows of the validation set"
+    )
+    parser.add_argument(
+        "--tests", type=int, default=6, help="test sets of as many rows"
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--max-length", type=int, default=32, help="tokens at which texts are cut")
-    parser.add_argument("--only", nargs="*", default=[], help="options to search; all if left out")
+    parser.add_argument(
+        "--max-length", type=int, default=32, help="tokens at which texts are cut"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="options to search; all if left out"
+    )
     parser.add_argument("--steps", nargs="*", type=int, default=[20])
-    parser.add_argument("--rates", nargs="*", type=float, default=[], help="learning rates to try")
-    parser.add_argument("--times", nargs="*", type=float, default=RATES, help="the same as multiples of the default")
-    parser.add_argument("--models", type=Path, help="folder for the models that are made, to be used again")
-    parser.add_argument("--full-rates", nargs="*", type=float, default=[], help="further learning rates of all weights")
+    parser.add_argument(
+        "--rates", nargs="*", type=float, default=[], help="learning rates to try"
+    )
+    parser.add_argument(
+        "--times",
+        nargs="*",
+        type=float,
+        default=RATES,
+        help="the same as multiples of the default",
+    )
+    parser.add_argument(
+        "--models",
+        type=Path,
+        help="folder for the models that are made, to be used again",
+    )
+    parser.add_argument(
+        "--full-rates",
+        nargs="*",
+        type=float,
+        default=[],
+        help="further learning rates of all weights",
+    )
     parser.add_argument("--minutes", type=float, default=1e6)
-    parser.add_argument("--option", nargs="*", default=[], type=_option, help="name=value, in every run")
+    parser.add_argument(
+        "--option", nargs="*", default=[], type=_option, help="name=value, in every run"
+    )
     parser.add_argument("--output", default="defaults.jsonl")
     arguments = parser.parse_args()
     output = Path(arguments.output)
     if arguments.what == "table":
-        print_tables([json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()], arguments.seeds)
+        print_tables(
+            [
+                json.loads(line)
+                for line in output.read_text(encoding="utf-8").splitlines()
+            ],
+            arguments.seeds,
+        )
         return
     print(machine(), flush=True)
     if arguments.what == "peers":
-        known = output.read_text(encoding="utf-8").splitlines() if output.is_file() else []
+        known = (
+            output.read_text(encoding="utf-8").splitlines() if output.is_file() else []
+        )
         for line in peers(arguments, [json.loads(one) for one in known]):
             print(json.dumps(line), flush=True)
             with output.open("a", encoding="utf-8") as file:
@@ -344,7 +445,10 @@ def main() -> None:
     try:
         (search if arguments.what == "search" else adapters)(trial)
     except TimeoutError:
-        print(f"{arguments.minutes:g} minutes are over; the same command continues", flush=True)
+        print(
+            f"{arguments.minutes:g} minutes are over; the same command continues",
+            flush=True,
+        )
     finally:
         shutil.rmtree(trial.folder)
 

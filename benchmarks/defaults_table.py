@@ -16,13 +16,21 @@ Scores = dict[str, dict[int, float]]
 def print_tables(lines: Sequence[Run], num_seeds: int) -> None:
     """Print the shares of the defaults in the best gain, and those of adapters in the gain of all weights.
     `num_seeds`: those of a search, which chose the best value; it is compared with the defaults on the others."""
-    before = {_place(one["run"]): float(one["score"]) for one in lines if one["run"]["what"] == "before"}
-    groups: defaultdict[tuple[str, ...], Scores] = defaultdict(lambda: defaultdict(dict))
+    before = {
+        _place(one["run"]): float(one["score"])
+        for one in lines
+        if one["run"]["what"] == "before"
+    }
+    groups: defaultdict[tuple[str, ...], Scores] = defaultdict(
+        lambda: defaultdict(dict)
+    )
     for one in lines:
         run = one["run"]
         if "options" in run:
             place = (run["what"], *_place(run))
-            groups[place][json.dumps(run["options"], sort_keys=True)][run["seed"]] = float(one["score"])
+            groups[place][json.dumps(run["options"], sort_keys=True)][run["seed"]] = (
+                float(one["score"])
+            )
     print(
         "| model, collection, rows | before | tried | best of the search | defaults, by seed | the best, by seed "
         "| share of the best gain |\n| --- | --- | --- | --- | --- | --- | --- |"
@@ -38,7 +46,9 @@ def print_tables(lines: Sequence[Run], num_seeds: int) -> None:
             print("\n".join(adapter_rows(place, before[tuple(place)], scores)))
 
 
-def search_row(place: Sequence[str], before: float, scores: Scores, num_seeds: int) -> str:
+def search_row(
+    place: Sequence[str], before: float, scores: Scores, num_seeds: int
+) -> str:
     """Return the row of one model on one collection."""
     means = {
         one: statistics.mean(found[seed] for seed in range(num_seeds))
@@ -47,11 +57,18 @@ def search_row(place: Sequence[str], before: float, scores: Scores, num_seeds: i
     }
     start = f"| {', '.join(place[:3])} | {before:.4f} | {len(scores) - 1:,d} |"
     best = max(means, key=lambda one: means[one], default="{}")
-    others = {seed: score for seed, score in scores[best].items() if seed >= num_seeds or best == "{}"}
+    others = {
+        seed: score
+        for seed, score in scores[best].items()
+        if seed >= num_seeds or best == "{}"
+    }
     ours = {seed: scores["{}"][seed] for seed in others if seed in scores["{}"]}
     if best not in means or not ours:
         return f"{start} the search has not ended | | | |"
-    gain, most = (statistics.mean(found[seed] for seed in ours) - before for found in (ours, others))
+    gain, most = (
+        statistics.mean(found[seed] for seed in ours) - before
+        for found in (ours, others)
+    )
     return (
         f"{start} {_named(best)} | {_by_seed(ours)} | "
         f"{_by_seed(others)} | {f'{gain / most:.0%}' if most > 0 else 'no gain'} |"
@@ -62,13 +79,20 @@ def _by_seed(found: Mapping[int, float]) -> str:
     return ", ".join(f"{score:.4f}" for _, score in sorted(found.items()))
 
 
-def adapter_rows(place: Sequence[str], before: float, scores: Mapping[str, Mapping[int, float]]) -> list[str]:
+def adapter_rows(
+    place: Sequence[str], before: float, scores: Mapping[str, Mapping[int, float]]
+) -> list[str]:
     """Return a row for each rate, as a share of what all weights gain at their default in the same steps."""
     rows = []
     for one, found in scores.items():
         options = json.loads(one)
         steps = options["max_steps"]
-        whole = scores[json.dumps({"eval_before": False, "eval_steps": None, "max_steps": steps}, sort_keys=True)]
+        whole = scores[
+            json.dumps(
+                {"eval_before": False, "eval_steps": None, "max_steps": steps},
+                sort_keys=True,
+            )
+        ]
         gains = [value - before for _, value in sorted(found.items())]
         most = statistics.mean(whole.values()) - before
         trained = "adapters" if options.get("use_lora") else "all weights"
@@ -80,10 +104,21 @@ def adapter_rows(place: Sequence[str], before: float, scores: Mapping[str, Mappi
 
 
 def _place(run: Run) -> tuple[str, ...]:
-    return run["family"], run["collection"], f"{run['size']:,d} rows", str(run["max_length"])
+    return (
+        run["family"],
+        run["collection"],
+        f"{run['size']:,d} rows",
+        str(run["max_length"]),
+    )
 
 
 def _named(options: str) -> str:
     given = json.loads(options)
-    said = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in given.items()}
-    return ", ".join(f"`{name}: {value}`" for name, value in said.items()) or "the defaults"
+    said = {
+        name: f"{value:g}" if isinstance(value, float) else json.dumps(value)
+        for name, value in given.items()
+    }
+    return (
+        ", ".join(f"`{name}: {value}`" for name, value in said.items())
+        or "the defaults"
+    )

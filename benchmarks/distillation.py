@@ -16,7 +16,12 @@ from typing import Any
 import vembed
 from benchmarks.train import machine
 from vembed.tools.demo import demo_model
-from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs, write_pairs
+from vembed.tools.demo_data import (
+    Pair,
+    split_by_module,
+    standard_library_pairs,
+    write_pairs,
+)
 
 NUM_VAL = 300
 NUM_FUNCTIONS = 2500
@@ -45,11 +50,15 @@ def with_false_negatives(pairs: list[Pair]) -> list[Row]:
     for pair in pairs:
         head, _, body = pair.positive.partition("\n")
         again = f'{head}\n    """{pair.query}"""\n{body}'
-        rows.append({"query": pair.query, "positive": pair.positive, "negatives": [again]})
+        rows.append(
+            {"query": pair.query, "positive": pair.positive, "negatives": [again]}
+        )
     return rows
 
 
-def train(folder: Path, rows: list[Row], val: list[Pair], seed: int, **options: Any) -> float:
+def train(
+    folder: Path, rows: list[Row], val: list[Pair], seed: int, **options: Any
+) -> float:
     """Return nDCG@10 on modules outside the training data."""
     rows = list(rows)
     random.Random(seed).shuffle(rows)
@@ -58,10 +67,18 @@ def train(folder: Path, rows: list[Row], val: list[Pair], seed: int, **options: 
     output = folder / "out"
     shutil.rmtree(output, ignore_errors=True)
     settings = {
-        "data_path": str(folder / "train.jsonl"), "val_data_path": str(folder / "val.jsonl"), "output_dir": str(output),
-        "max_length": MAX_LENGTH, "console": "quiet", "eval_before": False, "eval_steps": None, "save_steps": None,
-        "report_to": [], "seed": seed, **options,
-    }  # fmt: skip
+        "data_path": str(folder / "train.jsonl"),
+        "val_data_path": str(folder / "val.jsonl"),
+        "output_dir": str(output),
+        "max_length": MAX_LENGTH,
+        "console": "quiet",
+        "eval_before": False,
+        "eval_steps": None,
+        "save_steps": None,
+        "report_to": [],
+        "seed": seed,
+        **options,
+    }
     return float(vembed.train(settings).metrics["ndcg@10"])
 
 
@@ -77,25 +94,48 @@ def students(folder: Path, teacher: str, batch: int) -> dict[str, dict[str, Any]
     taught = {"teachers": [{"model": teacher, "max_length": MAX_LENGTH}]}
     sources = [
         {"path": str(folder / "train.jsonl"), "name": "pairs", "losses": losses},
-        {"path": str(folder / "texts.jsonl"), "name": "texts", "losses": [embedding], "batch_size": 2 * batch},
+        {
+            "path": str(folder / "texts.jsonl"),
+            "name": "texts",
+            "losses": [embedding],
+            "batch_size": 2 * batch,
+        },
     ]
     return {
         "infonce": {},
         "infonce and embedding": {**taught, "losses": losses},
         "the same, and texts without pairs": {
-            **taught, "data_path": sources, "homogeneous_batches": True, "sampling": "round_robin",
+            **taught,
+            "data_path": sources,
+            "homogeneous_batches": True,
+            "sampling": "round_robin",
         },
-    }  # fmt: skip
+    }
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Print nDCG@10 of each variant by seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=48, help="of a student; a third of it with false negatives")
-    parser.add_argument("--pairs", type=int, default=64, help="pairs that a student learns from, in several epochs")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=48,
+        help="of a student; a third of it with false negatives",
+    )
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=64,
+        help="pairs that a student learns from, in several epochs",
+    )
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--variant", action="append", type=int, help="numbers of lines of the table; default: all")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        type=int,
+        help="numbers of lines of the table; default: all",
+    )
     arguments = parser.parse_args(words)
     print(machine() + "\n", flush=True)
     teacher, few = str(demo_model()), arguments.steps // 3
@@ -104,20 +144,39 @@ def main(words: Sequence[str] | None = None) -> None:
         {"query": pair.query, "positive": pair.positive}
         for pair in functions[:: NUM_FUNCTIONS // arguments.pairs][: arguments.pairs]
     ]
-    wrong = with_false_negatives(random.Random(0).sample(functions, arguments.batch * few))
+    wrong = with_false_negatives(
+        random.Random(0).sample(functions, arguments.batch * few)
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         student = str(student_of(Path(teacher), folder / "student"))
-        write([{"text": text} for one in functions for text in (one.query, one.positive)], folder / "texts.jsonl")
+        write(
+            [{"text": text} for one in functions for text in (one.query, one.positive)],
+            folder / "texts.jsonl",
+        )
         variants: dict[str, tuple[list[Row], dict[str, Any]]] = {
             f"student, {label}": (plain, {"max_steps": arguments.steps, **options})
             for label, options in students(folder, teacher, arguments.batch).items()
         }
-        guided = {"teachers": [{"model": teacher, "name": "guide", "max_length": MAX_LENGTH}], "guide": "guide"}
+        guided = {
+            "teachers": [{"model": teacher, "name": "guide", "max_length": MAX_LENGTH}],
+            "guide": "guide",
+        }
         variants["false negatives, no guide"] = (wrong, {"max_steps": few})
-        variants["false negatives, guide"] = (wrong, {"max_steps": few, "guide_margin": 0.05, **guided})
-        common = {"batch_size": arguments.batch, "model_name": student, "learning_rate": 5e-4}
-        print("| variant | " + " | ".join(f"seed {seed}" for seed in range(arguments.seeds)) + " | mean |")
+        variants["false negatives, guide"] = (
+            wrong,
+            {"max_steps": few, "guide_margin": 0.05, **guided},
+        )
+        common = {
+            "batch_size": arguments.batch,
+            "model_name": student,
+            "learning_rate": 5e-4,
+        }
+        print(
+            "| variant | "
+            + " | ".join(f"seed {seed}" for seed in range(arguments.seeds))
+            + " | mean |"
+        )
         print("|---|" + "---|" * (arguments.seeds + 1), flush=True)
         for number, (label, (rows, options)) in enumerate(variants.items(), 1):
             if arguments.variant and number not in arguments.variant:

@@ -25,9 +25,24 @@ from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
 from vembed.evaluation.dataset import open_eval_data
 from vembed.evaluation.scores import evaluate_model
-from vembed.families.decisions import describe
+from vembed.models.families.decisions import describe
 
-WORDS = ("red", "green", "blue", "small", "large", "old", "new", "fast", "slow", "warm", "cold", "cat", "dog", "bird")
+WORDS = (
+    "red",
+    "green",
+    "blue",
+    "small",
+    "large",
+    "old",
+    "new",
+    "fast",
+    "slow",
+    "warm",
+    "cold",
+    "cat",
+    "dog",
+    "bird",
+)
 WIDTH = 384
 MARK = "RESULT "
 GIB = 2**30
@@ -44,7 +59,9 @@ class TokenVectors(nn.Module):
     def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
         """Return [n, WIDTH] for each part."""
         return [
-            self.vectors(inputs["input_ids"], per_sample_weights=inputs["attention_mask"].float())
+            self.vectors(
+                inputs["input_ids"], per_sample_weights=inputs["attention_mask"].float()
+            )
             if "attention_mask" in inputs
             else self.vectors(inputs["input_ids"])
             for _, inputs in parts
@@ -60,7 +77,9 @@ def write_folder(folder: Path, num_documents: int, num_queries: int) -> None:
             file.write(f'{{"_id": "d{row}", "text": "{bodies[row % 4096]} {row}"}}\n')
     with (folder / "queries.jsonl").open("w") as file:
         for row in range(num_queries):
-            file.write(f'{{"_id": "q{row}", "text": "{bodies[row % 4096]} {row} {row}"}}\n')
+            file.write(
+                f'{{"_id": "q{row}", "text": "{bodies[row % 4096]} {row} {row}"}}\n'
+            )
     (folder / "qrels").mkdir()
     lines = (f"q{row}\td{row}\t1\n" for row in range(num_queries))
     (folder / "qrels" / "test.tsv").write_text("".join(lines))
@@ -70,12 +89,16 @@ def result(folder: Path) -> dict[str, float]:
     """Evaluate in this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tiny_bert_st(folder / "model")
-    config = TrainConfig(model_name=str(folder / "model"), data_path="-", eval_ks=[10, 100])
+    config = TrainConfig(
+        model_name=str(folder / "model"), data_path="-", eval_ks=[10, 100]
+    )
     featuriser = Featuriser(describe(config))
     began = time.perf_counter()
     data = open_eval_data(config, str(folder))
     opened = time.perf_counter()
-    vocabulary = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((folder / "model" / "config.json").read_text())[
+        "vocab_size"
+    ]
     scores = evaluate_model(TokenVectors(vocabulary), featuriser, data, config, None)
     return {
         "open": opened - began,
@@ -87,15 +110,21 @@ def result(folder: Path) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a line for each number of documents."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, nargs="+", default=[50_000, 500_000, 5_000_000])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--documents", type=int, nargs="+", default=[50_000, 500_000, 5_000_000]
+    )
     parser.add_argument("--queries", type=int, default=256)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.folder is not None:
         print(MARK + json.dumps(result(arguments.folder)))
         return
-    print(f"{machine()}\n\n| documents | embeddings, GiB | opened, s | evaluated, s | peak beyond the start, GiB |")
+    print(
+        f"{machine()}\n\n| documents | embeddings, GiB | opened, s | evaluated, s | peak beyond the start, GiB |"
+    )
     print("|---|---|---|---|---|", flush=True)
     for num_documents in arguments.documents:
         with tempfile.TemporaryDirectory() as name:

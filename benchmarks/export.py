@@ -28,7 +28,9 @@ def sides(model: str, folder: Path) -> dict[str, Encode]:
     exported = export_model(model, folder / "int8", "onnx", "int8")
     assert exported.check is not None
     print(*exported.check.lines(), sep="\n", flush=True)
-    embedder = Embedder(model, device="cpu", torch_dtype="float32", mixed_precision="no")
+    embedder = Embedder(
+        model, device="cpu", torch_dtype="float32", mixed_precision="no"
+    )
     peer = SentenceTransformer(model, device="cpu", model_kwargs={"dtype": "float32"})
     reader = OnnxReader(exported.path)
 
@@ -46,11 +48,15 @@ def main() -> None:
     """Time all sides in turns and print a line per round, then the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="default: the model of `vembed demo`")
-    parser.add_argument("--texts", type=int, default=256, help="functions of Python's standard library")
+    parser.add_argument(
+        "--texts", type=int, default=256, help="functions of Python's standard library"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     pairs = standard_library_pairs()
-    texts = [one.positive for one in pairs[:: max(len(pairs) // arguments.texts, 1)]][: arguments.texts]
+    texts = [one.positive for one in pairs[:: max(len(pairs) // arguments.texts, 1)]][
+        : arguments.texts
+    ]
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         found = sides(arguments.model or str(demo_model()), Path(folder))
@@ -61,11 +67,25 @@ def main() -> None:
                 began = time.perf_counter()
                 encode(texts)
                 seconds.setdefault(name, []).append(time.perf_counter() - began)
-            print(json.dumps({name: round(len(texts) / own[-1], 1) for name, own in seconds.items()}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        name: round(len(texts) / own[-1], 1)
+                        for name, own in seconds.items()
+                    }
+                ),
+                flush=True,
+            )
     median = {name: statistics.median(own) for name, own in seconds.items()}
-    times = ", ".join(f"{median[name] / median['export']:.2f} x {name}" for name in median if name != "export")
-    print(f"{len(texts)} texts, {torch.get_num_threads()} threads, median of {arguments.rounds}: "
-          f"{len(texts) / median['export']:.1f} texts per second, {times}")  # fmt: skip
+    times = ", ".join(
+        f"{median[name] / median['export']:.2f} x {name}"
+        for name in median
+        if name != "export"
+    )
+    print(
+        f"{len(texts)} texts, {torch.get_num_threads()} threads, median of {arguments.rounds}: "
+        f"{len(texts) / median['export']:.1f} texts per second, {times}"
+    )
 
 
 if __name__ == "__main__":

@@ -36,16 +36,26 @@ RECORDS_OF_A_GROUP = 50_000
 def records(num_records: int, num_bytes: int) -> Iterator[dict[str, str]]:
     """Yield records of about so many bytes: a query and a document of words."""
     draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 10))) for _ in range(5000)]
-    bodies = [" ".join(draw.choices(words, k=max(1, num_bytes // 7))) for _ in range(64)]
+    words = [
+        "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 10)))
+        for _ in range(5000)
+    ]
+    bodies = [
+        " ".join(draw.choices(words, k=max(1, num_bytes // 7))) for _ in range(64)
+    ]
     for row in range(num_records):
-        yield {"query": f"what is {words[row % 5000]} {row}", "positive": f"{row} {bodies[row % 64]}"}
+        yield {
+            "query": f"what is {words[row % 5000]} {row}",
+            "positive": f"{row} {bodies[row % 64]}",
+        }
 
 
 def write_lines(num_records: int, num_bytes: int, path: Path) -> None:
     """Write the records as JSON Lines."""
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records(num_records, num_bytes))
+        file.writelines(
+            json.dumps(record) + "\n" for record in records(num_records, num_bytes)
+        )
 
 
 def write_table(num_records: int, num_bytes: int, path: Path) -> None:
@@ -141,7 +151,10 @@ def peaks_of_children() -> Iterator[dict[int, float]]:
         while not done.wait(0.05):
             for task in Path("/proc/self/task").iterdir():
                 with contextlib.suppress(OSError):
-                    found = {int(one): peak_of(one) for one in (task / "children").read_text().split()}
+                    found = {
+                        int(one): peak_of(one)
+                        for one in (task / "children").read_text().split()
+                    }
                     peaks.update({one: peak for one, peak in found.items() if peak})
 
     thread = threading.Thread(target=look)
@@ -157,14 +170,23 @@ def opened(path: Path, cache: Path, processes: int) -> Opened:
     """Open the data, and draw the first batch of a shuffled epoch."""
     config = TrainConfig(model_name="none", data_path=str(path))
     began, processor = time.perf_counter(), processor_time()
-    with mock.patch("vembed.data.index_worker.num_cores", return_value=processes), peaks_of_children() as others:
+    with (
+        mock.patch("vembed.data.index_worker.num_cores", return_value=processes),
+        peaks_of_children() as others,
+    ):
         store = open_examples(config, str(path), cache_dir=cache)
     there, processor = time.perf_counter(), processor_time() - processor
     schedule = BatchSchedule([len(store)], 64, 0)
     for index in schedule.batch(0, 0):
         store[int(index)]
     drawn = time.perf_counter()
-    return Opened(there - began, processor, drawn - there, peak_of("self"), max(others.values(), default=0.0))
+    return Opened(
+        there - began,
+        processor,
+        drawn - there,
+        peak_of("self"),
+        max(others.values(), default=0.0),
+    )
 
 
 def opened_anew(path: Path, cache: Path, processes: int) -> Opened:
@@ -183,7 +205,9 @@ def line_of(first: Opened, second: Opened) -> str:
     )
 
 
-def processor_seconds(path: Path, cache: Path, repeats: int) -> tuple[float, float, float]:
+def processor_seconds(
+    path: Path, cache: Path, repeats: int
+) -> tuple[float, float, float]:
     """Return the processor time of parsing, of the same with json.loads, and of the first pass, in this one process.
 
     Other work on the machine disturbs it less than seconds. The best of some rounds in turns.
@@ -199,11 +223,19 @@ def processor_seconds(path: Path, cache: Path, repeats: int) -> tuple[float, flo
         with mock.patch("vembed.data.index_worker.num_cores", return_value=1):
             open_examples(config, str(path), cache_dir=cache / str(number))
 
-    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # as in the processes of the first pass
+    gc.set_threshold(
+        OBJECTS_BETWEEN_COLLECTIONS
+    )  # as in the processes of the first pass
     best = [float("inf")] * 3
     for number in range(repeats):
-        ways = (lambda: parse((str(path), 0, path.stat().st_size)), loads, lambda one=number: first_pass(one))
-        for place, way in enumerate(ways if path.suffix == ".jsonl" else (None, None, ways[2])):
+        ways = (
+            lambda: parse((str(path), 0, path.stat().st_size)),
+            loads,
+            lambda one=number: first_pass(one),
+        )
+        for place, way in enumerate(
+            ways if path.suffix == ".jsonl" else (None, None, ways[2])
+        ):
             if way is not None:
                 began = time.process_time()
                 way()
@@ -215,7 +247,9 @@ def by_processor_time(number: int, arguments: argparse.Namespace, folder: Path) 
     """Print the microseconds of each record in one process."""
     path, table = folder / "data.jsonl", folder / "data.parquet"
     write_lines(number, arguments.bytes, path)
-    parsing, loads, here = processor_seconds(path, folder / "cache", arguments.processor_time)
+    parsing, loads, here = processor_seconds(
+        path, folder / "cache", arguments.processor_time
+    )
     line = (
         f"{number:,d} records of {path.stat().st_size / number:,.0f} bytes, processor time of each, us: "
         f"parsing {parsing / number * 1e6:.2f}, by json.loads {loads / number * 1e6:.2f}, first pass "
@@ -224,20 +258,26 @@ def by_processor_time(number: int, arguments: argparse.Namespace, folder: Path) 
     if arguments.parquet:
         write_table(number, arguments.bytes, table)
         here = processor_seconds(table, folder / "cache", arguments.processor_time)[2]
-        line += f", of the same as Parquet {here / number * 1e6:.2f} ({parsing / here:.0%})"
+        line += (
+            f", of the same as Parquet {here / number * 1e6:.2f} ({parsing / here:.0%})"
+        )
     print(line, flush=True)
 
 
 def by_the_clock(number: int, arguments: argparse.Namespace, folder: Path) -> None:
     """Print the seconds on all cores, and the memory of each process."""
     lines, processes = folder / "data.jsonl", arguments.processes or num_cores()
-    writers = {lines: write_lines} | ({folder / "data.parquet": write_table} if arguments.parquet else {})
+    writers = {lines: write_lines} | (
+        {folder / "data.parquet": write_table} if arguments.parquet else {}
+    )
     for path, write in writers.items():
         if not path.exists():
             partial = path.with_suffix(".partial")
             write(number, arguments.bytes, partial)
             partial.rename(path)
-    print(f"{number:,d} records, {num_cores()} cores, {processes} processes", flush=True)
+    print(
+        f"{number:,d} records, {num_cores()} cores, {processes} processes", flush=True
+    )
     for _ in range(arguments.rounds):
         parsing = [parsing_of(lines)]
         for path in writers:
@@ -260,12 +300,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print a line for each number of records."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--records", type=int, nargs="+", default=[100_000, 1_000_000])
-    parser.add_argument("--bytes", type=int, default=400, help="of a record; 2,000 are 20 GB in 10 million records")
+    parser.add_argument(
+        "--bytes",
+        type=int,
+        default=400,
+        help="of a record; 2,000 are 20 GB in 10 million records",
+    )
     parser.add_argument("--parquet", action="store_true")
-    parser.add_argument("--processes", type=int, help="of the first pass; default: one for each core")
+    parser.add_argument(
+        "--processes", type=int, help="of the first pass; default: one for each core"
+    )
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="where the data are kept; default: none, and they are removed")
-    parser.add_argument("--processor-time", type=int, metavar="ROUNDS", help="of one process, in place of seconds")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where the data are kept; default: none, and they are removed",
+    )
+    parser.add_argument(
+        "--processor-time",
+        type=int,
+        metavar="ROUNDS",
+        help="of one process, in place of seconds",
+    )
     arguments = parser.parse_args(argv)
     print(machine(), flush=True)
     for number in arguments.records:
@@ -275,7 +331,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             else:
                 folder = arguments.folder / f"{number}-{arguments.bytes}"
                 folder.mkdir(parents=True, exist_ok=True)
-            (by_processor_time if arguments.processor_time else by_the_clock)(number, arguments, folder)
+            (by_processor_time if arguments.processor_time else by_the_clock)(
+                number, arguments, folder
+            )
 
 
 if __name__ == "__main__":

@@ -26,8 +26,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--variant", action="append", type=int, help="numbers of trainings; default: all")
-    parser.add_argument("--rate", type=float, default=1e-3, help="a learning rate that is too high")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        type=int,
+        help="numbers of trainings; default: all",
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1e-3, help="a learning rate that is too high"
+    )
     arguments = parser.parse_args()
     print(machine() + "\n", flush=True)
     task = docstrings(arguments.steps * arguments.batch, NUM_VAL)
@@ -37,35 +44,66 @@ def main() -> None:
         train, val = task.write(folder / "task")
         _, guard_val = guard.write(folder / "guard")
         texts = folder / "texts.jsonl"
-        texts.write_text("".join(json.dumps({"text": row["positive"]}) + "\n" for row in guard.train))
+        texts.write_text(
+            "".join(json.dumps({"text": row["positive"]}) + "\n" for row in guard.train)
+        )
         common = {
-            "model_name": str(demo_model()), "data_path": str(train), "val_data_path": str(val), "report_to": [],
-            "batch_size": arguments.batch, "max_steps": arguments.steps, "max_length": 64,
-            "learning_rate": arguments.rate, "eval_steps": arguments.steps, "save_steps": arguments.steps,
-            "console": "quiet", "guards": [{"path": str(guard_val), "name": "packages", "max_drop": 1.0}],
-        }  # fmt: skip
-        anchored = {"path": str(texts), "name": "texts", "losses": [{"loss": "anchor", "weight": 5.0}]}
+            "model_name": str(demo_model()),
+            "data_path": str(train),
+            "val_data_path": str(val),
+            "report_to": [],
+            "batch_size": arguments.batch,
+            "max_steps": arguments.steps,
+            "max_length": 64,
+            "learning_rate": arguments.rate,
+            "eval_steps": arguments.steps,
+            "save_steps": arguments.steps,
+            "console": "quiet",
+            "guards": [{"path": str(guard_val), "name": "packages", "max_drop": 1.0}],
+        }
+        anchored = {
+            "path": str(texts),
+            "name": "texts",
+            "losses": [{"loss": "anchor", "weight": 5.0}],
+        }
         variants: dict[str, dict[str, Any]] = {
             "nothing": {},
             "`learning_rate` a tenth": {"learning_rate": arguments.rate / 10},
             "`anchor_weight: 2`": {"anchor_weight": 2.0},
             "anchor on other package descriptions": {
-                "data_path": [str(train), anchored], "homogeneous_batches": True, "max_steps": 2 * arguments.steps,
-                "eval_steps": 2 * arguments.steps, "save_steps": 2 * arguments.steps, "sampling": "round_robin",
+                "data_path": [str(train), anchored],
+                "homogeneous_batches": True,
+                "max_steps": 2 * arguments.steps,
+                "eval_steps": 2 * arguments.steps,
+                "save_steps": 2 * arguments.steps,
+                "sampling": "round_robin",
             },
-        }  # fmt: skip
+        }
         print("| means | task nDCG@10 | guard nDCG@10 |\n|---|---|---|", flush=True)
         for number, (label, options) in enumerate(variants.items()):
             if arguments.variant and number not in arguments.variant:
                 continue
             output = folder / f"run-{number}"
-            scores = vembed.train({**common, **options, "output_dir": str(output)}).metrics
+            scores = vembed.train(
+                {**common, **options, "output_dir": str(output)}
+            ).metrics
             if number == min(arguments.variant or [0]):
-                show("before training", scores["before/ndcg@10"], scores["before/guard/packages/ndcg@10"])
+                show(
+                    "before training",
+                    scores["before/ndcg@10"],
+                    scores["before/guard/packages/ndcg@10"],
+                )
             show(label, scores["ndcg@10"], scores["guard/packages/ndcg@10"])
         for share in (0.75, 0.5) if (folder / "run-0").is_dir() else ():
-            merged = vembed.merge([str(folder / "run-0" / "final")], str(folder / f"merged-{share}"), interpolate=share)
-            both = (vembed.evaluate(merged.model_dir, data)["ndcg@10"] for data in (val, guard_val))
+            merged = vembed.merge(
+                [str(folder / "run-0" / "final")],
+                str(folder / f"merged-{share}"),
+                interpolate=share,
+            )
+            both = (
+                vembed.evaluate(merged.model_dir, data)["ndcg@10"]
+                for data in (val, guard_val)
+            )
             show(f"`vembed merge --interpolate {share:g}`", *both)
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu_correctness import run_correctness
 from benchmarks.gpu_memory import run_memory
 from benchmarks.gpu_record import Record, machine
 from benchmarks.gpu_speed import run_speed
-from vembed.distributed.devices import enable_expandable_segments
+from vembed.parallel.devices import enable_expandable_segments
 
 PARTS: dict[str, Callable[[Record, Path], None]] = {
     "correctness": run_correctness,
@@ -29,31 +29,60 @@ SECONDS = 540.0
 
 def main(given: Sequence[str] | None = None) -> int:
     """Run the chosen parts. Return 0 if no row failed, 1 otherwise, 2 if there is no GPU and `--small` is missing."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--part", choices=list(PARTS), help="only this part; default: all")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__
+    )
+    parser.add_argument(
+        "--part", choices=list(PARTS), help="only this part; default: all"
+    )
     parser.add_argument("--row", default="", help="only rows with this in their name")
-    parser.add_argument("--small", action="store_true", help="tiny models; the whole benchmark runs on a CPU")
-    parser.add_argument("--out", type=Path, default=Path("gpu-benchmark.json"), help="file that is written row by row")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="rows that would begin later are skipped")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="tiny models; the whole benchmark runs on a CPU",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gpu-benchmark.json"),
+        help="file that is written row by row",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="rows that would begin later are skipped",
+    )
     arguments = parser.parse_args(given)
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not arguments.small:
-        print("there is no CUDA GPU here; --small runs every part with tiny models on a CPU", file=sys.stderr)
+        print(
+            "there is no CUDA GPU here; --small runs every part with tiny models on a CPU",
+            file=sys.stderr,
+        )
         return 2
     os.environ["HF_HUB_OFFLINE"] = "1"
     if has_gpu:  # as a run does at its start: the allocator reads the setting once, and rows without a run come first
         enable_expandable_segments()
     logging.getLogger("vembed").setLevel(logging.WARNING)
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
-    record = Record(arguments.out, device, arguments.small, arguments.seconds, arguments.row)
+    record = Record(
+        arguments.out, device, arguments.small, arguments.seconds, arguments.row
+    )
     print(machine(device), flush=True)
     with tempfile.TemporaryDirectory(prefix="vembed-gpu-") as folder:
         for part in [arguments.part] if arguments.part else PARTS:
             room = Path(folder) / part
             room.mkdir()
             PARTS[part](record, room)
-    counts = {name: sum(row["status"] == name for row in record.rows) for name in ("ok", "skipped", "failed")}
-    print(f"{counts}, written to {record.path}" + (f"; failed: {', '.join(record.failed)}" if record.failed else ""))
+    counts = {
+        name: sum(row["status"] == name for row in record.rows)
+        for name in ("ok", "skipped", "failed")
+    }
+    print(
+        f"{counts}, written to {record.path}"
+        + (f"; failed: {', '.join(record.failed)}" if record.failed else "")
+    )
     return 1 if record.failed else 0
 
 

@@ -14,20 +14,42 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.gpu_models import BERT, QWEN_SMALL, Shape, make_model, make_rows, small, write_data
-from benchmarks.gpu_record import NotMeasuredError, Record, Trained, Values, quick_compiler, relative, require, train
+from benchmarks.gpu_models import (
+    BERT,
+    QWEN_SMALL,
+    Shape,
+    make_model,
+    make_rows,
+    small,
+    write_data,
+)
+from benchmarks.gpu_record import (
+    NotMeasuredError,
+    Record,
+    Trained,
+    Values,
+    quick_compiler,
+    relative,
+    require,
+    train,
+)
 from vembed.config.resolved import Decision, ResolvedRun, Strategy
 from vembed.config.schema import TrainConfig
-from vembed.distributed import placement
-from vembed.distributed.estimate import ModelSize
 from vembed.models import packing
+from vembed.parallel import placement
+from vembed.parallel.estimate import ModelSize
 from vembed.training.step import ContrastiveStep
 
 HALF_TOLERANCE = 0.03
 """Largest relative difference of gradients in 16 bits."""
 TOLERANCE = 1e-3
 """The same in float32."""
-HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::item", "aten::_local_scalar_dense")
+HOST_WAITS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "aten::item",
+    "aten::_local_scalar_dense",
+)
 
 
 class Attention(nn.Module):
@@ -45,12 +67,23 @@ def run_correctness(record: Record, folder: Path) -> None:
     shape = small(BERT)
     model = make_model(shape, folder / "bert", torch.device("cpu"))
     data = write_data(shape, make_rows(shape, 4), folder / "bert-data")
-    run = partial(train, record, model, data, global_batch_size=shape.batch, max_length=shape.max_length)
+    run = partial(
+        train,
+        record,
+        model,
+        data,
+        global_batch_size=shape.batch,
+        max_length=shape.max_length,
+    )
     gradient_rows(record, run, model, folder)
     optimizer_rows(record, run, folder)
     record.row("correctness", "QLoRA", lambda: qlora(record, folder), limit=60)
-    record.row("correctness", "float16 gradient scaler", lambda: float16(record, run, folder))
-    record.row("correctness", "out of memory", lambda: out_of_memory(record, folder), limit=60)
+    record.row(
+        "correctness", "float16 gradient scaler", lambda: float16(record, run, folder)
+    )
+    record.row(
+        "correctness", "out of memory", lambda: out_of_memory(record, folder), limit=60
+    )
     record.row("correctness", "host waits", lambda: host_waits(record, run, folder))
 
 
@@ -64,10 +97,17 @@ def attention_rows(record: Record) -> None:
             for causal in (False, True):
                 for window in (None, 33):
                     name = f"attention: size {size}, groups {groups}, causal {causal}, window {window}"
-                    record.row("correctness", name, partial(attention, record, size, groups, causal, window), limit=30)
+                    record.row(
+                        "correctness",
+                        name,
+                        partial(attention, record, size, groups, causal, window),
+                        limit=30,
+                    )
 
 
-def attention(record: Record, size: int, groups: int, causal: bool, window: int | None) -> Values:
+def attention(
+    record: Record, size: int, groups: int, causal: bool, window: int | None
+) -> Values:
     """Return the relative differences of the output and the gradients."""
     lengths = [3, 70, 1, 40] if record.is_small else [5, 300, 1, 128, 511, 64]
     heads, dtype = 4, torch.bfloat16 if record.device.type == "cuda" else torch.float32
@@ -76,39 +116,71 @@ def attention(record: Record, size: int, groups: int, causal: bool, window: int 
     torch.manual_seed(0)
     total = sum(lengths)
     query, key, value = (
-        torch.randn(1, count, total, size, device=record.device, dtype=dtype).requires_grad_()
+        torch.randn(
+            1, count, total, size, device=record.device, dtype=dtype
+        ).requires_grad_()
         for count in (heads, heads // groups, heads // groups)
     )
     starts = torch.tensor([0, *lengths]).cumsum(0).to(record.device, torch.int32)
     module = Attention(causal, groups).to(record.device).train()
     packed = packing.Packed(starts, max(lengths))
-    output, _ = packing.attention(module, query, key, value, None, dropout=0.0, sliding_window=window, packed=packed)
+    output, _ = packing.attention(
+        module,
+        query,
+        key,
+        value,
+        None,
+        dropout=0.0,
+        sliding_window=window,
+        packed=packed,
+    )
     output = output[0]
     reference = _reference(query, key, value, lengths, groups, causal, window)
     weight = torch.randn_like(reference)
     found = torch.autograd.grad((output.float() * weight).sum(), (query, key, value))
     wanted = torch.autograd.grad((reference * weight).sum(), (query, key, value))
-    pairs = {"forward": (output, reference), **dict(zip("qkv", zip(found, wanted, strict=True), strict=True))}
-    values = {name: _difference(one.detach().float(), other.detach().float()) for name, (one, other) in pairs.items()}
+    pairs = {
+        "forward": (output, reference),
+        **dict(zip("qkv", zip(found, wanted, strict=True), strict=True)),
+    }
+    values = {
+        name: _difference(one.detach().float(), other.detach().float())
+        for name, (one, other) in pairs.items()
+    }
     limit = HALF_TOLERANCE if dtype == torch.bfloat16 else TOLERANCE
-    require(max(values.values()) < limit, f"off by {values}, at most {limit} is allowed")
+    require(
+        max(values.values()) < limit, f"off by {values}, at most {limit} is allowed"
+    )
     return values
 
 
 def _reference(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], groups: int, causal: bool, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    groups: int,
+    causal: bool,
+    window: int | None,
 ) -> Tensor:
     """Return plain attention, [tokens, heads, size] in float32."""
     parts = []
-    for queries, keys, values in zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True):
-        keys, values = (one.float().repeat_interleave(groups, dim=1) for one in (keys, values))  # noqa: PLW2901
+    for queries, keys, values in zip(
+        *(one.split(lengths, dim=2) for one in (query, key, value)), strict=True
+    ):
+        keys, values = (  # noqa: PLW2901
+            one.float().repeat_interleave(groups, dim=1) for one in (keys, values)
+        )
         scores = queries.float() @ keys.transpose(2, 3) * queries.shape[-1] ** -0.5
         place = torch.arange(queries.shape[2], device=query.device)
         ahead = place[None, :] - place[:, None]
         hidden = ahead > 0 if causal else torch.zeros_like(ahead, dtype=torch.bool)
         if window is not None:
             hidden = hidden | (ahead.abs() >= window)
-        parts.append(functional.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1) @ values)
+        parts.append(
+            functional.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+            @ values
+        )
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
@@ -126,7 +198,12 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
     from safetensors.torch import load_file
 
     start = load_file(model / "model.safetensors")
-    plain: Values = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "max_grad_norm": 0.0}
+    plain: Values = {
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "max_steps": 2,
+        "max_grad_norm": 0.0,
+    }
     exact = {**plain, "mixed_precision": "no", "use_gradient_cache": False}
     base: dict[str, Trained] = {}
 
@@ -145,45 +222,73 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
     def same(name: str, options: Values) -> Values:
         wanted = reference("float32", exact)
         place = folder / f"same-{name.replace(' ', '-')}"
-        with quick_compiler(record), sharded_alone() if "use_fsdp" in options else nullcontext():
+        with (
+            quick_compiler(record),
+            sharded_alone() if "use_fsdp" in options else nullcontext(),
+        ):
             found = run(place, **{**exact, **options})
         if "use_fsdp" in options:
-            require("strategy: fsdp" in (place / "training_log.txt").read_text(), "the model was not sharded")
+            require(
+                "strategy: fsdp" in (place / "training_log.txt").read_text(),
+                "the model was not sharded",
+            )
         off = relative(found.weights(), wanted.weights(), start)
         require(off < TOLERANCE, f"gradients are off by {off:.1e}")
         return {"gradients": off, "losses": _largest(found.losses, wanted.losses)}
 
     for name, options in variants.items():
-        record.row("correctness", f"equal gradients: {name}", partial(same, name, options), limit=60)
+        record.row(
+            "correctness",
+            f"equal gradients: {name}",
+            partial(same, name, options),
+            limit=60,
+        )
 
     def replayed() -> Values:
         # The dropout masks of the second forward pass must be those of the first, also inside of attention kernels.
-        dropping = make_model(small(BERT), folder / "dropping", torch.device("cpu"), dropout=0.1)
+        dropping = make_model(
+            small(BERT), folder / "dropping", torch.device("cpu"), dropout=0.1
+        )
         options = {**exact, "model_name": str(dropping), "micro_batch_tokens": 128}
         options["mixed_precision"] = "bf16" if record.device.type == "cuda" else "no"
         kept, cached = (
-            run(folder / f"dropout-{cache}", **{**options, "use_gradient_cache": cache}) for cache in (False, True)
+            run(folder / f"dropout-{cache}", **{**options, "use_gradient_cache": cache})
+            for cache in (False, True)
         )
-        off = relative(cached.weights(), kept.weights(), load_file(dropping / "model.safetensors"))
+        off = relative(
+            cached.weights(), kept.weights(), load_file(dropping / "model.safetensors")
+        )
         require(off < TOLERANCE, f"gradients are off by {off:.1e}")
         return {"gradients": off}
 
-    record.row("correctness", "equal gradients: Gradient Cache with dropout", replayed, limit=60)
+    record.row(
+        "correctness",
+        "equal gradients: Gradient Cache with dropout",
+        replayed,
+        limit=60,
+    )
 
     def narrow() -> Values:
         if record.device.type != "cuda":
             raise NotMeasuredError("bfloat16 kernels of GPUs need CUDA")
         wanted = reference("float32", exact)
         bf16 = {**exact, "mixed_precision": "bf16"}
-        found, padded = run(folder / "bf16", **bf16), run(folder / "padded", **bf16, padding_free=False)
+        found, padded = (
+            run(folder / "bf16", **bf16),
+            run(folder / "padded", **bf16, padding_free=False),
+        )
         values = {
             "packed to float32": relative(found.weights(), wanted.weights(), start),
             "packed to padded": relative(found.weights(), padded.weights(), start),
         }
-        require(max(values.values()) < 2 * HALF_TOLERANCE, f"gradients are off by {values}")
+        require(
+            max(values.values()) < 2 * HALF_TOLERANCE, f"gradients are off by {values}"
+        )
         return values
 
-    record.row("correctness", "equal gradients: bfloat16, packed and padded", narrow, limit=60)
+    record.row(
+        "correctness", "equal gradients: bfloat16, packed and padded", narrow, limit=60
+    )
 
 
 @contextmanager
@@ -191,7 +296,10 @@ def sharded_alone() -> Iterator[None]:
     """Shard in one process too, where a run leaves the model whole: the only way to FSDP's code on one GPU."""
 
     def choose(
-        run: ResolvedRun, ranks: object, memory: int, measured: Callable[[TrainConfig], ModelSize]
+        run: ResolvedRun,
+        ranks: object,
+        memory: int,
+        measured: Callable[[TrainConfig], ModelSize],
     ) -> tuple[Decision[Strategy], ModelSize, None]:
         return Decision("fsdp", "a mesh of one"), measured(run.config), None
 
@@ -200,7 +308,10 @@ def sharded_alone() -> Iterator[None]:
 
 
 def _largest(ones: list[float], others: list[float]) -> float:
-    return max(abs(one - other) / max(abs(other), 1e-9) for one, other in zip(ones, others, strict=True))
+    return max(
+        abs(one - other) / max(abs(other), 1e-9)
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 # ---- optimizers, QLoRA, float16 ------------------------------------------------------------------------------------
@@ -232,8 +343,20 @@ def qlora(record: Record, folder: Path) -> Values:
     shape = small(QWEN_SMALL)
     model = make_model(shape, folder / "qlora", torch.device("cpu"))
     data = write_data(shape, make_rows(shape, 4), folder / "qlora-data")
-    options: Values = {"global_batch_size": shape.batch, "max_length": shape.max_length, "learning_rate": 1e-3}
-    found = train(record, model, data, folder / "qlora-out", use_qlora=True, max_steps=4, **options)
+    options: Values = {
+        "global_batch_size": shape.batch,
+        "max_length": shape.max_length,
+        "learning_rate": 1e-3,
+    }
+    found = train(
+        record,
+        model,
+        data,
+        folder / "qlora-out",
+        use_qlora=True,
+        max_steps=4,
+        **options,
+    )
     require(all(map(math.isfinite, found.losses)), f"losses {found.losses}")
     return {"losses": found.losses}
 
@@ -270,20 +393,42 @@ def out_of_memory(record: Record, folder: Path) -> Values:
     model = make_model(shape, folder / "medium", record.device)
     data = write_data(shape, make_rows(shape, 2), folder / "medium-data")
     options: Values = {
-        "optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "max_grad_norm": 0.0, "mixed_precision": "no",
-        "use_gradient_cache": True, "global_batch_size": shape.batch, "max_length": shape.max_length,
-    }  # fmt: skip
-    wanted = train(record, model, data, folder / "medium-fits", micro_batch_tokens=4096, **options)
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "max_steps": 2,
+        "max_grad_norm": 0.0,
+        "mixed_precision": "no",
+        "use_gradient_cache": True,
+        "global_batch_size": shape.batch,
+        "max_length": shape.max_length,
+    }
+    wanted = train(
+        record, model, data, folder / "medium-fits", micro_batch_tokens=4096, **options
+    )
     record.free()
     total = torch.cuda.get_device_properties(record.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min((wanted.peak_bytes + 2**30) / total, 1.0))
+    torch.cuda.set_per_process_memory_fraction(
+        min((wanted.peak_bytes + 2**30) / total, 1.0)
+    )
     try:
-        found = train(record, model, data, folder / "medium-halved", micro_batch_tokens=262_144, **options)
+        found = train(
+            record,
+            model,
+            data,
+            folder / "medium-halved",
+            micro_batch_tokens=262_144,
+            **options,
+        )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     log = (found.folder / "training_log.txt").read_text()
-    require("out of memory" in log.lower(), "the run did not run out of memory, so nothing was shown")
-    off = relative(found.weights(), wanted.weights(), load_file(model / "model.safetensors"))
+    require(
+        "out of memory" in log.lower(),
+        "the run did not run out of memory, so nothing was shown",
+    )
+    off = relative(
+        found.weights(), wanted.weights(), load_file(model / "model.safetensors")
+    )
     require(off < TOLERANCE, f"gradients are off by {off:.1e}")
     return {"gradients": off}
 
@@ -323,9 +468,16 @@ def host_waits(record: Record, run: Run, folder: Path) -> Values:
         run(folder / "waits", max_steps=3, use_gradient_cache=True)
     finally:
         ContrastiveStep.encode, ContrastiveStep.backward = encode, backward  # type: ignore[method-assign]
-    require(calls["encode"] == 3, f"{calls} calls were seen, and the third is the one that is looked at")
+    require(
+        calls["encode"] == 3,
+        f"{calls} calls were seen, and the third is the one that is looked at",
+    )
     if record.device.type == "cuda":
         # The profiler itself synchronises once at its end; everything else is the step's.
-        waits = {name: count for name, count in counts.items() if not name.endswith("cudaDeviceSynchronize")}
+        waits = {
+            name: count
+            for name, count in counts.items()
+            if not name.endswith("cudaDeviceSynchronize")
+        }
         require(not waits, f"the host waits: {waits}")
     return {"counts": counts}

@@ -14,9 +14,9 @@ from torch import Tensor
 from benchmarks.gpu_record import Record, Values, require
 from benchmarks.loss import make_batch, plain_loss
 from vembed.config.schema import TrainConfig
-from vembed.distributed.estimate import GIB
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
+from vembed.parallel.estimate import GIB
 
 ROWS = (1024, 4096, 16_384, 65_536)
 ROWS_ALONE = 131_072
@@ -29,13 +29,20 @@ SAME = 1e-4
 def loss_rows(record: Record) -> None:
     """Compare tiles with the plain matrix, each with a hard negative per row, so that columns are twice the rows."""
     for rows in (64, 256) if record.is_small else ROWS:
-        record.row("speed", f"loss, {rows:,d} rows", partial(compare, record, rows), limit=40)
+        record.row(
+            "speed", f"loss, {rows:,d} rows", partial(compare, record, rows), limit=40
+        )
 
 
 def loss_alone_row(record: Record) -> None:
     """Measure tiles where the plain matrix would take 128 GiB for its scores alone."""
     rows = 512 if record.is_small else ROWS_ALONE
-    record.row("memory", f"loss alone, {rows:,d} rows", partial(loss_alone, record, rows), limit=60)
+    record.row(
+        "memory",
+        f"loss alone, {rows:,d} rows",
+        partial(loss_alone, record, rows),
+        limit=60,
+    )
 
 
 def compare(record: Record, rows: int) -> Values:
@@ -43,8 +50,9 @@ def compare(record: Record, rows: int) -> Values:
     config = TrainConfig(model_name="", data_path="")
     batch, loss = on_device(record, rows), build_loss(config).to(record.device)
     makers: dict[str, Callable[[], Tensor]] = {
-        "tiled": lambda: loss(batch), "plain": lambda: plain_loss(batch, config),
-    }  # fmt: skip
+        "tiled": lambda: loss(batch),
+        "plain": lambda: plain_loss(batch, config),
+    }
     values: Values = {}
     found: dict[str, tuple[float, Tensor]] = {}
     for name, make in makers.items():
@@ -58,9 +66,17 @@ def compare(record: Record, rows: int) -> Values:
     require("tiled" in found, f"{rows:,d} rows do not fit in tiles")
     if "plain" in found:
         (tiled, gradient), (plain, wanted) = found["tiled"], found["plain"]
-        off = max(abs(tiled / plain - 1), float((gradient - wanted).norm() / wanted.norm()))
-        require(off < SAME, f"the losses {tiled} and {plain} or their gradients are off by {off:.1e}")
-        values |= {"ratio": values["plain_seconds"] / values["tiled_seconds"], "off": off}
+        off = max(
+            abs(tiled / plain - 1), float((gradient - wanted).norm() / wanted.norm())
+        )
+        require(
+            off < SAME,
+            f"the losses {tiled} and {plain} or their gradients are off by {off:.1e}",
+        )
+        values |= {
+            "ratio": values["plain_seconds"] / values["tiled_seconds"],
+            "off": off,
+        }
     return values
 
 
@@ -70,7 +86,11 @@ def loss_alone(record: Record, rows: int) -> Values:
     loss = build_loss(TrainConfig(model_name="", data_path="")).to(record.device)
     seconds, beyond, value, _ = _measured(record, batch, lambda: loss(batch), repeats=1)
     require(math.isfinite(value), "the loss is not finite")
-    return {"loss": value, "seconds": seconds, "gb_beyond_embeddings_and_gradient": beyond}
+    return {
+        "loss": value,
+        "seconds": seconds,
+        "gb_beyond_embeddings_and_gradient": beyond,
+    }
 
 
 def on_device(record: Record, rows: int) -> LossBatch:
@@ -78,7 +98,11 @@ def on_device(record: Record, rows: int) -> LossBatch:
     batch = make_batch(rows, DIM)
     names = ("content", "query", "positive", "example", "negative", "negative_example")
     moved = {name: getattr(batch, name).to(record.device) for name in names}
-    return replace(batch, embeddings=batch.embeddings.detach().to(record.device).requires_grad_(), **moved)
+    return replace(
+        batch,
+        embeddings=batch.embeddings.detach().to(record.device).requires_grad_(),
+        **moved,
+    )
 
 
 def _measured(
@@ -103,5 +127,9 @@ def _measured(
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - began)
         del loss
-    beyond = (torch.cuda.max_memory_allocated() - before - batch.embeddings.nbytes) / GIB if on_gpu else None
+    beyond = (
+        (torch.cuda.max_memory_allocated() - before - batch.embeddings.nbytes) / GIB
+        if on_gpu
+        else None
+    )
     return best, beyond, value, gradient

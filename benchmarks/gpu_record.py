@@ -27,8 +27,15 @@ from vembed.models import precision
 
 Values = dict[str, Any]
 PACKAGES = (
-    "vembed", "torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "sentence-transformers",
-)  # fmt: skip
+    "vembed",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "flash-attn",
+    "sentence-transformers",
+)
 
 
 class NotMeasuredError(Exception):
@@ -53,7 +60,14 @@ class Record:
         """Return the seconds that are left."""
         return self.seconds - (time.monotonic() - self.began)
 
-    def row(self, part: str, name: str, measure: Callable[[], Values], *, limit: float = 60.0) -> Values:
+    def row(
+        self,
+        part: str,
+        name: str,
+        measure: Callable[[], Values],
+        *,
+        limit: float = 60.0,
+    ) -> Values:
         """Measure one row in at most `limit` seconds, print it and write the file. A failure is written, not raised."""
         if self.only not in name:
             return {}
@@ -69,10 +83,22 @@ class Record:
             values = {"status": "skipped", "reason": str(reason)}
         except Exception as error:
             # Whatever fails in one row, the others are still measured; `main` ends with exit code 1.
-            values = {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:1000]}
-        values = {"part": part, "name": name, **values, "row_seconds": round(time.monotonic() - began, 2)}
+            values = {
+                "status": "failed",
+                "reason": f"{type(error).__name__}: {error}"[:1000],
+            }
+        values = {
+            "part": part,
+            "name": name,
+            **values,
+            "row_seconds": round(time.monotonic() - began, 2),
+        }
         self.rows.append(values)
-        shown = ", ".join(f"{key}={_short(value)}" for key, value in values.items() if key not in ("part", "name"))
+        shown = ", ".join(
+            f"{key}={_short(value)}"
+            for key, value in values.items()
+            if key not in ("part", "name")
+        )
         print(f"{part}: {name}: {shown}", flush=True)
         self.write()
         self.free()
@@ -81,7 +107,10 @@ class Record:
     def write(self) -> None:
         """Write all rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"machine": machine(self.device), "rows": self.rows}, indent=1) + "\n")
+        self.path.write_text(
+            json.dumps({"machine": machine(self.device), "rows": self.rows}, indent=1)
+            + "\n"
+        )
 
     def free(self) -> None:
         """Return cached memory, so that a row begins as the first did."""
@@ -114,7 +143,9 @@ def _alarm(seconds: float) -> Iterator[None]:
 def quick_compiler(record: Record) -> Iterator[None]:
     """Compile small models without inductor, whose C++ takes minutes on a CPU; the graphs are the same."""
     backend = "aot_eager" if record.is_small else "inductor"
-    with patch.object(precision, "compile_layers", partial(precision.compile_layers, backend=backend)):
+    with patch.object(
+        precision, "compile_layers", partial(precision.compile_layers, backend=backend)
+    ):
         yield
 
 
@@ -130,10 +161,18 @@ def machine(device: torch.device) -> Values:
             versions[name] = version(name)
         except PackageNotFoundError:
             versions[name] = "not installed"
-    values: Values = {"device": "CPU", "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    values: Values = {
+        "device": "CPU",
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        values |= {"device": found.name, "memory_gb": round(found.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+        values |= {
+            "device": found.name,
+            "memory_gb": round(found.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
     return values | {"versions": versions}
 
 
@@ -157,7 +196,9 @@ class Trained:
         return found
 
 
-def train(record: Record, model: Path, data: Path, folder: Path, **options: Any) -> Trained:
+def train(
+    record: Record, model: Path, data: Path, folder: Path, **options: Any
+) -> Trained:
     """Train with the same options in every row, except for those given."""
     settings: Values = {
         "model_name": str(model),
@@ -177,7 +218,10 @@ def train(record: Record, model: Path, data: Path, folder: Path, **options: Any)
         torch.cuda.reset_peak_memory_stats()
     result = vembed.train(settings)
     peak = torch.cuda.max_memory_allocated() if record.device.type == "cuda" else 0
-    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [line for line in lines if "loss" in line]
     return Trained(
         losses=[line["loss"] for line in steps],
@@ -188,11 +232,17 @@ def train(record: Record, model: Path, data: Path, folder: Path, **options: Any)
     )
 
 
-def relative(one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+def relative(
+    one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor]
+) -> float:
     """Return the relative difference of two updates from the same start. With SGD it is that of the gradients."""
     square = whole = 0.0
     for name, value in one.items():
-        base = start[name].double() if name in start else torch.zeros_like(value, dtype=torch.float64)
+        base = (
+            start[name].double()
+            if name in start
+            else torch.zeros_like(value, dtype=torch.float64)
+        )
         first, second = value.double() - base, other[name].double() - base
         square += float((first - second).square().sum())
         whole += float(second.square().sum())

@@ -29,7 +29,13 @@ class Elsewhere:
 
 
 def train_elsewhere(
-    record: Record, shape: Shape, model: Path, rows: list[Row], images: Path, folder: Path, steps: int
+    record: Record,
+    shape: Shape,
+    model: Path,
+    rows: list[Row],
+    images: Path,
+    folder: Path,
+    steps: int,
 ) -> Elsewhere:
     """Train with each of the peer's settings and return the fastest."""
     for package in ("sentence_transformers", "datasets"):  # its trainer needs both
@@ -37,10 +43,18 @@ def train_elsewhere(
             raise NotMeasuredError(f"{package} is not installed")
     cached = bool(dict(shape.options).get("use_gradient_cache"))
     found = []
-    for tokens in (MINI_BATCH_TOKENS if not record.is_small else MINI_BATCH_TOKENS[:1]) if cached else (0,):
+    for tokens in (
+        (MINI_BATCH_TOKENS if not record.is_small else MINI_BATCH_TOKENS[:1])
+        if cached
+        else (0,)
+    ):
         if record.left() < 20:
             break
-        found.append(_train(record, shape, model, rows, images, folder / str(tokens), steps, tokens))
+        found.append(
+            _train(
+                record, shape, model, rows, images, folder / str(tokens), steps, tokens
+            )
+        )
         record.free()
     if not found:
         raise NotMeasuredError("no time was left")
@@ -48,7 +62,14 @@ def train_elsewhere(
 
 
 def _train(
-    record: Record, shape: Shape, model: Path, rows: list[Row], images: Path, folder: Path, steps: int, tokens: int
+    record: Record,
+    shape: Shape,
+    model: Path,
+    rows: list[Row],
+    images: Path,
+    folder: Path,
+    steps: int,
+    tokens: int,
 ) -> Elsewhere:
     from datasets import Dataset
     from sentence_transformers import (
@@ -68,20 +89,32 @@ def _train(
     # As vembed: weights that are trained in float32, frozen ones in the dtype of the file.
     arguments: dict[str, Any] = {"attn_implementation": kernel}
     arguments["torch_dtype"] = torch.bfloat16 if lora and on_gpu else torch.float32
-    network = SentenceTransformer(str(model), device=str(record.device), model_kwargs=arguments)
+    network = SentenceTransformer(
+        str(model), device=str(record.device), model_kwargs=arguments
+    )
     if not shape.images:
         network.max_seq_length = shape.max_length
     if lora:
         from peft import LoraConfig, TaskType
 
         rank = int(dict(shape.options)["lora_r"])
-        network.add_adapter(LoraConfig(task_type=TaskType.FEATURE_EXTRACTION, r=rank, target_modules="all-linear"))
+        network.add_adapter(
+            LoraConfig(
+                task_type=TaskType.FEATURE_EXTRACTION,
+                r=rank,
+                target_modules="all-linear",
+            )
+        )
     loss: Any
     if tokens:
-        loss = st_losses.CachedMultipleNegativesRankingLoss(network, scale=20.0, mini_batch_num_tokens=tokens)
+        loss = st_losses.CachedMultipleNegativesRankingLoss(
+            network, scale=20.0, mini_batch_num_tokens=tokens
+        )
     else:
         loss = st_losses.MultipleNegativesRankingLoss(network, scale=20.0)
-    clock = Elsewhere(settings=f"{kernel}, mini_batch_num_tokens={tokens}" if tokens else kernel)
+    clock = Elsewhere(
+        settings=f"{kernel}, mini_batch_num_tokens={tokens}" if tokens else kernel
+    )
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         began = 0.0
@@ -96,14 +129,22 @@ def _train(
                 torch.cuda.synchronize()
             clock.seconds.append(time.perf_counter() - self.began)
 
-    def in_order(dataset: Any, batch_size: int, drop_last: bool, **_: Any) -> DefaultBatchSampler:
-        return DefaultBatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last)
+    def in_order(
+        dataset: Any, batch_size: int, drop_last: bool, **_: Any
+    ) -> DefaultBatchSampler:
+        return DefaultBatchSampler(
+            SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last
+        )
 
     positives: list[Any] = [row["positive"] for row in rows]
     columns = Dataset.from_dict(
-        {"anchor": [row["query"] for row in rows],
-         "positive": [str(images / str(one)) for one in positives] if shape.images else positives}
-    )  # fmt: skip
+        {
+            "anchor": [row["query"] for row in rows],
+            "positive": [str(images / str(one)) for one in positives]
+            if shape.images
+            else positives,
+        }
+    )
     if shape.images:
         from datasets import Image
 
@@ -111,15 +152,30 @@ def _train(
     trainer = SentenceTransformerTrainer(
         model=network,
         args=SentenceTransformerTrainingArguments(
-            output_dir=str(folder), per_device_train_batch_size=shape.batch, max_steps=steps, learning_rate=1e-4,
-            lr_scheduler_type="constant", weight_decay=0.0, logging_steps=1, save_strategy="no", report_to="none",
-            bf16=on_gpu, use_cpu=not on_gpu, disable_tqdm=True, batch_sampler=in_order, dataloader_num_workers=0,
+            output_dir=str(folder),
+            per_device_train_batch_size=shape.batch,
+            max_steps=steps,
+            learning_rate=1e-4,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            disable_tqdm=True,
+            batch_sampler=in_order,
+            dataloader_num_workers=0,
         ),
-        train_dataset=columns, loss=loss, callbacks=[Clock()],
-    )  # fmt: skip
+        train_dataset=columns,
+        loss=loss,
+        callbacks=[Clock()],
+    )
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    clock.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    clock.losses = [
+        entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    ]
     clock.peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else 0
     return clock

@@ -24,12 +24,18 @@ from benchmarks.gpu_models import (
     small,
     write_data,
 )
-from benchmarks.gpu_record import NotMeasuredError, Record, Values, quick_compiler, train
+from benchmarks.gpu_record import (
+    NotMeasuredError,
+    Record,
+    Values,
+    quick_compiler,
+    train,
+)
 from benchmarks.gpu_sides import train_elsewhere
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.features import Featuriser
-from vembed.families.decisions import describe
+from vembed.models.families.decisions import describe
 
 STEPS, WARM_UP = 6, 2
 SAME_LOSS = 0.03
@@ -38,16 +44,26 @@ SAME_LOSS = 0.03
 
 def run_speed(record: Record, folder: Path) -> None:
     """Measure every row of this part."""
-    peak = record.row("speed", "matrix product", lambda: matrix_peak(record), limit=30).get("flops", 0.0)
+    peak = record.row(
+        "speed", "matrix product", lambda: matrix_peak(record), limit=30
+    ).get("flops", 0.0)
     loss_rows(record)
     for whole in SHAPES:
         shape = small(whole) if record.is_small else whole
         seconds = 150.0 if "8b" in shape.name else 75.0
-        record.row("speed", shape.name, partial(speed, record, shape, peak, folder), limit=seconds)
+        record.row(
+            "speed",
+            shape.name,
+            partial(speed, record, shape, peak, folder),
+            limit=seconds,
+        )
         remove(folder / shape.name)
     # Last, so that a lack of time takes no other row: compiling takes a while, and long runs do it by default.
     for whole in (BERT, QWEN_SMALL):
-        shape = replace(small(whole) if record.is_small else whole, options=(*whole.options, ("torch_compile", True)))
+        shape = replace(
+            small(whole) if record.is_small else whole,
+            options=(*whole.options, ("torch_compile", True)),
+        )
         measure = partial(speed, record, shape, peak, folder, with_peer=False)
         with quick_compiler(record):
             record.row("speed", f"{shape.name}, compiled", measure, limit=100)
@@ -58,7 +74,9 @@ def matrix_peak(record: Record) -> Values:
     """Return the FLOP/s of a large product, in bfloat16 on a GPU; the best of several runs."""
     on_gpu = record.device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
-    left, right = (torch.randn(size, size, device=record.device, dtype=dtype) for _ in range(2))
+    left, right = (
+        torch.randn(size, size, device=record.device, dtype=dtype) for _ in range(2)
+    )
     best = float("inf")
     for _ in range(20):
         _wait(record)
@@ -74,14 +92,20 @@ def _wait(record: Record) -> None:
         torch.cuda.synchronize()
 
 
-def speed(record: Record, shape: Shape, peak: float, folder: Path, *, with_peer: bool = True) -> Values:
+def speed(
+    record: Record, shape: Shape, peak: float, folder: Path, *, with_peer: bool = True
+) -> Values:
     """Train the same rows with vembed and, `with_peer`, with Sentence Transformers."""
     steps = 2 if record.is_small else STEPS
     room = folder / shape.name
     model = make_model(shape, room / "model", record.device)
     rows = make_rows(shape, steps)
     data = write_data(shape, rows, room / "data")
-    options: Values = {"global_batch_size": shape.batch, "max_length": shape.max_length, **dict(shape.options)}
+    options: Values = {
+        "global_batch_size": shape.batch,
+        "max_length": shape.max_length,
+        **dict(shape.options),
+    }
     ours = train(record, model, data, room / "out", max_steps=steps, **options)
     skipped = min(WARM_UP, steps - 1)
     seconds = statistics.median(ours.seconds[skipped:])
@@ -99,7 +123,9 @@ def speed(record: Record, shape: Shape, peak: float, folder: Path, *, with_peer:
     if not with_peer:
         return values
     try:
-        theirs = train_elsewhere(record, shape, model, rows, data.parent, room / "peer", steps)
+        theirs = train_elsewhere(
+            record, shape, model, rows, data.parent, room / "peer", steps
+        )
     except NotMeasuredError as reason:
         return {**values, "peer": f"skipped: {reason}"}
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
@@ -108,38 +134,58 @@ def speed(record: Record, shape: Shape, peak: float, folder: Path, *, with_peer:
     off = abs(ours.losses[0] - theirs.losses[0]) / abs(theirs.losses[0])
     ratio = statistics.median(theirs.seconds[skipped:]) / seconds
     values |= {
-        "peer_samples_per_second": shape.batch / statistics.median(theirs.seconds[skipped:]),
+        "peer_samples_per_second": shape.batch
+        / statistics.median(theirs.seconds[skipped:]),
         "peer_peak_gb": theirs.peak_bytes / 2**30,
         "peer_settings": theirs.settings,
         "first_losses_differ_by": off,
     }
     # Without equal losses the two did not do the same work, and their times are no comparison.
-    return {**values, **({"ratio": ratio} if off < SAME_LOSS else {"ratio": "the losses differ"})}
+    return {
+        **values,
+        **({"ratio": ratio} if off < SAME_LOSS else {"ratio": "the losses differ"}),
+    }
 
 
 def useful_work(shape: Shape, model: Path, rows: list[Row], images: Path) -> Values:
     """Return the distinct tokens of these rows and the arithmetic that they need: one forward and one backward pass
     without padding. Frozen weights (LoRA) need no gradient: two thirds."""
-    config = TrainConfig(model_name=str(model), data_path="none", max_length=shape.max_length)
+    config = TrainConfig(
+        model_name=str(model), data_path="none", max_length=shape.max_length
+    )
     featuriser = Featuriser(describe(config))
-    items: list[tuple[Item, Kind]] = [(Item(str(row["query"])), "query") for row in rows]
+    items: list[tuple[Item, Kind]] = [
+        (Item(str(row["query"])), "query") for row in rows
+    ]
     items += [
-        (Item(images=(ImageRef(path=str(images / str(row["positive"]))),)) if shape.images else
-         Item(str(row["positive"])), "document")
+        (
+            Item(images=(ImageRef(path=str(images / str(row["positive"]))),))
+            if shape.images
+            else Item(str(row["positive"])),
+            "document",
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     text, vision = count_parameters(model)
     passes = 4.0 if dict(shape.options).get("use_lora") else 6.0
     patches = (shape.image_size // 16) ** 2
     tokens = flops = 0.0
-    for one in {feature.key: feature for feature in featuriser.features(items)}.values():
+    for one in {
+        feature.key: feature for feature in featuriser.features(items)
+    }.values():
         tokens += one.length
         if one.modality == "image":
-            flops += passes * one.length * vision + _attention(one.length, *shape.vision[:2], passes)
+            flops += passes * one.length * vision + _attention(
+                one.length, *shape.vision[:2], passes
+            )
             continue
-        flops += passes * one.length * text + _attention(one.length, shape.layers, shape.heads * shape.head, passes)
+        flops += passes * one.length * text + _attention(
+            one.length, shape.layers, shape.heads * shape.head, passes
+        )
         if one.modality == "multimodal":
-            flops += passes * patches * vision + _attention(patches, *shape.vision[:2], passes)
+            flops += passes * patches * vision + _attention(
+                patches, *shape.vision[:2], passes
+            )
     return {"tokens": tokens, "flops": flops}
 
 

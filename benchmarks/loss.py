@@ -61,7 +61,11 @@ def plain_loss(batch: LossBatch, config: TrainConfig) -> Tensor:
     mask |= content[None, :] == batch.content[batch.query][:, None]
     labels = torch.arange(batch.num_rows, device=mask.device)
     mask[labels, labels] = False
-    dims = config.mrl_dims if config.use_mrl and config.mrl_dims else [batch.embeddings.shape[1]]
+    dims = (
+        config.mrl_dims
+        if config.use_mrl and config.mrl_dims
+        else [batch.embeddings.shape[1]]
+    )
     loss = batch.embeddings.new_zeros(())
     for dim in dims:
         x = F.normalize(batch.embeddings[:, :dim], dim=1)
@@ -77,26 +81,38 @@ class Seconds(NamedTuple):
     processor: float
 
 
-def timed(batch: LossBatch, make: Callable[[], Tensor]) -> tuple[Seconds, float, Tensor]:
+def timed(
+    batch: LossBatch, make: Callable[[], Tensor]
+) -> tuple[Seconds, float, Tensor]:
     """Return the time of loss and gradient, the loss and the gradient."""
     clock, processor = time.perf_counter(), time.process_time()
     loss = make()
     (gradient,) = torch.autograd.grad(loss, batch.embeddings)
-    return Seconds(time.perf_counter() - clock, time.process_time() - processor), float(loss.detach()), gradient
+    return (
+        Seconds(time.perf_counter() - clock, time.process_time() - processor),
+        float(loss.detach()),
+        gradient,
+    )
 
 
 def compare_times(num_rows: int, dim: int, dims: list[int], repeats: int) -> None:
     """Alternate the two and print medians; for the ratio of neighbouring runs the median and the extremes."""
-    config = TrainConfig(model_name="", data_path="", use_mrl=len(dims) > 1, mrl_dims=dims)
+    config = TrainConfig(
+        model_name="", data_path="", use_mrl=len(dims) > 1, mrl_dims=dims
+    )
     batch, loss = make_batch(num_rows, dim), build_loss(config)
     tiled_times: list[Seconds] = []
     plain_times: list[Seconds] = []
     for repeat in range(repeats + 1):
         tiled_seconds, tiled_loss, tiled_gradient = timed(batch, lambda: loss(batch))
-        plain_seconds, plain_value, plain_gradient = timed(batch, lambda: plain_loss(batch, config))
+        plain_seconds, plain_value, plain_gradient = timed(
+            batch, lambda: plain_loss(batch, config)
+        )
         off = float((tiled_gradient - plain_gradient).norm() / plain_gradient.norm())
         if abs(tiled_loss - plain_value) > 1e-4 * abs(plain_value) or off > 1e-4:
-            raise SystemExit(f"losses {tiled_loss} and {plain_value}, gradients off by {off:.1e}: not the same thing")
+            raise SystemExit(
+                f"losses {tiled_loss} and {plain_value}, gradients off by {off:.1e}: not the same thing"
+            )
         del tiled_gradient, plain_gradient
         if repeat:
             tiled_times.append(tiled_seconds)
@@ -123,19 +139,37 @@ class Size(NamedTuple):
 
 def with_teacher(batch: LossBatch) -> LossBatch:
     """Return the batch with a teacher's vectors of the same size."""
-    vectors = F.normalize(torch.randn(batch.embeddings.shape, generator=torch.Generator().manual_seed(1)), dim=1)
-    return replace(batch, teachers={TEACHER: TeacherVectors(vectors, batch.query, batch.positive, batch.negative)})
+    vectors = F.normalize(
+        torch.randn(batch.embeddings.shape, generator=torch.Generator().manual_seed(1)),
+        dim=1,
+    )
+    return replace(
+        batch,
+        teachers={
+            TEACHER: TeacherVectors(
+                vectors, batch.query, batch.positive, batch.negative
+            )
+        },
+    )
 
 
-def measure(num_rows: int, num_own_rows: int, dim: int, dims: list[int], *, taught: bool = False) -> Size:
+def measure(
+    num_rows: int, num_own_rows: int, dim: int, dims: list[int], *, taught: bool = False
+) -> Size:
     """Return the process's peak memory beyond the embeddings and their gradient. Run it in a process of its own.
     `taught`: with a guide, kl over the whole batch and spread_out beside InfoNCE."""
     config = TrainConfig(
-        model_name="", data_path="", use_mrl=len(dims) > 1, mrl_dims=dims, losses=TAUGHT if taught else None
+        model_name="",
+        data_path="",
+        use_mrl=len(dims) > 1,
+        mrl_dims=dims,
+        losses=TAUGHT if taught else None,
     )
     warm = with_teacher(make_batch(64, dim))
     build_loss(config)(warm).backward()
-    batch = replace(with_teacher(make_batch(num_rows, dim)), own_rows=slice(0, num_own_rows))
+    batch = replace(
+        with_teacher(make_batch(num_rows, dim)), own_rows=slice(0, num_own_rows)
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start = time.perf_counter()
     build_loss(config)(batch).backward()
@@ -145,7 +179,9 @@ def measure(num_rows: int, num_own_rows: int, dim: int, dims: list[int], *, taug
     return Size(seconds, (peak - before - gradient) / GIBIBYTE, gradient / GIBIBYTE)
 
 
-def print_memory(num_rows: int, num_own_rows: int, dim: int, dims: list[int], *, taught: bool) -> None:
+def print_memory(
+    num_rows: int, num_own_rows: int, dim: int, dims: list[int], *, taught: bool
+) -> None:
     """Print one line about a loss of this size."""
     size = measure(num_rows, num_own_rows, dim, dims, taught=taught)
     what = "infonce with guide, kl over the batch and spread_out: " if taught else ""
@@ -159,25 +195,50 @@ def main() -> None:
     """Parse the sizes and run both parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--memory-rows", type=int, default=65536, help="0 leaves the memory part out")
-    parser.add_argument("--memory-own-rows", type=int, help="measure one rank's share of so many rows; default: all")
+    parser.add_argument(
+        "--memory-rows", type=int, default=65536, help="0 leaves the memory part out"
+    )
+    parser.add_argument(
+        "--memory-own-rows",
+        type=int,
+        help="measure one rank's share of so many rows; default: all",
+    )
     parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=5, help="0 leaves the timing part out")
-    parser.add_argument("--sizes", type=int, default=3, help="Matryoshka sizes, each half of the one before")
-    parser.add_argument("--taught", action="store_true", help="memory with a guide, kl and spread_out too")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="0 leaves the timing part out"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        default=3,
+        help="Matryoshka sizes, each half of the one before",
+    )
+    parser.add_argument(
+        "--taught",
+        action="store_true",
+        help="memory with a guide, kl and spread_out too",
+    )
     parser.add_argument("--only-memory", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = [options.dim >> number for number in range(options.sizes)]
     if options.only_memory:
         num_own_rows = options.memory_own_rows or options.memory_rows
-        print_memory(options.memory_rows, num_own_rows, options.dim, sizes, taught=options.taught)
+        print_memory(
+            options.memory_rows, num_own_rows, options.dim, sizes, taught=options.taught
+        )
         return
     if options.repeats:
         for dims in ([options.dim], sizes):
             compare_times(options.rows, options.dim, dims, options.repeats)
     if options.memory_rows:
         # The peak memory of a process never falls, so the measured process must not have timed anything before.
-        words = [sys.executable, "-m", "benchmarks.loss", "--only-memory", *sys.argv[1:]]
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.loss",
+            "--only-memory",
+            *sys.argv[1:],
+        ]
         if options.taught:
             subprocess.run([word for word in words if word != "--taught"], check=True)
         subprocess.run(words, check=True)

@@ -53,13 +53,21 @@ class Mined:
 def in_lines(text: str) -> list[str]:
     """Return the halves of a function, or nothing if it is short."""
     lines = text.splitlines()
-    return [] if len(lines) < MIN_LINES else ["\n".join(part).strip() for part in halved(lines)]
+    return (
+        []
+        if len(lines) < MIN_LINES
+        else ["\n".join(part).strip() for part in halved(lines)]
+    )
 
 
 def in_sentences(text: str) -> list[str]:
     """Return the halves of a description, or nothing if it is short."""
     sentences = re.split(r"(?<=[.!?])\s+", text)
-    return [] if len(sentences) < MIN_SENTENCES else [" ".join(part).strip() for part in halved(sentences)]
+    return (
+        []
+        if len(sentences) < MIN_SENTENCES
+        else [" ".join(part).strip() for part in halved(sentences)]
+    )
 
 
 def halved(parts: list[str]) -> tuple[list[str], list[str]]:
@@ -67,27 +75,47 @@ def halved(parts: list[str]) -> tuple[list[str], list[str]]:
     return parts[: len(parts) // 2], parts[len(parts) // 2 :]
 
 
-def collection(name: str, num_rows: int) -> tuple[list[tuple[str, list[str]]], list[Pair]]:
+def collection(
+    name: str, num_rows: int
+) -> tuple[list[tuple[str, list[str]]], list[Pair]]:
     """Return (query, halves) of a kind of text, and whole pairs of other modules or packages to evaluate on."""
     if name == "functions":
         train, val = split_by_module(standard_library_pairs(), num_rows, NUM_VAL)
         return [(pair.query, in_lines(pair.positive)) for pair in train], val
-    pairs = sorted(package_texts(), key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
-    val = [Pair("", query, text) for query, text in pairs[:: len(pairs) // NUM_VAL_PACKAGES]]
+    pairs = sorted(
+        package_texts(), key=lambda pair: hashlib.sha256(pair[0].encode()).digest()
+    )
+    val = [
+        Pair("", query, text)
+        for query, text in pairs[:: len(pairs) // NUM_VAL_PACKAGES]
+    ]
     there = {pair.query for pair in val}
-    return [(query, in_sentences(text)) for query, text in pairs if query not in there][:num_rows], val
+    return [(query, in_sentences(text)) for query, text in pairs if query not in there][
+        :num_rows
+    ], val
 
 
 def package_texts() -> list[tuple[str, str]]:
     """Return (line about itself, description) of Debian's and Python's packages that are installed here."""
     found: dict[str, str] = {}
-    for block in PACKAGES.read_text(encoding="utf-8").split("\n\n") if PACKAGES.is_file() else ():
+    for block in (
+        PACKAGES.read_text(encoding="utf-8").split("\n\n") if PACKAGES.is_file() else ()
+    ):
         about = re.search(r"^Description: (.+)\n((?: .+\n?)+)", block, re.MULTILINE)
         if about is not None:
-            found.setdefault(about.group(1), " ".join(about.group(2).replace("\n .\n", "\n").split()))
+            found.setdefault(
+                about.group(1), " ".join(about.group(2).replace("\n .\n", "\n").split())
+            )
     for one in metadata.distributions():
-        parts = [" ".join(part.split()) for part in str(one.metadata.get_payload()).split("\n\n")]
-        long = [part for part in parts if len(part.split()) >= MIN_WORDS and part[:1].isalpha()][:2]
+        parts = [
+            " ".join(part.split())
+            for part in str(one.metadata.get_payload()).split("\n\n")
+        ]
+        long = [
+            part
+            for part in parts
+            if len(part.split()) >= MIN_WORDS and part[:1].isalpha()
+        ][:2]
         if one.metadata["Summary"] and long:
             found.setdefault(one.metadata["Summary"], " ".join(long))
     return list(found.items())
@@ -116,13 +144,23 @@ def by_vembed(one: Case, folder: Path, options: dict[str, Any]) -> Mined:
     began, worked = time.perf_counter(), time.process_time()
     result = mine(
         {
-            "model_name": demo_model(), "data_path": folder / "rows.jsonl", "corpus_path": folder / "corpus.jsonl",
-            "output_path": folder / "out.jsonl", "num_negatives": NUM_NEGATIVES, "max_length": MAX_LENGTH, **options,
+            "model_name": demo_model(),
+            "data_path": folder / "rows.jsonl",
+            "corpus_path": folder / "corpus.jsonl",
+            "output_path": folder / "out.jsonl",
+            "num_negatives": NUM_NEGATIVES,
+            "max_length": MAX_LENGTH,
+            **options,
         }
-    )  # fmt: skip
-    seconds, processor_seconds = time.perf_counter() - began, time.process_time() - worked
+    )
+    seconds, processor_seconds = (
+        time.perf_counter() - began,
+        time.process_time() - worked,
+    )
     lines = result.output_path.read_text(encoding="utf-8").splitlines()
-    return Mined([json.loads(line)["negatives"] for line in lines], seconds, processor_seconds)
+    return Mined(
+        [json.loads(line)["negatives"] for line in lines], seconds, processor_seconds
+    )
 
 
 def by_sentence_transformers(one: Case, folder: Path, options: dict[str, Any]) -> Mined:
@@ -136,10 +174,20 @@ def by_sentence_transformers(one: Case, folder: Path, options: dict[str, Any]) -
     model.max_seq_length = MAX_LENGTH
     data = Dataset.from_list(one.rows)
     found = mine_hard_negatives(
-        data, model, corpus=one.corpus, num_negatives=NUM_NEGATIVES, output_format="n-tuple", range_max=100,
-        batch_size=32, verbose=False, **options,
-    )  # fmt: skip
-    by_query = {row["query"]: [row[f"negative_{n}"] for n in range(1, NUM_NEGATIVES + 1)] for row in found}
+        data,
+        model,
+        corpus=one.corpus,
+        num_negatives=NUM_NEGATIVES,
+        output_format="n-tuple",
+        range_max=100,
+        batch_size=32,
+        verbose=False,
+        **options,
+    )
+    by_query = {
+        row["query"]: [row[f"negative_{n}"] for n in range(1, NUM_NEGATIVES + 1)]
+        for row in found
+    }
     negatives = [by_query.get(row["query"], []) for row in one.rows]
     return Mined(negatives, time.perf_counter() - began, time.process_time() - worked)
 
@@ -149,16 +197,26 @@ SIDES: dict[str, tuple[Any, dict[str, Any]]] = {
     "vembed, relative_margin 0.05": (by_vembed, {"relative_margin": 0.05}),
     "vembed, threshold: auto": (by_vembed, {"threshold": "auto"}),
     "sentence-transformers": (by_sentence_transformers, {}),
-    "sentence-transformers, relative_margin 0.05": (by_sentence_transformers, {"relative_margin": 0.05}),
+    "sentence-transformers, relative_margin 0.05": (
+        by_sentence_transformers,
+        {"relative_margin": 0.05},
+    ),
 }
 """The same number of negatives and of candidates for each."""
-TRAINED = ("vembed", "sentence-transformers", "sentence-transformers, relative_margin 0.05")
+TRAINED = (
+    "vembed",
+    "sentence-transformers",
+    "sentence-transformers, relative_margin 0.05",
+)
 
 
 def all_mined(one: Case, sides: list[str], kept: Path | None) -> dict[str, Mined]:
     """Mine on all sides, or read what was mined before."""
     if kept is not None and kept.is_file():
-        return {name: Mined(*found) for name, found in json.loads(kept.read_text(encoding="utf-8")).items()}
+        return {
+            name: Mined(*found)
+            for name, found in json.loads(kept.read_text(encoding="utf-8")).items()
+        }
     mined = {}
     for name in sides:
         mine, options = SIDES[name]
@@ -169,12 +227,17 @@ def all_mined(one: Case, sides: list[str], kept: Path | None) -> dict[str, Mined
             flush=True,
         )
     if kept is not None:
-        found = {name: [side.negatives, side.seconds, side.processor_seconds] for name, side in mined.items()}
+        found = {
+            name: [side.negatives, side.seconds, side.processor_seconds]
+            for name, side in mined.items()
+        }
         kept.write_text(json.dumps(found), encoding="utf-8")
     return mined
 
 
-def measure(one: Case, mined: Mined, scores: dict[tuple[str, str], float]) -> dict[str, float]:
+def measure(
+    one: Case, mined: Mined, scores: dict[tuple[str, str], float]
+) -> dict[str, float]:
     """Share of the negatives that are hidden positives, of the hidden positives that were mined, and the mean score."""
     pairs = [
         (row["query"], negative)
@@ -187,7 +250,9 @@ def measure(one: Case, mined: Mined, scores: dict[tuple[str, str], float]) -> di
         "negatives": len(pairs),
         "false": num_false / max(len(pairs), 1),
         "hidden_mined": num_false / len(one.hidden),
-        "mean_score": statistics.fmean(scores[pair] for pair in pairs) if pairs else 0.0,
+        "mean_score": statistics.fmean(scores[pair] for pair in pairs)
+        if pairs
+        else 0.0,
         "mean_score_of_true": statistics.fmean(of_true) if of_true else 0.0,
         "seconds": mined.seconds,
         "processor_seconds": mined.processor_seconds,
@@ -206,68 +271,120 @@ def all_scores(one: Case, sides: list[Mined]) -> dict[tuple[str, str], float]:
     for mined in sides:
         for number, negatives in enumerate(mined.negatives):
             for negative in negatives:
-                found[one.rows[number]["query"], negative] = float(queries[number] @ documents[place[negative]])
+                found[one.rows[number]["query"], negative] = float(
+                    queries[number] @ documents[place[negative]]
+                )
     return found
 
 
 def train_and_score(
-    one: Case, negatives: list[list[str]], val: list[Pair], folder: Path, seed: int, arguments: argparse.Namespace
+    one: Case,
+    negatives: list[list[str]],
+    val: list[Pair],
+    folder: Path,
+    seed: int,
+    arguments: argparse.Namespace,
 ) -> float:
     """nDCG@10 on functions of other modules or other packages, after training on one side's negatives."""
     import vembed
 
-    rows = [{**row, "negatives": own} for row, own in zip(one.rows, negatives, strict=True)]
+    rows = [
+        {**row, "negatives": own} for row, own in zip(one.rows, negatives, strict=True)
+    ]
     write(folder / "train.jsonl", rows)
-    write(folder / "val.jsonl", [{"query": pair.query, "positive": pair.positive} for pair in val])
+    write(
+        folder / "val.jsonl",
+        [{"query": pair.query, "positive": pair.positive} for pair in val],
+    )
     result = vembed.train(
         {
-            "model_name": str(demo_model()), "data_path": str(folder / "train.jsonl"), "seed": seed,
-            "val_data_path": str(folder / "val.jsonl"), "output_dir": str(folder / "run"), "batch_size": BATCH_SIZE,
-            "max_steps": arguments.steps, "max_length": arguments.train_length,
-            "eval_before": False, "eval_steps": None, "save_steps": None, "console": "quiet", "report_to": "none",
+            "model_name": str(demo_model()),
+            "data_path": str(folder / "train.jsonl"),
+            "seed": seed,
+            "val_data_path": str(folder / "val.jsonl"),
+            "output_dir": str(folder / "run"),
+            "batch_size": BATCH_SIZE,
+            "max_steps": arguments.steps,
+            "max_length": arguments.train_length,
+            "eval_before": False,
+            "eval_steps": None,
+            "save_steps": None,
+            "console": "quiet",
+            "report_to": "none",
         }
-    )  # fmt: skip
+    )
     return float(result.metrics["ndcg@10"])
 
 
 def write(path: Path, records: list[Any]) -> None:
     """JSON Lines."""
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+    )
 
 
 def main() -> None:
     """Mine on all sides, print figures, and with --seeds train on each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--collection", choices=["functions", "packages"], default="functions")
+    parser.add_argument(
+        "--collection", choices=["functions", "packages"], default="functions"
+    )
     parser.add_argument("--rows", type=int, default=2000, help="texts that are used")
-    parser.add_argument("--seeds", type=int, default=0, help="train on each side's negatives with so many seeds")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=0,
+        help="train on each side's negatives with so many seeds",
+    )
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--train-only", action="store_true", help="measure nothing but the training")
-    parser.add_argument("--train-length", type=int, default=MAX_LENGTH, help="longest text in training, in tokens")
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="who mines")
+    parser.add_argument(
+        "--train-only", action="store_true", help="measure nothing but the training"
+    )
+    parser.add_argument(
+        "--train-length",
+        type=int,
+        default=MAX_LENGTH,
+        help="longest text in training, in tokens",
+    )
+    parser.add_argument(
+        "--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="who mines"
+    )
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--mined", type=Path, help="file for what is mined; where it is there, nothing is mined again")
+    parser.add_argument(
+        "--mined",
+        type=Path,
+        help="file for what is mined; where it is there, nothing is mined again",
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     texts, val = collection(arguments.collection, arguments.rows)
     one = case(texts, seed=0)
-    print(f"{len(one.rows):,d} queries, {len(one.corpus):,d} documents, {len(one.hidden):,d} hidden positives")
+    print(
+        f"{len(one.rows):,d} queries, {len(one.corpus):,d} documents, {len(one.hidden):,d} hidden positives"
+    )
     mined = all_mined(one, arguments.sides, arguments.mined)
     figures: dict[str, dict[str, Any]] = {}
     if not arguments.train_only:
         scores = all_scores(one, list(mined.values()))
         figures = {name: measure(one, found, scores) for name, found in mined.items()}
-    sides = {name: mined[name].negatives for name in TRAINED if name in mined} | {"no mining": [[] for _ in one.rows]}
+    sides = {name: mined[name].negatives for name in TRAINED if name in mined} | {
+        "no mining": [[] for _ in one.rows]
+    }
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         for name, negatives in sides.items():
             with tempfile.TemporaryDirectory() as folder:
-                score = train_and_score(one, negatives, val, Path(folder), seed, arguments)
+                score = train_and_score(
+                    one, negatives, val, Path(folder), seed, arguments
+                )
             figures.setdefault(name, {}).setdefault("ndcg@10", []).append(score)
             print(f"seed {seed}, {name}: ndcg@10 {score:.4f}", flush=True)
     for name, values in figures.items():
         print(name, json.dumps(values))
     if arguments.json:
-        data = {"case": {key: len(value) for key, value in asdict(one).items()}, "sides": figures}
+        data = {
+            "case": {key: len(value) for key, value in asdict(one).items()},
+            "sides": figures,
+        }
         arguments.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 

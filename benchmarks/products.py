@@ -22,7 +22,9 @@ from vembed.tools.demo import demo_model
 from vembed.training.step import ContrastiveStep
 from vembed.training.update import Update
 
-PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"})
+PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"}
+)
 SHOWN = 12
 WARM_UP = 1
 
@@ -57,8 +59,13 @@ def seconds_by_operator(case: Case, precision: str) -> dict[str, float]:
     """Return the seconds that a step of vembed spends in each operator itself, not in those that it calls."""
     steps = WARM_UP + 1
     with tempfile.TemporaryDirectory() as name, profiled_step(WARM_UP) as found:
-        run_vembed(case, demo_model(), Path(name), rows_of(case, steps), steps, precision)
-    return {one.key.removeprefix("aten::"): one.self_cpu_time_total / 1e6 for one in found.key_averages()}
+        run_vembed(
+            case, demo_model(), Path(name), rows_of(case, steps), steps, precision
+        )
+    return {
+        one.key.removeprefix("aten::"): one.self_cpu_time_total / 1e6
+        for one in found.key_averages()
+    }
 
 
 def shares(seconds: Mapping[str, float]) -> str:

@@ -29,14 +29,20 @@ def one(side: str, seed: int) -> float:
     """Return nDCG@10 on modules outside the training data, after training with one seed."""
     import vembed
 
-    train, val = split_by_module(standard_library_pairs(), CASE.batch_size * CASE.steps, NUM_VAL)
+    train, val = split_by_module(
+        standard_library_pairs(), CASE.batch_size * CASE.steps, NUM_VAL
+    )
     random.Random(seed).shuffle(train)
-    rows: list[Row] = [{"query": pair.query, "positive": pair.positive} for pair in train]
+    rows: list[Row] = [
+        {"query": pair.query, "positive": pair.positive} for pair in train
+    ]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_pairs(val, folder / "val.jsonl")
         trained = SIDES[side](CASE, demo_model(), folder, rows, CASE.steps)
-        scores = vembed.evaluate(trained.folder, folder / "val.jsonl", torch_dtype="float32")
+        scores = vembed.evaluate(
+            trained.folder, folder / "val.jsonl", torch_dtype="float32"
+        )
     return float(scores["ndcg@10"])
 
 
@@ -44,8 +50,15 @@ def main() -> None:
     """Print nDCG@10 of both sides by seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--side", action="append", choices=SIDES, help=f"default: {', '.join(SIDES_BY_DEFAULT)}")
-    parser.add_argument("--teachers", action="store_true", help="benchmarks.distillation")
+    parser.add_argument(
+        "--side",
+        action="append",
+        choices=SIDES,
+        help=f"default: {', '.join(SIDES_BY_DEFAULT)}",
+    )
+    parser.add_argument(
+        "--teachers", action="store_true", help="benchmarks.distillation"
+    )
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments, others = parser.parse_known_args()
     if arguments.teachers:
@@ -57,16 +70,43 @@ def main() -> None:
         print(MARK + json.dumps(one(arguments.one[0], int(arguments.one[1]))))
         return
     print(machine() + "\n", flush=True)
-    found: dict[str, list[float]] = {side: [] for side in arguments.side or SIDES_BY_DEFAULT}
-    print("| seed | " + " | ".join(f"{side} nDCG@10" for side in found) + " |\n|---|" + "---|" * len(found))
+    found: dict[str, list[float]] = {
+        side: [] for side in arguments.side or SIDES_BY_DEFAULT
+    }
+    print(
+        "| seed | "
+        + " | ".join(f"{side} nDCG@10" for side in found)
+        + " |\n|---|"
+        + "---|" * len(found)
+    )
     for seed in range(arguments.seeds):
         for side, scores in found.items():
-            command = [sys.executable, "-m", "benchmarks.quality", "--one", side, str(seed)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.quality",
+                "--one",
+                side,
+                str(seed),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            line = next(line for line in done.stdout.splitlines() if line.startswith(MARK))
+            line = next(
+                line for line in done.stdout.splitlines() if line.startswith(MARK)
+            )
             scores.append(json.loads(line.removeprefix(MARK)))
-        print("| " + " | ".join([str(seed), *(f"{scores[-1]:.4f}" for scores in found.values())]) + " |", flush=True)
-    print("| mean | " + " | ".join(f"{statistics.mean(scores):.4f}" for scores in found.values()) + " |")
+        print(
+            "| "
+            + " | ".join(
+                [str(seed), *(f"{scores[-1]:.4f}" for scores in found.values())]
+            )
+            + " |",
+            flush=True,
+        )
+    print(
+        "| mean | "
+        + " | ".join(f"{statistics.mean(scores):.4f}" for scores in found.values())
+        + " |"
+    )
 
 
 if __name__ == "__main__":

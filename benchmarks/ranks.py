@@ -30,12 +30,12 @@ from vembed.data.features import Featuriser
 from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import RankBatchStream
 from vembed.data.sources import open_examples
-from vembed.distributed import collectives
-from vembed.distributed.session import start_session
-from vembed.families.decisions import describe
 from vembed.losses import infonce
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model
+from vembed.models.families.decisions import describe
+from vembed.parallel import collectives
+from vembed.parallel.session import start_session
 from vembed.tools.demo import demo_model
 from vembed.training import step
 from vembed.training.budget import Budget
@@ -58,7 +58,9 @@ class Integers(TorchDispatchMode):
         super().__init__()
         self.largest = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple | list) else (result,):
             if isinstance(one, Tensor) and one.dtype in (torch.int64, torch.int32):
@@ -93,11 +95,15 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
         """Let other ranks' rows be other examples, with inputs and contents of their own."""
         found, own = gather_columns(columns, device), world_size // 2
         for name, one in list(found.items()):
-            rank = torch.arange(world_size).repeat_interleave(torch.tensor(columns[name].counts))
+            rank = torch.arange(world_size).repeat_interleave(
+                torch.tensor(columns[name].counts)
+            )
             if name in ("query", "positive", "negative"):
                 found[name] = one + (rank - own) * columns["content"].counts[0]
             else:
-                found[name] = one + rank * (1_000_003 if name == "content" else ROWS * world_size)
+                found[name] = one + rank * (
+                    1_000_003 if name == "content" else ROWS * world_size
+                )
         return found
 
     fakes: dict[str, Any] = {
@@ -113,29 +119,48 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(collectives, name, fake))
         for name in ("agree", "gather"):
-            stack.enter_context(mock.patch.object(ContrastiveStep, name, timed(name, getattr(ContrastiveStep, name))))
+            stack.enter_context(
+                mock.patch.object(
+                    ContrastiveStep, name, timed(name, getattr(ContrastiveStep, name))
+                )
+            )
         stack.enter_context(mock.patch.object(step, "gather_columns", distinct))
-        stack.enter_context(mock.patch.object(infonce, "find_candidates", timed("candidates", infonce.find_candidates)))
+        stack.enter_context(
+            mock.patch.object(
+                infonce, "find_candidates", timed("candidates", infonce.find_candidates)
+            )
+        )
         yield
 
 
-def measure(world_size: int, folder: Path, rows: int = ROWS, repeats: int = REPEATS) -> dict[str, float]:
+def measure(
+    world_size: int, folder: Path, rows: int = ROWS, repeats: int = REPEATS
+) -> dict[str, float]:
     """Return the median seconds of each stage, and the bytes of the largest table of integers."""
     config = TrainConfig(
-        model_name=str(demo_model()), data_path=str(folder / "data.jsonl"), max_length=16, batch_size=rows
+        model_name=str(demo_model()),
+        data_path=str(folder / "data.jsonl"),
+        max_length=16,
+        batch_size=rows,
     )
     store = open_examples(config, str(config.data_path))
     schedule = BatchSchedule([len(store)], rows * world_size, 0)
     found: dict[str, list[float]] = defaultdict(list)
     with start_session(resolve_run(config, env={})) as session:
         description = describe(config)
-        model = session.prepare(build_model(config, description), description.layer_classes)
+        model = session.prepare(
+            build_model(config, description), description.layer_classes
+        )
         featuriser = Featuriser(description)
-        stream = RankBatchStream(store, schedule, featuriser, world_size // 2, world_size, 0)
+        stream = RankBatchStream(
+            store, schedule, featuriser, world_size // 2, world_size, 0
+        )
         session.world_size, session.rank = world_size, world_size // 2
         source = InputSource(model, Feeder(featuriser, session.device), session)
         budget = Budget(4096, None, 10**9, use_gradient_cache=False)
-        stages = ContrastiveStep(model, build_loss(config), source, session, budget, MemoryGuard(session), 0)
+        stages = ContrastiveStep(
+            model, build_loss(config), source, session, budget, MemoryGuard(session), 0
+        )
         schedule.batch(0, 0)  # an epoch's permutation is drawn once
         integers = Integers()
         for repeat in range(repeats + 1):
@@ -152,7 +177,10 @@ def measure(world_size: int, folder: Path, rows: int = ROWS, repeats: int = REPE
             for name, value in seconds.items():
                 found[name].append(value)
         session.world_size, session.rank = 1, 0
-    return {**{name: statistics.median(values) for name, values in found.items()}, "bytes": float(integers.largest)}
+    return {
+        **{name: statistics.median(values) for name, values in found.items()},
+        "bytes": float(integers.largest),
+    }
 
 
 def main() -> None:
@@ -161,8 +189,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--ranks", type=int, nargs="+", default=WORLD_SIZES)
     arguments = parser.parse_args()
-    stages = {"batch": "drawing and reading", "agree": "agreeing", "gather": "gathering", "candidates": "candidates"}
-    print(f"| ranks | rows | {' | '.join(f'{one}, ms' for one in stages.values())} | together, ms | largest table |")
+    stages = {
+        "batch": "drawing and reading",
+        "agree": "agreeing",
+        "gather": "gathering",
+        "candidates": "candidates",
+    }
+    print(
+        f"| ranks | rows | {' | '.join(f'{one}, ms' for one in stages.values())} | together, ms | largest table |"
+    )
     print("|---|---|" + "---|" * (len(stages) + 2))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -173,7 +208,8 @@ def main() -> None:
             total = 1000 * sum(found[one] for one in stages)
             table = f"{found['bytes'] / 2**20:.2f} MiB"
             print(
-                f"| {world_size:,d} | {world_size * arguments.rows:,d} | {cells} | {total:.1f} | {table} |", flush=True
+                f"| {world_size:,d} | {world_size * arguments.rows:,d} | {cells} | {total:.1f} | {table} |",
+                flush=True,
             )
 
 

@@ -19,11 +19,11 @@ from torch import multiprocessing
 from benchmarks.train import machine
 from vembed.config.entries import LossName
 from vembed.config.schema import TrainConfig
-from vembed.distributed import collectives
-from vembed.distributed.launch import free_port
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.losses.tiles import Tiling
+from vembed.parallel import collectives
+from vembed.parallel.launch import free_port
 from vembed.training.embedding_exchange import Counts, Gathered, InRing, LossExchange
 
 MEBIBYTE = 2**20
@@ -42,7 +42,12 @@ def forget_peak() -> None:
 
 
 def one_pass(
-    exchange: LossExchange, own: torch.Tensor, counts: Counts, loss: EmbeddingLoss, rank: int, anchors: int
+    exchange: LossExchange,
+    own: torch.Tensor,
+    counts: Counts,
+    loss: EmbeddingLoss,
+    rank: int,
+    anchors: int,
 ) -> tuple[float, torch.Tensor]:
     """Return this rank's part of the loss, and the gradient of the whole with respect to its own embeddings."""
     num = counts.rows[0]
@@ -84,11 +89,21 @@ def compare(
     out: str,
 ) -> None:
     """Run one rank: both ways in turns. Rank 0 writes what all have measured."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    loss = build_loss(TrainConfig(model_name="none", data_path="none", loss=name_of_loss))
-    ways: dict[str, LossExchange] = {"gather": Gathered(), "ring": InRing(rank, world_size)}
+    loss = build_loss(
+        TrainConfig(model_name="none", data_path="none", loss=name_of_loss)
+    )
+    ways: dict[str, LossExchange] = {
+        "gather": Gathered(),
+        "ring": InRing(rank, world_size),
+    }
 
     def run(num: int, exchange: LossExchange) -> tuple[float, torch.Tensor]:
         own = torch.randn(2 * num, dim, generator=torch.Generator().manual_seed(rank))
@@ -99,7 +114,9 @@ def compare(
         Tiling.for_ring = classmethod(lambda kind, *_: kind(*tile))  # type: ignore[method-assign, assignment]
     for exchange in ways.values():
         run(64, exchange)  # what the first use of a library or a connection takes
-    own = torch.randn(2 * rows // world_size, dim, generator=torch.Generator().manual_seed(rank))
+    own = torch.randn(
+        2 * rows // world_size, dim, generator=torch.Generator().manual_seed(rank)
+    )
     num = rows // world_size
     counts = Counts([2 * num] * world_size, [num] * world_size, [0] * world_size)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -111,7 +128,11 @@ def compare(
         for name, exchange in order if repeat % 2 == 0 else reversed(order):
             collectives.barrier()
             forget_peak()
-            before, start, worked = peak_memory(), time.perf_counter(), time.process_time()
+            before, start, worked = (
+                peak_memory(),
+                time.perf_counter(),
+                time.process_time(),
+            )
             results[name] = one_pass(exchange, own, counts, loss, rank, anchors)
             collectives.barrier()
             seconds[name].append(time.perf_counter() - start)
@@ -120,8 +141,12 @@ def compare(
     (one, gradient), (other, expected) = results["ring"], results["gather"]
     off = float((gradient - expected).norm() / expected.norm())
     if abs(one - other) > 1e-4 * abs(other) or off > 1e-4:
-        raise SystemExit(f"losses {one} and {other}, gradients off by {off:.1e}: not the same thing")
-    told = collectives.gather_objects_as_json({"seconds": seconds, "cpu_seconds": cpu_seconds, "memory": memory})
+        raise SystemExit(
+            f"losses {one} and {other}, gradients off by {off:.1e}: not the same thing"
+        )
+    told = collectives.gather_objects_as_json(
+        {"seconds": seconds, "cpu_seconds": cpu_seconds, "memory": memory}
+    )
     if rank == 0:
         Path(out).write_text(json.dumps(told))
     dist.destroy_process_group()
@@ -140,7 +165,17 @@ def measure(
     """Return the largest peak of the ranks, and the seconds and CPU seconds of each pass, for both ways."""
     port = free_port()
     out = folder / "ring.json"
-    words = (world_size, port, rows, dim, repeats, anchors, name_of_loss, tile, str(out))
+    words = (
+        world_size,
+        port,
+        rows,
+        dim,
+        repeats,
+        anchors,
+        name_of_loss,
+        tile,
+        str(out),
+    )
     multiprocessing.spawn(compare, words, world_size)
     by_rank = json.loads(out.read_text())
     names = list(by_rank[0]["memory"])
@@ -148,7 +183,12 @@ def measure(
         "memory": {name: max(one["memory"][name] for one in by_rank) for name in names},
         "seconds": by_rank[0]["seconds"],
         "cpu_seconds": {
-            name: [sum(one) for one in zip(*(rank["cpu_seconds"][name] for rank in by_rank), strict=True)]
+            name: [
+                sum(one)
+                for one in zip(
+                    *(rank["cpu_seconds"][name] for rank in by_rank), strict=True
+                )
+            ]
             for name in names
         },
     }
@@ -156,7 +196,9 @@ def measure(
 
 def quotients(by_way: dict[str, list[float]]) -> list[float]:
     """Return the ring's part of the gathered way, pass by pass."""
-    return [one / other for one, other in zip(by_way["ring"], by_way["gather"], strict=True)]
+    return [
+        one / other for one, other in zip(by_way["ring"], by_way["gather"], strict=True)
+    ]
 
 
 def main() -> None:
@@ -166,9 +208,20 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--own-rows", type=int, default=2**31, help="rows of each rank whose loss is computed, at most")
+    parser.add_argument(
+        "--own-rows",
+        type=int,
+        default=2**31,
+        help="rows of each rank whose loss is computed, at most",
+    )
     parser.add_argument("--loss", choices=["infonce", "sigmoid"], default="infonce")
-    parser.add_argument("--tile", type=int, nargs=2, default=[], help="rows and columns of a tile of the ring")
+    parser.add_argument(
+        "--tile",
+        type=int,
+        nargs=2,
+        default=[],
+        help="rows and columns of a tile of the ring",
+    )
     arguments = parser.parse_args()
     print(machine(), flush=True)
     for rows in arguments.rows:

@@ -22,7 +22,7 @@ from vembed.data.batches import BatchSchedule
 from vembed.data.features import Featuriser
 from vembed.data.rank_batch import RankBatchStream
 from vembed.data.sources import open_examples
-from vembed.families.decisions import describe
+from vembed.models.families.decisions import describe
 from vembed.tools.demo import demo_model
 
 LOSS_ROWS = (64, 1024, 8192, 65536)
@@ -35,7 +35,9 @@ MARK = "RESULT "
 
 def loss_result(num_rows: int) -> dict[str, float]:
     """Measure loss and gradient with three Matryoshka sizes and one hard negative per row."""
-    size = measure(num_rows, num_rows, LOSS_DIM, [LOSS_DIM, LOSS_DIM // 2, LOSS_DIM // 4])
+    size = measure(
+        num_rows, num_rows, LOSS_DIM, [LOSS_DIM, LOSS_DIM // 2, LOSS_DIM // 4]
+    )
     return {"seconds": size.seconds, "gib": size.beyond_gib}
 
 
@@ -44,13 +46,21 @@ def write_data(num_rows: int, path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for row in range(num_rows):
             file.write(
-                json.dumps({"query": f"what is number {row}", "positive": f"it is the one after {row - 1}"}) + "\n"
+                json.dumps(
+                    {
+                        "query": f"what is number {row}",
+                        "positive": f"it is the one after {row - 1}",
+                    }
+                )
+                + "\n"
             )
 
 
 def data_result(path: Path, num_rows: int) -> dict[str, float]:
     """Return seconds until the data is open, seconds per batch read and tokenised, and the memory of both."""
-    config = TrainConfig(model_name=str(demo_model()), data_path=str(path), max_length=64)
+    config = TrainConfig(
+        model_name=str(demo_model()), data_path=str(path), max_length=64
+    )
     featuriser = Featuriser(describe(config))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
@@ -85,23 +95,32 @@ def apart(**task: Any) -> dict[str, float]:
 
 def print_loss(most: int) -> None:
     """Print time and memory of the loss as the batch grows."""
-    print(f"| rows, {LOSS_DIM:,d} dims, 3 sizes, a hard negative each | loss and gradient, s | GiB beyond them |")
+    print(
+        f"| rows, {LOSS_DIM:,d} dims, 3 sizes, a hard negative each | loss and gradient, s | GiB beyond them |"
+    )
     print("|---|---|---|")
     for rows in (rows for rows in LOSS_ROWS if rows <= most):
         found = apart(loss=rows)
-        print(f"| {rows:,d} | {found['seconds']:.2f} | {found['gib']:.2f} |", flush=True)
+        print(
+            f"| {rows:,d} | {found['seconds']:.2f} | {found['gib']:.2f} |", flush=True
+        )
 
 
 def print_data(most: int) -> None:
     """Print time and memory of the input side as the data grows. Each file is opened twice; the second time the
     index exists."""
-    print("| rows of data | opened first, s | opened again, s | a batch of 64 read and tokenised, ms | GiB |")
+    print(
+        "| rows of data | opened first, s | opened again, s | a batch of 64 read and tokenised, ms | GiB |"
+    )
     print("|---|---|---|---|---|")
     for rows in (rows for rows in DATA_ROWS if rows <= most):
         with tempfile.TemporaryDirectory() as name:
             path = Path(name) / "data.jsonl"
             write_data(rows, path)
-            first, again = apart(path=str(path), rows=rows), apart(path=str(path), rows=rows)
+            first, again = (
+                apart(path=str(path), rows=rows),
+                apart(path=str(path), rows=rows),
+            )
         print(
             f"| {rows:,d} | {first['open']:.1f} | {again['open']:.1f} | {1000 * again['per_batch']:.1f} "
             f"| {first['gib']:.2f} |",
@@ -111,12 +130,19 @@ def print_data(most: int) -> None:
 
 def print_ranks() -> None:
     """Print the same global batch on more processes of one machine."""
-    case = replace(next(case for case in CASES if case.name == "natural-128"), batch_size=60, steps=3)
+    case = replace(
+        next(case for case in CASES if case.name == "natural-128"),
+        batch_size=60,
+        steps=3,
+    )
     print("| processes | samples/s | peak GB of the first |")
     print("|---|---|---|")
     for ranks in (1, 2, 3):
         found = train_once(ask_once, "vembed", replace(case, ranks=ranks), 1)
-        print(f"| {ranks} | {found['samples_per_second']:.1f} | {found['peak_gb']:.2f} |", flush=True)
+        print(
+            f"| {ranks} | {found['samples_per_second']:.1f} | {found['peak_gb']:.2f} |",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -129,7 +155,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task:
         task = json.loads(arguments.task)
-        found = loss_result(task["loss"]) if "loss" in task else data_result(Path(task["path"]), task["rows"])
+        found = (
+            loss_result(task["loss"])
+            if "loss" in task
+            else data_result(Path(task["path"]), task["rows"])
+        )
         print(MARK + json.dumps(found), flush=True)
         return
     print(machine() + "\n", flush=True)

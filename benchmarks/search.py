@@ -40,7 +40,9 @@ def bare_product(queries_QD: torch.Tensor, store: VectorStore) -> None:
     for shard in store.shards:
         for _, documents in store.tiles(shard, DOCUMENT_TILE):
             for queries in tiles:
-                scores = room[: len(queries) * len(documents)].view(len(documents), len(queries))
+                scores = room[: len(queries) * len(documents)].view(
+                    len(documents), len(queries)
+                )
                 torch.mm(documents, queries.T, out=scores)
 
 
@@ -59,19 +61,28 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
-    queries = torch.nn.functional.normalize(torch.randn(arguments.queries, arguments.dim), dim=1)
+    queries = torch.nn.functional.normalize(
+        torch.randn(arguments.queries, arguments.dim), dim=1
+    )
     nothing = Pairs.of(np.zeros(0), np.zeros(0))
     figures: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory() as folder, open_session(None, None) as (session, _):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_session(None, None) as (session, _),
+    ):
         store = random_store(Path(folder), arguments.documents, arguments.dim)
         for _ in range(arguments.rounds):
             bare = seconds(lambda: bare_product(queries, store))
-            whole = seconds(lambda: search(queries, store, len(store), K, nothing, session))
+            whole = seconds(
+                lambda: search(queries, store, len(store), K, nothing, session)
+            )
             figures.append({"product": bare, "search": whole, "ratio": whole / bare})
             print(json.dumps(figures[-1]), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"best of {arguments.rounds}: search {min(one['search'] for one in figures):.1f} s, product "
-          f"{min(one['product'] for one in figures):.1f} s; peak memory {peak / 1e9:.2f} GB")  # fmt: skip
+    print(
+        f"best of {arguments.rounds}: search {min(one['search'] for one in figures):.1f} s, product "
+        f"{min(one['product'] for one in figures):.1f} s; peak memory {peak / 1e9:.2f} GB"
+    )
 
 
 if __name__ == "__main__":

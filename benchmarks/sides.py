@@ -54,7 +54,14 @@ Side = Callable[[Case, Path, Path, list[Row], int], Trained]
 """Function (case, model, empty folder, rows, steps) -> measurements."""
 
 
-def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: int, precision: str = "auto") -> Trained:
+def run_vembed(
+    case: Case,
+    model: Path,
+    folder: Path,
+    rows: list[Row],
+    steps: int,
+    precision: str = "auto",
+) -> Trained:
     """Train the way a user does, with `vembed.train`."""
     import vembed
     from vembed.training.step import ContrastiveStep
@@ -104,15 +111,25 @@ def run_vembed(case: Case, model: Path, folder: Path, rows: list[Row], steps: in
     finally:
         ContrastiveStep.accumulate = accumulate  # type: ignore[method-assign]
         logging.getLogger("vembed").removeHandler(clock)
-    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     trained.losses = [line["loss"] for line in lines if "loss" in line]
-    trained.padding = [line["padding_fraction"] for line in lines if "padding_fraction" in line]
+    trained.padding = [
+        line["padding_fraction"] for line in lines if "padding_fraction" in line
+    ]
     trained.folder = str(result.model_dir)
     return trained
 
 
 def run_sentence_transformers(
-    case: Case, model: Path, folder: Path, rows: list[Row], steps: int, bf16: bool = False
+    case: Case,
+    model: Path,
+    folder: Path,
+    rows: list[Row],
+    steps: int,
+    bf16: bool = False,
 ) -> Trained:
     """Train the way its documentation says: its trainer, matching loss, collator and defaults."""
     from datasets import Dataset
@@ -128,7 +145,10 @@ def run_sentence_transformers(
 
     network = SentenceTransformer(str(model), device="cpu")
     network.max_seq_length = case.max_length
-    shared: dict[str, Any] = {"scale": 1 / TEMPERATURE, "gather_across_devices": case.ranks > 1}
+    shared: dict[str, Any] = {
+        "scale": 1 / TEMPERATURE,
+        "gather_across_devices": case.ranks > 1,
+    }
     loss: Any
     if case.cached:
         loss = st_losses.CachedMultipleNegativesRankingLoss(
@@ -138,7 +158,10 @@ def run_sentence_transformers(
         loss = st_losses.MultipleNegativesRankingLoss(network, **shared)
     if case.mrl:
         loss = st_losses.MatryoshkaLoss(network, loss, list(MRL_DIMS))
-    columns: dict[str, list[Any]] = {"anchor": [r["query"] for r in rows], "positive": [r["positive"] for r in rows]}
+    columns: dict[str, list[Any]] = {
+        "anchor": [r["query"] for r in rows],
+        "positive": [r["positive"] for r in rows],
+    }
     for number in range(case.negatives):
         columns[f"negative_{number + 1}"] = [r["negatives"][number] for r in rows]
     trained = Trained(stop_at_first_batch=case.only_starts)
@@ -153,8 +176,12 @@ def run_sentence_transformers(
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             trained.ends.append(time.perf_counter())
 
-    def in_order(dataset: Any, batch_size: int, drop_last: bool, **_: Any) -> DefaultBatchSampler:
-        return DefaultBatchSampler(SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last)
+    def in_order(
+        dataset: Any, batch_size: int, drop_last: bool, **_: Any
+    ) -> DefaultBatchSampler:
+        return DefaultBatchSampler(
+            SequentialSampler(dataset), batch_size=batch_size, drop_last=drop_last
+        )
 
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(folder / "out"),
@@ -173,38 +200,62 @@ def run_sentence_transformers(
         batch_sampler=in_order,
     )
     trainer = SentenceTransformerTrainer(
-        model=network, args=arguments, train_dataset=Dataset.from_dict(columns), loss=loss, callbacks=[Clock()]
+        model=network,
+        args=arguments,
+        train_dataset=Dataset.from_dict(columns),
+        loss=loss,
+        callbacks=[Clock()],
     )
     trainer.train()
-    trained.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trained.losses = [
+        entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    ]
     if arguments.process_index == 0:
         network.save_pretrained(str(folder / "final"))
     trained.folder = str(folder / "final")
     return trained
 
 
-def run_plain(case: Case, model: Path, folder: Path, rows: list[Row], steps: int) -> Trained:
+def run_plain(
+    case: Case, model: Path, folder: Path, rows: list[Row], steps: int
+) -> Trained:
     """Train with a minimal loop: pad each column, one forward per column, cross entropy, AdamW."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModel.from_pretrained(model, add_pooling_layer=False).train()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=LEARNING_RATE, weight_decay=0.0
+    )
 
     def embed(texts: list[str]) -> torch.Tensor:
-        inputs = tokenizer(texts, padding=True, truncation=True, max_length=case.max_length, return_tensors="pt")
+        inputs = tokenizer(
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=case.max_length,
+            return_tensors="pt",
+        )
         hidden = network(**inputs).last_hidden_state
         mask = inputs["attention_mask"][:, :, None]
-        return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+        return torch.nn.functional.normalize(
+            (hidden * mask).sum(1) / mask.sum(1), dim=1
+        )
 
     trained = Trained(began=time.perf_counter(), folder=str(folder))
     trained.first_batch = trained.began
     for start in range(0, steps * case.batch_size, case.batch_size):
         batch = rows[start : start + case.batch_size]
         texts = [str(row["positive"]) for row in batch]
-        texts += [str(row["negatives"][number]) for number in range(case.negatives) for row in batch]
-        scores = embed([str(row["query"]) for row in batch]) @ embed(texts).T / TEMPERATURE
+        texts += [
+            str(row["negatives"][number])
+            for number in range(case.negatives)
+            for row in batch
+        ]
+        scores = (
+            embed([str(row["query"]) for row in batch]) @ embed(texts).T / TEMPERATURE
+        )
         loss = torch.nn.functional.cross_entropy(scores, torch.arange(len(batch)))
         optimizer.zero_grad()
         loss.backward()
@@ -222,17 +273,25 @@ SIDES: dict[str, Side] = {
     "sentence-transformers-bf16": partial(run_sentence_transformers, bf16=True),
     "plain": run_plain,
 }
-IN_FLOAT32 = {"vembed": "vembed-float32", "sentence-transformers-bf16": "sentence-transformers"}
+IN_FLOAT32 = {
+    "vembed": "vembed-float32",
+    "sentence-transformers-bf16": "sentence-transformers",
+}
 """The side that does the same in float32, by which losses are compared before anything is timed."""
 
 
 def encode_vembed(
-    model: Path, texts: list[str], max_length: int, precision: Literal["auto", "no"] = "auto"
+    model: Path,
+    texts: list[str],
+    max_length: int,
+    precision: Literal["auto", "no"] = "auto",
 ) -> tuple[float, np.ndarray]:
     """Return the seconds for the texts with a loaded model, and their embeddings."""
     import vembed
 
-    embedder = vembed.Embedder(with_max_length(model, max_length), mixed_precision=precision)
+    embedder = vembed.Embedder(
+        with_max_length(model, max_length), mixed_precision=precision
+    )
     embedder.encode(texts[:32])
     began = time.perf_counter()
     return_value = embedder.encode(texts)
@@ -245,7 +304,11 @@ def encode_sentence_transformers(
     """Return the same for the peer. Its `encode` sorts by length, in batches of 32."""
     from sentence_transformers import SentenceTransformer
 
-    network = SentenceTransformer(str(with_max_length(model, max_length)), device="cpu", model_kwargs={"dtype": dtype})
+    network = SentenceTransformer(
+        str(with_max_length(model, max_length)),
+        device="cpu",
+        model_kwargs={"dtype": dtype},
+    )
     network.encode(texts[:32])
     began = time.perf_counter()
     embeddings = network.encode(texts)
@@ -255,7 +318,9 @@ def encode_sentence_transformers(
 def with_max_length(model: Path, max_length: int) -> Path:
     """Set another maximum text length in the folder's config and return the folder."""
     settings = model / "sentence_bert_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_seq_length": max_length}))
+    settings.write_text(
+        json.dumps(json.loads(settings.read_text()) | {"max_seq_length": max_length})
+    )
     return model
 
 
@@ -263,5 +328,7 @@ ENCODERS: dict[str, Callable[[Path, list[str], int], tuple[float, np.ndarray]]] 
     "vembed": encode_vembed,
     "vembed-float32": partial(encode_vembed, precision="no"),
     "sentence-transformers": encode_sentence_transformers,
-    "sentence-transformers-bf16": partial(encode_sentence_transformers, dtype="bfloat16"),
+    "sentence-transformers-bf16": partial(
+        encode_sentence_transformers, dtype="bfloat16"
+    ),
 }

@@ -21,7 +21,10 @@ from vembed.tools.demo import demo_model
 
 MODES: dict[str, dict[str, Any]] = {
     "graphs kept": {"use_gradient_cache": False},
-    "gradient checkpointing": {"use_gradient_cache": False, "gradient_checkpointing": True},
+    "gradient checkpointing": {
+        "use_gradient_cache": False,
+        "gradient_checkpointing": True,
+    },
     "Gradient Cache": {"use_gradient_cache": True},
     "both": {"use_gradient_cache": True, "gradient_checkpointing": True},
 }
@@ -48,7 +51,10 @@ def run_here(case: Case, options: dict[str, Any]) -> dict[str, float]:
                 **options,
             }
         )
-        lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
+        ]
     seconds = [line["step_seconds"] for line in lines if "loss" in line]
     return {
         "seconds": seconds[-1],
@@ -61,7 +67,11 @@ def run_apart(case: Case, options: dict[str, Any]) -> dict[str, float]:
     words = json.dumps({"case": asdict(case), "options": options})
     command = [sys.executable, "-m", "benchmarks.step", "--worker", words]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     result: dict[str, float] = json.loads(line.removeprefix("RESULT "))
@@ -70,10 +80,15 @@ def run_apart(case: Case, options: dict[str, Any]) -> dict[str, float]:
 
 def memory_table() -> str:
     """Return the process's peak memory as the batch grows, with the same budget."""
-    lines = ["| batch, texts of 64 tokens | peak GB | times the first |", "|---|---|---|"]
+    lines = [
+        "| batch, texts of 64 tokens | peak GB | times the first |",
+        "|---|---|---|",
+    ]
     first = 0.0
     for batch_size in (64, 512, 2048):
-        case = Case(f"memory-{batch_size}", 64, batch_size=batch_size, steps=1, uniform=True)
+        case = Case(
+            f"memory-{batch_size}", 64, batch_size=batch_size, steps=1, uniform=True
+        )
         peak = run_apart(case, {})["peak_gb"]
         first = first or peak
         lines.append(f"| {batch_size:,d} | {peak:.2f} | {peak / first:.2f} |")
@@ -82,7 +97,10 @@ def memory_table() -> str:
 
 def mode_table(batch_size: int = 256) -> str:
     """Return the memory saved by Gradient Cache and gradient checkpointing, and their time."""
-    lines = [f"| batch {batch_size}, 128 tokens | seconds per step | peak GB |", "|---|---|---|"]
+    lines = [
+        f"| batch {batch_size}, 128 tokens | seconds per step | peak GB |",
+        "|---|---|---|",
+    ]
     case = Case("modes", 128, batch_size=batch_size, steps=2, uniform=True)
     for name, options in MODES.items():
         result = run_apart(case, options)
@@ -103,7 +121,9 @@ def main() -> None:
     print(machine() + "\n", flush=True)
     if arguments.only in (None, "plain"):
         chosen = [case for case in CASES if case.name in ("natural-128", "uniform-128")]
-        results = [compare(ask_once, case, "plain", 1, AGREEMENT_STEPS) for case in chosen]
+        results = [
+            compare(ask_once, case, "plain", 1, AGREEMENT_STEPS) for case in chosen
+        ]
         print(table(results, "plain"), flush=True)
     if arguments.only in (None, "memory"):
         print(memory_table(), flush=True)

@@ -23,7 +23,12 @@ from vembed.tools.train_tokenizer import train_tokenizer
 
 VOCABULARY = 4096
 NUM_PAIRS = 2000
-OF_EMBEDDING_MODELS = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "vembed.json")
+OF_EMBEDDING_MODELS = (
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "vembed.json",
+)
 NUM_LINES, MOST_LINES = 4, 16
 """Lines of a piece of a function, and of a function in all."""
 
@@ -45,7 +50,10 @@ def trained_decoder(folder: Path) -> Path:
     random.Random(0).shuffle(lines)
     with tempfile.TemporaryDirectory() as name:
         data = Path(name, "texts.jsonl")
-        data.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines), encoding="utf-8")
+        data.write_text(
+            "".join(json.dumps({"text": line}) + "\n" for line in lines),
+            encoding="utf-8",
+        )
         start = _decoder(Path(name, "start"), hidden_size=192, layers=4)
         return _trained(start, data, folder, loss="none", max_length=48, epochs=1)
 
@@ -64,14 +72,26 @@ def _decoder(folder: Path, *, hidden_size: int, layers: int) -> Path:
     from transformers import Qwen3Config, Qwen3Model
 
     pairs = standard_library_pairs()[:NUM_PAIRS]
-    size = train_tokenizer((text for pair in pairs for text in (pair.query, pair.positive)), folder,
-                           vocab_size=VOCABULARY)  # fmt: skip
+    size = train_tokenizer(
+        (text for pair in pairs for text in (pair.query, pair.positive)),
+        folder,
+        vocab_size=VOCABULARY,
+    )
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=size, hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=hidden_size // 32,
-        num_key_value_heads=2, head_dim=32, intermediate_size=3 * hidden_size, max_position_embeddings=512,
-        pad_token_id=0, bos_token_id=1, eos_token_id=1, initializer_range=0.05,
-    )  # fmt: skip
+        vocab_size=size,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=3 * hidden_size,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        initializer_range=0.05,
+    )
     Qwen3Model(config).save_pretrained(folder)
     return folder
 
@@ -79,7 +99,10 @@ def _decoder(folder: Path, *, hidden_size: int, layers: int) -> Path:
 def _pieces(text: str) -> list[str]:
     """Return a function in pieces of a few lines."""
     lines = text.splitlines()
-    return ["\n".join(lines[at : at + NUM_LINES]) for at in range(0, min(len(lines), MOST_LINES), NUM_LINES)]
+    return [
+        "\n".join(lines[at : at + NUM_LINES])
+        for at in range(0, min(len(lines), MOST_LINES), NUM_LINES)
+    ]
 
 
 def _trained(model: Path, data: Path, folder: Path, **options: Any) -> Path:
@@ -87,9 +110,22 @@ def _trained(model: Path, data: Path, folder: Path, **options: Any) -> Path:
     that it is an embedding model already."""
     import vembed
 
-    own = {"model_name": str(model), "from_scratch": True, "data_path": str(data), "report_to": "none"}
+    own = {
+        "model_name": str(model),
+        "from_scratch": True,
+        "data_path": str(data),
+        "report_to": "none",
+    }
     with tempfile.TemporaryDirectory() as name:
-        found = vembed.train({**own, "output_dir": str(Path(name, "run")), "console": "quiet", "seed": 0, **options})
+        found = vembed.train(
+            {
+                **own,
+                "output_dir": str(Path(name, "run")),
+                "console": "quiet",
+                "seed": 0,
+                **options,
+            }
+        )
         folder.mkdir(parents=True, exist_ok=True)
         for file in found.model_dir.iterdir():
             if file.is_file() and file.name not in OF_EMBEDDING_MODELS:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-BEGIN, END = "<!-- tables: python -m benchmarks.traffic writes them -->\n", "<!-- end of the tables -->\n"
+BEGIN, END = (
+    "<!-- tables: python -m benchmarks.traffic writes them -->\n",
+    "<!-- end of the tables -->\n",
+)
 GB = 1e9
 GPU_MEMORY = 80 * GB
 GPU_FLOPS = 400e12
@@ -35,7 +38,11 @@ class Model:
     layers: int
 
 
-MODELS = (Model("0.6B", 0.6e9, 1024, 28), Model("8B", 8e9, 4096, 36), Model("70B", 70e9, 8192, 80))
+MODELS = (
+    Model("0.6B", 0.6e9, 1024, 28),
+    Model("8B", 8e9, 4096, 36),
+    Model("70B", 70e9, 8192, 80),
+)
 GPUS = (8, 64, 1024)
 
 
@@ -64,7 +71,12 @@ def all_gather(num_bytes: float, gpus: int) -> Moved:
 
 def joined(*parts: Moved) -> Moved:
     """Return the sum."""
-    return Moved(*(sum(getattr(one, name) for one in parts) for name in ("inside", "between", "messages")))
+    return Moved(
+        *(
+            sum(getattr(one, name) for one in parts)
+            for name in ("inside", "between", "messages")
+        )
+    )
 
 
 def of_parameters(strategy: str, model: Model, gpus: int) -> Moved:
@@ -75,7 +87,9 @@ def of_parameters(strategy: str, model: Model, gpus: int) -> Moved:
     if strategy == "fsdp":
         return joined(all_gather(weights, gpus), all_gather(gradients, gpus))
     machines = gpus // PER_MACHINE
-    inside = joined(all_gather(weights, PER_MACHINE), all_gather(gradients, PER_MACHINE))
+    inside = joined(
+        all_gather(weights, PER_MACHINE), all_gather(gradients, PER_MACHINE)
+    )
     shard = gradients / PER_MACHINE * (machines - 1) / machines
     return joined(inside, Moved(0.0, 2 * shard, 2 * (machines - 1)))
 
@@ -84,7 +98,10 @@ def of_embeddings(exchange: str, model: Model, gpus: int) -> Moved:
     """Return what the embeddings and their gradients move. In a ring blocks travel in both rounds, gradients in one."""
     total = 4.0 * model.hidden * ROWS * INPUTS * gpus
     times = 2 if exchange == "gather" else 3
-    return joined(*(all_gather(total, gpus) for _ in range(times)), all_gather(INTEGERS * ROWS * gpus, gpus))
+    return joined(
+        *(all_gather(total, gpus) for _ in range(times)),
+        all_gather(INTEGERS * ROWS * gpus, gpus),
+    )
 
 
 def held(exchange: str, model: Model, gpus: int) -> float:
@@ -116,8 +133,13 @@ def strategy_table() -> str:
             for strategy in ("ddp", "fsdp", "hsdp"):
                 if strategy == "hsdp" and gpus == PER_MACHINE:
                     continue
-                need, moved = states(strategy, model, gpus), of_parameters(strategy, model, gpus)
-                need_said = f"{need / GB:,.1f}" + ("" if need < GPU_MEMORY else " (does not fit)")
+                need, moved = (
+                    states(strategy, model, gpus),
+                    of_parameters(strategy, model, gpus),
+                )
+                need_said = f"{need / GB:,.1f}" + (
+                    "" if need < GPU_MEMORY else " (does not fit)"
+                )
                 lines.append(
                     f"| {model.name} | {gpus:,d} | {strategy} | {need_said} | {moved.inside / GB:,.1f} | "
                     f"{moved.between / GB:,.1f} | {moved.seconds:,.2f} | {computing(model):,.2f} |"
@@ -141,7 +163,9 @@ def loss_table() -> str:
                     f"{(moved.inside + moved.between) / GB:,.3f}",
                     f"{1000 * moved.seconds:,.1f}",
                 ]
-            lines.append(f"| {model.name} | {gpus:,d} | {ROWS * gpus:,d} | {' | '.join(cells)} |")
+            lines.append(
+                f"| {model.name} | {gpus:,d} | {ROWS * gpus:,d} | {' | '.join(cells)} |"
+            )
     return "\n".join(lines)
 
 

@@ -23,8 +23,8 @@ from benchmarks.cases import CASES, QUICK_CASES, QUICK_MATRYOSHKA, START_UP, Cas
 from benchmarks.sides import SIDES
 from benchmarks.work import matrix_peak, precision, useful_work
 from benchmarks.worker import AGREEMENT_STEPS, Answer, ask_once, running, training_task
-from vembed.distributed.devices import bf16_instructions
-from vembed.distributed.placement import DTYPES
+from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.placement import DTYPES
 
 AGREEMENT = 1e-3
 """Largest relative difference of the two sides' losses without dropout. Beyond it there is nothing to compare."""
@@ -34,7 +34,9 @@ Ask = Callable[[str, dict[str, Any], int], Answer]
 """Function (side, task, ranks) -> answer."""
 
 
-def train_once(ask: Ask, side: str, case: Case, agreement_steps: int = AGREEMENT_STEPS) -> Answer:
+def train_once(
+    ask: Ask, side: str, case: Case, agreement_steps: int = AGREEMENT_STEPS
+) -> Answer:
     """Train a case on one side."""
     with training_task(case, agreement_steps) as task:
         return ask(side, task, case.ranks)
@@ -45,15 +47,22 @@ def difference(case: Case, ours: Answer, theirs: Answer) -> float:
     pairs = list(zip(ours["losses"], theirs["losses"], strict=True))
     worst = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
     if worst > AGREEMENT:
-        raise SystemExit(f"{case.name}: the losses differ by {worst:.1e} ({pairs}); this is not the same work")
+        raise SystemExit(
+            f"{case.name}: the losses differ by {worst:.1e} ({pairs}); this is not the same work"
+        )
     return worst
 
 
-def compare(ask: Ask, case: Case, peer: str, repeats: int, agreement_steps: int) -> dict[str, Any]:
+def compare(
+    ask: Ask, case: Case, peer: str, repeats: int, agreement_steps: int
+) -> dict[str, Any]:
     """Run both sides alternately. Return medians, and the ratio of each pair of runs."""
     peak = matrix_peak(DTYPES[precision()])
     runs = [
-        (train_once(ask, "vembed", case, agreement_steps), train_once(ask, peer, case, agreement_steps))
+        (
+            train_once(ask, "vembed", case, agreement_steps),
+            train_once(ask, peer, case, agreement_steps),
+        )
         for _ in range(repeats)
     ]
     worst = max(difference(case, ours, theirs) for ours, theirs in runs)
@@ -100,7 +109,9 @@ def table(results: list[dict[str, Any]], peer: str) -> str:
 
 def ratio_cell(ratios: list[float]) -> str:
     """Return the median, with all values in brackets."""
-    runs = f" ({', '.join(f'{ratio:.2f}' for ratio in ratios)})" if len(ratios) > 1 else ""
+    runs = (
+        f" ({', '.join(f'{ratio:.2f}' for ratio in ratios)})" if len(ratios) > 1 else ""
+    )
     return f"**{statistics.median(ratios):.2f}**{runs}"
 
 
@@ -109,7 +120,11 @@ def matryoshka_line(ask: Ask, case: Case, repeats: int, agreement_steps: int) ->
     runs: dict[bool, list[list[float]]] = {False: [], True: []}
     for _ in range(repeats):
         for mrl, found in runs.items():
-            found.append(train_once(ask, "vembed", replace(case, mrl=mrl), agreement_steps)["each_step"])
+            found.append(
+                train_once(ask, "vembed", replace(case, mrl=mrl), agreement_steps)[
+                    "each_step"
+                ]
+            )
     one, four = (sum(map(min, zip(*found, strict=True))) for found in runs.values())
     return f"Four Matryoshka sizes take {four / one:.3f} times the time of one."
 
@@ -118,13 +133,20 @@ def start_up_line(peer: str, repeats: int, warm_up: int = 1) -> str:
     """Return the time from process start to the first batch, in fresh processes with warm file system caches."""
     runs: list[tuple[float, float]] = []
     for _ in range(repeats + warm_up):
-        ours, theirs = (train_once(ask_once, side, START_UP, 0)["first_batch_after"] for side in ("vembed", peer))
+        ours, theirs = (
+            train_once(ask_once, side, START_UP, 0)["first_batch_after"]
+            for side in ("vembed", peer)
+        )
         runs.append((ours, theirs))
-    ours, theirs = (statistics.median(run[side] for run in runs[warm_up:]) for side in (0, 1))
+    ours, theirs = (
+        statistics.median(run[side] for run in runs[warm_up:]) for side in (0, 1)
+    )
     return f"Start-up to the first batch of {START_UP.num_rows:,d} pairs: vembed {ours:.1f} s, {peer} {theirs:.1f} s."
 
 
-def encoding_line(ask: Ask, peer: str, repeats: int, num_texts: int, max_length: int) -> str:
+def encoding_line(
+    ask: Ask, peer: str, repeats: int, num_texts: int, max_length: int
+) -> str:
     """Return the speed of `Embedder.encode` against the peer's."""
     ratios, rates, cosines = [], [], []
     for _ in range(repeats):
@@ -133,12 +155,20 @@ def encoding_line(ask: Ask, peer: str, repeats: int, num_texts: int, max_length:
             for side in ("vembed", peer):
                 folder = Path(name) / side
                 folder.mkdir()
-                task = {"num_texts": num_texts, "max_length": max_length, "folder": str(folder)}
+                task = {
+                    "num_texts": num_texts,
+                    "max_length": max_length,
+                    "folder": str(folder),
+                }
                 answers.append(ask(side, task, 1))
                 embeddings.append(np.load(folder / "embeddings.npy"))
-        cosines.append(float((embeddings[0].astype(np.float64) * embeddings[1]).sum(1).min()))
+        cosines.append(
+            float((embeddings[0].astype(np.float64) * embeddings[1]).sum(1).min())
+        )
         if cosines[-1] < SAME_EMBEDDINGS:
-            raise SystemExit(f"embeddings of both sides have a cosine of {cosines[-1]:.6f}; this is not the same work")
+            raise SystemExit(
+                f"embeddings of both sides have a cosine of {cosines[-1]:.6f}; this is not the same work"
+            )
         rates.append([one["samples_per_second"] for one in answers])
         ratios.append(rates[-1][0] / rates[-1][1])
     ours, theirs = (statistics.median(rate[side] for rate in rates) for side in (0, 1))
@@ -150,7 +180,10 @@ def encoding_line(ask: Ask, peer: str, repeats: int, num_texts: int, max_length:
 
 def machine() -> str:
     """Return the machine and versions to which the figures apply."""
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "sentence-transformers"))
+    packages = ", ".join(
+        f"{name} {version(name)}"
+        for name in ("torch", "transformers", "sentence-transformers")
+    )
     bf16 = bf16_instructions()
     computes = f"matrices in bfloat16 by {bf16}" if precision() == "bf16" else "float32"
     peak = matrix_peak(DTYPES[precision()]) / 1e9
@@ -163,14 +196,18 @@ def machine() -> str:
 def _processor() -> str:
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    names = [
+        line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+    ]
     return names[0] if names else platform.machine()
 
 
 def quick(peer: str) -> None:
     """Run small cases once each, in two long-lived processes; start-up is measured separately."""
     with ExitStack() as stack:
-        workers = {side: stack.enter_context(running(side)) for side in ("vembed", peer)}
+        workers = {
+            side: stack.enter_context(running(side)) for side in ("vembed", peer)
+        }
 
         def ask(side: str, task: dict[str, Any], _: int) -> Answer:
             return workers[side].ask(task)
@@ -192,24 +229,40 @@ def full(peer: str, cases: list[Case], repeats: int) -> None:
     """Run every case in a process of its own, so that peak memory is its own."""
     results = []
     for case in cases:
-        results.append(compare(ask_once, case, peer, repeats, 1 if case.cached else AGREEMENT_STEPS))
+        results.append(
+            compare(
+                ask_once, case, peer, repeats, 1 if case.cached else AGREEMENT_STEPS
+            )
+        )
         _say(results[-1])
     if results:
         print(table(results, peer) + "\n")
 
 
 def _say(result: dict[str, Any]) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {result['case']}: {ratio_cell(result['ratios'])}", file=sys.stderr, flush=True)
+    print(
+        f"{time.strftime('%H:%M:%S')} {result['case']}: {ratio_cell(result['ratios'])}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def main() -> None:
     """Parse the arguments, run the cases, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", choices=list(SIDES)[1:], default="sentence-transformers")
-    parser.add_argument("--quick", action="store_true", help="small cases, once each, in about three minutes")
+    parser.add_argument(
+        "--peer", choices=list(SIDES)[1:], default="sentence-transformers"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small cases, once each, in about three minutes",
+    )
     names = [case.name for case in CASES]
     others = ["matryoshka", "encoding", "start-up"]
-    parser.add_argument("--case", action="append", choices=[*names, *others], help="default: all")
+    parser.add_argument(
+        "--case", action="append", choices=[*names, *others], help="default: all"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     peer, repeats = arguments.peer, arguments.repeats
@@ -221,10 +274,24 @@ def main() -> None:
         wanted = arguments.case or [*names, *others]
         cases = [case for case in CASES if case.name in wanted]
         if peer == "plain":
-            cases, wanted = [case for case in cases if not (case.cached or case.mrl or case.ranks > 1)], []
+            cases, wanted = (
+                [
+                    case
+                    for case in cases
+                    if not (case.cached or case.mrl or case.ranks > 1)
+                ],
+                [],
+            )
         full(peer, cases, repeats)
         if "matryoshka" in wanted:
-            print(matryoshka_line(ask_once, next(case for case in CASES if case.mrl), repeats, AGREEMENT_STEPS))
+            print(
+                matryoshka_line(
+                    ask_once,
+                    next(case for case in CASES if case.mrl),
+                    repeats,
+                    AGREEMENT_STEPS,
+                )
+            )
         if "encoding" in wanted:
             print(encoding_line(ask_once, peer, repeats, 1000, 256))
         if "start-up" in wanted:

@@ -12,21 +12,26 @@ from vembed.config.schema import TrainConfig
 from vembed.data import microbatches
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.distributed.devices import bf16_instructions
-from vembed.distributed.placement import Precision, precision_of_use
-from vembed.families.decisions import describe
+from vembed.models.families.decisions import describe
+from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.placement import Precision, precision_of_use
 from vembed.tools.demo import demo_model
 from vembed.training.budget import CPU_MICRO_BATCH_TOKENS
 
 
 def precision() -> Precision:
     """Return the precision that `mixed_precision: auto` takes for the model of the cases on this machine."""
-    return precision_of_use(str(demo_model()), torch.device("cpu"), bf16_instructions()).value
+    return precision_of_use(
+        str(demo_model()), torch.device("cpu"), bf16_instructions()
+    ).value
 
 
 def matrix_peak(dtype: torch.dtype = torch.float32) -> float:
     """Return the FLOP/s of a matrix product of the model's feed-forward size; the best of a few runs."""
-    left, right = torch.randn(4096, 384, dtype=dtype), torch.randn(384, 1536, dtype=dtype)
+    left, right = (
+        torch.randn(4096, 384, dtype=dtype),
+        torch.randn(384, 1536, dtype=dtype),
+    )
     best = float("inf")
     for _ in range(30):
         began = time.perf_counter()
@@ -40,9 +45,19 @@ def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, f
     backward, and with Gradient Cache's extra forward; the fraction of padding in sorted micro-batches, for models
     that pad, and in whole columns."""
     settings = json.loads((demo_model() / "config.json").read_text())
-    hidden, inner, layers = settings["hidden_size"], settings["intermediate_size"], settings["num_hidden_layers"]
+    hidden, inner, layers = (
+        settings["hidden_size"],
+        settings["intermediate_size"],
+        settings["num_hidden_layers"],
+    )
     featuriser = Featuriser(
-        describe(TrainConfig(model_name=str(demo_model()), data_path="none", max_length=case.max_length))
+        describe(
+            TrainConfig(
+                model_name=str(demo_model()),
+                data_path="none",
+                max_length=case.max_length,
+            )
+        )
     )
     rows = rows_of(case, case.steps - 1, skip=skip)
     tokens = flops = padded = by_column = 0.0
@@ -52,15 +67,32 @@ def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, f
         columns: list[list[tuple[Item, Kind]]] = [
             [(Item(str(row["query"])), "query") for row in batch],
             [(Item(str(row["positive"])), "document") for row in batch],
-            *[[(Item(row["negatives"][i]), "document") for row in batch] for i in range(case.negatives)],
+            *[
+                [(Item(row["negatives"][i]), "document") for row in batch]
+                for i in range(case.negatives)
+            ],
         ]
-        lengths = [[one.length for one in featuriser.features(column)] for column in columns]
+        lengths = [
+            [one.length for one in featuriser.features(column)] for column in columns
+        ]
         by_column += sum(len(column) * max(column) for column in lengths)
-        distinct = {one.key: one.length for column in columns for one in featuriser.features(column)}
+        distinct = {
+            one.key: one.length
+            for column in columns
+            for one in featuriser.features(column)
+        }
         flat = list(distinct.values())
-        padded += microbatches.padded_tokens(flat, microbatches.split(flat, CPU_MICRO_BATCH_TOKENS))
+        padded += microbatches.padded_tokens(
+            flat, microbatches.split(flat, CPU_MICRO_BATCH_TOKENS)
+        )
         tokens += sum(flat)
         per_token = 2 * (4 * hidden * hidden + 2 * hidden * inner)
-        flops += layers * sum(length * per_token + 4 * length * length * hidden for length in flat)
+        flops += layers * sum(
+            length * per_token + 4 * length * length * hidden for length in flat
+        )
     passes = 4 if case.cached else 3
-    return tokens / steps, passes * flops / steps, (1 - tokens / padded, 1 - tokens / by_column)
+    return (
+        tokens / steps,
+        passes * flops / steps,
+        (1 - tokens / padded, 1 - tokens / by_column),
+    )

@@ -33,7 +33,9 @@ def train_task(side: str, case: Case, agreement_steps: int, folder: Path) -> Ans
     agreed = Trained()
     if agreement_steps:
         rows = rows_of(case, agreement_steps)
-        agreed = SIDES[IN_FLOAT32.get(side, side)](case, folder / "no-dropout", folder / "agree", rows, agreement_steps)
+        agreed = SIDES[IN_FLOAT32.get(side, side)](
+            case, folder / "no-dropout", folder / "agree", rows, agreement_steps
+        )
     rows = rows_of(case, case.steps, skip=agreement_steps)
     try:
         trained = SIDES[side](case, demo_model(), folder / "timed", rows, case.steps)
@@ -52,12 +54,19 @@ def train_task(side: str, case: Case, agreement_steps: int, folder: Path) -> Ans
 
 def encode_task(side: str, num_texts: int, max_length: int, folder: Path) -> Answer:
     """Encode distinct functions of the standard library and leave the embeddings in the folder."""
-    texts = [str(row["positive"]) for row in rows_of(Case("texts", max_length, batch_size=num_texts), 1)]
+    texts = [
+        str(row["positive"])
+        for row in rows_of(Case("texts", max_length, batch_size=num_texts), 1)
+    ]
     shutil.copytree(demo_model(), folder / "model")
     seconds, embeddings = ENCODERS[side](folder / "model", texts, max_length)
     np.save(folder / "embeddings.npy", embeddings)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"samples_per_second": num_texts / seconds, "seconds": seconds, "peak_gb": peak}
+    return {
+        "samples_per_second": num_texts / seconds,
+        "seconds": seconds,
+        "peak_gb": peak,
+    }
 
 
 def answer(side: str, task: dict[str, Any]) -> Answer:
@@ -69,7 +78,9 @@ def answer(side: str, task: dict[str, Any]) -> Answer:
 
 
 @contextmanager
-def training_task(case: Case, agreement_steps: int = AGREEMENT_STEPS) -> Iterator[dict[str, Any]]:
+def training_task(
+    case: Case, agreement_steps: int = AGREEMENT_STEPS
+) -> Iterator[dict[str, Any]]:
     """Return a case as a task, with a folder for it."""
     with tempfile.TemporaryDirectory() as name:
         for part in ("agree", "timed"):
@@ -85,8 +96,12 @@ class Worker:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed by `running`)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.worker", side],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=_environment(),
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=_environment(),
+        )
 
     def ask(self, task: dict[str, Any]) -> Answer:
         """Send a task and wait for the answer."""
@@ -119,10 +134,17 @@ def ask_once(side: str, task: dict[str, Any], ranks: int = 1) -> Answer:
     words = [sys.executable, "-m"]
     environment = _environment()
     if ranks > 1:
-        words += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        words += [
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+        ]
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     words += ["benchmarks.worker", side, "--task", json.dumps(task)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=environment
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-3000:]}")
@@ -137,7 +159,11 @@ def _environment() -> dict[str, str]:
 def _process_began() -> float:
     """Return the time at which this process was started, by time.perf_counter."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    return ticks / os.sysconf("SC_CLK_TCK") + time.perf_counter() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return (
+        ticks / os.sysconf("SC_CLK_TCK")
+        + time.perf_counter()
+        - time.clock_gettime(time.CLOCK_BOOTTIME)
+    )
 
 
 def main() -> None:

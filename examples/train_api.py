@@ -19,7 +19,9 @@ DATA = Path(__file__).parent / "data"
 
 def main() -> None:
     """Train, and search with the result."""
-    model = sys.argv[1] if len(sys.argv) > 1 else "sentence-transformers/all-MiniLM-L6-v2"
+    model = (
+        sys.argv[1] if len(sys.argv) > 1 else "sentence-transformers/all-MiniLM-L6-v2"
+    )
     data = sys.argv[2] if len(sys.argv) > 2 else str(DATA / "train.jsonl")
     config = {
         "model_name": model,
@@ -37,7 +39,9 @@ def main() -> None:
 
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"steps: {result.steps}, model: {result.model_dir}")
-        print(f"nDCG@10: {result.metrics['before/ndcg@10']:.3f} -> {result.metrics['ndcg@10']:.3f}")
+        print(
+            f"nDCG@10: {result.metrics['before/ndcg@10']:.3f} -> {result.metrics['ndcg@10']:.3f}"
+        )
 
         embedder = vembed.Embedder(result.model_dir)
         documents = ["Paris is the capital of France.", "Rome is the capital of Italy."]

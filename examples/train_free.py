@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import vembed
-from vembed.distributed.environment import RankInfo, read_rank_info
-from vembed.distributed.rendezvous import Limit, connect
+from vembed.parallel.environment import RankInfo, read_rank_info
+from vembed.parallel.rendezvous import Limit, connect
 from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
 from vembed.tools.train_tokenizer import train_tokenizer
 from vembed.training.callbacks import StepInfo
@@ -43,22 +43,38 @@ MINUTES_TO_PREPARE = 10.0
 def main() -> None:
     """Run the stages on this process of the group."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, help="configs/free_transformer.yaml, or one like it")
-    parser.add_argument("--use-fsdp", action="store_true", help="shard the model over the processes")
-    parser.add_argument("--baseline", action="store_true", help="the same decoder without Z")
-    parser.add_argument("--output", help="folder of the run; default: checkpoints/free or checkpoints/baseline")
-    parser.add_argument("--pairs", type=int, default=3000, help="number of training pairs")
+    parser.add_argument(
+        "--config", required=True, help="configs/free_transformer.yaml, or one like it"
+    )
+    parser.add_argument(
+        "--use-fsdp", action="store_true", help="shard the model over the processes"
+    )
+    parser.add_argument(
+        "--baseline", action="store_true", help="the same decoder without Z"
+    )
+    parser.add_argument(
+        "--output",
+        help="folder of the run; default: checkpoints/free or checkpoints/baseline",
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=3000, help="number of training pairs"
+    )
     given, options = parser.parse_known_args()
     ranks = read_rank_info()
     config = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))
     sizes = {**config["model_config"], "use_latent": not given.baseline}
-    output = Path(given.output or ("checkpoints/baseline" if given.baseline else "checkpoints/free"))
+    output = Path(
+        given.output
+        or ("checkpoints/baseline" if given.baseline else "checkpoints/free")
+    )
     data = output / "data"
     prepare_once(ranks, data, sizes["vocab_size"], given.pairs)
     options = [
-        f"tokenizer_name={data / 'tokenizer'}", f"val_data_path={data / 'validation.jsonl'}",
-        "overwrite=true", *options,
-    ]  # fmt: skip
+        f"tokenizer_name={data / 'tokenizer'}",
+        f"val_data_path={data / 'validation.jsonl'}",
+        "overwrite=true",
+        *options,
+    ]
     if given.use_fsdp:
         options.append("use_fsdp=true")
     if given.baseline:
@@ -66,18 +82,31 @@ def main() -> None:
     results: dict[str, TrainResult] = {}
     for name, stage in config["training_stages"].items():
         file = "texts.jsonl" if stage["loss"] == "none" else "pairs.jsonl"
-        own = [f"stage={name}", f"data_path={data / file}", f"output_dir={output / name}"]
+        own = [
+            f"stage={name}",
+            f"data_path={data / file}",
+            f"output_dir={output / name}",
+        ]
         if results:  # each stage goes on with the model of the one before
             own.append(f"model_name={list(results.values())[-1].model_dir}")
         weights = stage.get("auxiliary_losses", {})
         if given.baseline:  # without Z there is no kl
-            own.append(f"auxiliary_losses={json.dumps({loss: weights[loss] for loss in weights if loss != 'kl'})}")
-        results[name] = vembed.train(given.config, [*own, *options], on_step=show if ranks.rank == 0 else None)
+            own.append(
+                f"auxiliary_losses={json.dumps({loss: weights[loss] for loss in weights if loss != 'kl'})}"
+            )
+        results[name] = vembed.train(
+            given.config, [*own, *options], on_step=show if ranks.rank == 0 else None
+        )
         if ranks.rank == 0:
-            print(f"{name}: {losses_on_other_texts(results[name].model_dir, sizes, data)}")
+            print(
+                f"{name}: {losses_on_other_texts(results[name].model_dir, sizes, data)}"
+            )
     if ranks.rank == 0:
         trained = list(results.values())
-        before, after = trained[0].metrics["before/ndcg@10"], trained[-1].metrics["ndcg@10"]
+        before, after = (
+            trained[0].metrics["before/ndcg@10"],
+            trained[-1].metrics["ndcg@10"],
+        )
         print(f"embedding: nDCG@10 {after:.4f}, and {before:.4f} before all training")
         print(f"model: {trained[-1].model_dir}")
 
@@ -94,20 +123,31 @@ def losses_on_other_texts(folder: Path, sizes: dict[str, Any], data: Path) -> st
 
     model = FreeTransformer(ModelConfig(**sizes))
     weights = load_file(folder / "model.safetensors")
-    model.load_state_dict({name.removeprefix("own."): one.float() for name, one in weights.items()})
+    model.load_state_dict(
+        {name.removeprefix("own."): one.float() for name, one in weights.items()}
+    )
     lines = (data / "validation_texts.jsonl").read_text(encoding="utf-8").splitlines()
     # Not in their order: neighbours are of one function, and another text's Z would be of a similar text.
-    texts = [json.loads(line)["text"] for line in random.Random(0).sample(lines, min(NUM_COMPARED, len(lines)))]
-    batch = AutoTokenizer.from_pretrained(data / "tokenizer")(texts, padding=True, return_tensors="pt")
+    texts = [
+        json.loads(line)["text"]
+        for line in random.Random(0).sample(lines, min(NUM_COMPARED, len(lines)))
+    ]
+    batch = AutoTokenizer.from_pretrained(data / "tokenizer")(
+        texts, padding=True, return_tensors="pt"
+    )
     ids, mask = batch["input_ids"], batch["attention_mask"]
 
     def loss(given: torch.Tensor | None) -> float:
-        sums, counts = model.losses(model.decode(ids, mask, given)[0], None, ids, mask)["next_token"]
+        sums, counts = model.losses(model.decode(ids, mask, given)[0], None, ids, mask)[
+            "next_token"
+        ]
         return float(sums.sum() / counts.sum())
 
     torch.manual_seed(0)
     with torch.no_grad():
-        _, z_logits = model.train().decode(ids, mask)  # in training mode the bits are drawn
+        _, z_logits = model.train().decode(
+            ids, mask
+        )  # in training mode the bits are drawn
         if z_logits is None:
             return f"next-token loss {loss(None):.3f} without Z"
         latent = model.mapper(z_logits)
@@ -119,7 +159,9 @@ def losses_on_other_texts(folder: Path, sizes: dict[str, Any], data: Path) -> st
     )
 
 
-def prepare_once(ranks: RankInfo, folder: Path, vocab_size: int, num_pairs: int) -> None:
+def prepare_once(
+    ranks: RankInfo, folder: Path, vocab_size: int, num_pairs: int
+) -> None:
     """Let rank 0 write the data, and the others wait for it in the launcher's store: a file of an earlier run could be
     taken for this one's."""
     store = connect(ranks, Limit(MINUTES_TO_PREPARE)) if ranks.world_size > 1 else None
@@ -134,11 +176,15 @@ def prepare_once(ranks: RankInfo, folder: Path, vocab_size: int, num_pairs: int)
 def prepare(folder: Path, vocab_size: int, num_pairs: int) -> None:
     """Write texts, pairs and a tokenizer that is trained on them."""
     folder.mkdir(parents=True, exist_ok=True)
-    train, validation = split_by_module(standard_library_pairs(), num_pairs, NUM_VALIDATION)
+    train, validation = split_by_module(
+        standard_library_pairs(), num_pairs, NUM_VALIDATION
+    )
     for name, pairs in (("pairs", train), ("validation", validation)):
         write_pairs(pairs, folder / f"{name}.jsonl")
     for name, pairs in (("texts", train), ("validation_texts", validation)):
-        lines = short_lines(text for pair in pairs for text in (pair.query, pair.positive))
+        lines = short_lines(
+            text for pair in pairs for text in (pair.query, pair.positive)
+        )
         records = "".join(json.dumps({"text": line}) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(records, encoding="utf-8")
     texts = [text for pair in train for text in (pair.query, pair.positive)]

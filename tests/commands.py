@@ -73,9 +73,25 @@ def start(
     `max_file_bytes`: a limit on the size of each file that it writes, as on a full disk. `has_streams=False`: with the
     standard streams closed.
     """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(env or {})}
-    streams = tuple(str(path or os.devnull) for path in (stdout, stderr)) if has_streams else ()
-    arguments = (module, list(words), str(folder or Path.cwd()), environment, streams, max_file_bytes)
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        **(env or {}),
+    }
+    streams = (
+        tuple(str(path or os.devnull) for path in (stdout, stderr))
+        if has_streams
+        else ()
+    )
+    arguments = (
+        module,
+        list(words),
+        str(folder or Path.cwd()),
+        environment,
+        streams,
+        max_file_bytes,
+    )
     process = forkserver().Process(target=_main, args=arguments, daemon=True)
     process.start()
     return Started(process)
@@ -91,14 +107,18 @@ def command(
     """Run the command as `start` does, wait for its end, and return its exit code and output."""
     with tempfile.TemporaryDirectory(prefix="vembed-command-") as place:
         out, err = (Path(place, name) for name in ("stdout", "stderr"))
-        process = start(*words, module=module, stdout=out, stderr=err, folder=folder, env=env)
+        process = start(
+            *words, module=module, stdout=out, stderr=err, folder=folder, env=env
+        )
         try:
             code = process.wait(timeout)
         except BaseException:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
-        return subprocess.CompletedProcess(["vembed", *words], code, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(
+            ["vembed", *words], code, out.read_text(), err.read_text()
+        )
 
 
 def _main(
@@ -110,7 +130,9 @@ def _main(
     max_file_bytes: int | None,
 ) -> NoReturn:
     """Become the command. Runs in a process that the server has forked."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler  # torchrun's own Popen
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+        subprocess_handler,  # torchrun's own Popen
+    )
 
     os.setsid()
     _die_with_parent()
@@ -121,7 +143,10 @@ def _main(
         resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if streams:
-        numbers = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644) for path in streams]
+        numbers = [
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644)
+            for path in streams
+        ]
         _use_streams(os.open(os.devnull, os.O_RDONLY), *numbers)
     else:
         os.closerange(0, 3)
@@ -134,24 +159,67 @@ class _ForkingPopen(subprocess.Popen[Any]):
     """`subprocess.Popen` that forks this process where the command is Python's, as for a rank or a worker."""
 
     def _execute_child(  # type: ignore[override]
-        self, args: Any, executable: Any, preexec_fn: Callable[[], None] | None, close_fds: bool, pass_fds: Any,
-        cwd: str | None, env: Mapping[str, str] | None, startupinfo: Any, creationflags: int, shell: bool,
-        p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *others: Any,
-    ) -> None:  # fmt: skip
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Callable[[], None] | None,
+        close_fds: bool,
+        pass_fds: Any,
+        cwd: str | None,
+        env: Mapping[str, str] | None,
+        startupinfo: Any,
+        creationflags: int,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        *others: Any,
+    ) -> None:
         *_, start_new_session, _ = others  # the last one is process_group
-        words = [] if isinstance(args, str) else [one for one in map(os.fspath, args) if one != "-u"]
+        words = (
+            []
+            if isinstance(args, str)
+            else [one for one in map(os.fspath, args) if one != "-u"]
+        )
         if words[:1] != [sys.executable]:
             super()._execute_child(  # type: ignore[misc]
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *others,
-            )  # fmt: skip
+                args,
+                executable,
+                preexec_fn,
+                close_fds,
+                pass_fds,
+                cwd,
+                env,
+                startupinfo,
+                creationflags,
+                shell,
+                p2cread,
+                p2cwrite,
+                c2pread,
+                c2pwrite,
+                errread,
+                errwrite,
+                *others,
+            )
             return
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                self._become(words, preexec_fn, cwd, env, start_new_session, p2cread, c2pwrite, errwrite)
+                self._become(
+                    words,
+                    preexec_fn,
+                    cwd,
+                    env,
+                    start_new_session,
+                    p2cread,
+                    c2pwrite,
+                    errwrite,
+                )
             finally:
                 os._exit(1)
         self._child_created = True
@@ -159,12 +227,23 @@ class _ForkingPopen(subprocess.Popen[Any]):
 
     @staticmethod
     def _become(
-        words: Sequence[str], preexec_fn: Callable[[], None] | None, cwd: str | None, env: Mapping[str, str] | None,
-        start_new_session: bool, *pipes: int,
-    ) -> NoReturn:  # fmt: skip
-        for number in signal.valid_signals():  # as exec does: what was handled has its default again
+        words: Sequence[str],
+        preexec_fn: Callable[[], None] | None,
+        cwd: str | None,
+        env: Mapping[str, str] | None,
+        start_new_session: bool,
+        *pipes: int,
+    ) -> NoReturn:
+        for number in (
+            signal.valid_signals()
+        ):  # as exec does: what was handled has its default again
             if callable(signal.getsignal(number)):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                signal.signal(
+                    number,
+                    signal.default_int_handler
+                    if number == signal.SIGINT
+                    else signal.SIG_DFL,
+                )
         _die_with_parent()  # nobody is left where a test is cut off
         if start_new_session:
             os.setsid()
@@ -197,7 +276,9 @@ def _use_streams(*numbers: int) -> None:
     # As Python opens them: errors are written line by line.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(  # noqa: SIM115
+        2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+    )
 
 
 def _run(module: str, words: Sequence[str]) -> NoReturn:
@@ -205,7 +286,9 @@ def _run(module: str, words: Sequence[str]) -> NoReturn:
     code = 0
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* found in sys.modules", category=RuntimeWarning)
+            warnings.filterwarnings(
+                "ignore", message=".* found in sys.modules", category=RuntimeWarning
+            )
             if module == CODE:
                 sys.argv = [CODE, *words[1:]]
                 exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__"})

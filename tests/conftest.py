@@ -21,38 +21,67 @@ os.fsync = lambda _: None
 gc.disable()  # until all tests are collected: what is imported stays
 
 LONG = (
-    "config/test_effects.py", "families/test_learning.py", "models/test_sharded.py", "parity/test_families_parity.py",
-    "parity/test_parity.py", "acceptance/test_rows.py", "own/test_document.py", "own/test_own.py",
-    "stages/test_stages.py", "training/test_frozen_images.py", "training/test_frozen.py", "files/test_sharded.py",
-    "config/test_agreement.py", "distributed/test_session.py", "docs/test_recipes.py", "tuning/test_tune.py",
-    "stress/test_chaos.py", "training/test_checkpoint.py", "training/test_resume.py", "training/test_gathering.py",
-)  # fmt: skip
+    "config/test_effects.py",
+    "families/test_learning.py",
+    "models/test_sharded.py",
+    "parity/test_families_parity.py",
+    "parity/test_parity.py",
+    "acceptance/test_rows.py",
+    "own/test_document.py",
+    "own/test_own.py",
+    "stages/test_stages.py",
+    "training/test_frozen_images.py",
+    "training/test_frozen.py",
+    "files/test_sharded.py",
+    "config/test_agreement.py",
+    "distributed/test_session.py",
+    "docs/test_recipes.py",
+    "tuning/test_tune.py",
+    "stress/test_chaos.py",
+    "training/test_checkpoint.py",
+    "training/test_resume.py",
+    "training/test_gathering.py",
+)
 """Files that take longest, which several workers begin with: a long one at the end would leave the others idle."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let hypothesis draw the same examples on every machine, unless a seed or a longer search asks for others; let
     the workers take the files in our order, and share the folder of tiny models."""
-    searches = config.getoption("--hypothesis-seed") is not None or "VEMBED_FUZZ" in os.environ
-    settings.register_profile("vembed", derandomize=not searches, database=None, deadline=None)
+    searches = (
+        config.getoption("--hypothesis-seed") is not None or "VEMBED_FUZZ" in os.environ
+    )
+    settings.register_profile(
+        "vembed", derandomize=not searches, database=None, deadline=None
+    )
     settings.load_profile("vembed")
     if config.pluginmanager.hasplugin("xdist"):
         config.option.loadscopereorder = False
     if "VEMBED_TINY_MODELS" not in os.environ:
-        folder = os.environ["VEMBED_TINY_MODELS"] = tempfile.mkdtemp(prefix="vembed-tiny-")
+        folder = os.environ["VEMBED_TINY_MODELS"] = tempfile.mkdtemp(
+            prefix="vembed-tiny-"
+        )
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --promise ROW."""
-    parser.addoption("--promise", help="run the tests of one row of tests/acceptance/README.md alone")
+    parser.addoption(
+        "--promise", help="run the tests of one row of tests/acceptance/README.md alone"
+    )
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Keep the tests whose mark names the row of --promise, and begin with the long files."""
     row = config.getoption("--promise")
     if row is not None:
-        items[:] = [one for one in items if any(row in mark.args for mark in one.iter_markers("promise"))]
+        items[:] = [
+            one
+            for one in items
+            if any(row in mark.args for mark in one.iter_markers("promise"))
+        ]
     places = {f"tests/{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda one: places.get(one.nodeid.partition("::")[0], len(LONG)))
 

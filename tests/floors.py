@@ -30,7 +30,11 @@ def constraints() -> dict[str, str]:
 def lower_bounds() -> dict[str, str]:
     """Return name -> lowest version of pyproject.toml's dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return dict(found.groups() for line in project["dependencies"] if (found := NAME.match(line)))
+    return dict(
+        found.groups()
+        for line in project["dependencies"]
+        if (found := NAME.match(line))
+    )
 
 
 def main() -> None:
@@ -39,18 +43,37 @@ def main() -> None:
     import vembed
     from tests.tiny import shared, tiny_bert_st
 
-    newer = {name: version(name) for name, oldest in constraints().items() if version(name).partition("+")[0] != oldest}
+    newer = {
+        name: version(name)
+        for name, oldest in constraints().items()
+        if version(name).partition("+")[0] != oldest
+    }
     assert not newer, f"installed are {newer}, not the versions of constraints-min.txt"
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "train.jsonl")
-        data.write_text("".join(json.dumps({"query": f"red {n}", "positive": f"cat {n}"}) + "\n" for n in range(16)))
+        data.write_text(
+            "".join(
+                json.dumps({"query": f"red {n}", "positive": f"cat {n}"}) + "\n"
+                for n in range(16)
+            )
+        )
         result = vembed.train(
-            {"model_name": str(shared(tiny_bert_st)), "data_path": str(data), "val_data_path": str(data),
-             "output_dir": f"{folder}/run", "batch_size": 8, "max_steps": 2, "use_lora": True}
-        )  # fmt: skip
+            {
+                "model_name": str(shared(tiny_bert_st)),
+                "data_path": str(data),
+                "val_data_path": str(data),
+                "output_dir": f"{folder}/run",
+                "batch_size": 8,
+                "max_steps": 2,
+                "use_lora": True,
+            }
+        )
         assert result.steps == 2
         assert vembed.Embedder(str(result.model_dir)).encode(["a cat"]).shape == (1, 32)
-    print("trained with the oldest versions:", ", ".join(f"{name} {version(name)}" for name in constraints()))
+    print(
+        "trained with the oldest versions:",
+        ", ".join(f"{name} {version(name)}" for name in constraints()),
+    )
 
 
 if __name__ == "__main__":

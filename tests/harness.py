@@ -48,7 +48,11 @@ class Outcome:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LIMIT, process_group: bool = True
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = LIMIT,
+    process_group: bool = True,
 ) -> list[Any]:
     """Call `fn(*args)` on every rank and return the results by rank; the first rank that fails ends all.
 
@@ -56,20 +60,34 @@ def run_ranks(
     variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), one thread, and a gloo process group unless
     `process_group` is false (for code that starts the group itself).
     """
-    outcomes = rank_outcomes(fn, world_size, *args, timeout=timeout, process_group=process_group, stop_at_failure=True)
+    outcomes = rank_outcomes(
+        fn,
+        world_size,
+        *args,
+        timeout=timeout,
+        process_group=process_group,
+        stop_at_failure=True,
+    )
     failures = []
     for outcome in sorted(outcomes, key=lambda one: one.seconds):
         if outcome.error is not None:
-            failures.append(f"rank {outcome.rank} of {world_size} failed:\n{outcome.error}")
+            failures.append(
+                f"rank {outcome.rank} of {world_size} failed:\n{outcome.error}"
+            )
         elif outcome.exitcode not in (0, None):
-            failures.append(f"rank {outcome.rank} of {world_size} died with exit code {outcome.exitcode}")
+            failures.append(
+                f"rank {outcome.rank} of {world_size} died with exit code {outcome.exitcode}"
+            )
     if failures:
         raise RankFailed("\n".join(failures))
     return [outcome.result for outcome in outcomes]
 
 
 def run_cases(
-    fn: Callable[..., Any], world_size: int, cases: Mapping[str, tuple[Any, ...]], process_group: bool = True
+    fn: Callable[..., Any],
+    world_size: int,
+    cases: Mapping[str, tuple[Any, ...]],
+    process_group: bool = True,
 ) -> dict[str, Any]:
     """Call `fn(*args)` for the arguments of each case, one after the other on the same ranks: starting ranks, and what
     a process does when it shards its first model, take longer than a small case.
@@ -78,9 +96,19 @@ def run_cases(
     is their result; `result_of` raises it.
     """
     try:
-        by_rank = run_ranks(_all_cases, world_size, fn, cases, process_group, process_group=process_group)
+        by_rank = run_ranks(
+            _all_cases,
+            world_size,
+            fn,
+            cases,
+            process_group,
+            process_group=process_group,
+        )
     except RankFailed:
-        return {name: _alone(fn, world_size, args, process_group) for name, args in cases.items()}
+        return {
+            name: _alone(fn, world_size, args, process_group)
+            for name, args in cases.items()
+        }
     return {name: [found[name] for found in by_rank] for name in cases}
 
 
@@ -91,7 +119,9 @@ def result_of(results: Mapping[str, Any], name: str) -> Any:
     return results[name]
 
 
-def _all_cases(fn: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], process_group: bool) -> dict[str, Any]:
+def _all_cases(
+    fn: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], process_group: bool
+) -> dict[str, Any]:
     found = {}
     for name, args in cases.items():
         if not process_group:  # the case starts a group of its own
@@ -100,7 +130,9 @@ def _all_cases(fn: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], pro
     return found
 
 
-def _alone(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], process_group: bool) -> Any:
+def _alone(
+    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], process_group: bool
+) -> Any:
     try:
         return run_ranks(fn, world_size, *args, process_group=process_group)
     except RankFailed as failure:
@@ -128,13 +160,17 @@ def rank_outcomes(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(sender, fn, args, rank, world_size, port, process_group), daemon=True
+                target=_rank_main,
+                args=(sender, fn, args, rank, world_size, port, process_group),
+                daemon=True,
             )
             process.start()
             sender.close()
             processes.append(process)
             ranks[receiver] = Outcome(rank)
-        began = time.monotonic()  # not before: the first start waits for the server's imports
+        began = (
+            time.monotonic()
+        )  # not before: the first start waits for the server's imports
         pending, ending = set(ranks), False
         while pending:
             left = timeout - (time.monotonic() - began)
@@ -143,7 +179,9 @@ def rank_outcomes(
                 break
             if not ready:
                 late = sorted(ranks[one].rank for one in pending)
-                raise RankFailed(f"ranks {late} of {world_size} did not end within {timeout} s")
+                raise RankFailed(
+                    f"ranks {late} of {world_size} did not end within {timeout} s"
+                )
             for connection in ready:
                 assert isinstance(connection, Connection)
                 pending.discard(connection)
@@ -161,7 +199,9 @@ def rank_outcomes(
                     outcome.result = value
                 else:
                     outcome.error = value
-                done = wait_for is not None and not {ranks[one].rank for one in pending} & set(wait_for)
+                done = wait_for is not None and not {
+                    ranks[one].rank for one in pending
+                } & set(wait_for)
                 if done or (stop_at_failure and outcome.exitcode != 0):
                     # Others fail because of it, and sometimes before it: leave them a moment to say how.
                     timeout, ending = min(timeout, outcome.seconds + GRACE), True
@@ -247,7 +287,9 @@ def _rank_main(
     try:
         payload = pickle.dumps(answer)
     except Exception:
-        payload = pickle.dumps((False, f"the result cannot be pickled:\n{traceback.format_exc()}"))
+        payload = pickle.dumps(
+            (False, f"the result cannot be pickled:\n{traceback.format_exc()}")
+        )
     sender.send_bytes(payload)
     sender.close()
     if process_group and answer[0] and dist.is_initialized():

@@ -10,7 +10,9 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+def gradient_errors(
+    found: dict[str, Tensor], wanted: dict[str, Tensor]
+) -> dict[str, float]:
     """Return the norm of each gradient's error, relative to the largest gradient in its layer.
 
     A layer whose gradients are all below a millionth of the whole gradient is measured by that millionth.
@@ -24,6 +26,7 @@ def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict
         layer = name.rpartition(".")[0]
         terms[layer] = max(terms.get(layer, 1e-6 * whole), norm)
     return {
-        name: float((found[name].double() - one.double()).norm()) / terms[name.rpartition(".")[0]]
+        name: float((found[name].double() - one.double()).norm())
+        / terms[name.rpartition(".")[0]]
         for name, one in wanted.items()
     }

@@ -8,9 +8,29 @@ import logging
 import os
 
 ARCHITECTURES = (
-    "bert", "clip", "convnext", "dinov2", "distilbert", "gemma3", "gpt2", "llama", "mistral", "modernbert", "mpnet",
-    "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_vl", "roberta", "siglip", "siglip2", "t5", "vit", "xlm_roberta",
-)  # fmt: skip
+    "bert",
+    "clip",
+    "convnext",
+    "dinov2",
+    "distilbert",
+    "gemma3",
+    "gpt2",
+    "llama",
+    "mistral",
+    "modernbert",
+    "mpnet",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3",
+    "qwen3_vl",
+    "roberta",
+    "siglip",
+    "siglip2",
+    "t5",
+    "vit",
+    "xlm_roberta",
+)
 MODULES = [
     "numpy.testing",
     "pytest",
@@ -28,16 +48,20 @@ MODULES = [
     "vembed.cli",
     "vembed.cli_support",
     "vembed.entrypoints.python_train",
-    "vembed.stages.sequence",
+    "vembed.pipelines.stages.sequence",
     "vembed.tools.train_command",
     "vembed.training.run",
 ]
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports, and which misses a package of kernels
+logging.getLogger("bitsandbytes").setLevel(
+    logging.ERROR
+)  # which peft imports, and which misses a package of kernels
 for name in MODULES:
     importlib.import_module(name)
 logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
-importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("bert")  # fills its table
+importlib.import_module(
+    "transformers.conversion_mapping"
+).get_checkpoint_conversion_mapping("bert")  # fills its table
 os.environ.pop("PYTHONPATH", None)  # it is for this server alone
 os.fsync = lambda _: None  # as in tests/conftest.py
 # Objects that a collection of a forked process would only look at, and copy their pages by doing so.

@@ -54,12 +54,21 @@ def _shared_root() -> Path:
 def shared(make: Callable[..., Path], *args: Any, **options: Any) -> Path:
     """The folder that `make(folder, *args, **options)` filled, made once per session; nobody may write to it."""
     name = f"{make.__module__}.{make.__qualname__} {args} {sorted(options.items())}"
-    if " at 0x" in name or "<" in make.__qualname__:  # a name that other functions may have too
-        return make(Path(tempfile.mkdtemp(prefix="tiny-", dir=_shared_root())), *args, **options)
-    folder = _shared_root() / f"{make.__name__}-{hashlib.blake2b(name.encode(), digest_size=6).hexdigest()}"
+    if (
+        " at 0x" in name or "<" in make.__qualname__
+    ):  # a name that other functions may have too
+        return make(
+            Path(tempfile.mkdtemp(prefix="tiny-", dir=_shared_root())), *args, **options
+        )
+    folder = (
+        _shared_root()
+        / f"{make.__name__}-{hashlib.blake2b(name.encode(), digest_size=6).hexdigest()}"
+    )
     if not folder.exists():
         # Another process may be making it too: the first one to rename its folder wins.
-        own = Path(tempfile.mkdtemp(prefix=".making-", dir=_shared_root())) / folder.name
+        own = (
+            Path(tempfile.mkdtemp(prefix=".making-", dir=_shared_root())) / folder.name
+        )
         own.mkdir()
         make(own, *args, **options)
         with suppress(OSError):
@@ -67,7 +76,11 @@ def shared(make: Callable[..., Path], *args: Any, **options: Any) -> Path:
     return folder
 
 
-def _save(directory: Path, tokenizer: PreTrainedTokenizerFast | None, make: Callable[[], PreTrainedModel]) -> Path:
+def _save(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerFast | None,
+    make: Callable[[], PreTrainedModel],
+) -> Path:
     """Weights drawn from a fixed seed, without touching the generator of the test."""
     directory = Path(directory)
     with torch.random.fork_rng(devices=[]):
@@ -97,15 +110,32 @@ def add_sentence_transformers_files(
     """What a model saved by Sentence Transformers has beside its weights; `dense_dim` adds a Dense module."""
     from safetensors.torch import save_file
 
-    names = ["Transformer", "Pooling"] + ["Dense"] * (dense_dim is not None) + ["Normalize"] * normalize
-    paths = ["" if name == "Transformer" else f"{index}_{name}" for index, name in enumerate(names)]
+    names = (
+        ["Transformer", "Pooling"]
+        + ["Dense"] * (dense_dim is not None)
+        + ["Normalize"] * normalize
+    )
+    paths = [
+        "" if name == "Transformer" else f"{index}_{name}"
+        for index, name in enumerate(names)
+    ]
     modules = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        {
+            "idx": index,
+            "name": str(index),
+            "path": path,
+            "type": f"sentence_transformers.models.{name}",
+        }
         for index, (name, path) in enumerate(zip(names, paths, strict=True))
     ]
     write_json(directory / "modules.json", modules)
-    flags = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "last": "lasttoken",
-             "weighted_mean": "weightedmean_tokens"}  # fmt: skip
+    flags = {
+        "cls": "cls_token",
+        "mean": "mean_tokens",
+        "max": "max_tokens",
+        "last": "lasttoken",
+        "weighted_mean": "weightedmean_tokens",
+    }
     write_json(
         directory / "1_Pooling" / "config.json",
         {"word_embedding_dimension": hidden_dim, "include_prompt": include_prompt}
@@ -114,19 +144,31 @@ def add_sentence_transformers_files(
     )
     write_json(
         directory / "config_sentence_transformers.json",
-        {"prompts": prompts or {}, "default_prompt_name": None, "similarity_fn_name": similarity},
+        {
+            "prompts": prompts or {},
+            "default_prompt_name": None,
+            "similarity_fn_name": similarity,
+        },
     )
-    write_json(directory / "sentence_bert_config.json", {"max_seq_length": max_seq_length, "do_lower_case": False})
+    write_json(
+        directory / "sentence_bert_config.json",
+        {"max_seq_length": max_seq_length, "do_lower_case": False},
+    )
     if dense_dim is not None:
         folder = directory / "2_Dense"
         write_json(
             folder / "config.json",
-            {"in_features": hidden_dim, "out_features": dense_dim, "bias": True,
-             "activation_function": "torch.nn.modules.activation.Tanh"},
-        )  # fmt: skip
+            {
+                "in_features": hidden_dim,
+                "out_features": dense_dim,
+                "bias": True,
+                "activation_function": "torch.nn.modules.activation.Tanh",
+            },
+        )
         draw = torch.Generator().manual_seed(3)
         weights = {
-            "linear.weight": torch.randn(dense_dim, hidden_dim, generator=draw) / hidden_dim**0.5,
+            "linear.weight": torch.randn(dense_dim, hidden_dim, generator=draw)
+            / hidden_dim**0.5,
             "linear.bias": torch.randn(dense_dim, generator=draw),
         }
         save_file(weights, folder / "model.safetensors")
@@ -142,16 +184,25 @@ def write_json(path: Path, values: Any) -> None:
 # ---- text encoders ---------------------------------------------------------------------------------------------
 
 
-def tiny_bert(directory: Path, *, layers: int = 2, hidden: int = 32, dropout: float = 0.0) -> Path:
+def tiny_bert(
+    directory: Path, *, layers: int = 2, hidden: int = 32, dropout: float = 0.0
+) -> Path:
     """A BERT, as Transformers saves it."""
     from transformers import BertConfig, BertModel
 
     tokenizer = wordpiece_tokenizer()
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=2,
-        intermediate_size=2 * hidden, max_position_embeddings=MAX_POSITIONS, initializer_range=0.2,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=2 * hidden,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.2,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        pad_token_id=0,
+    )
     return _save(directory, tokenizer, lambda: BertModel(config))
 
 
@@ -161,16 +212,26 @@ def tiny_reranker(directory: Path, *, hidden: int = 16) -> Path:
 
     tokenizer = wordpiece_tokenizer()
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=2 * hidden, max_position_embeddings=MAX_POSITIONS, initializer_range=0.5, pad_token_id=0,
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=2 * hidden,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.5,
+        pad_token_id=0,
         num_labels=1,
-    )  # fmt: skip
+    )
     return _save(directory, tokenizer, lambda: BertForSequenceClassification(config))
 
 
-def tiny_bert_st(directory: Path, *, layers: int = 2, dropout: float = 0.0, **files: Any) -> Path:
+def tiny_bert_st(
+    directory: Path, *, layers: int = 2, dropout: float = 0.0, **files: Any
+) -> Path:
     """A BERT as Sentence Transformers saves it (mean pooling and normalisation unless said otherwise)."""
-    return add_sentence_transformers_files(tiny_bert(directory, layers=layers, dropout=dropout), **files)
+    return add_sentence_transformers_files(
+        tiny_bert(directory, layers=layers, dropout=dropout), **files
+    )
 
 
 def tiny_distilbert(directory: Path) -> Path:
@@ -179,9 +240,17 @@ def tiny_distilbert(directory: Path) -> Path:
 
     tokenizer = wordpiece_tokenizer(model_input_names=["input_ids", "attention_mask"])
     config = DistilBertConfig(
-        vocab_size=len(tokenizer), dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.2, dropout=0.0, attention_dropout=0.0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        dim=32,
+        n_layers=2,
+        n_heads=2,
+        hidden_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.2,
+        dropout=0.0,
+        attention_dropout=0.0,
+        pad_token_id=0,
+    )
     return _save(directory, tokenizer, lambda: DistilBertModel(config))
 
 
@@ -191,10 +260,20 @@ def tiny_roberta(directory: Path) -> Path:
 
     tokenizer = roberta_tokenizer()
     config = RobertaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=MAX_POSITIONS + 2, initializer_range=0.2, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, pad_token_id=1, bos_token_id=0, eos_token_id=2, type_vocab_size=1,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS + 2,
+        initializer_range=0.2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        type_vocab_size=1,
+    )
     return _save(directory, tokenizer, lambda: RobertaModel(config))
 
 
@@ -204,10 +283,20 @@ def tiny_xlmr(directory: Path) -> Path:
 
     tokenizer = roberta_tokenizer()
     config = XLMRobertaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=MAX_POSITIONS + 2, initializer_range=0.2, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, pad_token_id=1, bos_token_id=0, eos_token_id=2, type_vocab_size=1,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS + 2,
+        initializer_range=0.2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=2,
+        type_vocab_size=1,
+    )
     return _save(directory, tokenizer, lambda: XLMRobertaModel(config))
 
 
@@ -217,10 +306,17 @@ def tiny_mpnet(directory: Path) -> Path:
 
     tokenizer = roberta_tokenizer()
     config = MPNetConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=MAX_POSITIONS + 2, initializer_range=0.2, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, pad_token_id=1,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS + 2,
+        initializer_range=0.2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=1,
+    )
     return _save(directory, tokenizer, lambda: MPNetModel(config))
 
 
@@ -230,10 +326,21 @@ def tiny_modernbert(directory: Path, *, layers: int = 3) -> Path:
 
     tokenizer = wordpiece_tokenizer(model_input_names=["input_ids", "attention_mask"])
     config = ModernBertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=layers, num_attention_heads=2,
-        intermediate_size=48, max_position_embeddings=MAX_POSITIONS, local_attention=8, global_attn_every_n_layers=2,
-        initializer_range=0.2,        pad_token_id=0, cls_token_id=2, sep_token_id=3, bos_token_id=2, eos_token_id=3,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=MAX_POSITIONS,
+        local_attention=8,
+        global_attn_every_n_layers=2,
+        initializer_range=0.2,
+        pad_token_id=0,
+        cls_token_id=2,
+        sep_token_id=3,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
     return _save(directory, tokenizer, lambda: ModernBertModel(config))
 
 
@@ -241,11 +348,22 @@ def tiny_t5(directory: Path) -> Path:
     """A T5, of which the encoder alone embeds (sentence-t5 and GTR are of this kind)."""
     from transformers import T5Config, T5EncoderModel
 
-    tokenizer = byte_tokenizer(["<pad>", "</s>", "<unk>"], "$A </s>", pad_token="<pad>", eos_token="</s>")
+    tokenizer = byte_tokenizer(
+        ["<pad>", "</s>", "<unk>"], "$A </s>", pad_token="<pad>", eos_token="</s>"
+    )
     config = T5Config(
-        vocab_size=len(tokenizer), d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
-        initializer_factor=1.0, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        initializer_factor=1.0,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
     return _save(directory, tokenizer, lambda: T5EncoderModel(config))
 
 
@@ -258,10 +376,19 @@ def tiny_qwen3(directory: Path, *, layers: int = 2, hidden: int = 32) -> Path:
 
     tokenizer = qwen_tokenizer()
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, intermediate_size=2 * hidden, max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.2, pad_token_id=0, bos_token_id=0, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=2 * hidden,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
     return _save(directory, tokenizer, lambda: Qwen3Model(config))
 
 
@@ -278,10 +405,18 @@ def tiny_qwen2(directory: Path) -> Path:
 
     tokenizer = qwen_tokenizer()
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=MAX_POSITIONS, initializer_range=0.2, pad_token_id=0,
-        bos_token_id=0, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
     return _save(directory, tokenizer, lambda: Qwen2Model(config))
 
 
@@ -291,10 +426,17 @@ def tiny_llama(directory: Path) -> Path:
 
     tokenizer = llama_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=MAX_POSITIONS, initializer_range=0.2, bos_token_id=1,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.2,
+        bos_token_id=1,
         eos_token_id=2,
-    )  # fmt: skip
+    )
     return _save(directory, tokenizer, lambda: LlamaForCausalLM(config))
 
 
@@ -304,10 +446,19 @@ def tiny_mistral(directory: Path) -> Path:
 
     tokenizer = llama_tokenizer()
     config = MistralConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=64, max_position_embeddings=MAX_POSITIONS, initializer_range=0.2, bos_token_id=1,
-        eos_token_id=2, sliding_window=64,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        sliding_window=64,
+    )
     return _save(directory, tokenizer, lambda: MistralModel(config))
 
 
@@ -316,14 +467,28 @@ def tiny_gemma(directory: Path) -> Path:
     from transformers import Gemma3TextConfig, Gemma3TextModel
 
     tokenizer = byte_tokenizer(
-        ["<pad>", "<eos>", "<bos>", "<unk>"], "<bos> $A <eos>", pad_token="<pad>", eos_token="<eos>", bos_token="<bos>",
+        ["<pad>", "<eos>", "<bos>", "<unk>"],
+        "<bos> $A <eos>",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
         unk_token="<unk>",
-    )  # fmt: skip
+    )
     config = Gemma3TextConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, intermediate_size=64, max_position_embeddings=MAX_POSITIONS, initializer_range=0.2, pad_token_id=0,
-        eos_token_id=1, bos_token_id=2, sliding_window=16,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=64,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+        sliding_window=16,
+    )
     return _save(directory, tokenizer, lambda: Gemma3TextModel(config))
 
 
@@ -333,9 +498,18 @@ def tiny_gpt2(directory: Path) -> Path:
 
     tokenizer = llama_tokenizer(padding_side="left")
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=MAX_POSITIONS, initializer_range=0.2,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=MAX_POSITIONS,
+        initializer_range=0.2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return _save(directory, tokenizer, lambda: GPT2Model(config))
 
 
@@ -344,25 +518,42 @@ def tiny_gpt2(directory: Path) -> Path:
 IMAGE_SIZE = 32
 
 
-def save_image_processor(directory: Path, kind: str = "ViTImageProcessor", size: Any = None, **options: Any) -> None:
+def save_image_processor(
+    directory: Path, kind: str = "ViTImageProcessor", size: Any = None, **options: Any
+) -> None:
     """A preprocessor_config.json as the Hub has it, for images of IMAGE_SIZE pixels in each direction."""
     settings = {
-        "image_processor_type": kind, "do_resize": True, "size": size or {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
-        "resample": 3, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
-        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "do_convert_rgb": True,
-    }  # fmt: skip
+        "image_processor_type": kind,
+        "do_resize": True,
+        "size": size or {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        "resample": 3,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "do_convert_rgb": True,
+    }
     write_json(directory / "preprocessor_config.json", settings | options)
 
 
-def tiny_vit(directory: Path, *, layers: int = 2, hidden: int = 32, dropout: float = 0.0) -> Path:
+def tiny_vit(
+    directory: Path, *, layers: int = 2, hidden: int = 32, dropout: float = 0.0
+) -> Path:
     """A ViT: 16 patches and a class token."""
     from transformers import ViTConfig, ViTModel
 
     config = ViTConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=64,
-        image_size=IMAGE_SIZE, patch_size=8, initializer_range=0.2, hidden_dropout_prob=dropout,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=IMAGE_SIZE,
+        patch_size=8,
+        initializer_range=0.2,
+        hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+    )
     save_image_processor(directory)
     return _save(directory, None, lambda: ViTModel(config))
 
@@ -372,9 +563,14 @@ def tiny_dinov2(directory: Path) -> Path:
     from transformers import Dinov2Config, Dinov2Model
 
     config = Dinov2Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, mlp_ratio=2, image_size=IMAGE_SIZE, patch_size=8,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        mlp_ratio=2,
+        image_size=IMAGE_SIZE,
+        patch_size=8,
         initializer_range=0.2,
-    )  # fmt: skip
+    )
     save_image_processor(directory, "BitImageProcessor", do_center_crop=False)
     return _save(directory, None, lambda: Dinov2Model(config))
 
@@ -384,9 +580,15 @@ def tiny_dinov3(directory: Path) -> Path:
     from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
     config = DINOv3ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=IMAGE_SIZE,
-        patch_size=8, num_register_tokens=2, initializer_range=0.2,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=IMAGE_SIZE,
+        patch_size=8,
+        num_register_tokens=2,
+        initializer_range=0.2,
+    )
     save_image_processor(directory)
     return _save(directory, None, lambda: DINOv3ViTModel(config))
 
@@ -396,10 +598,19 @@ def tiny_convnext(directory: Path) -> Path:
     from transformers import ConvNextConfig, ConvNextModel
 
     config = ConvNextConfig(
-        num_stages=2, hidden_sizes=[16, 32], depths=[1, 2], image_size=IMAGE_SIZE, initializer_range=0.2,
+        num_stages=2,
+        hidden_sizes=[16, 32],
+        depths=[1, 2],
+        image_size=IMAGE_SIZE,
+        initializer_range=0.2,
         layer_scale_init_value=1.0,
-    )  # fmt: skip
-    save_image_processor(directory, "ConvNextImageProcessor", size={"shortest_edge": IMAGE_SIZE}, crop_pct=1.0)
+    )
+    save_image_processor(
+        directory,
+        "ConvNextImageProcessor",
+        size={"shortest_edge": IMAGE_SIZE},
+        crop_pct=1.0,
+    )
     return _save(directory, None, lambda: ConvNextModel(config))
 
 
@@ -407,8 +618,15 @@ def tiny_resnet(directory: Path) -> Path:
     """A ResNet: two stages of one layer, whose output is a feature map."""
     from transformers import ResNetConfig, ResNetModel
 
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
-    save_image_processor(directory, "ConvNextImageProcessor", size={"shortest_edge": IMAGE_SIZE}, crop_pct=1.0)
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic"
+    )
+    save_image_processor(
+        directory,
+        "ConvNextImageProcessor",
+        size={"shortest_edge": IMAGE_SIZE},
+        crop_pct=1.0,
+    )
     return _save(directory, None, lambda: ResNetModel(config))
 
 
@@ -417,14 +635,24 @@ def tiny_vitmae(directory: Path) -> Path:
     from transformers import ViTMAEConfig, ViTMAEModel
 
     config = ViTMAEConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=IMAGE_SIZE,
-        patch_size=8, initializer_range=0.2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, mask_ratio=0.75,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        image_size=IMAGE_SIZE,
+        patch_size=8,
+        initializer_range=0.2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        mask_ratio=0.75,
+    )
     save_image_processor(directory)
 
     def make() -> PreTrainedModel:
         model = ViTMAEModel(config)
-        torch.nn.init.normal_(model.embeddings.cls_token, std=0.2)  # at zero, the first norm's gradient explodes
+        torch.nn.init.normal_(
+            model.embeddings.cls_token, std=0.2
+        )  # at zero, the first norm's gradient explodes
         return model
 
     return _save(directory, None, make)
@@ -436,20 +664,41 @@ def tiny_clip(directory: Path, *, layers: int = 2, dropout: float = 0.0) -> Path
 
     tokenizer = clip_tokenizer()
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2,
-        "intermediate_size": 64, "max_position_embeddings": 77, "initializer_range": 0.2,
-        "attention_dropout": dropout, "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 77,
+        "initializer_range": 0.2,
+        "attention_dropout": dropout,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
+    }
     vision = {
-        "hidden_size": 48, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 64,
-        "image_size": IMAGE_SIZE, "patch_size": 8, "initializer_range": 0.2, "attention_dropout": dropout,
-    }  # fmt: skip
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=24, initializer_factor=4.0)
+        "hidden_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": IMAGE_SIZE,
+        "patch_size": 8,
+        "initializer_range": 0.2,
+        "attention_dropout": dropout,
+    }
+    config = CLIPConfig(
+        text_config=text,
+        vision_config=vision,
+        projection_dim=24,
+        initializer_factor=4.0,
+    )
     save_image_processor(
-        directory, "CLIPImageProcessor", size={"shortest_edge": IMAGE_SIZE}, do_center_crop=True,
+        directory,
+        "CLIPImageProcessor",
+        size={"shortest_edge": IMAGE_SIZE},
+        do_center_crop=True,
         crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
-    )  # fmt: skip
+    )
     tokenizer.save_pretrained(directory)
     return _save(directory, None, lambda: CLIPModel(config))
 
@@ -461,7 +710,9 @@ def tiny_siglip(directory: Path, *, layers: int = 2) -> Path:
     tokenizer = siglip_tokenizer()
     text, vision = _siglip_towers(len(tokenizer))
     text["num_hidden_layers"] = vision["num_hidden_layers"] = layers
-    config = SiglipConfig(text_config=text, vision_config=vision | {"image_size": IMAGE_SIZE})
+    config = SiglipConfig(
+        text_config=text, vision_config=vision | {"image_size": IMAGE_SIZE}
+    )
     save_image_processor(directory, "SiglipImageProcessor")
     return _save(directory, tokenizer, lambda: SiglipModel(config))
 
@@ -473,18 +724,27 @@ def tiny_siglip2(directory: Path) -> Path:
     tokenizer = siglip_tokenizer()
     text, vision = _siglip_towers(len(tokenizer))
     config = Siglip2Config(text_config=text, vision_config=vision | {"num_patches": 16})
-    save_image_processor(directory, "Siglip2ImageProcessor", max_num_patches=16, patch_size=8)
+    save_image_processor(
+        directory, "Siglip2ImageProcessor", max_num_patches=16, patch_size=8
+    )
     return _save(directory, tokenizer, lambda: Siglip2Model(config))
 
 
 def _siglip_towers(vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     shared = {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     text = shared | {
-        "vocab_size": vocab_size, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 2,
-        "eos_token_id": 1, "projection_size": 32,
-    }  # fmt: skip
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "projection_size": 32,
+    }
     return text, shared | {"patch_size": 8}
 
 
@@ -492,16 +752,29 @@ def _siglip_towers(vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _qwen_vl_ids() -> dict[str, int]:
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    names = (
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "image_token_id",
+        "video_token_id",
+    )
     return {name: 3 + index for index, name in enumerate(names)}
 
 
 def _qwen_vl_text(vocab_size: int, **options: Any) -> dict[str, Any]:
     return {
-        "vocab_size": vocab_size, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 512, "initializer_range": 0.2,
-        "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 2,
-    } | options  # fmt: skip
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    } | options
 
 
 def tiny_qwen3_vl(directory: Path, *, padding_side: str = "right") -> Path:
@@ -509,17 +782,35 @@ def tiny_qwen3_vl(directory: Path, *, padding_side: str = "right") -> Path:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     tokenizer = qwen_vl_tokenizer(padding_side)
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
     config = Qwen3VLConfig(
         text_config=_qwen_vl_text(len(tokenizer), head_dim=8, rope_parameters=rope),
         vision_config={
-            "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 16,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0], "initializer_range": 0.2,
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 64,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": 0.2,
         },
         **_qwen_vl_ids(),
-    )  # fmt: skip
-    _save_qwen_vl_processor(directory, patch_size=16, kind="Qwen2VLImageProcessorFast", processor="Qwen3VLProcessor")
+    )
+    _save_qwen_vl_processor(
+        directory,
+        patch_size=16,
+        kind="Qwen2VLImageProcessorFast",
+        processor="Qwen3VLProcessor",
+    )
     return _save(directory, tokenizer, lambda: Qwen3VLForConditionalGeneration(config))
 
 
@@ -532,12 +823,24 @@ def tiny_qwen2_vl(directory: Path, *, padding_side: str = "left") -> Path:
     config = Qwen2VLConfig(
         text_config=_qwen_vl_text(len(tokenizer), rope_parameters=rope),
         vision_config={
-            "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.2,
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "initializer_range": 0.2,
         },
         **_qwen_vl_ids(),
-    )  # fmt: skip
-    _save_qwen_vl_processor(directory, patch_size=14, kind="Qwen2VLImageProcessor", processor="Qwen2VLProcessor")
+    )
+    _save_qwen_vl_processor(
+        directory,
+        patch_size=14,
+        kind="Qwen2VLImageProcessor",
+        processor="Qwen2VLProcessor",
+    )
     return _save(directory, tokenizer, lambda: Qwen2VLForConditionalGeneration(config))
 
 
@@ -550,24 +853,51 @@ def tiny_qwen2_5_vl(directory: Path, *, padding_side: str = "left") -> Path:
     config = Qwen2_5_VLConfig(
         text_config=_qwen_vl_text(len(tokenizer), rope_parameters=rope),
         vision_config={
-            "depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 14,
-            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "window_size": 56,
-            "fullatt_block_indexes": [1], "initializer_range": 0.2,
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 64,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 32,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "initializer_range": 0.2,
         },
         **_qwen_vl_ids(),
-    )  # fmt: skip
-    _save_qwen_vl_processor(directory, patch_size=14, kind="Qwen2VLImageProcessor", processor="Qwen2_5_VLProcessor")
-    return _save(directory, tokenizer, lambda: Qwen2_5_VLForConditionalGeneration(config))
+    )
+    _save_qwen_vl_processor(
+        directory,
+        patch_size=14,
+        kind="Qwen2VLImageProcessor",
+        processor="Qwen2_5_VLProcessor",
+    )
+    return _save(
+        directory, tokenizer, lambda: Qwen2_5_VLForConditionalGeneration(config)
+    )
 
 
-def _save_qwen_vl_processor(directory: Path, *, patch_size: int, kind: str, processor: str) -> None:
+def _save_qwen_vl_processor(
+    directory: Path, *, patch_size: int, kind: str, processor: str
+) -> None:
     cell = (2 * patch_size) ** 2
     write_json(
         directory / "preprocessor_config.json",
         {
-            "image_processor_type": kind, "processor_class": processor, "patch_size": patch_size, "merge_size": 2,
-            "temporal_patch_size": 2, "size": {"shortest_edge": cell, "longest_edge": 16 * cell}, "do_resize": True,
-            "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_convert_rgb": True,
-            "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "resample": 3,
+            "image_processor_type": kind,
+            "processor_class": processor,
+            "patch_size": patch_size,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": cell, "longest_edge": 16 * cell},
+            "do_resize": True,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "do_convert_rgb": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "resample": 3,
         },
-    )  # fmt: skip
+    )

@@ -6,7 +6,14 @@ import itertools
 import random
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import CLIPTokenizer, PreTrainedTokenizerFast
 
 _WORDS = (
@@ -20,7 +27,9 @@ _VOCABULARY = [*WORDS, "find", "look", "for", "doc"]
 MAX_POSITIONS = 256
 
 
-def texts(count: int, *, seed: int = 0, shortest: int = 2, longest: int = 12) -> list[str]:
+def texts(
+    count: int, *, seed: int = 0, shortest: int = 2, longest: int = 12
+) -> list[str]:
     """Sentences of known words, all different, of many lengths."""
     draw = random.Random(seed)
     found: dict[str, None] = {}
@@ -35,11 +44,16 @@ def _joined(words: list[str], end: str = "") -> tuple[list[str], list[tuple[str,
     for word in words:
         pieces = [*word[:-1], word[-1] + end]
         while len(pieces) > 1:
-            pair = next((pair for pair in merges if pair in set(itertools.pairwise(pieces))), None)
+            pair = next(
+                (pair for pair in merges if pair in set(itertools.pairwise(pieces))),
+                None,
+            )
             if pair is None:
                 pair = (pieces[0], pieces[1])
                 merges[pair] = None
-            at = next(at for at in range(len(pieces)) if (pieces[at], pieces[at + 1]) == pair)
+            at = next(
+                at for at in range(len(pieces)) if (pieces[at], pieces[at + 1]) == pair
+            )
             pieces[at : at + 2] = ["".join(pair)]
     return ["".join(pair) for pair in merges], list(merges)
 
@@ -48,7 +62,9 @@ def wordpiece_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     """BERT's kind: lower case, [CLS] text [SEP]."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     alphabet = [chr(code) for code in range(33, 127)]
-    tokens = dict.fromkeys([*special, *alphabet, *("##" + letter for letter in alphabet), *_VOCABULARY])
+    tokens = dict.fromkeys(
+        [*special, *alphabet, *("##" + letter for letter in alphabet), *_VOCABULARY]
+    )
     vocab = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -59,38 +75,67 @@ def wordpiece_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
         pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=MAX_POSITIONS, **(names | options))
+    names = dict(
+        zip(
+            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"),
+            special,
+            strict=True,
+        )
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=MAX_POSITIONS, **(names | options)
+    )
 
 
-def byte_tokenizer(special: list[str], template: str, **options: Any) -> PreTrainedTokenizerFast:
+def byte_tokenizer(
+    special: list[str], template: str, **options: Any
+) -> PreTrainedTokenizerFast:
     """GPT's kind: byte-level pairs, the special tokens first, `template` around the text."""
     tokens, merges = _joined([*_VOCABULARY, *("Ġ" + word for word in _VOCABULARY)])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: number for number, token in enumerate(dict.fromkeys([*special, *alphabet, *tokens]))}
+    vocab = {
+        token: number
+        for number, token in enumerate(dict.fromkeys([*special, *alphabet, *tokens]))
+    }
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     if template != "$A":
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=[(name, special.index(name)) for name in special if name in template]
+            single=template,
+            special_tokens=[
+                (name, special.index(name)) for name in special if name in template
+            ],
         )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=MAX_POSITIONS, **options)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=MAX_POSITIONS, **options
+    )
 
 
 def roberta_tokenizer() -> PreTrainedTokenizerFast:
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     return byte_tokenizer(
-        special, "<s> $A </s>", bos_token="<s>", cls_token="<s>", eos_token="</s>", sep_token="</s>", pad_token="<pad>",
-        unk_token="<unk>", mask_token="<mask>",
-    )  # fmt: skip
+        special,
+        "<s> $A </s>",
+        bos_token="<s>",
+        cls_token="<s>",
+        eos_token="</s>",
+        sep_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+    )
 
 
 def qwen_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     """Qwen3-Embedding's kind: the text, then end-of-text, which is the pad token too; padded on the left."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "padding_side": "left"} | options
+    settings = {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "padding_side": "left",
+    } | options
     return byte_tokenizer(special, "$A <|endoftext|>", **settings)
 
 
@@ -105,14 +150,22 @@ def clip_tokenizer() -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens, merges = _joined(_VOCABULARY, end="</w>")
     letters = [*alphabet, *(letter + "</w>" for letter in alphabet)]
-    vocab = {token: number for number, token in enumerate(dict.fromkeys([*letters, *tokens, *special]))}
+    vocab = {
+        token: number
+        for number, token in enumerate(dict.fromkeys([*letters, *tokens, *special]))
+    }
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77)
 
 
 def siglip_tokenizer() -> PreTrainedTokenizerFast:
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
     tokenizer = byte_tokenizer(
-        special, "$A <eos>", pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_input_names=["input_ids"]
+        special,
+        "$A <eos>",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_input_names=["input_ids"],
     )
     tokenizer.model_max_length = 16
     return tokenizer
@@ -131,9 +184,13 @@ _QWEN_VL_TOKENS = [
 
 def qwen_vl_tokenizer(padding_side: str) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer(
-        _QWEN_VL_TOKENS, "$A", eos_token="<|im_end|>", pad_token="<|endoftext|>", padding_side=padding_side,
+        _QWEN_VL_TOKENS,
+        "$A",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side=padding_side,
         additional_special_tokens=_QWEN_VL_TOKENS[3:],
-    )  # fmt: skip
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

@@ -25,8 +25,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from vembed.config.loading import load_config
-    from vembed.distributed.memory import fsdp_empty_cache, fsdp_print_memory_usage
-    from vembed.distributed.parameters import unify_model_dtype_for_fsdp
     from vembed.entrypoints.python_train import train
     from vembed.errors import UserError
     from vembed.evaluation.scores import evaluate
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
     from vembed.mining.mining_run import mine
     from vembed.mining.pair_generation import generate
     from vembed.mining.row_judging import judge
+    from vembed.parallel.memory import fsdp_empty_cache, fsdp_print_memory_usage
+    from vembed.parallel.parameters import unify_model_dtype_for_fsdp
     from vembed.weights.edit import edit
     from vembed.weights.merge import merge
 
@@ -44,15 +44,15 @@ _HOME = {
     "audit": "vembed.mining.data_audit",
     "edit": "vembed.weights.edit",
     "evaluate": "vembed.evaluation.scores",
-    "fsdp_empty_cache": "vembed.distributed.memory",
-    "fsdp_print_memory_usage": "vembed.distributed.memory",
+    "fsdp_empty_cache": "vembed.parallel.memory",
+    "fsdp_print_memory_usage": "vembed.parallel.memory",
     "generate": "vembed.mining.pair_generation",
     "judge": "vembed.mining.row_judging",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
     "mine": "vembed.mining.mining_run",
     "train": "vembed.entrypoints.python_train",
-    "unify_model_dtype_for_fsdp": "vembed.distributed.parameters",
+    "unify_model_dtype_for_fsdp": "vembed.parallel.parameters",
 }
 
 

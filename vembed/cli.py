@@ -50,12 +50,22 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 TRAIN, DATA, RUNS = "Train", "Make and check training data", "Look at finished runs"
-USE, CHANGE, SETUP = "Use a model", "Change a model and hand it on", "Machine and options"
+USE, CHANGE, SETUP = (
+    "Use a model",
+    "Change a model and hand it on",
+    "Machine and options",
+)
 """Headings of the verbs in `vembed --help`."""
-WORDS_ARE_OURS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+WORDS_ARE_OURS = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "help_option_names": [],
+}
 """Settings of verbs that parse their arguments themselves, because every option of the config is a flag."""
 
-Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")]
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
+]
 
 
 def main() -> None:
@@ -69,7 +79,10 @@ def run_process(verb: str, words: Sequence[str]) -> int:
     open_closed_streams()
     if verb == "train":
         return guarded(lambda: _train(words, starts_processes=False))
-    outer, sys.argv = sys.argv, ["vembed", verb, *words]  # --nproc starts processes with the same words
+    outer, sys.argv = (
+        sys.argv,
+        ["vembed", verb, *words],
+    )  # --nproc starts processes with the same words
     try:
         app([verb, *words])
     except SystemExit as end:
@@ -108,16 +121,30 @@ def eval(
     ctx: typer.Context,
     model: AnyModel,
     data: Annotated[
-        str, typer.Argument(metavar="DATA", help="A BEIR-style folder, or a file of pairs or scored pairs.")
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="A BEIR-style folder, or a file of pairs or scored pairs.",
+        ),
     ],
-    dims: Annotated[str, typer.Option(help="Also score at these sizes, as 256,128. Default: the model's own.")] = "",
+    dims: Annotated[
+        str,
+        typer.Option(
+            help="Also score at these sizes, as 256,128. Default: the model's own."
+        ),
+    ] = "",
     ks: Annotated[str, typer.Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
     task: Annotated[str, typer.Option(help="auto, retrieval or similarity.")] = "auto",
-    split: Annotated[str | None, typer.Option(help="Split of the qrels of a BEIR-style folder. Default: test.")] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(help="Split of the qrels of a BEIR-style folder. Default: test."),
+    ] = None,
     json_file: JsonOutput = None,
     compressed: Annotated[
         str | None,
-        typer.Option(help="Also score int8 and binary documents; the picture of quality against bytes (.png, .svg)."),
+        typer.Option(
+            help="Also score int8 and binary documents; the picture of quality against bytes (.png, .svg)."
+        ),
     ] = None,
     column_mapping: ColumnMapping = "",
     on_bad_record: Annotated[str, typer.Option(help="stop or skip.")] = "stop",
@@ -167,32 +194,62 @@ def encode(
     input_file: Annotated[
         str,
         typer.Argument(
-            metavar="INPUT", help="Texts (one per line), JSONL, a table or a folder of images; - is standard input."
+            metavar="INPUT",
+            help="Texts (one per line), JSONL, a table or a folder of images; - is standard input.",
         ),
     ],
-    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="Where to write: NAME.npy or NAME.parquet.")],
+    output: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUTPUT", help="Where to write: NAME.npy or NAME.parquet."
+        ),
+    ],
     kind: Kind = "document",
-    column: Annotated[str | None, typer.Option(help="The field or column that holds the text.")] = None,
+    column: Annotated[
+        str | None, typer.Option(help="The field or column that holds the text.")
+    ] = None,
     keep: Annotated[
-        str, typer.Option(help="Columns to write beside the vectors, as id,title; for .npy to NAME.kept.jsonl.")
+        str,
+        typer.Option(
+            help="Columns to write beside the vectors, as id,title; for .npy to NAME.kept.jsonl."
+        ),
     ] = "",
     input_format: Annotated[str, typer.Option(help="auto, jsonl or text.")] = "auto",
-    truncate_dim: Annotated[int | None, typer.Option(min=1, help="Keep only the first so many numbers.")] = None,
-    normalize: Annotated[bool | None, typer.Option(help="Vectors of length 1. Default: as the model says.")] = None,
+    truncate_dim: Annotated[
+        int | None, typer.Option(min=1, help="Keep only the first so many numbers.")
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option(help="Vectors of length 1. Default: as the model says."),
+    ] = None,
     layers: Annotated[
-        str, typer.Option(help="Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings).")
+        str,
+        typer.Option(
+            help="Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings)."
+        ),
     ] = "",
-    pooling: Annotated[str, typer.Option(help="--layers: cls, mean, last, ... Default: the model's own.")] = "",
+    pooling: Annotated[
+        str,
+        typer.Option(help="--layers: cls, mean, last, ... Default: the model's own."),
+    ] = "",
     precision: Annotated[
-        str, typer.Option(help="Of the vectors: float32, int8, uint8, binary or ubinary (one bit per coordinate).")
+        str,
+        typer.Option(
+            help="Of the vectors: float32, int8, uint8, binary or ubinary (one bit per coordinate)."
+        ),
     ] = "float32",
     ranges: Annotated[
         str | None,
-        typer.Option(help="int8, uint8: NAME.ranges.npy of an earlier file, so that levels mean the same in both."),
+        typer.Option(
+            help="int8, uint8: NAME.ranges.npy of an earlier file, so that levels mean the same in both."
+        ),
     ] = None,
     image_root: ImageRoot = None,
     on_bad_record: Annotated[
-        str, typer.Option(help="stop, or skip: leave out what cannot be encoded, named in NAME.skipped.jsonl.")
+        str,
+        typer.Option(
+            help="stop, or skip: leave out what cannot be encoded, named in NAME.skipped.jsonl."
+        ),
     ] = "stop",
     batch_tokens: BatchTokens = None,
     torch_dtype: WeightsDtype = "auto",
@@ -206,11 +263,21 @@ def encode(
     def call() -> int | None:
         options: dict[str, Any] = {
             "kind": _word("--kind", kind, ("query", "document")),
-            "input_format": _word("--input-format", input_format, ("auto", "jsonl", "text")),
+            "input_format": _word(
+                "--input-format", input_format, ("auto", "jsonl", "text")
+            ),
             "on_bad_record": _word("--on-bad-record", on_bad_record, ("stop", "skip")),
-            "precision": _word("--precision", precision, ("float32", "int8", "uint8", "binary", "ubinary")),
-            "layers": "all" if layers == "all" else _numbers("--layers", layers.strip("[]")) or None,
-            "pooling": _word("--pooling", pooling, ("cls", "mean", "last", "weighted_mean", "max"))
+            "precision": _word(
+                "--precision",
+                precision,
+                ("float32", "int8", "uint8", "binary", "ubinary"),
+            ),
+            "layers": "all"
+            if layers == "all"
+            else _numbers("--layers", layers.strip("[]")) or None,
+            "pooling": _word(
+                "--pooling", pooling, ("cls", "mean", "last", "weighted_mean", "max")
+            )
             if pooling
             else None,
             **model_options(torch_dtype, strategy),
@@ -273,9 +340,19 @@ def generate(words: Words = None) -> None:
 
 @app.command(rich_help_panel=TRAIN)
 def demo(
-    options: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Options as of train.")] = None,
-    output: Annotated[str, typer.Option("--output", help="Folder for data, config and run.")] = "demo",
-    quick: Annotated[bool, typer.Option("--quick", help="30 seconds: everything happens, little is learned.")] = False,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Options as of train."),
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", help="Folder for data, config and run.")
+    ] = "demo",
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="30 seconds: everything happens, little is learned."
+        ),
+    ] = False,
 ) -> None:
     """Train a small model on the functions of Python's standard library, without network access."""
 
@@ -289,12 +366,23 @@ def demo(
 
 @app.command(cls=JsonCommand, rich_help_panel=SETUP)
 def doctor(
-    config: Annotated[str | None, typer.Argument(metavar="CFG", help="Check the machine for this config too.")] = None,
-    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU.")] = None,
-    model_class: Annotated[
-        str | None, typer.Option(help="Check a class of your own instead: FILE.py:Class or package.module:Class.")
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CFG", help="Check the machine for this config too."),
     ] = None,
-    model_config: Annotated[str, typer.Option(help="Its keyword arguments, as {size: 64}.")] = "{}",
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU."),
+    ] = None,
+    model_class: Annotated[
+        str | None,
+        typer.Option(
+            help="Check a class of your own instead: FILE.py:Class or package.module:Class."
+        ),
+    ] = None,
+    model_config: Annotated[
+        str, typer.Option(help="Its keyword arguments, as {size: 64}.")
+    ] = "{}",
     json_file: JsonOutput = None,
 ) -> None:
     """Check this machine: versions, devices, and a sharded self-test on several processes.
@@ -306,7 +394,9 @@ def doctor(
         if model_class is not None:
             from vembed.tools.model_check import run_model_check
 
-            return run_model_check(model_class, _option("model_arguments", model_config) or {})
+            return run_model_check(
+                model_class, _option("model_arguments", model_config) or {}
+            )
         from vembed.tools.doctor import run_doctor
 
         with json_result(json_file) as give:
@@ -322,12 +412,14 @@ def plan(words: Words = None) -> None:
     def call() -> int:
         from functools import partial
 
-        rest, (gpu, memory, json_file) = taken_flags(json_words(words or []), ("--gpu", "--memory", "--json"))
+        rest, (gpu, memory, json_file) = taken_flags(
+            json_words(words or []), ("--gpu", "--memory", "--json")
+        )
         # A dry run needs no machine rank, and may describe GPUs of other machines.
         arguments = _arguments("plan", plan.__doc__, [*rest, "--dry-run"])
-        from vembed.distributed.hardware import read_hardware
-        from vembed.stages.estimates import plan_stages
-        from vembed.stages.sequence import road_of_arguments
+        from vembed.parallel.hardware import read_hardware
+        from vembed.pipelines.stages.estimates import plan_stages
+        from vembed.pipelines.stages.sequence import road_of_arguments
         from vembed.tools.plan import predict, run_plan, show
 
         with json_result(json_file) as give:
@@ -336,7 +428,12 @@ def plan(words: Words = None) -> None:
             road = road_of_arguments(arguments)
             if road is None:
                 return run_plan(arguments, hardware=hardware, give=give)
-            code = plan_stages(road, arguments, partial(predict, hardware=hardware), partial(show, give=results.append))
+            code = plan_stages(
+                road,
+                arguments,
+                partial(predict, hardware=hardware),
+                partial(show, give=results.append),
+            )
             give(results)
             return code
 
@@ -345,7 +442,9 @@ def plan(words: Words = None) -> None:
 
 app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_export.export)
 app.command(rich_help_panel=USE)(cli_export.serve)
-app.command("check-server", cls=JsonCommand, rich_help_panel=USE)(cli_export.check_server)
+app.command("check-server", cls=JsonCommand, rich_help_panel=USE)(
+    cli_export.check_server
+)
 app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_export.push)
 app.command(rich_help_panel=TRAIN)(cli_start.init)
 app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)(cli_start.data)
@@ -372,7 +471,10 @@ def config(words: Words = None) -> None:
 @app.command(rich_help_panel=SETUP)
 def schema(
     form: Annotated[
-        str, typer.Option("--format", help="json, for editors; or markdown, the page of options.")
+        str,
+        typer.Option(
+            "--format", help="json, for editors; or markdown, the page of options."
+        ),
     ] = "json",
 ) -> None:
     """Print the JSON schema of a config, with which editors complete and check it."""
@@ -407,7 +509,10 @@ def options(
     show_version: Annotated[
         bool,
         typer.Option(
-            "--version", is_eager=True, callback=_show_version, help="Print the versions, as `vembed version` does."
+            "--version",
+            is_eager=True,
+            callback=_show_version,
+            help="Print the versions, as `vembed version` does.",
         ),
     ] = False,
 ) -> None:
@@ -425,8 +530,15 @@ def _versions() -> dict[str, str]:
 
     import vembed
 
-    packages = {name: version_of(name) for name in ("torch", "transformers", "accelerate", "peft")}
-    return {"vembed": vembed.__version__, "python": platform.python_version(), **packages}
+    packages = {
+        name: version_of(name)
+        for name in ("torch", "transformers", "accelerate", "peft")
+    }
+    return {
+        "vembed": vembed.__version__,
+        "python": platform.python_version(),
+        **packages,
+    }
 
 
 def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
@@ -437,25 +549,45 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
         return 0
     rest, (json_file,) = taken_flags(json_words(words), ("--json",))
     arguments = parse_train_arguments(rest)
-    from vembed.stages.sequence import results_of, road_of_arguments, run_stages
+    from vembed.pipelines.stages.sequence import (
+        results_of,
+        road_of_arguments,
+        run_stages,
+    )
     from vembed.tools.train_command import run_train
 
     road = road_of_arguments(arguments)
     with json_result(json_file) as give:
         if road is None:
-            return run_train(arguments, starts_processes=starts_processes, give=give if json_file else None)
-        code = run_stages(road, arguments, run_process, checked_words, starts_processes=starts_processes)
+            return run_train(
+                arguments,
+                starts_processes=starts_processes,
+                give=give if json_file else None,
+            )
+        code = run_stages(
+            road,
+            arguments,
+            run_process,
+            checked_words,
+            starts_processes=starts_processes,
+        )
         if code == 0 and json_file and not arguments.is_dry_run:
             give(results_of(road))
         return code
 
 
-def _make_data(verb: Literal["mine", "judge", "audit", "generate"], about: str | None, words: Sequence[str]) -> int:
+def _make_data(
+    verb: Literal["mine", "judge", "audit", "generate"],
+    about: str | None,
+    words: Sequence[str],
+) -> int:
     from vembed.tools.mine_command import ignore, make_data
 
     rest, (json_file,) = taken_flags(json_words(words), ("--json",))
     with json_result(json_file) as give:
-        return make_data(verb, " ".join(str(about).split()), rest, give if json_file else ignore)
+        return make_data(
+            verb, " ".join(str(about).split()), rest, give if json_file else ignore
+        )
 
 
 def _arguments(verb: str, about: str | None, words: Sequence[str]) -> TrainArguments:

@@ -8,24 +8,48 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import ColumnMapping, JsonOutput, column_mapping_of, end, json_result, json_words, taken_flags
+from vembed.cli_support import (
+    ColumnMapping,
+    JsonOutput,
+    column_mapping_of,
+    end,
+    json_result,
+    json_words,
+    taken_flags,
+)
 
 
 def init(
-    family: Annotated[str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")] = "text_encoder",
-    data: Annotated[str, typer.Option(help="Training data; its first records are looked at.")] = "train.jsonl",
+    family: Annotated[
+        str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")
+    ] = "text_encoder",
+    data: Annotated[
+        str, typer.Option(help="Training data; its first records are looked at.")
+    ] = "train.jsonl",
     val_data: Annotated[str | None, typer.Option(help="Validation data.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Hub name or folder; demo: that of `vembed demo`. Default: a good one of that kind."),
+        typer.Option(
+            help="Hub name or folder; demo: that of `vembed demo`. Default: a good one of that kind."
+        ),
     ] = None,
-    query: Annotated[str | None, typer.Option(help="The column of the queries. Default: guessed.")] = None,
-    positive: Annotated[str | None, typer.Option(help="The column of what they should find. Default: guessed.")] = None,
+    query: Annotated[
+        str | None, typer.Option(help="The column of the queries. Default: guessed.")
+    ] = None,
+    positive: Annotated[
+        str | None,
+        typer.Option(help="The column of what they should find. Default: guessed."),
+    ] = None,
     column_mapping: ColumnMapping = "",
     output: Annotated[str, typer.Option(help="The config to write.")] = "vembed.yaml",
-    force: Annotated[bool, typer.Option("--force", help="Write over an existing file.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over an existing file.")
+    ] = False,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Train a tokenizer on the data instead, and write it to this folder.")
+        str | None,
+        typer.Option(
+            help="Train a tokenizer on the data instead, and write it to this folder."
+        ),
     ] = None,
     vocab_size: Annotated[int, typer.Option(min=300, help="Its size.")] = 8192,
 ) -> None:
@@ -36,22 +60,40 @@ def init(
             from vembed.tools.train_tokenizer import run_train_tokenizer
 
             count = run_train_tokenizer(data, tokenizer, vocab_size)
-            sys.stdout.write(f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}\n")
+            sys.stdout.write(
+                f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}\n"
+            )
             return
         from vembed.data.fetching import is_pattern
         from vembed.tools.init import run_init
 
         mapping = column_mapping_of(column_mapping) or {}
-        mapping |= {name: role for name, role in ((query, "query"), (positive, "positive")) if name is not None}
-        path = run_init(family, data, output, model=model, val_data=val_data, mapping=mapping, force=force)
+        mapping |= {
+            name: role
+            for name, role in ((query, "query"), (positive, "positive"))
+            if name is not None
+        }
+        path = run_init(
+            family,
+            data,
+            output,
+            model=model,
+            val_data=val_data,
+            mapping=mapping,
+            force=force,
+        )
         if not Path(data).exists() and not is_pattern(data):
-            sys.stderr.write(f"note: {data} is not here, so columns, lengths and sizes are defaults; check the path\n")
+            sys.stderr.write(
+                f"note: {data} is not here, so columns, lengths and sizes are defaults; check the path\n"
+            )
         sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
 
     end(call)
 
 
-Words = Annotated[list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")]
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
+]
 
 
 def data(words: Words = None) -> None:
@@ -66,8 +108,10 @@ def data(words: Words = None) -> None:
             return
         rest, (json_file,) = taken_flags(json_words(words or []), ("--json",))
         arguments = parse_train_arguments(rest)
-        config = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage).config
-        from vembed.start.data_page import data_facts
+        config = resolve_run(
+            arguments.source, arguments.overrides, stage=arguments.stage
+        ).config
+        from vembed.data_tools.init.data_page import data_facts
 
         with json_result(json_file) as give:
             facts = data_facts(config)
@@ -78,15 +122,18 @@ def data(words: Words = None) -> None:
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The output_dir of a run, finished or not.")],
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="The output_dir of a run, finished or not."),
+    ],
     json_file: JsonOutput = None,
 ) -> None:
     """Write report.html and report.md of a run, also of one that was stopped or killed."""
 
     def call() -> None:
-        from vembed.report.record import read_run
-        from vembed.report.report import write_report
-        from vembed.report.several_runs import run_json
+        from vembed.evaluation.report.record import read_run
+        from vembed.evaluation.report.report import write_report
+        from vembed.evaluation.report.several_runs import run_json
 
         with json_result(json_file) as give:
             path = write_report(run)
@@ -99,16 +146,22 @@ def report(
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN", help="Folders of runs, finished or not; the first is the baseline."),
+        typer.Argument(
+            metavar="RUN",
+            help="Folders of runs, finished or not; the first is the baseline.",
+        ),
     ],
-    output: Annotated[str | None, typer.Option("--output", "-o", help="The page. Default: comparison.html.")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", help="The page. Default: comparison.html."),
+    ] = None,
     json_file: JsonOutput = None,
 ) -> None:
     """Compare several runs on one page: curves, scores with intervals, settings that differ, queries won and lost."""
 
     def call() -> None:
-        from vembed.report.several_page import score_lines, write_comparison
-        from vembed.report.several_runs import as_json, read_several
+        from vembed.evaluation.report.several_page import score_lines, write_comparison
+        from vembed.evaluation.report.several_runs import as_json, read_several
 
         found = read_several(runs)
         with json_result(json_file) as give:
@@ -122,7 +175,12 @@ def compare(
 
 
 def card(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The output_dir of a finished run, or its final/.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="The output_dir of a finished run, or its final/."
+        ),
+    ],
     json_file: JsonOutput = None,
 ) -> None:
     """Write the model card (README.md) of a trained model again, from the run's scores, data and settings."""

@@ -7,7 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import (
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -18,19 +24,46 @@ from typer.core import TyperCommand
 
 from vembed.errors import RunError, Stopped, UserError
 
-Nproc = Annotated[int, typer.Option("--nproc", min=1, help="Processes on this machine that share the work.")]
+Nproc = Annotated[
+    int,
+    typer.Option(
+        "--nproc", min=1, help="Processes on this machine that share the work."
+    ),
+]
 Shards = Annotated[
-    str, typer.Option("--strategy", help="ddp: a copy of the model per process; fsdp: a shard, for large ones; auto.")
+    str,
+    typer.Option(
+        "--strategy",
+        help="ddp: a copy of the model per process; fsdp: a shard, for large ones; auto.",
+    ),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that the model brings along.")
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run Python code that the model brings along."
+    ),
 ]
-AnyModel = Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a Hub name, a run or a checkpoint.")]
-WeightsDtype = Annotated[str, typer.Option("--torch-dtype", help="auto, float32, bfloat16 or float16.")]
-ColumnMapping = Annotated[str, typer.Option(help="As the option of that name: {question: query}.")]
-ImageRoot = Annotated[str | None, typer.Option(help="Where relative image paths start, and must stay.")]
-BatchTokens = Annotated[int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")]
-Kind = Annotated[str, typer.Option(help="query or document: which of the model's prompts to use.")]
+AnyModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A model folder, a Hub name, a run or a checkpoint."
+    ),
+]
+WeightsDtype = Annotated[
+    str, typer.Option("--torch-dtype", help="auto, float32, bfloat16 or float16.")
+]
+ColumnMapping = Annotated[
+    str, typer.Option(help="As the option of that name: {question: query}.")
+]
+ImageRoot = Annotated[
+    str | None, typer.Option(help="Where relative image paths start, and must stay.")
+]
+BatchTokens = Annotated[
+    int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")
+]
+Kind = Annotated[
+    str, typer.Option(help="query or document: which of the model's prompts to use.")
+]
 
 USAGE_ERROR: Any = typer.BadParameter.__base__
 """Unknown flags, missing arguments, wrong types: of the click that this Typer uses, its own or the installed one."""
@@ -40,7 +73,9 @@ STANDARD_OUTPUT = "-"
 JsonOutput = Annotated[
     str | None,
     typer.Option(
-        "--json", metavar="[FILE.json]", help="The result as JSON: alone on standard output, or in this file."
+        "--json",
+        metavar="[FILE.json]",
+        help="The result as JSON: alone on standard output, or in this file.",
     ),
 ]
 """Of verbs whose class is JsonCommand."""
@@ -59,7 +94,11 @@ def json_words(words: Sequence[str]) -> list[str]:
     found = list(words)
     for number, one in enumerate(found):
         following = found[number + 1] if number + 1 < len(found) else ""
-        if one == "--json" and following != STANDARD_OUTPUT and not following.endswith(".json"):
+        if (
+            one == "--json"
+            and following != STANDARD_OUTPUT
+            and not following.endswith(".json")
+        ):
             found[number] = f"--json={STANDARD_OUTPUT}"
     return found
 
@@ -69,13 +108,23 @@ def json_result(target: str | None) -> Iterator[Callable[[Any], None]]:
     """Give a function that takes a verb's result, and write it as JSON at the end. On standard output it stands alone:
     all else that this process and its children print goes to standard error. Of several ranks the first one writes."""
     found: list[Any] = []
-    if target is not None and target != STANDARD_OUTPUT and not Path(target).absolute().parent.is_dir():
-        raise UserError(f"--json {target}: {Path(target).absolute().parent} is not a folder; give one that is there")
+    if (
+        target is not None
+        and target != STANDARD_OUTPUT
+        and not Path(target).absolute().parent.is_dir()
+    ):
+        raise UserError(
+            f"--json {target}: {Path(target).absolute().parent} is not a folder; give one that is there"
+        )
     with _output_to_stderr() if target == STANDARD_OUTPUT else nullcontext():
         yield found.append
     if not found or target is None or os.environ.get("RANK", "0") != "0":
         return
-    value = asdict(found[0]) if is_dataclass(found[0]) and not isinstance(found[0], type) else found[0]
+    value = (
+        asdict(found[0])
+        if is_dataclass(found[0]) and not isinstance(found[0], type)
+        else found[0]
+    )
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
     if target == STANDARD_OUTPUT:
         sys.stdout.write(text)
@@ -83,7 +132,9 @@ def json_result(target: str | None) -> Iterator[Callable[[Any], None]]:
     try:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--json {target} cannot be written: {error.strerror}") from error
+        raise UserError(
+            f"--json {target} cannot be written: {error.strerror}"
+        ) from error
 
 
 @contextmanager
@@ -111,9 +162,13 @@ def open_closed_streams() -> None:
             os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
     # Python has no object for a stream that was closed when it started.
     if sys.stdout is None:
-        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stdout = open(  # noqa: SIM115
+            1, "w", encoding="utf-8", errors="backslashreplace", closefd=False
+        )
     if sys.stderr is None:
-        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(  # noqa: SIM115
+            2, "w", encoding="utf-8", errors="backslashreplace", closefd=False
+        )
 
 
 def guarded(function: Callable[[], int | None]) -> int:
@@ -126,7 +181,9 @@ def guarded(function: Callable[[], int | None]) -> int:
     except RunError as error:
         return _say_error(error, 1)
     except Stopped as stopped:
-        if os.environ.get("RANK", "0") == "0":  # all ranks stop together, for one reason
+        if (
+            os.environ.get("RANK", "0") == "0"
+        ):  # all ranks stop together, for one reason
             _say(f"{stopped}\n")
         return stopped.exit_code
     except KeyboardInterrupt:
@@ -178,10 +235,12 @@ def share(ctx: typer.Context, nproc: int) -> int | None:
         return 0
     if nproc == 1 or os.environ.get("LOCAL_RANK"):
         return None
-    from vembed.distributed.launch import rank_environments, run_ranks
+    from vembed.parallel.launch import rank_environments, run_ranks
 
     verb = ctx.info_name or ""
-    words = sys.argv[sys.argv.index(verb) :] if verb in sys.argv else [verb, *sys.argv[1:]]
+    words = (
+        sys.argv[sys.argv.index(verb) :] if verb in sys.argv else [verb, *sys.argv[1:]]
+    )
     return run_ranks([sys.executable, "-m", "vembed", *words], rank_environments(nproc))
 
 
@@ -232,7 +291,9 @@ def option(name: str, text: str) -> Any:
         raise UserError(str(error)) from None
 
 
-def taken_flags(words: Sequence[str], flags: Sequence[str]) -> tuple[list[str], list[str | None]]:
+def taken_flags(
+    words: Sequence[str], flags: Sequence[str]
+) -> tuple[list[str], list[str | None]]:
     """Return the words without the given flags, and the value of each: `--flag VALUE` or `--flag=VALUE`."""
     rest: list[str] = []
     found: dict[str, str] = {}

@@ -8,7 +8,14 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -38,9 +45,12 @@ class ProgressReport:
         self.began = self.last_line = time.monotonic()
         if self.active and self.say is None and self.console.is_terminal:
             columns = (
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(),
-            )  # fmt: skip
+            )
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.task = self.bar.add_task(self.title, total=None, rate="")
             self.bar.start()
@@ -53,7 +63,9 @@ class ProgressReport:
         now = time.monotonic()
         rate = done / max(now - self.began, 1e-9)
         if self.bar is not None and self.task is not None:
-            self.bar.update(self.task, completed=done, total=total, rate=f"{rate:,.0f}/s")
+            self.bar.update(
+                self.task, completed=done, total=total, rate=f"{rate:,.0f}/s"
+            )
         elif now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
             line = f"{self.title}: {done:,d}"
@@ -67,7 +79,10 @@ class ProgressReport:
                 self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.bar is not None:
             self.bar.stop()

@@ -19,7 +19,9 @@ volume = modal.Volume.from_name("vembed", create_if_missing=True)
 image = modal.Image.from_dockerfile("Dockerfile").entrypoint([])
 
 
-@app.function(image=image, gpu="H100:2", timeout=24 * 3600, volumes={"/work": volume}, retries=3)
+@app.function(
+    image=image, gpu="H100:2", timeout=24 * 3600, volumes={"/work": volume}, retries=3
+)
 def train(config: str, words: list[str]) -> None:
     """Train in the volume, with one process per GPU."""
     command = ["vembed", "train", config, "resume=auto", "output_dir=run", *words]

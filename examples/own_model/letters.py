@@ -37,16 +37,24 @@ def main() -> None:
     """Train, and compare."""
     draw = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    model = FreeTransformer(ModelConfig(12, 32, 2, 2, latent_dim=64, free_bits=FREE_BITS)).train()
+    model = FreeTransformer(
+        ModelConfig(12, 32, 2, 2, latent_dim=64, free_bits=FREE_BITS)
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     for step in range(STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (step + 1) / (0.05 * STEPS)) * (1 - step / STEPS)
+            group["lr"] = (
+                RATE * min(1.0, (step + 1) / (0.05 * STEPS)) * (1 - step / STEPS)
+            )
         ids = sequences(draw)
         mask = torch.ones_like(ids)
         hidden, z_logits = model.decode(ids, mask)
-        losses = {name: sums.sum() / counts.sum() for name, (sums, counts) in
-                  model.losses(hidden, z_logits, ids, mask).items()}  # fmt: skip
+        losses = {
+            name: sums.sum() / counts.sum()
+            for name, (sums, counts) in model.losses(
+                hidden, z_logits, ids, mask
+            ).items()
+        }
         (losses["next_token"] + KL_WEIGHT * losses["kl"]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -54,15 +62,22 @@ def main() -> None:
         if (step + 1) % 100 == 0 and z_logits is not None:
             with torch.no_grad():
                 latent = model.mapper(z_logits)
-                own, other = (_next_token(model, ids, mask, z) for z in (latent, latent.roll(1, dims=0)))
+                own, other = (
+                    _next_token(model, ids, mask, z)
+                    for z in (latent, latent.roll(1, dims=0))
+                )
             kl = float(kl_to_uniform(z_logits).detach().mean()) / math.log(2)
             print(
                 f"step {step + 1}: KL {kl:.2f} bits per token; loss {own:.3f} with its own Z, {other:.3f} with another"
             )
 
 
-def _next_token(model: FreeTransformer, ids: Tensor, mask: Tensor, latent: Tensor) -> float:
-    sums, counts = model.losses(model.decode(ids, mask, latent)[0], None, ids, mask)["next_token"]
+def _next_token(
+    model: FreeTransformer, ids: Tensor, mask: Tensor, latent: Tensor
+) -> float:
+    sums, counts = model.losses(model.decode(ids, mask, latent)[0], None, ids, mask)[
+        "next_token"
+    ]
     return float(sums.sum() / counts.sum())
 
 

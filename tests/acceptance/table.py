@@ -35,7 +35,9 @@ made from `promises.yaml` and the tests' marks by `python -m tests.acceptance.ta
 @cache
 def promises() -> dict[str, dict[str, str]]:
     """Return row -> promise, kind, and `also`: what shows it besides tests."""
-    rows: dict[str, dict[str, str]] = yaml.safe_load(PROMISES.read_text(encoding="utf-8"))
+    rows: dict[str, dict[str, str]] = yaml.safe_load(
+        PROMISES.read_text(encoding="utf-8")
+    )
     return rows
 
 
@@ -48,10 +50,18 @@ def marked_tests() -> tuple[tuple[str, str], ...]:
 def _marks() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
-                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.promise":
+            for mark in (
+                node.decorator_list if isinstance(node, ast.FunctionDef) else ()
+            ):
+                if (
+                    isinstance(mark, ast.Call)
+                    and ast.unparse(mark.func) == "pytest.mark.promise"
+                ):
                     for row in mark.args:
-                        yield ast.literal_eval(row), f"{path.relative_to(ROOT)}::{node.name}"
+                        yield (
+                            ast.literal_eval(row),
+                            f"{path.relative_to(ROOT)}::{node.name}",
+                        )
 
 
 def table() -> str:
@@ -61,7 +71,9 @@ def table() -> str:
         tests.setdefault(row, []).append(f"`{test}`")
     lines = []
     for row, one in promises().items():
-        shown = "; ".join([*tests.get(row, ()), *([one["also"]] if "also" in one else ())])
+        shown = "; ".join(
+            [*tests.get(row, ()), *([one["also"]] if "also" in one else ())]
+        )
         lines.append(f"| {row} | {one['promise']} | {one['kind']} | {shown} |\n")
     return HEAD + "".join(lines)
 

@@ -21,8 +21,8 @@ from tests.commands import command
 from tests.docs.pages import ROOT, text_of
 from tests.floors import NEWER_THAN_ITS_FLOOR, constraints, lower_bounds
 from vembed.config.loading import load_config
-from vembed.distributed.launch import rank_environments
 from vembed.models import precision
+from vembed.parallel.launch import rank_environments
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STEPS = 6
@@ -30,44 +30,80 @@ STEPS = 6
 
 @pytest.mark.promise("A06", "A07")
 def test_extras_and_lower_bounds() -> None:
-    extras = {name: {Requirement(one).name for one in some} for name, some in PROJECT["optional-dependencies"].items()}
+    extras = {
+        name: {Requirement(one).name for one in some}
+        for name, some in PROJECT["optional-dependencies"].items()
+    }
     assert extras["fsdp"] == {"bitsandbytes", "torchao"}
     assert {"demo", "gpu", "wandb", "dev", "docs"} <= set(extras)
     floors = {one.name: one for one in map(Requirement, PROJECT["dependencies"])}
     for name, floor in {"accelerate": "1.10.0", "datasets": "4.0.0"}.items():
         assert Version(floor) in floors[name].specifier
-    assert Version("0.34.4") not in floors["huggingface-hub"].specifier, "Transformers 5 cannot be had with it"
+    assert Version("0.34.4") not in floors["huggingface-hub"].specifier, (
+        "Transformers 5 cannot be had with it"
+    )
     for one in floors.values():
         assert Version(version(one.name)) in one.specifier, one
 
 
 def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds() -> None:
     lowest, tried = lower_bounds(), constraints()
-    assert lowest.keys() == tried.keys() == {Requirement(one).name for one in PROJECT["dependencies"]}
+    assert (
+        lowest.keys()
+        == tried.keys()
+        == {Requirement(one).name for one in PROJECT["dependencies"]}
+    )
     for name in lowest.keys() - {NEWER_THAN_ITS_FLOOR}:
         assert Version(lowest[name]) == Version(tried[name]), name
 
 
 @pytest.mark.promise("A14", "D35", "E31", "E33")
 def test_variables_reach_every_process() -> None:
-    given = {"NCCL_DEBUG": "TRACE", "NCCL_SOCKET_IFNAME": "eth0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PATH": "/bin"}
+    given = {
+        "NCCL_DEBUG": "TRACE",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "PATH": "/bin",
+    }
     for environment in rank_environments(3, env=given):
         assert given.items() <= environment.items()
 
 
 @pytest.mark.promise("C17")
 def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines() -> None:
-    block = {"distributed": {"strategy": "ddp", "num_nodes": 4, "devices": 8, "sync_batchnorm": True}}
+    block = {
+        "distributed": {
+            "strategy": "ddp",
+            "num_nodes": 4,
+            "devices": 8,
+            "sync_batchnorm": True,
+        }
+    }
     config = load_config({"model_name": "m", "data_path": "d", **block})
-    assert (config.strategy, config.num_machines, config.num_processes, config.sync_batchnorm) == ("ddp", 4, 8, True)
+    assert (
+        config.strategy,
+        config.num_machines,
+        config.num_processes,
+        config.sync_batchnorm,
+    ) == ("ddp", 4, 8, True)
 
 
 @pytest.mark.promise("A26")
 def test_the_claim_about_speed_is_a_measured_table() -> None:
-    section = text_of(ROOT / "docs" / "benchmarks.md").split("## DDP against FSDP")[1].split("\n## ")[0]
-    cells = {line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")}
+    section = (
+        text_of(ROOT / "docs" / "benchmarks.md")
+        .split("## DDP against FSDP")[1]
+        .split("\n## ")[0]
+    )
+    cells = {
+        line.split("|")[1].strip()
+        for line in section.splitlines()
+        if line.startswith("|")
+    }
     assert {"ddp", *STRATEGIES} <= cells
-    assert "benchmarks.md#ddp-against-fsdp" in text_of(ROOT / "docs" / "other-guides.md")
+    assert "benchmarks.md#ddp-against-fsdp" in text_of(
+        ROOT / "docs" / "other-guides.md"
+    )
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
@@ -75,10 +111,15 @@ def test_the_claim_about_speed_is_a_measured_table() -> None:
 
 def write_config(folder: Path, **more: Any) -> Path:
     texts = tiny.texts(64, longest=20)
-    rows = [{"query": " ".join(text.split()[:3]), "positive": f"found: {text}"} for text in texts]
+    rows = [
+        {"query": " ".join(text.split()[:3]), "positive": f"found: {text}"}
+        for text in texts
+    ]
     (folder / "data").mkdir(parents=True)
     for name, some in (("train", rows[:48]), ("val", rows[48:])):
-        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        (folder / "data" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in some)
+        )
     config = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": "data/train.jsonl",
@@ -98,19 +139,43 @@ def write_config(folder: Path, **more: Any) -> Path:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return [line for line in lines if "loss" in line]
 
 
 @pytest.mark.promise(
-    "A08", "A22", "D19", "D20", "D21", "D38", "D41", "D44", "E01", "E06", "E14", "E24", "E30", "E32", "E35", "E38"
+    "A08",
+    "A22",
+    "D19",
+    "D20",
+    "D21",
+    "D38",
+    "D41",
+    "D44",
+    "E01",
+    "E06",
+    "E14",
+    "E24",
+    "E30",
+    "E32",
+    "E35",
+    "E38",
 )
 def test_one_command_on_two_processes(tmp_path: Path) -> None:
     one = tmp_path / "one"
     vembed.train(write_config(one, global_batch_size=16))
     two = tmp_path / "two"
     config = write_config(two, batch_size=8, profile_steps=[5, 6])
-    done = command("train", str(config), "--nproc", "2", "use_fsdp=true", env={"CUDA_VISIBLE_DEVICES": ""})
+    done = command(
+        "train",
+        str(config),
+        "--nproc",
+        "2",
+        "use_fsdp=true",
+        env={"CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
     alone, sharded = metrics(one / "output"), metrics(two / "output")
@@ -124,7 +189,10 @@ def test_one_command_on_two_processes(tmp_path: Path) -> None:
     log = (two / "output" / "training_log.txt").read_text()
     assert "global batch: 16 examples over 2 processes (8 each)" in log
     total = int(re.search(r"Total: ([\d,]+)", log)[1].replace(",", ""))
-    held = [int(part.replace(",", "")) for part in re.search(r"Held by each rank: (.*)", log)[1].split(", ")]
+    held = [
+        int(part.replace(",", ""))
+        for part in re.search(r"Held by each rank: (.*)", log)[1].split(", ")
+    ]
     assert all(number == pytest.approx(total / 2, rel=0.1) for number in held)
     for step in range(1, STEPS + 1):
         assert log.count(f"step {step}/{STEPS}  ") == 1
@@ -134,22 +202,41 @@ def test_one_command_on_two_processes(tmp_path: Path) -> None:
         "checkpoint-6",
     }
     for rank in range(2):
-        events = json.loads((two / "output" / f"trace-rank{rank}.json").read_text())["traceEvents"]
+        events = json.loads((two / "output" / f"trace-rank{rank}.json").read_text())[
+            "traceEvents"
+        ]
         names = {event["name"] for event in events}
-        assert {"fsdp::all_gather_copy_in", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"} <= names
+        assert {
+            "fsdp::all_gather_copy_in",
+            "c10d::_allgather_base_",
+            "c10d::_reduce_scatter_base_",
+        } <= names
     texts = tiny.texts(5, seed=3)
-    vectors = [vembed.Embedder(folder / "output" / "final").encode(texts) for folder in (one, two)]
+    vectors = [
+        vembed.Embedder(folder / "output" / "final").encode(texts)
+        for folder in (one, two)
+    ]
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-4)
 
 
 @pytest.mark.promise("C28")
 def test_accumulated_batches_have_only_their_own_negatives(tmp_path: Path) -> None:
-    large = vembed.train(write_config(tmp_path / "large", batch_size=16, max_steps=1, save_steps=None))
+    large = vembed.train(
+        write_config(tmp_path / "large", batch_size=16, max_steps=1, save_steps=None)
+    )
     small = vembed.train(
-        write_config(tmp_path / "small", batch_size=8, gradient_accumulation_steps=2, max_steps=1, save_steps=None)
+        write_config(
+            tmp_path / "small",
+            batch_size=8,
+            gradient_accumulation_steps=2,
+            max_steps=1,
+            save_steps=None,
+        )
     )
     losses = [metrics(result.output_dir)[0]["loss"] for result in (large, small)]
-    assert losses[1] < losses[0] - 0.1  # eight candidates are fewer to tell apart than sixteen
+    assert (
+        losses[1] < losses[0] - 0.1
+    )  # eight candidates are fewer to tell apart than sixteen
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -159,12 +246,23 @@ def test_a_run_recomputes_layers_and_drops_out(
 ) -> None:
     calls: list[Any] = []
     real = precision.checkpoint
-    monkeypatch.setattr(precision, "checkpoint", lambda *args, **more: calls.append(args) or real(*args, **more))
+    monkeypatch.setattr(
+        precision,
+        "checkpoint",
+        lambda *args, **more: calls.append(args) or real(*args, **more),
+    )
     losses = []
     for dropout in (0.0, 0.5):
         folder = tmp_path / f"dropout-{dropout}"
-        more = {"gradient_checkpointing": checkpointing, "max_steps": 1, "batch_size": 8, "save_steps": None}
-        config = write_config(folder, **more, model_name=str(tiny.shared(tiny.tiny_bert, dropout=dropout)))
+        more = {
+            "gradient_checkpointing": checkpointing,
+            "max_steps": 1,
+            "batch_size": 8,
+            "save_steps": None,
+        }
+        config = write_config(
+            folder, **more, model_name=str(tiny.shared(tiny.tiny_bert, dropout=dropout))
+        )
         losses.append(metrics(vembed.train(config).output_dir)[0]["loss"])
     assert bool(calls) == checkpointing
     assert losses[0] != losses[1]

@@ -9,7 +9,11 @@ import pytest
 from tests.acceptance.table import README, marked_tests, promises, table
 
 NUM_ROWS = {"A": 26, "B": 33, "C": 34, "D": 46, "E": 41}
-ROWS = [f"{document}{number:02d}" for document, last in NUM_ROWS.items() for number in range(1, last + 1)]
+ROWS = [
+    f"{document}{number:02d}"
+    for document, last in NUM_ROWS.items()
+    for number in range(1, last + 1)
+]
 
 
 def test_every_promise_has_one_row() -> None:
@@ -17,7 +21,9 @@ def test_every_promise_has_one_row() -> None:
 
 
 def test_the_table_is_made_from_the_marks() -> None:
-    assert README.read_text(encoding="utf-8") == table(), "run: python -m tests.acceptance.table"
+    assert README.read_text(encoding="utf-8") == table(), (
+        "run: python -m tests.acceptance.table"
+    )
 
 
 def test_marks_name_promises() -> None:

@@ -36,15 +36,21 @@ def test_packed_attention_is_compared_with_plain_attention(tmp_path: Path) -> No
     assert len(found) == 16 and all(row["status"] == "ok" for row in found.values())
 
 
-def test_4_bit_weights_whose_bits_look_like_no_numbers_are_saved(tmp_path: Path) -> None:
+def test_4_bit_weights_whose_bits_look_like_no_numbers_are_saved(
+    tmp_path: Path,
+) -> None:
     # They are stored as 16-bit floats: a run whose packed bits looked like a NaN ended without its model.
     pytest.importorskip("bitsandbytes")
     assert rows(tmp_path, "--row", "QLoRA")["QLoRA"]["status"] == "ok"
 
 
-def test_compiled_layers_give_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_give_the_same_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Compiling takes seconds for each layer.
-    monkeypatch.setattr(gpu_correctness, "small", lambda shape: replace(small(shape), layers=1))
+    monkeypatch.setattr(
+        gpu_correctness, "small", lambda shape: replace(small(shape), layers=1)
+    )
     found = rows(tmp_path, "--part", "correctness", "--row", "compiled")
     assert found["equal gradients: compiled"]["gradients"] < 1e-3
 
@@ -58,11 +64,21 @@ def test_speed_and_memory_on_tiny_models(tmp_path: Path) -> None:
 
 def test_one_process_was_left_whole_where_the_row_says_fsdp2(tmp_path: Path) -> None:
     # The row compared a plain run with a plain run. It fails now unless the log tells of shards.
-    assert rows(tmp_path, "--row", "FSDP2")["equal gradients: FSDP2 on a mesh of one"]["gradients"] < 1e-3
+    assert (
+        rows(tmp_path, "--row", "FSDP2")["equal gradients: FSDP2 on a mesh of one"][
+            "gradients"
+        ]
+        < 1e-3
+    )
 
 
 def test_a_replay_with_dropout_gives_the_same_gradients(tmp_path: Path) -> None:
-    assert rows(tmp_path, "--row", "with dropout")["equal gradients: Gradient Cache with dropout"]["gradients"] < 1e-3
+    assert (
+        rows(tmp_path, "--row", "with dropout")[
+            "equal gradients: Gradient Cache with dropout"
+        ]["gradients"]
+        < 1e-3
+    )
 
 
 def test_decoders_were_pooled_differently_by_the_two_sides(tmp_path: Path) -> None:
@@ -75,7 +91,10 @@ def test_decoders_were_pooled_differently_by_the_two_sides(tmp_path: Path) -> No
 def test_the_loss_is_compared_with_the_plain_matrix(tmp_path: Path) -> None:
     found = rows(tmp_path, "--row", "loss")
     assert [row["status"] for row in found.values()] == ["ok"] * 3
-    assert found["loss, 256 rows"]["off"] < 1e-4 and found["loss, 256 rows"]["tiled_seconds"] > 0
+    assert (
+        found["loss, 256 rows"]["off"] < 1e-4
+        and found["loss, 256 rows"]["tiled_seconds"] > 0
+    )
 
 
 MISSING = ("pytrec_eval", "datasets", "bitsandbytes", "flash_attn", "torchao", "bm25s")
@@ -86,22 +105,35 @@ def test_a_missing_package_ended_every_training(tmp_path: Path) -> None:
     blocked = f"import sys; sys.modules.update(dict.fromkeys({MISSING!r}))"
     out = tmp_path / "gpu.json"
     words = ["--small", "--out", str(out)]
-    runs = "".join(f"; code |= main({[*words, '--row', row]!r})" for row in ("QLoRA", "bert-base"))
+    runs = "".join(
+        f"; code |= main({[*words, '--row', row]!r})" for row in ("QLoRA", "bert-base")
+    )
     # Both parts with a row of this name: the memory part trains as well, and needs no peer.
     code = f"{blocked}; from benchmarks.gpu import main; code = 0{runs}; sys.exit(code)"
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-W", "ignore", "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert ran.returncode == 0, ran.stdout
-    found = {(row["part"], row["name"]): row for row in json.loads(out.read_text())["rows"]}
+    found = {
+        (row["part"], row["name"]): row for row in json.loads(out.read_text())["rows"]
+    }
     speed, memory = found["speed", "bert-base"], found["memory", "bert-base"]
-    assert speed["samples_per_second"] > 0 and speed["peer"] == "skipped: datasets is not installed"
+    assert (
+        speed["samples_per_second"] > 0
+        and speed["peer"] == "skipped: datasets is not installed"
+    )
     assert memory["status"] == "ok"
     assert "QLoRA: status=skipped, reason=bitsandbytes is not installed" in ran.stdout
 
 
 def test_a_row_that_fails_or_has_no_time_leaves_the_others(tmp_path: Path) -> None:
-    record = Record(tmp_path / "out.json", torch.device("cpu"), is_small=True, seconds=100)
+    record = Record(
+        tmp_path / "out.json", torch.device("cpu"), is_small=True, seconds=100
+    )
 
     def fails() -> dict[str, Any]:
         raise RuntimeError("no kernel image")
@@ -115,8 +147,15 @@ def test_a_row_that_fails_or_has_no_time_leaves_the_others(tmp_path: Path) -> No
     record.seconds = 0.0
     record.row("speed", "late", lambda: {})
     written = json.loads((tmp_path / "out.json").read_text())
-    assert [row["status"] for row in written["rows"]] == ["failed", "skipped", "ok", "skipped"]
-    assert record.failed == ["fails"] and "no kernel image" in written["rows"][0]["reason"]
+    assert [row["status"] for row in written["rows"]] == [
+        "failed",
+        "skipped",
+        "ok",
+        "skipped",
+    ]
+    assert (
+        record.failed == ["fails"] and "no kernel image" in written["rows"][0]["reason"]
+    )
 
 
 def test_without_a_gpu_it_names_small(

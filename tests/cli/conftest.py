@@ -30,10 +30,19 @@ Command = Callable[..., Ended]
 
 
 @pytest.fixture
-def vembed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def vembed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
     """Runs `vembed WORDS` in an empty folder, in this process."""
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ACCELERATE_MIXED_PRECISION"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "ACCELERATE_MIXED_PRECISION",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -68,10 +77,21 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
 
     def run(*words: str, **env: str) -> Ended:
         environment = {
-            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         }
-        environment |= {"PYTHONPATH": str(tmp_path / "no_torch"), "CUDA_VISIBLE_DEVICES": ""} | env
-        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
+        environment |= {
+            "PYTHONPATH": str(tmp_path / "no_torch"),
+            "CUDA_VISIBLE_DEVICES": "",
+        } | env
+        done = subprocess.run(
+            [sys.executable, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return run

@@ -14,7 +14,7 @@ from tests.tiny import shared, tiny_bert
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
 from vembed.errors import UserError
-from vembed.families.table import FAMILIES
+from vembed.models.families.table import FAMILIES
 from vembed.training.run import train
 
 ROOT = Path(__file__).parents[2]
@@ -27,26 +27,54 @@ def test_help_loads_nothing_heavy(process: Command) -> None:
     )
     done = process("-c", code)
     assert done.code == 0, done.err
-    assert all(verb in done.out for verb in ("train", "eval", "encode", "demo", "doctor", "init", "config", "schema"))
+    assert all(
+        verb in done.out
+        for verb in (
+            "train",
+            "eval",
+            "encode",
+            "demo",
+            "doctor",
+            "init",
+            "config",
+            "schema",
+        )
+    )
 
 
 def test_a_mistyped_key_is_exit_code_2_and_one_sentence(process: Command) -> None:
-    Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n\n\n\n\nlearning_rat: 1e-5\n")
-    for words in (["-m", "vembed", "train", "cfg.yaml"], ["-m", "vembed.entrypoints.train", "cfg.yaml"]):
+    Path("cfg.yaml").write_text(
+        "model_name: m\ndata_path: d\n\n\n\n\nlearning_rat: 1e-5\n"
+    )
+    for words in (
+        ["-m", "vembed", "train", "cfg.yaml"],
+        ["-m", "vembed.entrypoints.train", "cfg.yaml"],
+    ):
         done = process(*words)
         assert done.code == 2
-        assert done.err == "error: cfg.yaml, line 7: unknown option 'learning_rat', did you mean 'learning_rate'?\n"
+        assert (
+            done.err
+            == "error: cfg.yaml, line 7: unknown option 'learning_rat', did you mean 'learning_rate'?\n"
+        )
 
 
-def test_a_mistyped_path_is_named_with_the_one_that_is_meant(vembed: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_path_is_named_with_the_one_that_is_meant(
+    vembed: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     Path("my-model").mkdir()
     Path("train.csv").write_text("query,positive\na,b\n")
     done = vembed("train", "model_name=my-modell", "data_path=train.csv")
-    assert done.code == 2 and done.err.endswith("while online; did you mean my-model?\n"), done.err
+    assert done.code == 2 and done.err.endswith(
+        "while online; did you mean my-model?\n"
+    ), done.err
     for verb in ("train", "config"):
         done = vembed(verb, f"model_name={shared(tiny_bert)}", "data_path=./trian.csv")
-        assert done.code == 2 and "./trian.csv does not exist" in done.err and "did you mean train.csv?" in done.err
+        assert (
+            done.code == 2
+            and "./trian.csv does not exist" in done.err
+            and "did you mean train.csv?" in done.err
+        )
 
 
 def test_usage_is_exit_code_2(vembed: Command) -> None:
@@ -68,7 +96,9 @@ def test_train_shows_its_own_help(vembed: Command) -> None:
 @pytest.mark.promise("D01", "D21", "D22")
 def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
     text = "model_name: Qwen/Qwen3-VL-Embedding-8B\ndata_path: data/train.jsonl\nbatch_size: 16\nuse_fsdp: true\n"
-    Path("cfg.yaml").write_text(text + "use_lora: true\nfsdp_backward_prefetch: BACKWARD_PRE\nlr: 2.0e-5\n")
+    Path("cfg.yaml").write_text(
+        text + "use_lora: true\nfsdp_backward_prefetch: BACKWARD_PRE\nlr: 2.0e-5\n"
+    )
     done = process("-m", "vembed", "train", "cfg.yaml", "--nproc", "4", "--dry-run")
     assert done.code == 0, done.err
     for line in (
@@ -85,7 +115,10 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
         "# All other options have their defaults; --all lists them.",
     ):
         assert line in done.out.splitlines(), line
-    assert "note: fsdp_backward_prefetch: BACKWARD_PRE has no effect under FSDP2" in done.out
+    assert (
+        "note: fsdp_backward_prefetch: BACKWARD_PRE has no effect under FSDP2"
+        in done.out
+    )
     assert (
         "would run: python -m vembed.entrypoints.train --config=cfg.yaml --set=num_processes=4 (ranks 0 to 3 of 4"
         in done.out
@@ -95,24 +128,51 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--fsdp-config single_node_fsdp --devices 4", "world size: 4 = 4 process(es) (num_processes)"),
-        ("--fsdp-config single_node_fsdp", "world size: 8 = 8 process(es) (configs/single_node_fsdp.yaml)"),
+        (
+            "--fsdp-config single_node_fsdp --devices 4",
+            "world size: 4 = 4 process(es) (num_processes)",
+        ),
+        (
+            "--fsdp-config single_node_fsdp",
+            "world size: 8 = 8 process(es) (configs/single_node_fsdp.yaml)",
+        ),
         (
             "--fsdp-config multi_node_fsdp --num-nodes 2 --devices 8",
             "world size: 16 = 8 process(es) on each of 2 machines",
         ),
-        ("--accelerate-config large_scale_fsdp --num-nodes 4", "world size: 32 = 8 process(es) on each of 4 machines"),
-        ("--fsdp-config multi_node_fsdp", "world size: 32 = 8 process(es) on each of 4 machines (configs/multi_node"),
-        ("--accelerate-config accelerate_hsdp", "fsdp: version 2, HYBRID_SHARD, TRANSFORMER_BASED_WRAP"),
-        ("--accelerate-config accelerate_fsdp1 --nproc 2", "fsdp: version 1, FULL_SHARD, TRANSFORMER_BASED_WRAP"),
+        (
+            "--accelerate-config large_scale_fsdp --num-nodes 4",
+            "world size: 32 = 8 process(es) on each of 4 machines",
+        ),
+        (
+            "--fsdp-config multi_node_fsdp",
+            "world size: 32 = 8 process(es) on each of 4 machines (configs/multi_node",
+        ),
+        (
+            "--accelerate-config accelerate_hsdp",
+            "fsdp: version 2, HYBRID_SHARD, TRANSFORMER_BASED_WRAP",
+        ),
+        (
+            "--accelerate-config accelerate_fsdp1 --nproc 2",
+            "fsdp: version 1, FULL_SHARD, TRANSFORMER_BASED_WRAP",
+        ),
         (
             "--accelerate-config accelerate_fsdp_offload --nproc 2",
             "_WRAP, offloaded to host memory (configs/accelerate_fs",
         ),
-        ("--accelerate-config single_node_fsdp", "gradient checkpointing: true (configs/single_node_fsdp.yaml)"),
+        (
+            "--accelerate-config single_node_fsdp",
+            "gradient checkpointing: true (configs/single_node_fsdp.yaml)",
+        ),
         ("--accelerate-config accelerate_ddp --nproc 2", "strategy: ddp"),
-        ("--use-fsdp true", "strategy: single (one process, although fsdp was asked for)"),
-        ("--nproc 2", "strategy: auto (decided by the size of the model: ddp where it fits, fsdp where it does not)"),
+        (
+            "--use-fsdp true",
+            "strategy: single (one process, although fsdp was asked for)",
+        ),
+        (
+            "--nproc 2",
+            "strategy: auto (decided by the size of the model: ddp where it fits, fsdp where it does not)",
+        ),
         ("--effective-batch-size 256 --nproc 8", "global batch: 256 = 8 x 32 examples"),
         ("strategy=ddp nproc=2", "strategy: ddp"),
         (
@@ -126,27 +186,54 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
     ],
 )
 @pytest.mark.promise("C14", "C15", "C16", "C17", "C18", "C19", "C33", "E26")
-def test_dry_runs_of_the_documents(vembed: Command, cfg: str, words: str, expected: str) -> None:
+def test_dry_runs_of_the_documents(
+    vembed: Command, cfg: str, words: str, expected: str
+) -> None:
     done = vembed("train", cfg, *words.split(), "--dry-run")
     assert done.code == 0, done.err
     assert expected in done.out
-    assert Path(cfg).read_text() == "model_name: some/model\ndata_path: train.jsonl\n", "the user's YAML stays as it is"
+    assert (
+        Path(cfg).read_text() == "model_name: some/model\ndata_path: train.jsonl\n"
+    ), "the user's YAML stays as it is"
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--fsdp-config single_node", "'single_node' is neither a file nor a preset (accelerate_ddp, accelerate_fsdp"),
-        ("global_batch_size=10 --nproc 3", "global_batch_size: 10 cannot be divided among 3 processes: use 9 or 12"),
-        ("strategy=single --nproc 2", "strategy: single is one process, but 2 were asked for"),
-        ("--num-machines 2 --nproc 2", "num_machines: 2 needs --machine-rank and --main-process-ip"),
-        ("--num-machines 2 --machine-rank 2 --main-process-ip a", "--machine-rank 2 must be below num_machines: 2"),
-        ("--stage stage1", "stage 'stage1' was asked for, but there is no training_stages block"),
-        ("use_fsdp=true fsdp_state_dict_type=local_state_dict --dry-run", "use SHARDED_STATE_DICT"),
+        (
+            "--fsdp-config single_node",
+            "'single_node' is neither a file nor a preset (accelerate_ddp, accelerate_fsdp",
+        ),
+        (
+            "global_batch_size=10 --nproc 3",
+            "global_batch_size: 10 cannot be divided among 3 processes: use 9 or 12",
+        ),
+        (
+            "strategy=single --nproc 2",
+            "strategy: single is one process, but 2 were asked for",
+        ),
+        (
+            "--num-machines 2 --nproc 2",
+            "num_machines: 2 needs --machine-rank and --main-process-ip",
+        ),
+        (
+            "--num-machines 2 --machine-rank 2 --main-process-ip a",
+            "--machine-rank 2 must be below num_machines: 2",
+        ),
+        (
+            "--stage stage1",
+            "stage 'stage1' was asked for, but there is no training_stages block",
+        ),
+        (
+            "use_fsdp=true fsdp_state_dict_type=local_state_dict --dry-run",
+            "use SHARDED_STATE_DICT",
+        ),
     ],
 )
 @pytest.mark.promise("C18", "E12", "E26")
-def test_what_cannot_be_started_is_said_first(vembed: Command, cfg: str, words: str, sentence: str) -> None:
+def test_what_cannot_be_started_is_said_first(
+    vembed: Command, cfg: str, words: str, sentence: str
+) -> None:
     done = vembed("train", cfg, *words.split())
     assert done.code == 2
     assert done.err.startswith("error: ")
@@ -156,12 +243,27 @@ def test_what_cannot_be_started_is_said_first(vembed: Command, cfg: str, words: 
 @pytest.mark.promise("A08", "A11")
 def test_everything_on_the_command_line(vembed: Command) -> None:
     done = vembed(
-        "train", "--use-fsdp", "true", "--model", "some/model", "--data", "d.jsonl", "--nproc", "2", "--dry-run"
+        "train",
+        "--use-fsdp",
+        "true",
+        "--model",
+        "some/model",
+        "--data",
+        "d.jsonl",
+        "--nproc",
+        "2",
+        "--dry-run",
     )
     assert done.code == 0, done.err
     assert "model_name: some/model  # command line" in done.out
-    assert "--set=use_fsdp=true --set=model_name=some/model --set=data_path=d.jsonl" in done.out
-    assert "data_path is missing: give a config file, or data_path=..." in vembed("train", "--model", "x").err
+    assert (
+        "--set=use_fsdp=true --set=model_name=some/model --set=data_path=d.jsonl"
+        in done.out
+    )
+    assert (
+        "data_path is missing: give a config file, or data_path=..."
+        in vembed("train", "--model", "x").err
+    )
 
 
 def test_help_and_version_of_the_rest(vembed: Command) -> None:
@@ -172,37 +274,72 @@ def test_help_and_version_of_the_rest(vembed: Command) -> None:
 
 
 @pytest.mark.promise("B26", "C26")
-def test_machines_in_the_environment(vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_in_the_environment(
+    vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     done = vembed("train", cfg, "--dry-run")
     assert done.code == 2
     assert "WORLD_SIZE=2 is set, but not LOCAL_RANK" in done.err
     # What a cluster system sets for each machine does not matter once the flags say it.
-    flags = ("--num-machines", "2", "--machine-rank", "1", "--main-process-ip", "host", "--nproc", "2")
-    assert "ranks 2 to 3 of 4, main process at host" in vembed("train", cfg, *flags, "--dry-run").out
+    flags = (
+        "--num-machines",
+        "2",
+        "--machine-rank",
+        "1",
+        "--main-process-ip",
+        "host",
+        "--nproc",
+        "2",
+    )
+    assert (
+        "ranks 2 to 3 of 4, main process at host"
+        in vembed("train", cfg, *flags, "--dry-run").out
+    )
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert "MASTER_ADDR and MASTER_PORT are not set" in vembed("train", cfg, "--dry-run").err
+    assert (
+        "MASTER_ADDR and MASTER_PORT are not set"
+        in vembed("train", cfg, "--dry-run").err
+    )
     monkeypatch.setenv("MASTER_ADDR", "host")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert "world size: 2 = 2 process(es) (set by the launcher)" in vembed("train", cfg, "--dry-run").out
+    assert (
+        "world size: 2 = 2 process(es) (set by the launcher)"
+        in vembed("train", cfg, "--dry-run").out
+    )
 
 
 def test_accelerate_launch_without_gpus_says_what_to_type(
     vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accelerate then starts one process, without a rank, however many were asked for."""
-    options = ["--num_processes", "2", "--mixed_precision", "no", "--num_machines", "1", "--dynamo_backend", "no"]
+    options = [
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "no",
+        "--num_machines",
+        "1",
+        "--dynamo_backend",
+        "no",
+    ]
     words = [*options, "-m", "vembed.entrypoints.train", cfg, "--dry-run"]
     done = command(*words, module="accelerate.commands.launch")
     assert done.returncode != 0
-    assert "error: accelerate launch was asked for several processes (MASTER_ADDR=127.0.0.1 is set)" in done.stderr
+    assert (
+        "error: accelerate launch was asked for several processes (MASTER_ADDR=127.0.0.1 is set)"
+        in done.stderr
+    )
     assert "run `vembed train CONFIG --nproc N`" in done.stderr
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert "world size: 1 = 1 process(es)" in vembed("train", cfg, "--dry-run").out
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert "world size: 2 = 2 process(es)" in vembed("train", cfg, "--nproc", "2", "--dry-run").out
+    assert (
+        "world size: 2 = 2 process(es)"
+        in vembed("train", cfg, "--nproc", "2", "--dry-run").out
+    )
 
 
 @pytest.mark.promise("C20")
@@ -212,9 +349,13 @@ def test_a_stage_needs_the_one_before_it(vembed: Command) -> None:
     )
     done = vembed("train", "cfg.yaml", "--stage", "two")
     assert done.code == 2
-    assert "output/one/final (cfg.yaml, result of one) is not there: train that stage first" in done.err
     assert (
-        "model_name: output/one/final  # cfg.yaml, result of one" in vembed("config", "cfg.yaml", "--stage", "two").out
+        "output/one/final (cfg.yaml, result of one) is not there: train that stage first"
+        in done.err
+    )
+    assert (
+        "model_name: output/one/final  # cfg.yaml, result of one"
+        in vembed("config", "cfg.yaml", "--stage", "two").out
     )
 
 
@@ -222,42 +363,93 @@ def test_a_stage_that_is_moved_says_where_it_starts_from(vembed: Command) -> Non
     Path("cfg.yaml").write_text(
         "model_name: m\ndata_path: d\ntraining_stages:\n  one: {epochs: 1}\n  two: {epochs: 2}\n"
     )
-    said = vembed("train", "cfg.yaml", "--stage", "two", "output_dir=new", "--dry-run").out
-    assert "note: output_dir: new (command line) is this stage's folder alone: it starts from output/one/final " in said
+    said = vembed(
+        "train", "cfg.yaml", "--stage", "two", "output_dir=new", "--dry-run"
+    ).out
+    assert (
+        "note: output_dir: new (command line) is this stage's folder alone: it starts from output/one/final "
+        in said
+    )
     assert "model_name=FOLDER/final starts from another run of that stage" in said
-    for words in (("--stage", "two"), ("--stage", "one", "output_dir=new"), ("--stage", "two", "model_name=m")):
-        assert "folder alone" not in vembed("train", "cfg.yaml", *words, "--dry-run").out
+    for words in (
+        ("--stage", "two"),
+        ("--stage", "one", "output_dir=new"),
+        ("--stage", "two", "model_name=m"),
+    ):
+        assert (
+            "folder alone" not in vembed("train", "cfg.yaml", *words, "--dry-run").out
+        )
 
 
-def test_a_stage_needs_the_one_before_it_in_python_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_needs_the_one_before_it_in_python_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    stages = {"model_name": "m", "data_path": "d", "training_stages": {"one": {"epochs": 1}, "two": {"epochs": 2}}}
-    with pytest.raises(UserError, match=r"output/one/final \(the config, result of one\) is not there: train that sta"):
+    stages = {
+        "model_name": "m",
+        "data_path": "d",
+        "training_stages": {"one": {"epochs": 1}, "two": {"epochs": 2}},
+    }
+    with pytest.raises(
+        UserError,
+        match=r"output/one/final \(the config, result of one\) is not there: train that sta",
+    ):
         train(stages, ["stage=two"])
 
 
 @pytest.mark.promise("D04")
-def test_the_entry_point_works_as_a_file_of_a_checkout(process: Command, tmp_path: Path) -> None:
+def test_the_entry_point_works_as_a_file_of_a_checkout(
+    process: Command, tmp_path: Path
+) -> None:
     Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n")
-    shutil.copytree(ROOT / "vembed", "checkout/vembed", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "vembed",
+        "checkout/vembed",
+        symlinks=True,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     shutil.copytree(ROOT / "configs", "checkout/configs")
     verb = Path("checkout/vembed/tools/train_command.py")
-    verb.write_text(verb.read_text().replace("would run: ", "would run, says the checkout: "))
-    done = process("checkout/vembed/entrypoints/train.py", "cfg.yaml", "epochs=2", "use_fsdp=true", "--dry-run")
+    verb.write_text(
+        verb.read_text().replace("would run: ", "would run, says the checkout: ")
+    )
+    done = process(
+        "checkout/vembed/entrypoints/train.py",
+        "cfg.yaml",
+        "epochs=2",
+        "use_fsdp=true",
+        "--dry-run",
+    )
     assert done.code == 0, done.err
     assert "epochs: 2.0  # command line" in done.out
-    assert "would run, says the checkout: " in done.out, "not the vembed that is installed"
+    assert "would run, says the checkout: " in done.out, (
+        "not the vembed that is installed"
+    )
 
 
 def test_the_entry_point_stays_one_process_unless_asked(process: Command) -> None:
     Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n")
     plain = process("-m", "vembed.entrypoints.train", "cfg.yaml", "--dry-run")
     assert "world size: 1 = 1 process(es) (started as one)" in plain.out
-    by_accelerate = process("-m", "vembed.entrypoints.train", "cfg.yaml", "--dry-run", "--devices", "8",
-                            ACCELERATE_MIXED_PRECISION="no")  # fmt: skip
+    by_accelerate = process(
+        "-m",
+        "vembed.entrypoints.train",
+        "cfg.yaml",
+        "--dry-run",
+        "--devices",
+        "8",
+        ACCELERATE_MIXED_PRECISION="no",
+    )
     assert "world size: 1 = 1 process(es) (set by the launcher)" in by_accelerate.out
     asked = process(
-        "-m", "vembed.entrypoints.train", "cfg.yaml", "--devices", "8", "--precision", "bf16-mixed", "--dry-run"
+        "-m",
+        "vembed.entrypoints.train",
+        "cfg.yaml",
+        "--devices",
+        "8",
+        "--precision",
+        "bf16-mixed",
+        "--dry-run",
     )
     assert "world size: 8 = 8 process(es) (num_processes)" in asked.out
 
@@ -265,14 +457,20 @@ def test_the_entry_point_stays_one_process_unless_asked(process: Command) -> Non
 def test_config_shows_origins_and_is_a_config_itself(vembed: Command, cfg: str) -> None:
     done = vembed("config", cfg, "lr=1e-5", "--loss", "triplet", "temperature=0.1")
     assert done.code == 2
-    assert f"error: data_path: train.jsonl does not exist (looked from {Path.cwd()})\n" == done.err
+    assert (
+        f"error: data_path: train.jsonl does not exist (looked from {Path.cwd()})\n"
+        == done.err
+    )
     Path("train.jsonl").touch()
     words = ("val_data_path=val.csv", "model_name=./m", "image_root=pictures")
     assert vembed("config", cfg, *words).err.count(" does not exist") == 2
     for verb in ("config", "train"):  # before the data are read, which may take minutes
         assert "also: model_name: ./m is not a folder" in vembed(verb, cfg, *words).err
     Path("val.csv").touch()
-    assert "write a list: [train.jsonl, val.csv]" in vembed("config", cfg, "data_path=train.jsonl, val.csv").err
+    assert (
+        "write a list: [train.jsonl, val.csv]"
+        in vembed("config", cfg, "data_path=train.jsonl, val.csv").err
+    )
     done = vembed("config", cfg, "lr=1e-5", "--loss", "triplet", "temperature=0.1")
     assert done.code == 0
     assert "learning_rate: 1.0e-05  # command line" in done.out
@@ -303,14 +501,20 @@ def test_init_writes_a_config_that_loads(vembed: Command, family: str) -> None:
     config = load_config("vembed.yaml")
     assert config.data_path == "train.jsonl"
     assert config.loss == "infonce"
-    assert all("#" in line for line in Path("vembed.yaml").read_text().splitlines() if line.strip())
+    assert all(
+        "#" in line
+        for line in Path("vembed.yaml").read_text().splitlines()
+        if line.strip()
+    )
 
 
 def test_init_gives_new_projections_a_rate_of_their_own(vembed: Command) -> None:
     Path("train.jsonl").write_text('{"query": "a", "positive": {"image": "b.png"}}\n')
     assert vembed("init", "--family", "composed").code == 0
     config = load_config("vembed.yaml")
-    assert config.learning_rate == "auto" and config.head_learning_rate is None, "1e-3 when the run begins"
+    assert config.learning_rate == "auto" and config.head_learning_rate is None, (
+        "1e-3 when the run begins"
+    )
 
 
 def test_export_says_where_the_model_is(vembed: Command) -> None:
@@ -326,19 +530,47 @@ def test_init_does_not_write_over_a_file(vembed: Command) -> None:
     assert done.code == 2 and "vembed.yaml exists already" in done.err
     assert Path("vembed.yaml").read_text() == "mine"
     assert vembed("init", "--force").code == 0
-    assert "did you mean 'clip'" in vembed("init", "--family", "clipp", "--output", "a.yaml").err
+    assert (
+        "did you mean 'clip'"
+        in vembed("init", "--family", "clipp", "--output", "a.yaml").err
+    )
     assert vembed("init", "--output", "a.txt").code == 2
 
 
 @pytest.mark.parametrize(
     ("name", "content", "loss", "mapping"),
     [
-        ("a.jsonl", '{"query": "a", "positive": "b", "negatives": ["c"]}\n', "infonce", None),
-        ("a.jsonl", '{"sentence1": "a", "sentence2": "b", "score": 0.5}\n', "cosent", None),
-        ("a.jsonl", '{"search": "a", "context": "b"}\n', "infonce", {"search": "query", "context": "positive"}),
+        (
+            "a.jsonl",
+            '{"query": "a", "positive": "b", "negatives": ["c"]}\n',
+            "infonce",
+            None,
+        ),
+        (
+            "a.jsonl",
+            '{"sentence1": "a", "sentence2": "b", "score": 0.5}\n',
+            "cosent",
+            None,
+        ),
+        (
+            "a.jsonl",
+            '{"search": "a", "context": "b"}\n',
+            "infonce",
+            {"search": "query", "context": "positive"},
+        ),
         ("a.csv", "question,answer\na,b\n", "infonce", None),
-        ("a.csv", "ID;Subject;Resolution\n1;a;b\n", "infonce", {"Subject": "query", "Resolution": "positive"}),
-        ("a.jsonl", '{"caption": "a", "img": "b.png"}\n', "infonce", {"caption": "query", "img": "positive_image"}),
+        (
+            "a.csv",
+            "ID;Subject;Resolution\n1;a;b\n",
+            "infonce",
+            {"Subject": "query", "Resolution": "positive"},
+        ),
+        (
+            "a.jsonl",
+            '{"caption": "a", "img": "b.png"}\n',
+            "infonce",
+            {"caption": "query", "img": "positive_image"},
+        ),
         ("a.tsv", "q\tpassage\na\tb\n", "infonce", {"q": "query"}),
         ("a.json", '[{"anchor": "a", "positive": "b"}, {"anchor"', "infonce", None),
     ],
@@ -350,7 +582,11 @@ def test_init_looks_at_the_data(
     done = vembed("init", "--data", name, "--val-data", name)
     assert done.code == 0, done.err
     config = load_config("vembed.yaml")
-    assert (config.loss, config.column_mapping, config.val_data_path) == (loss, mapping, name)
+    assert (config.loss, config.column_mapping, config.val_data_path) == (
+        loss,
+        mapping,
+        name,
+    )
 
 
 def test_init_reads_the_columns_of_parquet(vembed: Command) -> None:
@@ -359,7 +595,10 @@ def test_init_reads_the_columns_of_parquet(vembed: Command) -> None:
 
     pq.write_table(pa.table({"query": ["a"], "positive": ["b"]}), "a.parquet")
     assert vembed("init", "--data", "a.parquet").code == 0
-    assert "# Data: 1 records; the first 1 records have query, positive" in Path("vembed.yaml").read_text()
+    assert (
+        "# Data: 1 records; the first 1 records have query, positive"
+        in Path("vembed.yaml").read_text()
+    )
     Path("b.parquet").write_bytes(b"nothing")
     assert "not a Parquet file" in vembed("init", "--data", "b.parquet", "--force").err
 
@@ -374,7 +613,9 @@ def test_init_reads_the_columns_of_parquet(vembed: Command) -> None:
         ("\n", "is empty"),
     ],
 )
-def test_init_refuses_data_that_cannot_be_trained_on(vembed: Command, content: str, sentence: str | None) -> None:
+def test_init_refuses_data_that_cannot_be_trained_on(
+    vembed: Command, content: str, sentence: str | None
+) -> None:
     Path("train.jsonl").write_text(content)
     done = vembed("init")
     assert done.code == (0 if sentence is None else 2)
@@ -384,16 +625,33 @@ def test_init_refuses_data_that_cannot_be_trained_on(vembed: Command, content: s
 
 
 def test_wrong_values_of_other_verbs(vembed: Command) -> None:
-    assert "--dims a,b: give whole numbers" in vembed("eval", "m", "d", "--dims", "a,b").err
-    assert "--task x: give one of auto, retrieval, similarity" in vembed("eval", "m", "d", "--task", "x").err
-    assert "--kind x: give one of query, document" in vembed("encode", "m", "i", "o.npy", "--kind", "x").err
-    assert "torch_dtype must be auto, float32" in vembed("encode", "m", "i", "o.npy", "--torch-dtype", "int8").err
+    assert (
+        "--dims a,b: give whole numbers"
+        in vembed("eval", "m", "d", "--dims", "a,b").err
+    )
+    assert (
+        "--task x: give one of auto, retrieval, similarity"
+        in vembed("eval", "m", "d", "--task", "x").err
+    )
+    assert (
+        "--kind x: give one of query, document"
+        in vembed("encode", "m", "i", "o.npy", "--kind", "x").err
+    )
+    assert (
+        "torch_dtype must be auto, float32"
+        in vembed("encode", "m", "i", "o.npy", "--torch-dtype", "int8").err
+    )
 
 
 @pytest.mark.promise("B26")
-def test_a_dry_run_refuses_what_the_run_refuses(vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_refuses_what_the_run_refuses(
+    vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_RANK", "0")
     done = vembed("train", cfg, "--dry-run")
     assert done.code == 2
-    assert "WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not set although RANK=0, LOCAL_RANK=0" in done.err
+    assert (
+        "WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not set although RANK=0, LOCAL_RANK=0"
+        in done.err
+    )

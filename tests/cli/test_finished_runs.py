@@ -23,7 +23,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a config and a run of 7 steps with checkpoints after steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("finished")
     words = texts(32)
-    rows = [{"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"} for row in range(16)]
+    rows = [
+        {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
+        for row in range(16)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "cfg.yaml").write_text(
         f"model_name: {shared(tiny_bert_st)}\ndata_path: {folder}/train.jsonl\nbatch_size: 8\nmax_steps: 7\nlr: 1e-3\n"
@@ -49,7 +52,9 @@ def contents(folder: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("words", [("max_steps=5",), ("max_steps=7",), ("max_steps=5", "damaged")])
+@pytest.mark.parametrize(
+    "words", [("max_steps=5",), ("max_steps=7",), ("max_steps=5", "damaged")]
+)
 def test_resuming_a_finished_run_with_nothing_left_changes_no_file(
     vembed: Command, run: str, words: tuple[str]
 ) -> None:
@@ -63,7 +68,9 @@ def test_resuming_a_finished_run_with_nothing_left_changes_no_file(
     assert contents("run") == before
 
 
-def test_a_finished_run_goes_on_where_more_steps_are_asked_for(vembed: Command, run: str) -> None:
+def test_a_finished_run_goes_on_where_more_steps_are_asked_for(
+    vembed: Command, run: str
+) -> None:
     before = losses("run")
     done = vembed("train", run, "--resume", "max_steps=8", "lr_scheduler_type=linear")
     assert done.code == 0, done.err
@@ -81,7 +88,10 @@ def test_a_finished_run_is_replaced_only_on_request(vembed: Command, run: str) -
     assert "--overwrite" in done.err and "{model}-{time}" in done.err
     assert contents("run") == before
     done = vembed("train", run, "--resume", "max_steps=9")
-    assert done.code == 2 and "without a checkpoint, so 9 steps cannot go on from it" in done.err
+    assert (
+        done.code == 2
+        and "without a checkpoint, so 9 steps cannot go on from it" in done.err
+    )
     assert contents("run") == before
     assert vembed("train", run, "--resume", "--overwrite").code == 2
     done = vembed("train", run, "--overwrite", "max_steps=3", "save_steps=null")
@@ -91,31 +101,51 @@ def test_a_finished_run_is_replaced_only_on_request(vembed: Command, run: str) -
 
 
 def test_output_dir_may_be_a_template(vembed: Command, run: str) -> None:
-    done = vembed("train", run, "output_dir=runs/{model}-{data}-{seed}-{time}", "max_steps=1", "save_steps=null")
+    done = vembed(
+        "train",
+        run,
+        "output_dir=runs/{model}-{data}-{seed}-{time}",
+        "max_steps=1",
+        "save_steps=null",
+    )
     assert done.code == 0, done.err
     (folder,) = Path("runs").iterdir()
     assert folder.name.startswith("tiny_bert_st") and "-train-42-2" in folder.name
     assert (folder / "final").is_dir()
     done = vembed("train", run, "output_dir=runs/{name}")
-    assert done.code == 2 and "{name} is not known; a folder's name may contain {model}, {data}" in done.err
+    assert (
+        done.code == 2
+        and "{name} is not known; a folder's name may contain {model}, {data}"
+        in done.err
+    )
     done = vembed("train", run, "output_dir=runs/{time}", "--resume")
     assert done.code == 2 and "{time} names a new folder at each start" in done.err
 
 
 def test_all_ranks_expand_a_template_to_one_folder(vembed: Command) -> None:
-    values = {"model_name": "org/some-model", "data_path": [DataSource(path="a/faq.csv")]}
+    values = {
+        "model_name": "org/some-model",
+        "data_path": [DataSource(path="a/faq.csv")],
+    }
     first = expand_output_dir("{model}-{data}-{time}", values, {"LOCAL_RANK": "0"})
     assert first.startswith("some-model-faq-2")
-    assert expand_output_dir("{model}-{data}-{time}", values, {"LOCAL_RANK": "1"}) == first
+    assert (
+        expand_output_dir("{model}-{data}-{time}", values, {"LOCAL_RANK": "1"}) == first
+    )
 
 
-def test_a_resumed_run_keeps_its_global_batch_on_more_processes(vembed: Command, run: str) -> None:
+def test_a_resumed_run_keeps_its_global_batch_on_more_processes(
+    vembed: Command, run: str
+) -> None:
     whole = losses("run")
     shutil.rmtree("run/final")
     shutil.rmtree("run/checkpoint-6")
     done, _ = on_ranks("train", run, "--resume")
     assert done.code == 0, done.err
-    assert "global batch: 8 examples, as in the checkpoint (batch_size: 8 x 2 process(es) would be 16)" in done.out
+    assert (
+        "global batch: 8 examples, as in the checkpoint (batch_size: 8 x 2 process(es) would be 16)"
+        in done.out
+    )
     assert losses("run") == pytest.approx(whole, rel=1e-4)
     refused = on_ranks("train", run, "--resume", "batch_size=6", "max_steps=9")
     assert [one.code for one in refused] == [2, 2]
@@ -129,8 +159,18 @@ def test_verbs_take_a_run_and_a_checkpoint(vembed: Command, run: str) -> None:
     assert Path("run.json").read_text() == Path("final.json").read_text()
     done = vembed("export", "run/checkpoint-6", "model")
     assert done.code == 0, done.err
-    assert vembed("encode", "model", "train.jsonl", "model.npy", "--column", "query").code == 0
-    done = vembed("encode", "run/checkpoint-6", "train.jsonl", "checkpoint.npy", "--column", "query")
+    assert (
+        vembed("encode", "model", "train.jsonl", "model.npy", "--column", "query").code
+        == 0
+    )
+    done = vembed(
+        "encode",
+        "run/checkpoint-6",
+        "train.jsonl",
+        "checkpoint.npy",
+        "--column",
+        "query",
+    )
     assert done.code == 0, done.err
     assert np.array_equal(np.load("model.npy"), np.load("checkpoint.npy"))
     assert vembed("export", "run", "copy").code == 0
@@ -138,12 +178,17 @@ def test_verbs_take_a_run_and_a_checkpoint(vembed: Command, run: str) -> None:
     shutil.rmtree("run/final")
     done = vembed("eval", "run", "train.jsonl")
     assert done.code == 2
-    assert "is a run that has not finished, so it has no final/: resume it; `vembed export run/checkpoint-6" in done.err
+    assert (
+        "is a run that has not finished, so it has no final/: resume it; `vembed export run/checkpoint-6"
+        in done.err
+    )
     assert vembed("export", "run", "other").code == 2 and not Path("other").exists()
     Path("empty").mkdir()
     Path("empty/config.json").write_text("{}")
     done = vembed("export", "empty", "other")
-    assert done.code == 2 and "has no weights" in done.err and not Path("other").exists()
+    assert (
+        done.code == 2 and "has no weights" in done.err and not Path("other").exists()
+    )
 
 
 def test_a_killed_run_gets_a_report(vembed: Command, run: str) -> None:

@@ -13,7 +13,10 @@ from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import load_config
 
-ROWS = [{"Question": f"where is number {n}?", "Answer": f"number {n} is behind {n + 1}"} for n in range(240)]
+ROWS = [
+    {"Question": f"where is number {n}?", "Answer": f"number {n} is behind {n + 1}"}
+    for n in range(240)
+]
 
 SIDES = ("messages", "positive_messages")
 
@@ -24,27 +27,39 @@ def written(kind: str) -> str:
     csv = "Question,Answer\n" + "".join(",".join(row.values()) + "\n" for row in ROWS)
     if kind == "saved":
         datasets.DatasetDict(
-            train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS[:3])
+            train=datasets.Dataset.from_list(ROWS),
+            test=datasets.Dataset.from_list(ROWS[:3]),
         ).save_to_disk(kind)
     elif kind in ("jsonl.gz", "csv.gz"):
-        Path(f"a.{kind}").write_bytes(gzip.compress((lines if kind == "jsonl.gz" else csv).encode()))
+        Path(f"a.{kind}").write_bytes(
+            gzip.compress((lines if kind == "jsonl.gz" else csv).encode())
+        )
         return f"a.{kind}"
     else:
         Path("parts").mkdir()
         for number in range(2):
             half = ROWS[number * 120 : number * 120 + 120]
-            Path("parts", f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in half))
+            Path("parts", f"{number}.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in half)
+            )
     return kind
 
 
-@pytest.mark.parametrize("kind", ["saved", "jsonl.gz", "csv.gz", "parts", "parts/*.jsonl"])
-def test_columns_and_sizes_are_looked_at_in_every_container(vembed: Command, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["saved", "jsonl.gz", "csv.gz", "parts", "parts/*.jsonl"]
+)
+def test_columns_and_sizes_are_looked_at_in_every_container(
+    vembed: Command, kind: str
+) -> None:
     data = written(kind)
     done = vembed("init", "--data", data, "--model", str(shared(tiny_bert)))
     assert done.code == 0, done.err
     assert "note: GUESSED, please check: Question is the query" in done.err
     config = load_config("vembed.yaml")
-    assert config.data_path == data and config.column_mapping == {"Question": "query", "Answer": "positive"}
+    assert config.data_path == data and config.column_mapping == {
+        "Question": "query",
+        "Answer": "positive",
+    }
     assert config.val_split == 0.1 and config.batch_size == 8
     assert "# Data: 240 records" in Path("vembed.yaml").read_text()
     assert vembed("train", "vembed.yaml", "--dry-run").code == 0
@@ -58,20 +73,33 @@ def test_files_that_are_not_read_have_a_way_out(vembed: Command) -> None:
         ("a.zip", "unpack it (unzip)"),
     ):
         Path(name).write_bytes(b"PK")
-        for words in (("init", "--data", name), ("train", "model_name=m", f"data_path={name}", "--dry-run")):
+        for words in (
+            ("init", "--data", name),
+            ("train", "model_name=m", f"data_path={name}", "--dry-run"),
+        ):
             done = vembed(*words)
             assert done.code == 2 and way_out in done.err, (words, done.err)
 
 
 @pytest.mark.parametrize("kind", ["classes", "scores"])
-def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(vembed: Command, kind: str) -> None:
+def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(
+    vembed: Command, kind: str
+) -> None:
     rows = (
-        [{"text": f"{['cat', 'dog', 'cow'][n % 3]} number {n}", "label": n % 3} for n in range(240)]
+        [
+            {"text": f"{['cat', 'dog', 'cow'][n % 3]} number {n}", "label": n % 3}
+            for n in range(240)
+        ]
         if kind == "classes"
-        else [{"sentence1": f"cat {n}", "sentence2": f"dog {n}", "score": n % 7} for n in range(240)]
+        else [
+            {"sentence1": f"cat {n}", "sentence2": f"dog {n}", "score": n % 7}
+            for n in range(240)
+        ]
     )
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert vembed("init", "--data", "a.jsonl", "--model", str(shared(tiny_bert))).code == 0
+    assert (
+        vembed("init", "--data", "a.jsonl", "--model", str(shared(tiny_bert))).code == 0
+    )
     assert load_config("vembed.yaml").val_split == 0.1
     done = vembed("train", "vembed.yaml", "max_steps=1", "report_to=none")
     assert done.code == 0, done.err
@@ -81,14 +109,31 @@ def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(vembed: Command,
 @pytest.mark.parametrize(
     ("content", "doubt"),
     [
-        ("query,positive,label\na b,c d,1\ne f,g h,0\n", "label is not read, and every pair is taken for a match"),
-        ("Where is the cat?,In the house by the river\nWhere is the dog?,There\n", "if it is a record, put a line"),
-        ("sentence1,sentence2,label\na,b,0\nc,d,1\ne,f,2\n", "label (0, 1, 2) is taken for a score"),
-        ("query,positive\na,b\n,d\n", "1 of the first 2 records cannot be used, record 2: query is empty"),
-        ("query,positive,negative1\na,b,c\nd,e,f\n", "negative1 is not read: if it holds negatives"),
+        (
+            "query,positive,label\na b,c d,1\ne f,g h,0\n",
+            "label is not read, and every pair is taken for a match",
+        ),
+        (
+            "Where is the cat?,In the house by the river\nWhere is the dog?,There\n",
+            "if it is a record, put a line",
+        ),
+        (
+            "sentence1,sentence2,label\na,b,0\nc,d,1\ne,f,2\n",
+            "label (0, 1, 2) is taken for a score",
+        ),
+        (
+            "query,positive\na,b\n,d\n",
+            "1 of the first 2 records cannot be used, record 2: query is empty",
+        ),
+        (
+            "query,positive,negative1\na,b,c\nd,e,f\n",
+            "negative1 is not read: if it holds negatives",
+        ),
     ],
 )
-def test_doubts_are_said_and_stand_in_the_config(vembed: Command, content: str, doubt: str) -> None:
+def test_doubts_are_said_and_stand_in_the_config(
+    vembed: Command, content: str, doubt: str
+) -> None:
     Path("a.csv").write_text(content)
     done = vembed("init", "--data", "a.csv")
     assert done.code == 0 and doubt in done.err, done.err
@@ -99,34 +144,60 @@ def test_doubts_are_said_and_stand_in_the_config(vembed: Command, content: str, 
 
 
 def test_data_of_which_no_record_can_be_used_are_refused(vembed: Command) -> None:
-    columns = {name: {str(n): f"{name} {n}" for n in range(3)} for name in ("query", "positive")}
-    Path("a.json").write_text(json.dumps(columns))  # as pandas writes it without orient="records"
+    columns = {
+        name: {str(n): f"{name} {n}" for n in range(3)}
+        for name in ("query", "positive")
+    }
+    Path("a.json").write_text(
+        json.dumps(columns)
+    )  # as pandas writes it without orient="records"
     done = vembed("init", "--data", "a.json")
-    assert done.code == 2 and "none of the first 1 records can be used" in done.err, done.err
+    assert done.code == 2 and "none of the first 1 records can be used" in done.err, (
+        done.err
+    )
     assert not Path("vembed.yaml").exists()
 
 
 def test_good_data_raise_no_doubts(vembed: Command) -> None:
     Path("a.csv").write_text("query,positive,page\na,b,1\nc,d,2\n")
     done = vembed("init", "--data", "a.csv")
-    assert done.code == 0 and "note: " not in done.err and "CHECK" not in Path("vembed.yaml").read_text()
+    assert (
+        done.code == 0
+        and "note: " not in done.err
+        and "CHECK" not in Path("vembed.yaml").read_text()
+    )
 
 
 @pytest.mark.parametrize("kind", ["passages", "conversations", "for_excel", "quotes"])
 def test_shapes_of_other_programs(vembed: Command, kind: str) -> None:
     passage = "word " * 60
     name, lines = {
-        "passages": ("a.jsonl", {"query": "q", "positive_passages": [{"title": "t", "text": passage}]}),
-        "conversations": ("a.jsonl", {side: [{"role": "user", "content": passage}] for side in SIDES} | {"label": 0.5}),
+        "passages": (
+            "a.jsonl",
+            {"query": "q", "positive_passages": [{"title": "t", "text": passage}]},
+        ),
+        "conversations": (
+            "a.jsonl",
+            {side: [{"role": "user", "content": passage}] for side in SIDES}
+            | {"label": 0.5},
+        ),
         "for_excel": ("a.csv", "sep=;\nquery;positive\n" + f"q;{passage}\n" * 60),
-        "quotes": ("a.tsv", "query\tpositive\n" + f'q\t"{passage}\nr\t{passage}"\n' * 30),
+        "quotes": (
+            "a.tsv",
+            "query\tpositive\n" + f'q\t"{passage}\nr\t{passage}"\n' * 30,
+        ),
     }[kind]
-    Path(name).write_text(lines if isinstance(lines, str) else (json.dumps(lines) + "\n") * 60)
+    Path(name).write_text(
+        lines if isinstance(lines, str) else (json.dumps(lines) + "\n") * 60
+    )
     done = vembed("init", "--data", name, "--model", str(shared(tiny_bert)))
     assert done.code == 0, done.err
     config = load_config("vembed.yaml")
     assert (config.max_length or 0) >= 60, "a text of 60 words is not cut"
-    assert config.loss == ("cosent" if kind == "conversations" else "infonce") and config.column_mapping is None
+    assert (
+        config.loss == ("cosent" if kind == "conversations" else "infonce")
+        and config.column_mapping is None
+    )
     assert "# Data: 60 records" in Path("vembed.yaml").read_text()
     done = vembed("train", "vembed.yaml", "val_split=null", "--dry-run")
     assert done.code == 0, done.err

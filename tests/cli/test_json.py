@@ -17,9 +17,14 @@ from vembed.cli_support import json_words
 def folder(vembed: Command) -> str:
     """Data and a config in the current folder."""
     words = texts(32)
-    rows = [{"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"} for row in range(16)]
+    rows = [
+        {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
+        for row in range(16)
+    ]
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("cfg.yaml").write_text(f"model_name: {shared(tiny_bert_st)}\ndata_path: train.jsonl\nbatch_size: 8\n")
+    Path("cfg.yaml").write_text(
+        f"model_name: {shared(tiny_bert_st)}\ndata_path: train.jsonl\nbatch_size: 8\n"
+    )
     return str(shared(tiny_bert_st))
 
 
@@ -48,9 +53,15 @@ def read(vembed: Command, *words: str, code: int = 0) -> Any:
 def test_versions_config_and_plan(vembed: Command, folder: str) -> None:
     assert {"vembed", "python", "torch"} <= set(read(vembed, "version"))
     config = read(vembed, "config", "cfg.yaml", "epochs=2")
-    assert config["options"]["epochs"] == 2 and config["options"]["batch_size"] == 8 and config["origins"]
+    assert (
+        config["options"]["epochs"] == 2
+        and config["options"]["batch_size"] == 8
+        and config["origins"]
+    )
     plan = read(vembed, "plan", "cfg.yaml", "--memory", "80")
-    assert plan["fits"] is True and 0 < plan["needed_bytes"] == sum(plan["memory_bytes"].values())
+    assert plan["fits"] is True and 0 < plan["needed_bytes"] == sum(
+        plan["memory_bytes"].values()
+    )
     plan = read(vembed, "plan", "cfg.yaml", "--memory", "0.0001", code=1)
     assert plan["fits"] is False and plan["ways_out"]
 
@@ -61,31 +72,64 @@ def test_scores_and_vectors(vembed: Command, folder: str) -> None:
     assert vembed("eval", folder, "train.jsonl", "--json", "scores.json").code == 0
     assert json.loads(Path("scores.json").read_text()) == scores
     done = vembed("eval", folder, "train.jsonl", "--json", "nowhere/scores.json")
-    assert done.code == 2 and "is not a folder" in done.err and len(done.err.splitlines()) == 1
-    encoded = read(vembed, "encode", folder, "train.jsonl", "vectors.npy", "--column", "positive")
+    assert (
+        done.code == 2
+        and "is not a folder" in done.err
+        and len(done.err.splitlines()) == 1
+    )
+    encoded = read(
+        vembed, "encode", folder, "train.jsonl", "vectors.npy", "--column", "positive"
+    )
     assert encoded["num_dims"] > 0 and Path("vectors.npy").is_file()
     merged = read(vembed, "merge", folder, folder, "--output", "merged")
-    assert merged["model_dir"].endswith("merged") and merged["recipe"]["method"] == "mean"
+    assert (
+        merged["model_dir"].endswith("merged") and merged["recipe"]["method"] == "mean"
+    )
 
 
 def test_data_training_and_search(vembed: Command, folder: str) -> None:
     facts = read(vembed, "data", "cfg.yaml")
     assert facts["num_examples"] == 16 and facts["sources"][0]["num_examples"] == 16
-    assert facts["repetitions"]["queries"]["different"] == 16 and facts["lengths"]["queries"]["measured"] == 16
+    assert (
+        facts["repetitions"]["queries"]["different"] == 16
+        and facts["lengths"]["queries"]["measured"] == 16
+    )
     assert read(vembed, "train", "cfg.yaml", "--dry-run")["options"]["batch_size"] == 8
     short = ["val_data_path=train.jsonl", "max_steps=1", "report_to=none"]
     trained = read(vembed, "train", "cfg.yaml", *short)
-    assert trained["last_step"] == 1 and trained["metric"] == "ndcg@10" and trained["after"]["ndcg@10"] > 0
+    assert (
+        trained["last_step"] == 1
+        and trained["metric"] == "ndcg@10"
+        and trained["after"]["ndcg@10"] > 0
+    )
     assert (Path(trained["model_dir"]) / "modules.json").is_file()
     found = read(vembed, "tune", "cfg.yaml", *short, "--trials", "1")
-    assert Path(found["best_config"]).is_file() and len(found["trials"]) == 1 and found["score"] > 0
+    assert (
+        Path(found["best_config"]).is_file()
+        and len(found["trials"]) == 1
+        and found["score"] > 0
+    )
 
 
 def test_data_that_are_made(vembed: Command, folder: str) -> None:
-    mined = read(vembed, "mine", "data_path=train.jsonl", f"model_name={folder}", "output_path=mined.jsonl")
-    assert mined["num_rows"] == 16 and mined["counts"]["candidates"] > 0 and Path(mined["output_path"]).is_file()
+    mined = read(
+        vembed,
+        "mine",
+        "data_path=train.jsonl",
+        f"model_name={folder}",
+        "output_path=mined.jsonl",
+    )
+    assert (
+        mined["num_rows"] == 16
+        and mined["counts"]["candidates"] > 0
+        and Path(mined["output_path"]).is_file()
+    )
     audited = read(vembed, "audit", "data_path=train.jsonl", "output_path=audit.html")
     assert audited["report"] and audited["output_path"] == "audit.html"
-    Path("documents.jsonl").write_text("".join(f'{{"text": "{text}. And {text}."}}\n' for text in texts(8)))
-    made = read(vembed, "generate", "corpus_path=documents.jsonl", "output_path=made.jsonl")
+    Path("documents.jsonl").write_text(
+        "".join(f'{{"text": "{text}. And {text}."}}\n' for text in texts(8))
+    )
+    made = read(
+        vembed, "generate", "corpus_path=documents.jsonl", "output_path=made.jsonl"
+    )
     assert made["num_rows"] == sum(made["kept"].values())

@@ -9,15 +9,17 @@ import pytest
 
 from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_qwen3
-from vembed.distributed.hardware import read_hardware
 from vembed.errors import UserError
+from vembed.parallel.hardware import read_hardware
 
 
 @pytest.fixture
 def plan(vembed: Command) -> str:
     """A config with 1,000 pairs of two short texts."""
     Path("train.jsonl").write_text('{"query": "red", "positive": "green"}\n' * 1000)
-    Path("cfg.yaml").write_text(f"model_name: {shared(tiny_qwen3)}\ndata_path: train.jsonl\nbatch_size: 10\n")
+    Path("cfg.yaml").write_text(
+        f"model_name: {shared(tiny_qwen3)}\ndata_path: train.jsonl\nbatch_size: 10\n"
+    )
     return "cfg.yaml"
 
 
@@ -27,28 +29,45 @@ def hours(text: str) -> float:
 
 
 def test_hours_on_gpus_that_are_not_here(vembed: Command, plan: str) -> None:
-    done = vembed("plan", plan, "--gpu", "2xA100-80GB", "epochs=2", "use_gradient_cache=false")
+    done = vembed(
+        "plan", plan, "--gpu", "2xA100-80GB", "epochs=2", "use_gradient_cache=false"
+    )
     assert done.code == 0, done.err
     assert "GB of the 77.6 GB of a process (A100-80GB): fits" in done.out
     assert "mixed precision: bf16 (auto: A100-80GB computes in bfloat16)" in done.out
-    assumed = (
-        "an estimate from a table of data sheets with an assumed 35-60 % of the peak, often off by a factor of two"
-    )
+    assumed = "an estimate from a table of data sheets with an assumed 35-60 % of the peak, often off by a factor of two"
     assert f"This is {assumed}: 100 steps x 20 examples x " in done.out
-    assert "at 35% of the 312 TFLOPS of A100-80GB's data sheet (16 bits), on 2 GPU(s)" in done.out
-    one = vembed("plan", plan, "--gpu=A100-80GB", "epochs=2", "use_gradient_cache=false").out
-    assert hours(one) == pytest.approx(2 * hours(done.out), rel=0.06), "as many examples on half the GPUs"
-    again = vembed("plan", plan, "--gpu", "2xA100-80GB", "epochs=2", "gradient_checkpointing=true").out
-    assert hours(again) == pytest.approx(4 / 3 * hours(done.out), rel=0.1), "one more forward pass"
+    assert (
+        "at 35% of the 312 TFLOPS of A100-80GB's data sheet (16 bits), on 2 GPU(s)"
+        in done.out
+    )
+    one = vembed(
+        "plan", plan, "--gpu=A100-80GB", "epochs=2", "use_gradient_cache=false"
+    ).out
+    assert hours(one) == pytest.approx(2 * hours(done.out), rel=0.06), (
+        "as many examples on half the GPUs"
+    )
+    again = vembed(
+        "plan", plan, "--gpu", "2xA100-80GB", "epochs=2", "gradient_checkpointing=true"
+    ).out
+    assert hours(again) == pytest.approx(4 / 3 * hours(done.out), rel=0.1), (
+        "one more forward pass"
+    )
 
 
 def test_memory_alone(vembed: Command, plan: str) -> None:
     done = vembed("plan", plan, "--memory", "80", "--nproc", "4")
-    assert "of the 77.6 GB of a process (a GPU of 80 GB): fits" in done.out and "processes, shards       4" in done.out
+    assert (
+        "of the 77.6 GB of a process (a GPU of 80 GB): fits" in done.out
+        and "processes, shards       4" in done.out
+    )
     assert "hours: not estimated, since --memory names no GPU" in done.out
     assert vembed("plan", plan, "--memory", "0.01").code == 1
     done = vembed("plan", plan, "--gpu", "V100-32GB", "data_path=elsewhere.jsonl")
-    assert "hours: not estimated; for that, data_path must be files of texts that are here" in done.out
+    assert (
+        "hours: not estimated; for that, data_path must be files of texts that are here"
+        in done.out
+    )
     assert "auto: V100-32GB has no bfloat16" in done.out
 
 
@@ -56,22 +75,39 @@ def test_memory_alone(vembed: Command, plan: str) -> None:
     ("words", "sentence"),
     [
         (("--gpu", "A100"), "--gpu A100: give its memory too: A100-40GB or A100-80GB"),
-        (("--gpu", "H10O-80GB"), "H10O-80GB is not in the table, did you mean H100-80GB?"),
+        (
+            ("--gpu", "H10O-80GB"),
+            "H10O-80GB is not in the table, did you mean H100-80GB?",
+        ),
         (("--gpu", "0xH100"), "give a number and a name, as 2xA100-80GB"),
         (("--gpu",), "--gpu needs a value"),
-        (("--memory", "much"), "--memory 'much': give the memory of one GPU in GB, as 80"),
-        (("--gpu", "2xL4", "--nproc", "4"), "4 processes (num_processes) do not fit on --gpu with 2 GPU(s)"),
+        (
+            ("--memory", "much"),
+            "--memory 'much': give the memory of one GPU in GB, as 80",
+        ),
+        (
+            ("--gpu", "2xL4", "--nproc", "4"),
+            "4 processes (num_processes) do not fit on --gpu with 2 GPU(s)",
+        ),
     ],
 )
-def test_mistakes(vembed: Command, plan: str, words: tuple[str, ...], sentence: str) -> None:
+def test_mistakes(
+    vembed: Command, plan: str, words: tuple[str, ...], sentence: str
+) -> None:
     done = vembed("plan", plan, *words)
     assert done.code == 2 and sentence in done.err
 
 
-@pytest.mark.parametrize("name", ["NVIDIA A100 80GB", "a100-80g", "8x A100-SXM4-80GB", "A100_80GB"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA A100 80GB", "a100-80g", "8x A100-SXM4-80GB", "A100_80GB"]
+)
 def test_names_as_people_write_them(name: str) -> None:
     found = read_hardware(name, None)
-    assert found is not None and found.gpu.name == "A100-80GB" and found.gpu.memory == int(80 * 0.97 * 2**30)
+    assert (
+        found is not None
+        and found.gpu.name == "A100-80GB"
+        and found.gpu.memory == int(80 * 0.97 * 2**30)
+    )
     more = read_hardware("2xA100-80GB", "40")
     assert more is not None and more.count == 2 and more.gpu.gigabytes == 40
     with pytest.raises(UserError):

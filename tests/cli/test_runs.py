@@ -17,7 +17,10 @@ from tests.tiny import shared, texts, tiny_bert_st
 def run_config(vembed: Command) -> str:
     """A config for four steps, with data and a model."""
     words = texts(32)
-    rows = [{"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"} for row in range(16)]
+    rows = [
+        {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
+        for row in range(16)
+    ]
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("cfg.yaml").write_text(
         f"model_name: {shared(tiny_bert_st)}\ndata_path: train.jsonl\nglobal_batch_size: 8\nmax_steps: 4\nlr: 1e-3\n"
@@ -27,15 +30,22 @@ def run_config(vembed: Command) -> str:
 
 
 def losses(folder: str) -> list[float]:
-    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in Path(folder, "metrics.jsonl").read_text().splitlines()
+    ]
     return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.mark.promise("A08", "D43")
-def test_train_here_and_on_two_sharded_processes(vembed: Command, run_config: str) -> None:
+def test_train_here_and_on_two_sharded_processes(
+    vembed: Command, run_config: str
+) -> None:
     here = vembed("train", run_config, "output_dir=one")
     assert here.code == 0, here.err
-    there = command("train", run_config, "output_dir=two", "--nproc", "2", "--use-fsdp", "true")
+    there = command(
+        "train", run_config, "output_dir=two", "--nproc", "2", "--use-fsdp", "true"
+    )
     assert there.returncode == 0, there.stderr
     assert len(losses("one")) == 4
     assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
@@ -46,7 +56,9 @@ def test_train_here_and_on_two_sharded_processes(vembed: Command, run_config: st
     assert losses("three") == losses("one"), "the written config repeats the run"
 
 
-def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(vembed: Command, run_config: str) -> None:
+def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(
+    vembed: Command, run_config: str
+) -> None:
     Path("train.jsonl").write_text('{"query": "a", "positive": "b"}\n{"query": ""}\n')
     done = command("train", run_config, "--nproc", "2")
     assert done.returncode == 2
@@ -56,19 +68,44 @@ def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(vembed: Command,
 
 def test_eval_and_encode(vembed: Command, run_config: str) -> None:
     model = str(shared(tiny_bert_st))
-    done = vembed("eval", model, "train.jsonl", "--dims", "16", "--ks", "1,10", "--json", "scores.json")
+    done = vembed(
+        "eval",
+        model,
+        "train.jsonl",
+        "--dims",
+        "16",
+        "--ks",
+        "1,10",
+        "--json",
+        "scores.json",
+    )
     assert done.code == 0, done.err
-    assert {"ndcg@10", "recall@1", "dim16/mrr@10"} <= set(json.loads(Path("scores.json").read_text()))
-    done = vembed("encode", model, "train.jsonl", "vectors.npy", "--column", "positive", "--truncate-dim", "16")
+    assert {"ndcg@10", "recall@1", "dim16/mrr@10"} <= set(
+        json.loads(Path("scores.json").read_text())
+    )
+    done = vembed(
+        "encode",
+        model,
+        "train.jsonl",
+        "vectors.npy",
+        "--column",
+        "positive",
+        "--truncate-dim",
+        "16",
+    )
     assert done.code == 0, done.err
     assert np.load("vectors.npy").shape == (16, 16)
     assert vembed("encode", model, "nowhere.jsonl", "vectors.npy").code == 2
 
 
 @pytest.mark.promise("B14", "B15")
-def test_encode_on_two_processes_writes_the_same(vembed: Command, run_config: str) -> None:
+def test_encode_on_two_processes_writes_the_same(
+    vembed: Command, run_config: str
+) -> None:
     model = str(shared(tiny_bert_st))
     Path("seven.txt").write_text("".join(f"{text}\n" for text in texts(7)))
     assert vembed("encode", model, "seven.txt", "one.npy").code == 0
-    assert [done.code for done in on_ranks("encode", model, "seven.txt", "two.npy")] == [0, 0]
+    assert [
+        done.code for done in on_ranks("encode", model, "seven.txt", "two.npy")
+    ] == [0, 0]
     np.testing.assert_allclose(np.load("two.npy"), np.load("one.npy"), atol=1e-6)

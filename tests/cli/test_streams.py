@@ -10,28 +10,47 @@ import yaml
 from tests.commands import start
 from tests.tiny import shared, tiny_bert_st
 from tests.training.test_run import settings
-from vembed.distributed.environment import check_num_threads
 from vembed.errors import UserError
+from vembed.parallel.environment import check_num_threads
 
 
 def test_a_run_without_standard_streams_ends_well(tmp_path: Path) -> None:
     options = settings(tmp_path, max_steps=2, val_data_path=None)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**options, "report_to": "none"}))
-    assert start("train", f"{tmp_path}/run.yaml", "--nproc", "2", has_streams=False).wait(100) == 0
+    assert (
+        start("train", f"{tmp_path}/run.yaml", "--nproc", "2", has_streams=False).wait(
+            100
+        )
+        == 0
+    )
     assert (tmp_path / "run" / "final").is_dir()
-    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2, "nothing is printed into other files"
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2, (
+        "nothing is printed into other files"
+    )
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path: Path) -> None:
     err = tmp_path / "err"
-    code = start("export", str(shared(tiny_bert_st)), f"{tmp_path}/copy", stderr=err, max_file_bytes=20_000).wait(100)
-    assert code == 1 and err.read_text().startswith(f"error: {tmp_path}/copy could not be written (File too large): ")
-    assert err.read_text().count("\n") == 1 and [one.name for one in tmp_path.iterdir()] == ["err"]
+    code = start(
+        "export",
+        str(shared(tiny_bert_st)),
+        f"{tmp_path}/copy",
+        stderr=err,
+        max_file_bytes=20_000,
+    ).wait(100)
+    assert code == 1 and err.read_text().startswith(
+        f"error: {tmp_path}/copy could not be written (File too large): "
+    )
+    assert err.read_text().count("\n") == 1 and [
+        one.name for one in tmp_path.iterdir()
+    ] == ["err"]
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "1.5"])
 def test_threads_that_are_no_number(value: str) -> None:
-    with pytest.raises(UserError, match=r"OMP_NUM_THREADS='.*' must be a whole number above 0"):
+    with pytest.raises(
+        UserError, match=r"OMP_NUM_THREADS='.*' must be a whole number above 0"
+    ):
         check_num_threads({"OMP_NUM_THREADS": value})
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from vembed.config.arguments import LAUNCH_FLAGS, TrainArguments, parse_train_arguments, train_help
+from vembed.config.arguments import (
+    LAUNCH_FLAGS,
+    TrainArguments,
+    parse_train_arguments,
+    train_help,
+)
 from vembed.errors import UserError
 
 
@@ -21,7 +26,10 @@ from vembed.errors import UserError
         ("--set epochs=2 --set=lr=1e-5", ["epochs=2", "lr=1e-5"]),
         ("--nproc 4 --num-machines 2", ["nproc=4", "num_machines=2"]),
         ("--devices 8 --precision bf16-mixed", ["devices=8", "precision=bf16-mixed"]),
-        ("--fsdp-config single_node_fsdp --num-nodes 4", ["fsdp_config=single_node_fsdp", "num_nodes=4"]),
+        (
+            "--fsdp-config single_node_fsdp --num-nodes 4",
+            ["fsdp_config=single_node_fsdp", "num_nodes=4"],
+        ),
         ("--resume --epochs 2", ["resume=true", "epochs=2"]),
         ("--resume output/checkpoint-5", ["resume=output/checkpoint-5"]),
         ("--resume auto --resume-anyway", ["resume=auto", "resume_anyway=true"]),
@@ -60,7 +68,9 @@ def test_what_only_the_launcher_needs() -> None:
 
 
 def test_the_words_for_other_processes_mean_the_same() -> None:
-    arguments = parse_train_arguments(["a b.yaml", "query_prompt=--set x=1", "--stage", "two", "--lr", "1e-5"])
+    arguments = parse_train_arguments(
+        ["a b.yaml", "query_prompt=--set x=1", "--stage", "two", "--lr", "1e-5"]
+    )
     assert parse_train_arguments(arguments.words()) == arguments
 
 
@@ -72,12 +82,24 @@ def test_the_words_for_other_processes_mean_the_same() -> None:
         (["a.yaml", "b.yaml"], "unexpected 'b.yaml' beside the config 'a.yaml'"),
         (["a.yaml", "--batch-size"], "--batch-size needs a value"),
         (["a.yaml", "--batch-size", "--debug"], "--batch-size needs a value"),
-        (["a.yaml", "--batch-sise", "8"], "unknown option --batch-sise, did you mean --batch-size?"),
+        (
+            ["a.yaml", "--batch-sise", "8"],
+            "unknown option --batch-sise, did you mean --batch-size?",
+        ),
         (["a.yaml", "--machine-rnk", "8"], "did you mean --machine-rank?"),
-        (["a.yaml", "--qqqqqq"], "`vembed train --help` and `vembed schema` list what there is"),
+        (
+            ["a.yaml", "--qqqqqq"],
+            "`vembed train --help` and `vembed schema` list what there is",
+        ),
         (["a.yaml", "--set", "epochs"], "--set 'epochs': it sets an option"),
-        (["a.yaml", "--machine-rank", "one"], "--machine-rank must be a whole number, but is 'one'"),
-        (["a.yaml", "--main-process-port", "999999"], "--main-process-port must be a whole number"),
+        (
+            ["a.yaml", "--machine-rank", "one"],
+            "--machine-rank must be a whole number, but is 'one'",
+        ),
+        (
+            ["a.yaml", "--main-process-port", "999999"],
+            "--main-process-port must be a whole number",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(words: list[str], sentence: str) -> None:
@@ -95,15 +117,25 @@ def test_help_lists_every_flag() -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        ("--nproc 8 --devices 8 lr=1e-5", ["num_processes=8", "num_processes=8", "learning_rate=1e-5"]),
+        (
+            "--nproc 8 --devices 8 lr=1e-5",
+            ["num_processes=8", "num_processes=8", "learning_rate=1e-5"],
+        ),
         ("model.name=a/b --set loss.type=infonce", ["model_name=a/b", "loss=infonce"]),
         ("batch-size=4 seed=1", ["batch_size=4", "seed=1"]),
         # These say more than another name's value, or count something else.
-        ("bf16=true column_mapping.lr=text effective_batch_size=64",
-         ["bf16=true", "column_mapping.lr=text", "effective_batch_size=64"]),
+        (
+            "bf16=true column_mapping.lr=text effective_batch_size=64",
+            ["bf16=true", "column_mapping.lr=text", "effective_batch_size=64"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_shown_has_the_options_own_names(words: str, shown: list[str]) -> None:
     arguments = parse_train_arguments(["cfg.yaml", *words.split()])
-    assert arguments.shown_words() == ["--config=cfg.yaml", *(f"--set={one}" for one in shown)]
-    assert arguments.words() != arguments.shown_words() or shown == list(arguments.overrides)
+    assert arguments.shown_words() == [
+        "--config=cfg.yaml",
+        *(f"--set={one}" for one in shown),
+    ]
+    assert arguments.words() != arguments.shown_words() or shown == list(
+        arguments.overrides
+    )

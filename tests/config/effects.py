@@ -21,11 +21,11 @@ from tests.losses.batches import SIZES, make_batch
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.data.examples import ImageRef, Item
-from vembed.distributed.launch import rank_environments
-from vembed.distributed.session import start_session
-from vembed.families.backbones import layers_of
 from vembed.losses.build import build_loss
+from vembed.models.families.backbones import layers_of
 from vembed.models.quantized import is_quantized
+from vembed.parallel.launch import rank_environments
+from vembed.parallel.session import start_session
 from vembed.tools.train_command import resolve_launch
 from vembed.training.checkpoint import Checkpointer
 from vembed.training.interrupts import Interrupts
@@ -38,29 +38,49 @@ Options = Mapping[str, Any]
 @cache
 def folder() -> Path:
     """Data of every kind: pairs with negatives, of two sources, under other names, with a bad record, with images."""
-    path = Path(tempfile.mkdtemp(prefix="effects-", dir=tiny.shared(tiny.tiny_bert).parent))
+    path = Path(
+        tempfile.mkdtemp(prefix="effects-", dir=tiny.shared(tiny.tiny_bert).parent)
+    )
     words = tiny.WORDS
     pairs = [
-        {"query": words[i], "positive": f"{words[i]} {words[i + 1]}", "negatives": [words[i + 2], words[i + 3]]}
+        {
+            "query": words[i],
+            "positive": f"{words[i]} {words[i + 1]}",
+            "negatives": [words[i + 2], words[i + 3]],
+        }
         for i in range(40)
     ]
     pairs += pairs[:8]
     write(path / "pairs.jsonl", pairs)
     write(path / "more.jsonl", pairs[:16])
     write(path / "val.jsonl", pairs[:12])
-    write(path / "named.jsonl", [{"ask": one["query"], "positive": one["positive"]} for one in pairs])
+    write(
+        path / "named.jsonl",
+        [{"ask": one["query"], "positive": one["positive"]} for one in pairs],
+    )
     write(path / "bad.jsonl", [*pairs[:20], {"query": "", "positive": ""}])
     (path / "pictures").mkdir()
     from PIL import Image
 
     for number in range(8):
-        Image.new("RGB", (40 + number, 30), (30 * number, 90, 10)).save(path / "pictures" / f"{number}.png")
+        Image.new("RGB", (40 + number, 30), (30 * number, 90, 10)).save(
+            path / "pictures" / f"{number}.png"
+        )
     Image.new("RGB", (200, 200)).save(path / "large.png")
     Image.new("RGB", (8, 8)).save(path / "small.png")
-    images = [{"query": words[i], "positive": {"image": f"pictures/{i}.png"}} for i in range(8)]
+    images = [
+        {"query": words[i], "positive": {"image": f"pictures/{i}.png"}}
+        for i in range(8)
+    ]
     write(path / "images.jsonl", images)
-    write(path / "plain.jsonl", [{"query": words[i], "positive": f"{i}.png"} for i in range(8)])
-    write(path / "addresses.jsonl", [{"query": "a", "positive": {"image": "http://127.0.0.1:9/a.png"}}] * 8)
+    write(
+        path / "plain.jsonl",
+        [{"query": words[i], "positive": f"{i}.png"} for i in range(8)],
+    )
+    write(
+        path / "addresses.jsonl",
+        [{"query": "a", "positive": {"image": "http://127.0.0.1:9/a.png"}}] * 8,
+    )
     return path
 
 
@@ -71,9 +91,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def given(options: Options) -> dict[str, Any]:
     """The options of a small run; a value that is a function is called for a model's folder."""
     base = {
-        "model_name": tiny.tiny_bert, "data_path": "pairs.jsonl", "batch_size": 8, "max_steps": 4,
-        "kept_graph_tokens": 500, "report_to": [],
-    }  # fmt: skip
+        "model_name": tiny.tiny_bert,
+        "data_path": "pairs.jsonl",
+        "batch_size": 8,
+        "max_steps": 4,
+        "kept_graph_tokens": 500,
+        "report_to": [],
+    }
     values = {**base, **options}
     for name in ("model_name", "image_model_name"):
         if callable(values.get(name)):
@@ -92,7 +116,9 @@ def given(options: Options) -> dict[str, Any]:
 def resolve(options: Options, env: Mapping[str, str] | None = None) -> ResolvedRun:
     """Resolved from a YAML file."""
     path = Path(tempfile.mkdtemp(dir=folder())) / "cfg.yaml"
-    path.write_text(yaml.safe_dump(given({"output_dir": str(path.parent / "run"), **options})))
+    path.write_text(
+        yaml.safe_dump(given({"output_dir": str(path.parent / "run"), **options}))
+    )
     return resolve_run(path, env=env or {})
 
 
@@ -110,9 +136,15 @@ class Built:
 
     def group(self, of: str) -> dict[str, Any]:
         """The optimizer's group of the first parameter whose name has `of` in it."""
-        wanted = next(one for name, one in self.parameters().items() if of in name and one.requires_grad)
+        wanted = next(
+            one
+            for name, one in self.parameters().items()
+            if of in name and one.requires_grad
+        )
         groups = self.trainer.parts.optimizer.param_groups
-        return next(group for group in groups if any(one is wanted for one in group["params"]))
+        return next(
+            group for group in groups if any(one is wanted for one in group["params"])
+        )
 
     def tokens(self, text: str, kind: Any) -> list[int]:
         featuriser = self.trainer.parts.featuriser
@@ -147,10 +179,23 @@ def build(options: Options) -> Built:
     level = log.level
     log.setLevel(logging.INFO)
     try:
-        with start_session(run) as session, Checkpointer(run.config, session) as checkpointer:
-            runtime = Runtime(session, checkpointer, Interrupts(run.config), Outlets(Console(quiet=True), None))
+        with (
+            start_session(run) as session,
+            Checkpointer(run.config, session) as checkpointer,
+        ):
+            runtime = Runtime(
+                session,
+                checkpointer,
+                Interrupts(run.config),
+                Outlets(Console(quiet=True), None),
+            )
             trainer = Trainer(run.config, runtime)
-            return Built(run, trainer, handler.lines, torch.are_deterministic_algorithms_enabled())
+            return Built(
+                run,
+                trainer,
+                handler.lines,
+                torch.are_deterministic_algorithms_enabled(),
+            )
     finally:
         torch.use_deterministic_algorithms(False)
         log.setLevel(level)
@@ -181,7 +226,9 @@ def log_of(run: Path, name: str = "training_log.txt") -> str:
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def loss_value(options: Options) -> float:
@@ -190,7 +237,12 @@ def loss_value(options: Options) -> float:
     config = resolve({"data_path": "unused", **options}).config
     batch = make_batch(8, num_contents=24, max_positives=2, seed=3)
     half = batch.num_rows // 2
-    batch = replace(batch, world_size=2, own_rows=slice(0, half), own_negatives=slice(0, batch.negative.numel() // 2))
+    batch = replace(
+        batch,
+        world_size=2,
+        own_rows=slice(0, half),
+        own_negatives=slice(0, batch.negative.numel() // 2),
+    )
     loss = build_loss(config, mrl_dims=(12,), **SIZES).double()
     return float(loss(batch).detach())
 
@@ -198,16 +250,26 @@ def loss_value(options: Options) -> float:
 def world_sizes(options: Options) -> tuple[str, str]:
     """Return the environment of the processes of a launch."""
     launch = resolve_launch(resolve(options), env={"CUDA_VISIBLE_DEVICES": ""})
-    first = rank_environments(launch.num_processes, num_machines=launch.num_machines, env={})[0]
+    first = rank_environments(
+        launch.num_processes, num_machines=launch.num_machines, env={}
+    )[0]
     return first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]
 
 
 def adapter_names(one: Built) -> set[str]:
-    return {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name in one.parameters() if ".lora_A" in name}
+    return {
+        name.split(".lora_A")[0].rsplit(".", 1)[-1]
+        for name in one.parameters()
+        if ".lora_A" in name
+    }
 
 
 def adapter(one: Built) -> Any:
-    layers = [module for module in one.trainer.parts.model.modules() if "lora_A" in dict(module.named_children())]
+    layers = [
+        module
+        for module in one.trainer.parts.model.modules()
+        if "lora_A" in dict(module.named_children())
+    ]
     return layers[0] if layers else None
 
 
@@ -234,22 +296,62 @@ GROUPS: dict[str, Options] = {
     "patient": {"val_data_path": "val.jsonl", "patience": 2},
     "held_out": {"val_split": 0.25},
     "many": {
-        "model_name": lambda path: tiny.tiny_bert(path, layers=3), "max_length": 9, "pooling": "max",
-        "query_prompt": "red ", "document_prompt": "green blue ", "attn_implementation": "eager", "torch_compile": True,
-        "quantize_weights": "int8", "gradient_checkpointing": True, "use_mrl": True, "mrl_dims": [16, 8],
-        "mrl_weights": [1, 2], "mrl_projection": True, "freeze": ["embeddings"], "max_negatives": 1,
-        "max_train_examples": 30, "num_workers": 0, "batch_size": 5, "gradient_accumulation_steps": 2,
-        "micro_batch_tokens": 99, "kept_graph_tokens": 77, "use_gradient_cache": False, "max_steps": 7,
-        "learning_rate": 0.5, "weight_decay": 0.25, "adam_beta1": 0.5, "adam_beta2": 0.6, "adam_epsilon": 0.7,
-        "head_learning_rate": 0.125, "layer_lr_decay": 0.5, "warmup_steps": 3, "lr_scheduler_type": "cosine",
-        "max_grad_norm": 0.75, "seed": 7, "deterministic": True, "on_nonfinite": "skip", "loss": "infonce",
+        "model_name": lambda path: tiny.tiny_bert(path, layers=3),
+        "max_length": 9,
+        "pooling": "max",
+        "query_prompt": "red ",
+        "document_prompt": "green blue ",
+        "attn_implementation": "eager",
+        "torch_compile": True,
+        "quantize_weights": "int8",
+        "gradient_checkpointing": True,
+        "use_mrl": True,
+        "mrl_dims": [16, 8],
+        "mrl_weights": [1, 2],
+        "mrl_projection": True,
+        "freeze": ["embeddings"],
+        "max_negatives": 1,
+        "max_train_examples": 30,
+        "num_workers": 0,
+        "batch_size": 5,
+        "gradient_accumulation_steps": 2,
+        "micro_batch_tokens": 99,
+        "kept_graph_tokens": 77,
+        "use_gradient_cache": False,
+        "max_steps": 7,
+        "learning_rate": 0.5,
+        "weight_decay": 0.25,
+        "adam_beta1": 0.5,
+        "adam_beta2": 0.6,
+        "adam_epsilon": 0.7,
+        "head_learning_rate": 0.125,
+        "layer_lr_decay": 0.5,
+        "warmup_steps": 3,
+        "lr_scheduler_type": "cosine",
+        "max_grad_norm": 0.75,
+        "seed": 7,
+        "deterministic": True,
+        "on_nonfinite": "skip",
+        "loss": "infonce",
         "learn_temperature": True,
-        "padding_free": False, "sync_batchnorm": True, "no_duplicates": True, "val_data_path": "val.jsonl",
+        "padding_free": False,
+        "sync_batchnorm": True,
+        "no_duplicates": True,
+        "val_data_path": "val.jsonl",
     },
     "other": {
-        "model_family": "text_decoder", "batch_size": None, "global_batch_size": 6, "gradient_cache_chunk_size": 3,
-        "max_steps": None, "epochs": 2.0, "warmup_ratio": 0.5, "optim": "sgd", "scale_learning_rate": "linear",
-        "base_batch_size": 3, "data_path": ["pairs.jsonl", "more.jsonl"], "homogeneous_batches": True,
+        "model_family": "text_decoder",
+        "batch_size": None,
+        "global_batch_size": 6,
+        "gradient_cache_chunk_size": 3,
+        "max_steps": None,
+        "epochs": 2.0,
+        "warmup_ratio": 0.5,
+        "optim": "sgd",
+        "scale_learning_rate": "linear",
+        "base_batch_size": 3,
+        "data_path": ["pairs.jsonl", "more.jsonl"],
+        "homogeneous_batches": True,
     },
     "dropped_rest": {"batch_size": 5},
     "kept_rest": {"drop_last": False, "batch_size": 5},
@@ -265,34 +367,81 @@ GROUPS: dict[str, Options] = {
     "seeing": {"model_name": tiny.tiny_qwen3, "bidirectional_attention": True},
     "adapters": {"use_lora": True},
     "other_adapters": {
-        "use_lora": True, "lora_r": 3, "lora_alpha": 9, "lora_dropout": 0.5, "lora_target_modules": ["query"],
-        "use_dora": True, "model_revision": "v2",
+        "use_lora": True,
+        "lora_r": 3,
+        "lora_alpha": 9,
+        "lora_dropout": 0.5,
+        "lora_target_modules": ["query"],
+        "use_dora": True,
+        "model_revision": "v2",
     },
     "rslora": {"use_lora": True, "use_rslora": True, "lora_r": 16},
     "qlora": {"model_name": tiny.tiny_qwen3, "use_qlora": True},
     "clip": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl"},
-    "clip_adapters": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "use_lora": True,
-                      "lora_towers": "vision"},
-    "frozen": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "freeze": ["vision"],
-               "torch_dtype": "bfloat16", "cache_frozen_features": True},
+    "clip_adapters": {
+        "model_name": tiny.tiny_clip,
+        "data_path": "images.jsonl",
+        "use_lora": True,
+        "lora_towers": "vision",
+    },
+    "frozen": {
+        "model_name": tiny.tiny_clip,
+        "data_path": "images.jsonl",
+        "freeze": ["vision"],
+        "torch_dtype": "bfloat16",
+        "cache_frozen_features": True,
+    },
     "pure": {"torch_dtype": "bfloat16", "pure_dtype": True},
-    "composed": {"image_model_name": tiny.tiny_dinov2, "composed_dim": 6, "data_path": "images.jsonl"},
-    "composed_plainly": {"image_model_name": tiny.tiny_dinov2, "data_path": "images.jsonl"},
-    "pictures": {"model_name": tiny.tiny_clip, "data_path": "plain.jsonl", "retrieval_mode": "t2i",
-                 "image_root": "PICTURES"},
-    "addresses": {"model_name": tiny.tiny_clip, "data_path": "addresses.jsonl", "allow_image_urls": True},
+    "composed": {
+        "image_model_name": tiny.tiny_dinov2,
+        "composed_dim": 6,
+        "data_path": "images.jsonl",
+    },
+    "composed_plainly": {
+        "image_model_name": tiny.tiny_dinov2,
+        "data_path": "images.jsonl",
+    },
+    "pictures": {
+        "model_name": tiny.tiny_clip,
+        "data_path": "plain.jsonl",
+        "retrieval_mode": "t2i",
+        "image_root": "PICTURES",
+    },
+    "addresses": {
+        "model_name": tiny.tiny_clip,
+        "data_path": "addresses.jsonl",
+        "allow_image_urls": True,
+    },
     "looking": {"model_name": tiny.tiny_qwen3_vl, "data_path": "images.jsonl"},
-    "looking_less": {"model_name": tiny.tiny_qwen3_vl, "data_path": "images.jsonl", "min_pixels": 3000,
-                     "max_pixels": 4000},
-}  # fmt: skip
+    "looking_less": {
+        "model_name": tiny.tiny_qwen3_vl,
+        "data_path": "images.jsonl",
+        "min_pixels": 3000,
+        "max_pixels": 4000,
+    },
+}
 RUNS: dict[str, Options] = {
     "base": {"val_data_path": "val.jsonl", "report_to": ["tensorboard"]},
     "many": {
-        "val_data_path": "val.jsonl", "report_to": ["tensorboard"], "run_name": "mine", "log_file": "own.txt",
-        "eval_steps": 2, "eval_before": False, "eval_metric": "mrr@3", "eval_ks": [3], "eval_batch_tokens": 5,
-        "save_steps": 2, "save_total_limit": 1, "async_save": True, "save_dtype": "bfloat16", "logging_steps": 2,
-        "debug": True, "profile_steps": [1, 1], "learning_rate": 1e-12, "load_best_model_at_end": True,
+        "val_data_path": "val.jsonl",
+        "report_to": ["tensorboard"],
+        "run_name": "mine",
+        "log_file": "own.txt",
+        "eval_steps": 2,
+        "eval_before": False,
+        "eval_metric": "mrr@3",
+        "eval_ks": [3],
+        "eval_batch_tokens": 5,
+        "save_steps": 2,
+        "save_total_limit": 1,
+        "async_save": True,
+        "save_dtype": "bfloat16",
+        "logging_steps": 2,
+        "debug": True,
+        "profile_steps": [1, 1],
+        "learning_rate": 1e-12,
+        "load_best_model_at_end": True,
     },
     "adapters": {"use_lora": True, "learning_rate": 1e-3},
     "adapters_alone": {"use_lora": True, "learning_rate": 1e-3, "save_merged": False},
-}  # fmt: skip
+}

@@ -17,22 +17,32 @@ from tests.harness import run_ranks
 from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.distributed.session import Session, start_session
-from vembed.families.backbones import layers_of
-from vembed.families.decisions import describe
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.decisions import describe
+from vembed.parallel.session import Session, start_session
 from vembed.training.embedding_exchange import loss_exchange
 from vembed.training.whole_model import whole_model_writer
 
 FSDP1 = {"use_fsdp": True, "fsdp_version": 1}
-SIZED = {"use_fsdp": True, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 900}
+SIZED = {
+    "use_fsdp": True,
+    "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+    "fsdp_min_num_params": 900,
+}
 MANY_OF_FSDP2 = {
-    "use_fsdp": True, "fsdp_offload_params": True, "fsdp_transformer_layer_cls_to_wrap": "BertSelfOutput",
-    "fsdp_wrap_embeddings": False, "fsdp_reshard_after_forward": True, "fsdp_forward_prefetch": True,
-    "fsdp_activation_checkpointing": False, "fsdp_state_dict_type": "FULL_STATE_DICT",
-    "fsdp_cpu_ram_efficient_loading": False, "fsdp_output_dtype": "bfloat16",
-}  # fmt: skip
+    "use_fsdp": True,
+    "fsdp_offload_params": True,
+    "fsdp_transformer_layer_cls_to_wrap": "BertSelfOutput",
+    "fsdp_wrap_embeddings": False,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_forward_prefetch": True,
+    "fsdp_activation_checkpointing": False,
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": False,
+    "fsdp_output_dtype": "bfloat16",
+}
 CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a session
     "auto": {},
     "ddp": {"strategy": "ddp", "mixed_precision": "bf16", "loss_exchange": "ring"},
@@ -47,15 +57,31 @@ CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a
     "flat": {**FSDP1, "model_name": tiny.tiny_qwen3, "fsdp_use_orig_params": False},
     "many_of_fsdp2": MANY_OF_FSDP2,
     "all_of_fsdp1": {
-        **FSDP1, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_backward_prefetch": "BACKWARD_POST",
-        "fsdp_limit_all_gathers": False, "fsdp_buffer_dtype": "bfloat16", "fsdp_sync_module_states": False,
+        **FSDP1,
+        "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+        "fsdp_backward_prefetch": "BACKWARD_POST",
+        "fsdp_limit_all_gathers": False,
+        "fsdp_buffer_dtype": "bfloat16",
+        "fsdp_sync_module_states": False,
         "fsdp_cpu_ram_efficient_loading": False,
     },
-    "wide": {"use_fsdp": True, "mixed_precision": "bf16", "fsdp_mixed_precision": False},
+    "wide": {
+        "use_fsdp": True,
+        "mixed_precision": "bf16",
+        "fsdp_mixed_precision": False,
+    },
     "bf16": {"use_fsdp": True, "mixed_precision": "bf16"},
-    "param": {"use_fsdp": True, "fsdp_param_dtype": "bfloat16", "dist_timeout_minutes": 7},
-    "reduce": {"use_fsdp": True, "fsdp_param_dtype": "bfloat16", "fsdp_reduce_dtype": "bfloat16"},
-}  # fmt: skip
+    "param": {
+        "use_fsdp": True,
+        "fsdp_param_dtype": "bfloat16",
+        "dist_timeout_minutes": 7,
+    },
+    "reduce": {
+        "use_fsdp": True,
+        "fsdp_param_dtype": "bfloat16",
+        "fsdp_reduce_dtype": "bfloat16",
+    },
+}
 
 ROWS: dict[str, tuple[str, str, Any, str]] = {
     # option: (case, what is seen, what it is, case without it)
@@ -65,15 +91,35 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
     "loss_exchange": ("ddp", "loss exchange", "InRing", "auto"),
     "mixed_precision": ("ddp", "layer dtype", "torch.bfloat16", "auto"),
     "fsdp_version": ("fsdp1", "kind", "FSDP1", "fsdp2"),
-    "fsdp_sharding_strategy": ("all_of_fsdp1", "unit strategies", ["SHARD_GRAD_OP"], "fsdp1"),
+    "fsdp_sharding_strategy": (
+        "all_of_fsdp1",
+        "unit strategies",
+        ["SHARD_GRAD_OP"],
+        "fsdp1",
+    ),
     "fsdp_offload_params": ("many_of_fsdp2", "offload", True, "fsdp2"),
     "fsdp_cpu_offload": ("cpu_offload", "offload", True, "fsdp2"),
     "fsdp_auto_wrap_policy": ("sized", "has layers as units", False, "fsdp2"),
     "fsdp_min_num_params": ("sized", "more than 5 units", True, "large"),
-    "fsdp_transformer_layer_cls_to_wrap": ("many_of_fsdp2", "has layers as units", False, "fsdp2"),
-    "fsdp_wrap_embeddings": ("many_of_fsdp2", "has embeddings as units", False, "fsdp2"),
+    "fsdp_transformer_layer_cls_to_wrap": (
+        "many_of_fsdp2",
+        "has layers as units",
+        False,
+        "fsdp2",
+    ),
+    "fsdp_wrap_embeddings": (
+        "many_of_fsdp2",
+        "has embeddings as units",
+        False,
+        "fsdp2",
+    ),
     "fsdp_reshard_after_forward": ("many_of_fsdp2", "keeps gathered", False, "fsdp2"),
-    "fsdp_backward_prefetch": ("all_of_fsdp1", "backward prefetch", "BACKWARD_POST", "fsdp1"),
+    "fsdp_backward_prefetch": (
+        "all_of_fsdp1",
+        "backward prefetch",
+        "BACKWARD_POST",
+        "fsdp1",
+    ),
     "fsdp_forward_prefetch": ("many_of_fsdp2", "forward prefetch", True, "fsdp2"),
     "fsdp_limit_all_gathers": ("all_of_fsdp1", "limits gathers", False, "fsdp1"),
     "fsdp_use_orig_params": ("flat", "original parameters", False, "decoder"),
@@ -93,8 +139,14 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
 @cache
 def facts() -> dict[str, dict[str, Any]]:
     """Return what rank 1 of two saw in each case."""
-    cases = {name: {"model_name": tiny.tiny_bert, "data_path": "unused", **options} for name, options in CASES.items()}
-    cases = {name: {**one, "model_name": str(tiny.shared(one["model_name"]))} for name, one in cases.items()}
+    cases = {
+        name: {"model_name": tiny.tiny_bert, "data_path": "unused", **options}
+        for name, options in CASES.items()
+    }
+    cases = {
+        name: {**one, "model_name": str(tiny.shared(one["model_name"]))}
+        for name, one in cases.items()
+    }
     return run_ranks(_observe, 2, cases, process_group=False, timeout=300)[1]
 
 
@@ -112,36 +164,63 @@ def _facts(session: Session) -> dict[str, Any]:
     run, placement = session.placement.run, session.placement
     description = describe(run.config)
     embedder = build_model(
-        run.config, description, compute_dtype=placement.compute_dtype, recompute=run.recomputation.value,
+        run.config,
+        description,
+        compute_dtype=placement.compute_dtype,
+        recompute=run.recomputation.value,
         meta=session.builds_empty,
-    )  # fmt: skip
+    )
     model = session.prepare(embedder, description.layer_classes)
     featuriser = Featuriser(description)
-    inputs = featuriser.collate(featuriser.features([(Item(text="red green"), "query")]))
+    inputs = featuriser.collate(
+        featuriser.features([(Item(text="red green"), "query")])
+    )
     dtypes: list[str] = []
-    linear = next(module for name, module in model.named_modules() if name.endswith(("attention.self.query", "q_proj")))
+    linear = next(
+        module
+        for name, module in model.named_modules()
+        if name.endswith(("attention.self.query", "q_proj"))
+    )
     linear.register_forward_hook(lambda _, __, output: dtypes.append(str(output.dtype)))
     (output,) = model([("text", inputs)])
     output.float().sum().backward()
     old = FullyShardedDataParallel.fsdp_modules(model)
     new = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    units: list[nn.Module] = [unit.module for unit in old] if old else [unit for unit in new if unit is not model]
+    units: list[nn.Module] = (
+        [unit.module for unit in old]
+        if old
+        else [unit for unit in new if unit is not model]
+    )
     group = dist.group.WORLD
     assert group is not None
     policy = new[0]._get_fsdp_state()._fsdp_param_group if new else None
-    old_policy = session.accelerator.state.fsdp_plugin.mixed_precision_policy if old else None
-    writer = whole_model_writer(run.config, session, embedder, model, build_loss(run.config))
+    old_policy = (
+        session.accelerator.state.fsdp_plugin.mixed_precision_policy if old else None
+    )
+    writer = whole_model_writer(
+        run.config, session, embedder, model, build_loss(run.config)
+    )
     return {
         "kind": "FSDP1" if old else "FSDP2" if new else "copies",
         "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),
         "loss exchange": type(loss_exchange(session)).__name__,
-        "offload": bool(policy and type(policy.offload_policy).__name__ == "CPUOffloadPolicy"),
-        "has layers as units": any("BertLayer" in type(unit).__name__ for unit in units),
-        "has embeddings as units": any(isinstance(unit, nn.Embedding) for unit in units),
+        "offload": bool(
+            policy and type(policy.offload_policy).__name__ == "CPUOffloadPolicy"
+        ),
+        "has layers as units": any(
+            "BertLayer" in type(unit).__name__ for unit in units
+        ),
+        "has embeddings as units": any(
+            isinstance(unit, nn.Embedding) for unit in units
+        ),
         "more than 5 units": len(units) > 5,
         "keeps gathered": session.keeps_gathered,
         "backward prefetch": old[0].backward_prefetch.name if old else None,
-        "forward prefetch": bool(units and new and any(u._get_fsdp_state()._states_to_forward_prefetch for u in new)),
+        "forward prefetch": bool(
+            units
+            and new
+            and any(u._get_fsdp_state()._states_to_forward_prefetch for u in new)
+        ),
         "limits gathers": bool(old and old[0].limit_all_gathers),
         "original parameters": bool(old and old[0]._use_orig_params),
         "recomputes": all(layer.gradient_checkpointing for layer in layers_of(model)),
@@ -152,5 +231,7 @@ def _facts(session: Session) -> dict[str, Any]:
         "reduce dtype": str(policy.mp_policy.reduce_dtype) if policy else None,
         "buffer dtype": str(old_policy.buffer_dtype) if old_policy else "",
         "output dtype": str(output.dtype),
-        "timeout": group._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+        "timeout": group._get_backend(
+            torch.device("cpu")
+        ).options._timeout.total_seconds(),
     }

@@ -20,15 +20,15 @@ from tests.harness import run_ranks
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
-from vembed.distributed.devices import bf16_instructions
-from vembed.distributed.environment import RankInfo
-from vembed.distributed.estimate import GIB, measure
-from vembed.distributed.parameters import local_bytes
-from vembed.distributed.placement import Placement, memory_of_a_process, place
-from vembed.distributed.session import start_session
-from vembed.families.backbones import layers_of
-from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.decisions import describe
+from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.estimate import GIB, measure
+from vembed.parallel.parameters import local_bytes
+from vembed.parallel.placement import Placement, memory_of_a_process, place
+from vembed.parallel.session import start_session
 from vembed.tools.doctor import checklist
 from vembed.tools.train_command import Launch, describe_run, resolve_launch
 
@@ -44,29 +44,51 @@ ONE: dict[str, Mapping[str, Any]] = {
 TWO: dict[str, Mapping[str, Any]] = {
     "auto": {"fsdp_forward_prefetch": True},
     "ddp": {"strategy": "ddp"},
-    "ddp_bf16": {"strategy": "ddp", "mixed_precision": "bf16", "gradient_checkpointing": True},
+    "ddp_bf16": {
+        "strategy": "ddp",
+        "mixed_precision": "bf16",
+        "gradient_checkpointing": True,
+    },
     "ddp_lora": {"strategy": "ddp", **LORA},
     "no_shard": {"use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"},
     "never_fsdp": {"use_fsdp": False, "fsdp_activation_checkpointing": True},
     "fsdp2": {"use_fsdp": True},
     "fsdp2_grad_op": {"use_fsdp": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
     "fsdp2_kept": {"use_fsdp": True, "fsdp_activation_checkpointing": False},
-    "fsdp2_param": {"strategy": "fsdp", "fsdp_param_dtype": "bfloat16", "mixed_precision": "no"},
+    "fsdp2_param": {
+        "strategy": "fsdp",
+        "fsdp_param_dtype": "bfloat16",
+        "mixed_precision": "no",
+    },
     "fsdp2_offload": {"use_fsdp": True, "fsdp_cpu_offload": True},
     "fsdp2_lora": {"use_fsdp": True, **LORA},
     "fsdp2_qlora": {"use_fsdp": True, **QLORA},
     "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
-    "fsdp1_grad_op": {"use_fsdp": True, "fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    "fsdp1_grad_op": {
+        "use_fsdp": True,
+        "fsdp_version": 1,
+        "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+    },
     **{
         name: {"accelerate_config": name, "num_processes": 2, "num_machines": 1}
         for name in (
-            "accelerate_ddp", "accelerate_fsdp", "accelerate_fsdp1", "accelerate_fsdp_offload", "single_node_fsdp",
-            "multi_node_fsdp", "large_scale_fsdp",
+            "accelerate_ddp",
+            "accelerate_fsdp",
+            "accelerate_fsdp1",
+            "accelerate_fsdp_offload",
+            "single_node_fsdp",
+            "multi_node_fsdp",
+            "large_scale_fsdp",
         )
     },
-}  # fmt: skip
+}
 FOUR: dict[str, Mapping[str, Any]] = {
-    "hsdp": {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD", "num_processes": 2, "num_machines": 2},
+    "hsdp": {
+        "use_fsdp": True,
+        "fsdp_sharding_strategy": "HYBRID_SHARD",
+        "num_processes": 2,
+        "num_machines": 2,
+    },
     "accelerate_hsdp": {"accelerate_config": "accelerate_hsdp", "num_processes": 2},
 }
 CASES = {**ONE, **TWO, **FOUR}
@@ -83,7 +105,9 @@ def ran() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for num_ranks, cases in ((1, ONE), (2, TWO), (4, FOUR)):
         every = {name: full(options) for name, options in cases.items()}
-        found |= run_ranks(run_all, num_ranks, every, process_group=False, timeout=300)[0]
+        found |= run_ranks(run_all, num_ranks, every, process_group=False, timeout=300)[
+            0
+        ]
     return found
 
 
@@ -93,9 +117,18 @@ def run_all(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
     for name, options in cases.items():
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         if world == 4:  # two "machines" of two
-            os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(int(os.environ["RANK"]) % 2)}
+            os.environ |= {
+                "LOCAL_WORLD_SIZE": "2",
+                "LOCAL_RANK": str(int(os.environ["RANK"]) % 2),
+            }
         if world == 1:
-            for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+            for variable in (
+                "RANK",
+                "WORLD_SIZE",
+                "LOCAL_RANK",
+                "LOCAL_WORLD_SIZE",
+                "MASTER_ADDR",
+            ):
                 os.environ.pop(variable, None)
             port = os.environ.pop("MASTER_PORT")
         lines = listen()
@@ -103,10 +136,14 @@ def run_all(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         with start_session(run) as session:
             description = describe(run.config)
             model = build_model(
-                run.config, description, device=session.model_device, computes_on=session.device,
-                compute_dtype=session.placement.compute_dtype, recompute=run.recomputation.value,
+                run.config,
+                description,
+                device=session.model_device,
+                computes_on=session.device,
+                compute_dtype=session.placement.compute_dtype,
+                recompute=run.recomputation.value,
                 meta=session.builds_empty,
-            )  # fmt: skip
+            )
             model = session.prepare(model, description.layer_classes)
             old = FullyShardedDataParallel.fsdp_modules(model)
             is_new = isinstance(model, FSDPModule)
@@ -114,9 +151,15 @@ def run_all(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
                 "lines": list(lines),
                 "version": 1 if old else 2 if is_new else None,
                 "units": sorted({unit.sharding_strategy.name for unit in old}),
-                "recomputes": all(layer.gradient_checkpointing for layer in layers_of(model)),
+                "recomputes": all(
+                    layer.gradient_checkpointing for layer in layers_of(model)
+                ),
                 "parameters": local_bytes(model)["parameters"],
-                "offload": is_new and "CPU" in type(model._get_fsdp_state()._fsdp_param_group.offload_policy).__name__,
+                "offload": is_new
+                and "CPU"
+                in type(
+                    model._get_fsdp_state()._fsdp_param_group.offload_policy
+                ).__name__,
                 "world": session.world_size,
             }
         if world == 1:
@@ -124,14 +167,26 @@ def run_all(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
     return found
 
 
-def said(options: Mapping[str, Any], num_ranks: int) -> tuple[ResolvedRun, Launch, Placement]:
+def said(
+    options: Mapping[str, Any], num_ranks: int
+) -> tuple[ResolvedRun, Launch, Placement]:
     """What the tools that start nothing decide, for as many processes."""
     run = resolve_run(full(options), env={})
     asked = resolve_launch(run, env={"CUDA_VISIBLE_DEVICES": ""})
     launch = asked if run.processes.value != "auto" else Launch(num_ranks, "--nproc")
     device = torch.device("cpu")
     ranks = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
-    return run, launch, place(run, ranks, device, memory_of_a_process(ranks, device), instructions=bf16_instructions())
+    return (
+        run,
+        launch,
+        place(
+            run,
+            ranks,
+            device,
+            memory_of_a_process(ranks, device),
+            instructions=bf16_instructions(),
+        ),
+    )
 
 
 def one(lines: list[str], start: str) -> str:
@@ -140,46 +195,73 @@ def one(lines: list[str], start: str) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_say_what_the_run_says_and_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_say_what_the_run_says_and_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     num_ranks = 1 if name in ONE else 2 if name in TWO else 4
     done = ran()[name]
     run, launch, placement = said(CASES[name], num_ranks)
     assert done["world"] == launch.world_size == num_ranks
     text = describe_run(run, launch, TrainArguments(None, is_dry_run=True))
-    dry = text[text.index("\n\nnote: " if "\n\nnote: " in text else "\n\nstrategy: ") :].splitlines()
-    points = dict(enumerate((line for _, line in checklist(run, launch, self_test_passed=True)), start=1))
+    dry = text[
+        text.index("\n\nnote: " if "\n\nnote: " in text else "\n\nstrategy: ") :
+    ].splitlines()
+    points = dict(
+        enumerate(
+            (line for _, line in checklist(run, launch, self_test_passed=True)), start=1
+        )
+    )
 
     # the strategy, and what the model has become
     strategy = one(done["lines"], "strategy: ")
-    assert strategy == f"strategy: {placement.strategy.value} ({placement.strategy.reason})"
+    assert (
+        strategy
+        == f"strategy: {placement.strategy.value} ({placement.strategy.reason})"
+    )
     assert f"({placement.strategy.reason})" in points[2]
     asked = one(dry, "strategy: ").split()[1]
     assert asked in (placement.strategy.value, "auto")
     fsdp = placement.fsdp
     assert done["version"] == (None if fsdp is None else fsdp.version)
     if fsdp is not None:
-        assert f"fsdp: version {fsdp.version}, {fsdp.sharding_strategy}" in one(dry, "fsdp: ")
+        assert f"fsdp: version {fsdp.version}, {fsdp.sharding_strategy}" in one(
+            dry, "fsdp: "
+        )
         assert f"FSDP{fsdp.version} {fsdp.sharding_strategy}" in points[2]
         assert done["units"] == ([fsdp.sharding_strategy] if fsdp.version == 1 else [])
-        assert done["offload"] is fsdp.offload is ("offloaded" in one(dry, "fsdp: ")) is ("offloaded" in points[2])
+        assert (
+            done["offload"]
+            is fsdp.offload
+            is ("offloaded" in one(dry, "fsdp: "))
+            is ("offloaded" in points[2])
+        )
 
     # recomputation
     recomputation = one(done["lines"], "gradient checkpointing: ")
     assert recomputation == one(dry, "gradient checkpointing: ")
-    assert done["recomputes"] is recomputation.startswith("gradient checkpointing: true")
-    assert points[4].startswith(f"gradient checkpointing: {'on' if done['recomputes'] else 'off'}")
+    assert done["recomputes"] is recomputation.startswith(
+        "gradient checkpointing: true"
+    )
+    assert points[4].startswith(
+        f"gradient checkpointing: {'on' if done['recomputes'] else 'off'}"
+    )
 
     # precision
     precision = one(done["lines"], "device: ").partition("mixed precision: ")[2]
     assert precision == f"{placement.precision.value} ({placement.precision.reason})"
     assert placement.precision.reason in points[6]
-    assert one(dry, "mixed precision: ").split()[2] in ("auto", placement.precision.value)
+    assert one(dry, "mixed precision: ").split()[2] in (
+        "auto",
+        placement.precision.value,
+    )
 
     # memory: what a process holds is what is predicted, and doctor gives the figures of plan
     size = measure(run.config)
     held = size.weight_bytes / placement.num_shards
-    if "use_qlora" not in CASES[name]:  # whose tables of 4-bit blocks are small models' largest part
+    if (
+        "use_qlora" not in CASES[name]
+    ):  # whose tables of 4-bit blocks are small models' largest part
         assert done["parameters"] == pytest.approx(held, rel=0.1)
     need = placement.predict(size)
     assert need.weights == pytest.approx(held)
@@ -189,7 +271,9 @@ def test_all_say_what_the_run_says_and_does(name: str, monkeypatch: pytest.Monke
     for note in placement.notes:
         assert note in done["lines"] and note in points[2]
     if name in ("auto", "single_though_fsdp"):
-        assert re.search(r"fsdp_\w+: \w+ .* has no effect: the strategy is (ddp|single)", points[2])
+        assert re.search(
+            r"fsdp_\w+: \w+ .* has no effect: the strategy is (ddp|single)", points[2]
+        )
 
 
 OPTIONS_OF_A_DECISION = (
@@ -201,6 +285,11 @@ OPTIONS_OF_A_DECISION = (
 def test_no_other_room_decides_these_a_second_time() -> None:
     """They read `ResolvedRun` and `Placement`; the options themselves are read in `vembed/config` alone."""
     package = Path(vembed.__file__).parent
-    files = [path for path in package.rglob("*.py") if package / "config" not in path.parents]
-    found = {str(path): re.findall(OPTIONS_OF_A_DECISION, path.read_text(encoding="utf-8")) for path in files}
+    files = [
+        path for path in package.rglob("*.py") if package / "config" not in path.parents
+    ]
+    found = {
+        str(path): re.findall(OPTIONS_OF_A_DECISION, path.read_text(encoding="utf-8"))
+        for path in files
+    }
     assert {path: names for path, names in found.items() if names} == {}

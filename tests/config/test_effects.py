@@ -50,131 +50,316 @@ Row = tuple[str, Seen, Any] | tuple[str, Seen, Any, str]
 
 
 def _weights_dtype(one: Built, name: str) -> str:
-    return str(next(weight.dtype for key, weight in one.parameters().items() if name in key))
+    return str(
+        next(weight.dtype for key, weight in one.parameters().items() if name in key)
+    )
 
 
 BUILT: dict[str, Row] = {
     # option: (group of options, what is seen, what it is with them, group without it)
     "model_name": ("many", lambda one: len(one.layers()), 3),
-    "model_family": ("other", lambda one: one.trainer.parts.embedder.description.family, "text_decoder"),
+    "model_family": (
+        "other",
+        lambda one: one.trainer.parts.embedder.description.family,
+        "text_decoder",
+    ),
     "model_revision": (
         "other_adapters",
-        lambda one: one.trainer.parts.embedder.backbone.peft_config["default"].revision, "v2", "adapters",
+        lambda one: one.trainer.parts.embedder.backbone.peft_config["default"].revision,
+        "v2",
+        "adapters",
     ),
-    "image_model_name": ("composed_plainly", lambda one: "composed" in one.lines[0] + str(one.lines), True),
+    "image_model_name": (
+        "composed_plainly",
+        lambda one: "composed" in one.lines[0] + str(one.lines),
+        True,
+    ),
     "composed_dim": (
-        "composed", lambda one: one.trainer.parts.embedder.description.embedding_dim, 6, "composed_plainly"
+        "composed",
+        lambda one: one.trainer.parts.embedder.description.embedding_dim,
+        6,
+        "composed_plainly",
     ),
-    "torch_dtype": ("frozen", lambda one: _weights_dtype(one, "vision_model"), "torch.bfloat16", "clip"),
+    "torch_dtype": (
+        "frozen",
+        lambda one: _weights_dtype(one, "vision_model"),
+        "torch.bfloat16",
+        "clip",
+    ),
     "pure_dtype": ("pure", lambda one: _weights_dtype(one, "query"), "torch.bfloat16"),
     "quantize_weights": (
-        "many", lambda one: type(one.trainer.parts.embedder.backbone.encoder.layer[0].attention.self.query).__name__,
+        "many",
+        lambda one: (
+            type(
+                one.trainer.parts.embedder.backbone.encoder.layer[
+                    0
+                ].attention.self.query
+            ).__name__
+        ),
         "RoundedLinear",
     ),
     "attn_implementation": (
-        "many", lambda one: one.trainer.parts.embedder.backbone.config._attn_implementation, "eager"
+        "many",
+        lambda one: one.trainer.parts.embedder.backbone.config._attn_implementation,
+        "eager",
     ),
-    "padding_free": ("many", lambda one: one.trainer.parts.embedder.packs_texts(), False),
+    "padding_free": (
+        "many",
+        lambda one: one.trainer.parts.embedder.packs_texts(),
+        False,
+    ),
     "bidirectional_attention": (
-        "seeing", lambda one: one.trainer.parts.embedder.description.pooling, "mean", "decoder"
+        "seeing",
+        lambda one: one.trainer.parts.embedder.description.pooling,
+        "mean",
+        "decoder",
     ),
     "max_length": ("many", lambda one: len(one.tokens("red " * 40, "document")), 9),
-    "pooling": ("many", lambda one: one.trainer.parts.embedder.description.pooling, "max"),
+    "pooling": (
+        "many",
+        lambda one: one.trainer.parts.embedder.description.pooling,
+        "max",
+    ),
     "query_prompt": ("many", lambda one: len(one.tokens("blue", "query")) - 2, 2),
     "document_prompt": ("many", lambda one: len(one.tokens("blue", "document")) - 2, 3),
     "min_pixels": (
-        "looking_less", lambda one: one.image_tokens("small.png") > built("looking").image_tokens("small.png"), True,
+        "looking_less",
+        lambda one: (
+            one.image_tokens("small.png") > built("looking").image_tokens("small.png")
+        ),
+        True,
         "looking",
     ),
     "max_pixels": (
-        "looking_less", lambda one: one.image_tokens("large.png") < built("looking").image_tokens("large.png"), True,
+        "looking_less",
+        lambda one: (
+            one.image_tokens("large.png") < built("looking").image_tokens("large.png")
+        ),
+        True,
         "looking",
     ),
-    "torch_compile": ("many", lambda one: one.layers()[0]._compiled_call_impl is not None, True),
-    "gradient_checkpointing": ("many", lambda one: one.layers()[0].gradient_checkpointing, True),
+    "torch_compile": (
+        "many",
+        lambda one: one.layers()[0]._compiled_call_impl is not None,
+        True,
+    ),
+    "gradient_checkpointing": (
+        "many",
+        lambda one: one.layers()[0].gradient_checkpointing,
+        True,
+    ),
     "use_mrl": ("mrl", lambda one: tuple(one.trainer.parts.loss.mrl_dims), (16, 8)),
     "mrl_dims": ("many", lambda one: tuple(one.trainer.parts.loss.mrl_dims), (16, 8)),
-    "mrl_projection": ("mrl", lambda one: one.trainer.parts.embedder.mrl_projection is not None, True, "whole"),
+    "mrl_projection": (
+        "mrl",
+        lambda one: one.trainer.parts.embedder.mrl_projection is not None,
+        True,
+        "whole",
+    ),
     "mrl_projection_init": (
-        "pca", lambda one: bool(one.trainer.parts.embedder.mrl_projection.linear.weight.eq(0).any()), False, "mrl"
+        "pca",
+        lambda one: bool(
+            one.trainer.parts.embedder.mrl_projection.linear.weight.eq(0).any()
+        ),
+        False,
+        "mrl",
     ),
     "use_lora": ("adapters", lambda one: bool(adapter_names(one)), True),
     "lora_r": ("other_adapters", lambda one: adapter(one).r["default"], 3, "adapters"),
-    "lora_alpha": ("other_adapters", lambda one: adapter(one).lora_alpha["default"], 9, "adapters"),
+    "lora_alpha": (
+        "other_adapters",
+        lambda one: adapter(one).lora_alpha["default"],
+        9,
+        "adapters",
+    ),
     "lora_dropout": ("other_adapters", adapter_dropout, 0.5, "adapters"),
     "lora_target_modules": ("other_adapters", adapter_names, {"query"}, "adapters"),
     "lora_towers": (
-        "clip_adapters", lambda one: any("text_model" in n and "lora" in n for n in one.parameters()), False,
+        "clip_adapters",
+        lambda one: any("text_model" in n and "lora" in n for n in one.parameters()),
+        False,
         "clip_all_adapters",
     ),
     "use_rslora": ("rslora", scaling, 32 / 4, "adapters"),
     "use_dora": (
-        "other_adapters", lambda one: any("magnitude" in name for name in one.parameters()), True, "adapters"
+        "other_adapters",
+        lambda one: any("magnitude" in name for name in one.parameters()),
+        True,
+        "adapters",
     ),
     "use_qlora": ("qlora", num_quantized, True),
     "freeze": ("many", lambda one: _trained(one, "embeddings"), False),
     "data_path": ("two", lambda one: len(one.trainer.data.examples), 64),
-    "val_split": ("held_out", lambda one: one.trainer.data.evaluation is not None, True),
-    "val_data_path": ("validated", lambda one: one.trainer.data.evaluation is not None, True),
+    "val_split": (
+        "held_out",
+        lambda one: one.trainer.data.evaluation is not None,
+        True,
+    ),
+    "val_data_path": (
+        "validated",
+        lambda one: one.trainer.data.evaluation is not None,
+        True,
+    ),
     "column_mapping": ("named", lambda one: len(one.trainer.data.examples), 48, "bad"),
-    "retrieval_mode": ("pictures", lambda one: len(one.trainer.data.examples[0].positives[0].images), 1, "as_text"),
+    "retrieval_mode": (
+        "pictures",
+        lambda one: len(one.trainer.data.examples[0].positives[0].images),
+        1,
+        "as_text",
+    ),
     "image_root": (
-        "pictures", lambda one: "pictures" in str(one.trainer.data.examples[0].positives[0]), True
+        "pictures",
+        lambda one: "pictures" in str(one.trainer.data.examples[0].positives[0]),
+        True,
     ),
     "allow_image_urls": (
-        "addresses", lambda one: "http" in str(one.trainer.data.examples[0].positives[0]), True
+        "addresses",
+        lambda one: "http" in str(one.trainer.data.examples[0].positives[0]),
+        True,
     ),
     "on_bad_record": ("bad", lambda one: len(one.trainer.data.examples), 20),
-    "max_negatives": ("many", lambda one: len(one.trainer.data.examples[0].negatives), 1),
+    "max_negatives": (
+        "many",
+        lambda one: len(one.trainer.data.examples[0].negatives),
+        1,
+    ),
     "max_train_examples": ("many", lambda one: len(one.trainer.data.examples), 30),
-    "no_duplicates": ("many", lambda one: one.trainer.data.batch_schedule.keys is not None, True),
-    "drop_last": ("kept_rest", lambda one: one.trainer.data.batch_schedule.num_left_out, 0, "dropped_rest"),
-    "homogeneous_batches": ("other", lambda one: len({index // 48 for index in first_ids(one)}), 1, "two"),
-    "sampling": ("tempered", lambda one: one.trainer.data.batch_schedule._num_drawn, [32, 32], "two"),
+    "no_duplicates": (
+        "many",
+        lambda one: one.trainer.data.batch_schedule.keys is not None,
+        True,
+    ),
+    "drop_last": (
+        "kept_rest",
+        lambda one: one.trainer.data.batch_schedule.num_left_out,
+        0,
+        "dropped_rest",
+    ),
+    "homogeneous_batches": (
+        "other",
+        lambda one: len({index // 48 for index in first_ids(one)}),
+        1,
+        "two",
+    ),
+    "sampling": (
+        "tempered",
+        lambda one: one.trainer.data.batch_schedule._num_drawn,
+        [32, 32],
+        "two",
+    ),
     "num_workers": ("many", lambda one: one.trainer.stream.num_workers, 0),
-    "learn_temperature": ("many", lambda one: len(list(one.trainer.parts.loss.parameters())), 1),
+    "learn_temperature": (
+        "many",
+        lambda one: len(list(one.trainer.parts.loss.parameters())),
+        1,
+    ),
     "batch_size": ("many", lambda one: len(first_ids(one)), 5),
     "global_batch_size": ("other", lambda one: len(first_ids(one)), 6),
-    "gradient_accumulation_steps": ("many", lambda one: one.trainer.data.batches_per_step, 2),
-    "micro_batch_tokens": ("many", lambda one: one.trainer.step.budget.micro_batch_tokens, 99),
-    "gradient_cache_chunk_size": ("other", lambda one: one.trainer.step.budget.max_rows, 3),
-    "use_gradient_cache": ("many", lambda one: one.trainer.step.budget.use_gradient_cache, False),
-    "kept_graph_tokens": ("many", lambda one: one.trainer.step.budget.kept_graph_tokens, 77),
-    "cache_frozen_features": ("frozen", lambda one: bool(one.trainer.parts.source.towers.stores), True, "clip"),
+    "gradient_accumulation_steps": (
+        "many",
+        lambda one: one.trainer.data.batches_per_step,
+        2,
+    ),
+    "micro_batch_tokens": (
+        "many",
+        lambda one: one.trainer.step.budget.micro_batch_tokens,
+        99,
+    ),
+    "gradient_cache_chunk_size": (
+        "other",
+        lambda one: one.trainer.step.budget.max_rows,
+        3,
+    ),
+    "use_gradient_cache": (
+        "many",
+        lambda one: one.trainer.step.budget.use_gradient_cache,
+        False,
+    ),
+    "kept_graph_tokens": (
+        "many",
+        lambda one: one.trainer.step.budget.kept_graph_tokens,
+        77,
+    ),
+    "cache_frozen_features": (
+        "frozen",
+        lambda one: bool(one.trainer.parts.source.towers.stores),
+        True,
+        "clip",
+    ),
     "epochs": ("other", lambda one: one.trainer.data.total_steps > 10, True),
     "patience": ("patient", lambda one: one.trainer.rhythm.patience, 2),
     "max_steps": ("many", lambda one: one.trainer.data.total_steps, 7),
     "learning_rate": ("many", lambda one: one.trainer.schedule.peak, 0.5),
-    "scale_learning_rate": ("scaled", lambda one: one.trainer.schedule.multiplier, 8 / 32),
-    "base_batch_size": ("other", lambda one: one.trainer.schedule.multiplier, 2.0, "scaled"),
+    "scale_learning_rate": (
+        "scaled",
+        lambda one: one.trainer.schedule.multiplier,
+        8 / 32,
+    ),
+    "base_batch_size": (
+        "other",
+        lambda one: one.trainer.schedule.multiplier,
+        2.0,
+        "scaled",
+    ),
     "optim": ("other", lambda one: type(one.trainer.parts.optimizer).__name__, "SGD"),
-    "weight_decay": ("many", lambda one: one.group("query.weight")["weight_decay"], 0.25),
+    "weight_decay": (
+        "many",
+        lambda one: one.group("query.weight")["weight_decay"],
+        0.25,
+    ),
     "adam_beta1": ("many", lambda one: one.group("query.weight")["betas"][0], 0.5),
     "adam_beta2": ("many", lambda one: one.group("query.weight")["betas"][1], 0.6),
     "adam_epsilon": ("many", lambda one: one.group("query.weight")["eps"], 0.7),
-    "head_learning_rate": ("many", lambda one: one.group("head")["initial_lr"], 0.125, "mrl"),
+    "head_learning_rate": (
+        "many",
+        lambda one: one.group("head")["initial_lr"],
+        0.125,
+        "mrl",
+    ),
     "layer_lr_decay": ("many", lambda one: one.group("layer.0.")["initial_lr"], 0.125),
     "warmup_ratio": ("other", lambda one: one.trainer.schedule.warmup_steps > 3, True),
     "warmup_steps": ("many", lambda one: one.trainer.schedule.warmup_steps, 3),
     "lr_scheduler_type": ("many", lambda one: one.trainer.schedule.kind, "cosine"),
     "max_grad_norm": ("many", lambda one: one.trainer.update.max_grad_norm, 0.75),
-    "on_nonfinite": ("many", lambda one: [h.stops for h in one.trainer.hooks._all if isinstance(h, Watch)], [False]),
+    "on_nonfinite": (
+        "many",
+        lambda one: [h.stops for h in one.trainer.hooks._all if isinstance(h, Watch)],
+        [False],
+    ),
     "seed": ("many", lambda one: one.trainer.data.batch_schedule.seed, 7),
     "deterministic": ("many", lambda one: one.is_deterministic, True),
-    "sync_batchnorm": ("many", lambda one: any("sync_batchnorm" in line for line in one.lines), True),
-}  # fmt: skip
-GROUPS["clip_all_adapters"] = {"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "use_lora": True}
+    "sync_batchnorm": (
+        "many",
+        lambda one: any("sync_batchnorm" in line for line in one.lines),
+        True,
+    ),
+}
+GROUPS["clip_all_adapters"] = {
+    "model_name": tiny.tiny_clip,
+    "data_path": "images.jsonl",
+    "use_lora": True,
+}
 GROUPS["as_text"] = {"model_name": tiny.tiny_clip, "data_path": "plain.jsonl"}
 
 
 def _trained(one: Built, name: str) -> bool:
-    return any(weight.requires_grad for key, weight in one.parameters().items() if name in key)
+    return any(
+        weight.requires_grad for key, weight in one.parameters().items() if name in key
+    )
 
 
 SCORED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     # option: (options of the loss, what the option is set to)
     "loss": ({}, {"loss": "triplet"}),
-    "losses": ({}, {"losses": [{"loss": "infonce", "weight": 1}, {"loss": "triplet", "weight": 2}]}),
+    "losses": (
+        {},
+        {
+            "losses": [
+                {"loss": "infonce", "weight": 1},
+                {"loss": "triplet", "weight": 2},
+            ]
+        },
+    ),
     "mrl_weights": ({"use_mrl": True, "mrl_dims": [12, 4]}, {"mrl_weights": [1, 3]}),
     "similarity": ({}, {"similarity": "dot"}),
     "temperature": ({}, {"temperature": 0.2}),
@@ -220,24 +405,87 @@ def test_the_loss_shows_the_option(option: str) -> None:
 
 WRITTEN: dict[str, tuple[str, Callable[[Path], Any], Any, str]] = {
     # option: (run with it, what is seen in its folder, what it is, run without it)
-    "output_dir": ("many", lambda run: (run / "config.yaml").is_file(), True, "nowhere"),
-    "eval_steps": ("many", lambda run: [line["step"] for line in lines_of(run) if "eval" in line], [2, 4], "base"),
-    "eval_before": ("many", lambda run: any(one["step"] == 0 for one in lines_of(run) if "eval" in one), False, "base"),
-    "eval_metric": ("many", lambda run: yaml.safe_load((run / "run.json").read_text())["metric"], "mrr@3", "base"),
-    "eval_ks": ("many", lambda run: any("recall@3" in one.get("eval", ()) for one in lines_of(run)), True, "base"),
-    "save_steps": ("many", lambda run: bool(list(run.glob("checkpoint-*"))), True, "base"),
-    "save_dtype": ("many", lambda run: str(_weight(run).dtype), "torch.bfloat16", "base"),
-    "logging_steps": ("many", lambda run: [one["step"] for one in lines_of(run) if "loss" in one], [1, 2, 4], "base"),
-    "report_to": ("many", lambda run: (run / "tensorboard").is_dir(), True, "adapters"),
-    "run_name": ("many", lambda run: (run / "tensorboard" / "mine").is_dir(), True, "base"),
-    "log_file": ("many", lambda run: (run / "own.txt").is_file(), True, "base"),
-    "debug": ("many", lambda run: (run / "logs" / "rank-0.log").is_file(), True, "base"),
-    "profile_steps": ("many", lambda run: bool(list(run.glob("trace-rank0*.json"))), True, "base"),
-    "load_best_model_at_end": (
-        "many", lambda run: yaml.safe_load((run / "run.json").read_text())["final_step"], 2, "base",
+    "output_dir": (
+        "many",
+        lambda run: (run / "config.yaml").is_file(),
+        True,
+        "nowhere",
     ),
-    "save_merged": ("adapters_alone", lambda run: (run / "final" / "adapter_config.json").is_file(), True, "adapters"),
-}  # fmt: skip
+    "eval_steps": (
+        "many",
+        lambda run: [line["step"] for line in lines_of(run) if "eval" in line],
+        [2, 4],
+        "base",
+    ),
+    "eval_before": (
+        "many",
+        lambda run: any(one["step"] == 0 for one in lines_of(run) if "eval" in one),
+        False,
+        "base",
+    ),
+    "eval_metric": (
+        "many",
+        lambda run: yaml.safe_load((run / "run.json").read_text())["metric"],
+        "mrr@3",
+        "base",
+    ),
+    "eval_ks": (
+        "many",
+        lambda run: any("recall@3" in one.get("eval", ()) for one in lines_of(run)),
+        True,
+        "base",
+    ),
+    "save_steps": (
+        "many",
+        lambda run: bool(list(run.glob("checkpoint-*"))),
+        True,
+        "base",
+    ),
+    "save_dtype": (
+        "many",
+        lambda run: str(_weight(run).dtype),
+        "torch.bfloat16",
+        "base",
+    ),
+    "logging_steps": (
+        "many",
+        lambda run: [one["step"] for one in lines_of(run) if "loss" in one],
+        [1, 2, 4],
+        "base",
+    ),
+    "report_to": ("many", lambda run: (run / "tensorboard").is_dir(), True, "adapters"),
+    "run_name": (
+        "many",
+        lambda run: (run / "tensorboard" / "mine").is_dir(),
+        True,
+        "base",
+    ),
+    "log_file": ("many", lambda run: (run / "own.txt").is_file(), True, "base"),
+    "debug": (
+        "many",
+        lambda run: (run / "logs" / "rank-0.log").is_file(),
+        True,
+        "base",
+    ),
+    "profile_steps": (
+        "many",
+        lambda run: bool(list(run.glob("trace-rank0*.json"))),
+        True,
+        "base",
+    ),
+    "load_best_model_at_end": (
+        "many",
+        lambda run: yaml.safe_load((run / "run.json").read_text())["final_step"],
+        2,
+        "base",
+    ),
+    "save_merged": (
+        "adapters_alone",
+        lambda run: (run / "final" / "adapter_config.json").is_file(),
+        True,
+        "adapters",
+    ),
+}
 
 
 def _weight(run: Path) -> torch.Tensor:
@@ -257,12 +505,20 @@ def test_what_is_written_shows_the_option(option: str) -> None:
 
 def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
     decisions = json.loads((finished("base") / "run.json").read_text())["decisions"]
-    assert decisions["strategy"] == {"value": "single", "reason": "one process", "source": "default"}
+    assert decisions["strategy"] == {
+        "value": "single",
+        "reason": "one process",
+        "source": "default",
+    }
     assert decisions["gradient checkpointing"]["reason"] == "default without use_fsdp"
     assert set(decisions) == {
-        "strategy", "gradient checkpointing", "mixed precision", "timeout in minutes", "compiled layers",
+        "strategy",
+        "gradient checkpointing",
+        "mixed precision",
+        "timeout in minutes",
+        "compiled layers",
         "loss exchange",
-    }  # fmt: skip
+    }
 
 
 def test_a_finished_run_is_replaced_only_when_asked_and_quietly(
@@ -278,13 +534,23 @@ def test_a_finished_run_is_replaced_only_when_asked_and_quietly(
     assert "step 1" not in capsys.readouterr().out
 
 
-def test_checkpoints_and_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_checkpoints_and_their_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """save_total_limit, async_save, resume, resume_anyway, on_save_error, max_train_minutes, eval_batch_tokens."""
     run = finished("many")
-    assert {one.name for one in run.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}, "the best and the newest"
+    assert {one.name for one in run.glob("checkpoint-*")} == {
+        "checkpoint-2",
+        "checkpoint-4",
+    }, "the best and the newest"
     options = given({**RUNS["many"], "output_dir": str(run), "profile_steps": None})
-    assert candidates(TrainConfig(**{**options, "resume": True}))[0].name == "checkpoint-4"
-    assert candidates(TrainConfig(**{**options, "output_dir": str(tmp_path / "new")})) == []
+    assert (
+        candidates(TrainConfig(**{**options, "resume": True}))[0].name == "checkpoint-4"
+    )
+    assert (
+        candidates(TrainConfig(**{**options, "output_dir": str(tmp_path / "new")}))
+        == []
+    )
     changed = {**options, "resume": True, "learning_rate": 1e-3}
     with pytest.raises(UserError, match="learning_rate"):
         vembed.train(changed)
@@ -294,15 +560,29 @@ def test_checkpoints_and_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path
     from vembed.training import checkpoint
 
     original = checkpoint.async_save
-    monkeypatch.setattr(checkpoint, "async_save", lambda *a, **o: started.append(1) or original(*a, **o))
+    monkeypatch.setattr(
+        checkpoint, "async_save", lambda *a, **o: started.append(1) or original(*a, **o)
+    )
     base = {"save_steps": 1, "max_steps": 3, "save_total_limit": 2}
     vembed.train(given({**base, "output_dir": str(tmp_path / "plain")}))
     assert not started
-    vembed.train(given({**base, "async_save": True, "output_dir": str(tmp_path / "async")}))
+    vembed.train(
+        given({**base, "async_save": True, "output_dir": str(tmp_path / "async")})
+    )
     assert len(started) == 3
     assert len(list((tmp_path / "plain").glob("checkpoint-*"))) == 2, "save_total_limit"
-    with pytest.raises(Stopped, match="max_train_minutes: the time is up; stopped after step 1"):
-        vembed.train(given({"max_train_minutes": 1e-6, "max_steps": 50, "output_dir": str(tmp_path / "short")}))
+    with pytest.raises(
+        Stopped, match="max_train_minutes: the time is up; stopped after step 1"
+    ):
+        vembed.train(
+            given(
+                {
+                    "max_train_minutes": 1e-6,
+                    "max_steps": 50,
+                    "output_dir": str(tmp_path / "short"),
+                }
+            )
+        )
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -310,7 +590,15 @@ def test_checkpoints_and_their_options(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(checkpoint.CheckpointWriter, "write_data", full)
     with pytest.raises(RunError, match="could not be written"):
         vembed.train(given({**base, "output_dir": str(tmp_path / "stops")}))
-    vembed.train(given({**base, "on_save_error": "continue", "output_dir": str(tmp_path / "goes_on")}))
+    vembed.train(
+        given(
+            {
+                **base,
+                "on_save_error": "continue",
+                "output_dir": str(tmp_path / "goes_on"),
+            }
+        )
+    )
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
@@ -333,7 +621,9 @@ def test_the_numbers_of_processes_and_machines_reach_the_launcher() -> None:
 # ---- what takes a preparation of its own -----------------------------------------------------------------------------
 
 
-def test_options_of_wandb_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_of_wandb_reach_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """wandb_project, wandb_tags."""
     from accelerate import tracking
 
@@ -357,8 +647,20 @@ def test_options_of_wandb_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setitem(sys.modules, "wandb", Wandb("wandb"))
     common = {"report_to": ["wandb"], "max_steps": 1}
     vembed.train(given({**common, "output_dir": str(tmp_path / "one")}))
-    vembed.train(given({**common, "output_dir": str(tmp_path / "two"), "wandb_project": "mine", "wandb_tags": ["a"]}))
-    assert [(project, options["tags"]) for project, options in started] == [("vembed", []), ("mine", ["a"])]
+    vembed.train(
+        given(
+            {
+                **common,
+                "output_dir": str(tmp_path / "two"),
+                "wandb_project": "mine",
+                "wandb_tags": ["a"],
+            }
+        )
+    )
+    assert [(project, options["tags"]) for project, options in started] == [
+        ("vembed", []),
+        ("mine", ["a"]),
+    ]
 
 
 def test_micro_batches_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,9 +671,17 @@ def test_micro_batches_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None
     counts = []
     for tokens in ("auto", 5):
         calls: list[int] = []
-        hook = one.trainer.parts.model.register_forward_hook(lambda *_, seen=calls: seen.append(1))
+        hook = one.trainer.parts.model.register_forward_hook(
+            lambda *_, seen=calls: seen.append(1)
+        )
         config = one.run.config.model_copy(update={"eval_batch_tokens": tokens})
-        evaluate_model(one.trainer.parts.model, one.trainer.parts.featuriser, one.trainer.data.evaluation, config, None)
+        evaluate_model(
+            one.trainer.parts.model,
+            one.trainer.parts.featuriser,
+            one.trainer.data.evaluation,
+            config,
+            None,
+        )
         hook.remove()
         counts.append(len(calls))
     assert counts[1] > 3 * counts[0]
@@ -385,11 +695,17 @@ OF_TEACHERS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "teacher_temperature": (TAUGHT, {"teacher_temperature": 0.9}),
     "distill_candidates": (TAUGHT, {"distill_candidates": "batch"}),
     "guide_margin": (GUIDED, {"guide_margin": 0.4}),
-    "guide_margin_kind": ({**GUIDED, "guide_margin": 0.4}, {"guide_margin_kind": "relative"}),
+    "guide_margin_kind": (
+        {**GUIDED, "guide_margin": 0.4},
+        {"guide_margin_kind": "relative"},
+    ),
     "guide": ({"teachers": TEACHERS}, {"guide": "vectors"}),
-    "teacher": ({**TAUGHT, "teachers": TWO, "teacher": "vectors"}, {"teacher": "reranker"}),
+    "teacher": (
+        {**TAUGHT, "teachers": TWO, "teacher": "vectors"},
+        {"teacher": "reranker"},
+    ),
     "teachers": ({"loss": "infonce"}, TAUGHT),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("option", OF_TEACHERS)
@@ -398,17 +714,24 @@ def test_the_loss_shows_the_option_of_teachers(option: str) -> None:
     assert loss_value({**base, **change}) != pytest.approx(loss_value(base), rel=1e-6)
 
 
-def test_code_of_a_model_is_run_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_model_is_run_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """trust_remote_code."""
     from tests.models.test_embedder import OWN_CODE
 
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     model = tiny.tiny_bert(tmp_path / "model")
     (model / "own.py").write_text(OWN_CODE)
     names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
     settings = json.loads((model / "config.json").read_text())
-    tiny.write_json(model / "config.json", settings | {"model_type": "a_kind_of_its_own", "auto_map": names})
+    tiny.write_json(
+        model / "config.json",
+        settings | {"model_type": "a_kind_of_its_own", "auto_map": names},
+    )
     with pytest.raises(UserError, match="trust_remote_code"):
         build({"model_name": str(model)})
     trusted = build({"model_name": str(model), "trust_remote_code": True})
@@ -419,14 +742,26 @@ def test_code_of_a_model_is_run_when_asked(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_yaml_file_a_dict_and_the_command_line_mean_the_same(group: str, tmp_path: Path) -> None:
+def test_a_yaml_file_a_dict_and_the_command_line_mean_the_same(
+    group: str, tmp_path: Path
+) -> None:
     options = given(GROUPS[group])
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(options))
-    words = [f"{name}={value if all_options()[name].is_plain_text else one_line_yaml(value)}"
-             for name, value in options.items()]  # fmt: skip
-    runs = [resolve_run(tmp_path / "cfg.yaml", env={}), resolve_run(options, env={}), resolve_run({}, words, env={})]
-    assert runs[0].config.to_dict() == runs[1].config.to_dict() == runs[2].config.to_dict()
-    assert [run.recomputation.value for run in runs] == [runs[0].recomputation.value] * 3
+    words = [
+        f"{name}={value if all_options()[name].is_plain_text else one_line_yaml(value)}"
+        for name, value in options.items()
+    ]
+    runs = [
+        resolve_run(tmp_path / "cfg.yaml", env={}),
+        resolve_run(options, env={}),
+        resolve_run({}, words, env={}),
+    ]
+    assert (
+        runs[0].config.to_dict() == runs[1].config.to_dict() == runs[2].config.to_dict()
+    )
+    assert [run.recomputation.value for run in runs] == [
+        runs[0].recomputation.value
+    ] * 3
 
 
 IN_A_FILE = {
@@ -445,20 +780,34 @@ IN_A_FILE = {
 }
 
 
-def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_means(tmp_path: Path) -> None:
+def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_means(
+    tmp_path: Path,
+) -> None:
     base = {"model_name": "m", "data_path": "d"}
     values = {name: value for name, (value, _) in IN_A_FILE.items()}
     (tmp_path / "own.yaml").write_text(
-        yaml.safe_dump({"distributed_type": "FSDP", "mixed_precision": "fp16", "fsdp_config": values})
+        yaml.safe_dump(
+            {
+                "distributed_type": "FSDP",
+                "mixed_precision": "fp16",
+                "fsdp_config": values,
+            }
+        )
     )
     env = {name.upper(): text for name, (_, text) in IN_A_FILE.items()}
     env |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16"}
-    said = resolve_run({**base, **values, "use_fsdp": True, "mixed_precision": "fp16"}, env={})
-    by_file = resolve_run({**base, "accelerate_config": str(tmp_path / "own.yaml")}, env={})
+    said = resolve_run(
+        {**base, **values, "use_fsdp": True, "mixed_precision": "fp16"}, env={}
+    )
+    by_file = resolve_run(
+        {**base, "accelerate_config": str(tmp_path / "own.yaml")}, env={}
+    )
     launched = resolve_run(base, env=env)
     sources = {run.fsdp.source for run in (said, by_file, launched) if run.fsdp}
     assert len(sources) == 3
-    found = [replace(run.fsdp, source="") for run in (said, by_file, launched) if run.fsdp]
+    found = [
+        replace(run.fsdp, source="") for run in (said, by_file, launched) if run.fsdp
+    ]
     assert found[0] == found[1] == found[2]
     assert {run.strategy.value for run in (said, by_file, launched)} == {"fsdp"}
     assert {run.recomputation.value for run in (said, by_file, launched)} == {True}
@@ -467,12 +816,36 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
 # ---- a summary -------------------------------------------------------------------------------------------------------
 
 ELSEWHERE = {
-    "save_total_limit", "async_save", "resume", "resume_anyway", "on_save_error", "max_train_minutes", "wandb_project",
-    "wandb_tags", "overwrite", "console", "eval_batch_tokens", "trust_remote_code", "num_processes", "num_machines",
-    "ema", "guards", "model_class", "model_arguments", "tokenizer_name", "auxiliary_losses", "wrap_policy",
-    "from_scratch", "anchor_weight", "push_to_hub", "push_public", "mine", "report_every",
-    "language_modelling", "mlm_probability",
-}  # fmt: skip
+    "save_total_limit",
+    "async_save",
+    "resume",
+    "resume_anyway",
+    "on_save_error",
+    "max_train_minutes",
+    "wandb_project",
+    "wandb_tags",
+    "overwrite",
+    "console",
+    "eval_batch_tokens",
+    "trust_remote_code",
+    "num_processes",
+    "num_machines",
+    "ema",
+    "guards",
+    "model_class",
+    "model_arguments",
+    "tokenizer_name",
+    "auxiliary_losses",
+    "wrap_policy",
+    "from_scratch",
+    "anchor_weight",
+    "push_to_hub",
+    "push_public",
+    "mine",
+    "report_every",
+    "language_modelling",
+    "mlm_probability",
+}
 """Options of the tests above that take a preparation of their own; `ema` and `guards` are in
 tests/training/test_guards_and_average.py, `mine` in tests/training/test_epoch_mining.py, those of own models in
 tests/own, of language modelling in tests/models/test_language_head.py, of the Hub in tests/publish."""

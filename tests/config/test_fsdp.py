@@ -30,7 +30,9 @@ num_processes: 8                                    # Number of GPUs (auto-detec
 """
 
 
-def resolved(write_config: WriteConfig, text: str = "", **env: str) -> tuple[FsdpConfig, list[str]]:
+def resolved(
+    write_config: WriteConfig, text: str = "", **env: str
+) -> tuple[FsdpConfig, list[str]]:
     run = resolve_run(write_config(text), env=env)
     assert run.fsdp is not None
     return run.fsdp, list(run.fsdp_notes)
@@ -53,8 +55,15 @@ def test_off_by_default(write_config: WriteConfig) -> None:
 def test_use_fsdp_reads_the_packaged_file(write_config: WriteConfig) -> None:
     settings, notes = resolved(write_config, "use_fsdp: true\n")
     assert settings == FsdpConfig(source="configs/accelerate_fsdp.yaml")
-    assert (settings.version, settings.sharding_strategy, settings.offload) == (2, "FULL_SHARD", False)
-    assert (settings.wrap_policy, settings.min_num_params) == ("TRANSFORMER_BASED_WRAP", 1_000_000)
+    assert (settings.version, settings.sharding_strategy, settings.offload) == (
+        2,
+        "FULL_SHARD",
+        False,
+    )
+    assert (settings.wrap_policy, settings.min_num_params) == (
+        "TRANSFORMER_BASED_WRAP",
+        1_000_000,
+    )
     assert notes == []
 
 
@@ -62,26 +71,46 @@ def test_use_fsdp_reads_the_packaged_file(write_config: WriteConfig) -> None:
 def test_the_documents_file(write_config: WriteConfig) -> None:
     write_config()
     Path("accelerate.yaml").write_text(DOCUMENT_D)
-    settings, notes = resolved(write_config, "use_fsdp: true\naccelerate_config: accelerate.yaml\n")
-    assert (settings.sharding_strategy, settings.offload, settings.ram_efficient_loading) == ("FULL_SHARD", True, True)
+    settings, notes = resolved(
+        write_config, "use_fsdp: true\naccelerate_config: accelerate.yaml\n"
+    )
+    assert (
+        settings.sharding_strategy,
+        settings.offload,
+        settings.ram_efficient_loading,
+    ) == ("FULL_SHARD", True, True)
     assert settings.source == "accelerate.yaml"
     # Accelerate takes a file without a version for FSDP1, and so does vembed, under `accelerate launch` or not.
     assert settings.version == 1
     assert notes == []
-    newer, notes = resolved(write_config, "use_fsdp: true\naccelerate_config: accelerate.yaml\nfsdp_version: 2\n")
+    newer, notes = resolved(
+        write_config,
+        "use_fsdp: true\naccelerate_config: accelerate.yaml\nfsdp_version: 2\n",
+    )
     assert (newer.version, newer.offload) == (2, True)
     assert notes == []
     assert read_accelerate_file("accelerate.yaml").num_processes == 8
     # bf16 in that file is for GPUs: the same file also runs on a CPU.
     assert settings.mixed_precision == "auto"
-    assert resolved(write_config, "use_fsdp: true\nmixed_precision: bf16\n")[0].mixed_precision == "bf16"
+    assert (
+        resolved(write_config, "use_fsdp: true\nmixed_precision: bf16\n")[
+            0
+        ].mixed_precision
+        == "bf16"
+    )
 
 
 def test_training_yaml_overrides_the_file(write_config: WriteConfig) -> None:
     text = "use_fsdp: true\naccelerate_config: accelerate_fsdp_offload\nfsdp_cpu_offload: false\n"
-    settings, _ = resolved(write_config, text + "fsdp_sharding_strategy: shard_grad_op\nfsdp_state_dict_type: full\n")
+    settings, _ = resolved(
+        write_config,
+        text + "fsdp_sharding_strategy: shard_grad_op\nfsdp_state_dict_type: full\n",
+    )
     assert settings.offload is False
-    assert (settings.sharding_strategy, settings.reshard_after_forward) == ("SHARD_GRAD_OP", False)
+    assert (settings.sharding_strategy, settings.reshard_after_forward) == (
+        "SHARD_GRAD_OP",
+        False,
+    )
     assert settings.state_dict_type == "FULL_STATE_DICT"
 
 
@@ -96,48 +125,81 @@ def test_training_yaml_overrides_the_file(write_config: WriteConfig) -> None:
     ],
 )
 @pytest.mark.promise("C09", "C11", "C13", "E08", "E13")
-def test_what_only_fsdp1_has_is_accepted_and_said_once(write_config: WriteConfig, line: str, name: str) -> None:
+def test_what_only_fsdp1_has_is_accepted_and_said_once(
+    write_config: WriteConfig, line: str, name: str
+) -> None:
     _, notes = resolved(write_config, f"use_fsdp: true\n{line}\n")
     assert len(notes) == 1
     assert notes[0].startswith(f"{name} has no effect under FSDP2: FSDP2 ")
-    under_fsdp1, notes = resolved(write_config, f"use_fsdp: true\nfsdp_version: 1\n{line}\n")
+    under_fsdp1, notes = resolved(
+        write_config, f"use_fsdp: true\nfsdp_version: 1\n{line}\n"
+    )
     assert under_fsdp1.version == 1
     assert notes == []
 
 
 def test_what_only_fsdp2_has(write_config: WriteConfig) -> None:
-    _, notes = resolved(write_config, "use_fsdp: true\nfsdp_version: 1\nfsdp_output_dtype: bfloat16\n")
-    assert [note for note in notes if note.startswith("fsdp_output_dtype: bfloat16 has no effect under FSDP1")]
-    settings, notes = resolved(write_config, "use_fsdp: true\nfsdp_reshard_after_forward: false\n")
-    assert (settings.sharding_strategy, settings.reshard_after_forward, notes) == ("SHARD_GRAD_OP", False, [])
+    _, notes = resolved(
+        write_config, "use_fsdp: true\nfsdp_version: 1\nfsdp_output_dtype: bfloat16\n"
+    )
+    assert [
+        note
+        for note in notes
+        if note.startswith("fsdp_output_dtype: bfloat16 has no effect under FSDP1")
+    ]
+    settings, notes = resolved(
+        write_config, "use_fsdp: true\nfsdp_reshard_after_forward: false\n"
+    )
+    assert (settings.sharding_strategy, settings.reshard_after_forward, notes) == (
+        "SHARD_GRAD_OP",
+        False,
+        [],
+    )
     assert set(FSDP1_ONLY) | set(FSDP2_ONLY) <= set(TrainConfig.model_fields)
 
 
 def test_fsdp1_options_reach_fsdp1(write_config: WriteConfig) -> None:
     text = "fsdp: {enabled: true, version: 1, backward_prefetch: BACKWARD_POST, forward_prefetch: true,\n"
-    settings, notes = resolved(write_config, text + " limit_all_gathers: false, use_orig_params: false}\n")
-    assert (settings.backward_prefetch, settings.forward_prefetch) == ("BACKWARD_POST", True)
+    settings, notes = resolved(
+        write_config, text + " limit_all_gathers: false, use_orig_params: false}\n"
+    )
+    assert (settings.backward_prefetch, settings.forward_prefetch) == (
+        "BACKWARD_POST",
+        True,
+    )
     assert (settings.limit_all_gathers, settings.use_orig_params) == (False, False)
     assert notes == []
 
 
 @pytest.mark.promise("C10", "E09")
 def test_forward_prefetch_is_there_in_fsdp2(write_config: WriteConfig) -> None:
-    settings, notes = resolved(write_config, "use_fsdp: true\nfsdp_forward_prefetch: true\n")
+    settings, notes = resolved(
+        write_config, "use_fsdp: true\nfsdp_forward_prefetch: true\n"
+    )
     assert (settings.version, settings.forward_prefetch, notes) == (2, True, [])
 
 
 @pytest.mark.promise("E12")
 def test_local_state_dict(write_config: WriteConfig) -> None:
-    message = refusal(write_config, "use_fsdp: true\nfsdp_state_dict_type: local_state_dict\n")
-    assert "LOCAL_STATE_DICT does not exist in FSDP2" in message and "SHARDED_STATE_DICT" in message
-    settings, _ = resolved(write_config, "use_fsdp: true\nfsdp_version: 1\nfsdp_state_dict_type: local_state_dict\n")
+    message = refusal(
+        write_config, "use_fsdp: true\nfsdp_state_dict_type: local_state_dict\n"
+    )
+    assert (
+        "LOCAL_STATE_DICT does not exist in FSDP2" in message
+        and "SHARDED_STATE_DICT" in message
+    )
+    settings, _ = resolved(
+        write_config,
+        "use_fsdp: true\nfsdp_version: 1\nfsdp_state_dict_type: local_state_dict\n",
+    )
     assert settings.state_dict_type == "LOCAL_STATE_DICT"
 
 
 @pytest.mark.promise("C08")
 def test_no_shard_is_ddp_and_says_so(write_config: WriteConfig) -> None:
-    run = resolve_run(write_config("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n"), env={})
+    run = resolve_run(
+        write_config("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n"), env={}
+    )
     assert run.strategy.value == "ddp"
     assert run.fsdp is None
     said = "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"
@@ -151,13 +213,20 @@ def test_no_size_is_a_million(write_config: WriteConfig, count: str) -> None:
     settings, notes = resolved(write_config, text)
     assert settings.min_num_params == 1_000_000
     assert "counts as 1,000,000" in notes[0]
-    assert resolved(write_config, text.replace(count, "500000"))[0].min_num_params == 500_000
+    assert (
+        resolved(write_config, text.replace(count, "500000"))[0].min_num_params
+        == 500_000
+    )
 
 
 @pytest.mark.promise("B08")
 def test_layer_classes(write_config: WriteConfig) -> None:
     assert resolved(write_config, "use_fsdp: true\n")[0].layer_classes is None
-    for text, classes in (("BertLayer", ("BertLayer",)), ("[A, b.C]", ("A", "b.C")), ("A,B", ("A", "B"))):
+    for text, classes in (
+        ("BertLayer", ("BertLayer",)),
+        ("[A, b.C]", ("A", "b.C")),
+        ("A,B", ("A", "B")),
+    ):
         line = f"use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: {text}\n"
         assert resolved(write_config, line)[0].layer_classes == classes
 
@@ -169,21 +238,36 @@ def test_sharding_and_resharding_that_contradict(write_config: WriteConfig) -> N
 
 @pytest.mark.promise("C13")
 def test_lora_under_fsdp1_needs_original_parameters(write_config: WriteConfig) -> None:
-    text = "use_fsdp: true\nuse_lora: true\nfsdp_version: 1\nfsdp_use_orig_params: false\n"
+    text = (
+        "use_fsdp: true\nuse_lora: true\nfsdp_version: 1\nfsdp_use_orig_params: false\n"
+    )
     assert "set fsdp_use_orig_params: true" in refusal(write_config, text)
 
 
-def test_ram_efficient_loading_under_fsdp1_needs_sync(write_config: WriteConfig) -> None:
+def test_ram_efficient_loading_under_fsdp1_needs_sync(
+    write_config: WriteConfig,
+) -> None:
     text = "use_fsdp: true\nfsdp_version: 1\nfsdp_sync_module_states: false\nfsdp_cpu_ram_efficient_loading: true\n"
-    assert "without weights: set fsdp_sync_module_states: true" in refusal(write_config, text)
+    assert "without weights: set fsdp_sync_module_states: true" in refusal(
+        write_config, text
+    )
 
 
 @pytest.mark.promise("E13")
 def test_mixed_precision_of_fsdp(write_config: WriteConfig) -> None:
     text = "use_fsdp: true\nfsdp_mixed_precision: true\nfsdp_param_dtype: bf16\nfsdp_reduce_dtype: fp32\n"
     settings, _ = resolved(write_config, text)
-    assert (settings.mixed_precision, settings.param_dtype, settings.reduce_dtype) == ("bf16", "bfloat16", "float32")
-    assert resolved(write_config, "use_fsdp: true\nfsdp_mixed_precision: false\n")[0].mixed_precision == "no"
+    assert (settings.mixed_precision, settings.param_dtype, settings.reduce_dtype) == (
+        "bf16",
+        "bfloat16",
+        "float32",
+    )
+    assert (
+        resolved(write_config, "use_fsdp: true\nfsdp_mixed_precision: false\n")[
+            0
+        ].mixed_precision
+        == "no"
+    )
 
 
 @pytest.mark.promise("C02")
@@ -200,7 +284,9 @@ def test_strategies(write_config: WriteConfig) -> None:
 
 
 def test_use_fsdp_with_a_file_that_does_not_shard(write_config: WriteConfig) -> None:
-    message = refusal(write_config, "use_fsdp: true\naccelerate_config: accelerate_ddp\n")
+    message = refusal(
+        write_config, "use_fsdp: true\naccelerate_config: accelerate_ddp\n"
+    )
     assert "use_fsdp: true, but configs/accelerate_ddp.yaml is for ddp" in message
 
 
@@ -218,16 +304,23 @@ def test_the_launchers_values_hold_and_are_said(write_config: WriteConfig) -> No
     run = resolve_run(write_config("fsdp_state_dict_type: full\n"), env=env)
     settings = run.fsdp
     assert settings is not None and settings.source == "accelerate launch"
-    assert settings.state_dict_type == "FULL_STATE_DICT", "which the launcher has not set"
+    assert settings.state_dict_type == "FULL_STATE_DICT", (
+        "which the launcher has not set"
+    )
     assert (settings.sharding_strategy, settings.offload, settings.wrap_policy) == (
         "SHARD_GRAD_OP",
         True,
         "SIZE_BASED_WRAP",
     )
     assert settings.min_num_params == 100_000_000
-    assert run.notes[0].startswith("FSDP options set by accelerate launch: fsdp_version: 2, ")
+    assert run.notes[0].startswith(
+        "FSDP options set by accelerate launch: fsdp_version: 2, "
+    )
     assert "is what accelerate launch sets when its file does not say" in run.notes[1]
-    with pytest.raises(UserError, match="FSDP_VERSION=3, set by accelerate launch: fsdp_version must be 1 or 2"):
+    with pytest.raises(
+        UserError,
+        match="FSDP_VERSION=3, set by accelerate launch: fsdp_version must be 1 or 2",
+    ):
         resolve_run(write_config(), env=env | {"FSDP_VERSION": "3"})
 
 
@@ -239,12 +332,18 @@ def test_gradient_checkpointing(write_config: WriteConfig) -> None:
 
     assert decision("") == (False, "default without use_fsdp")
     assert decision("use_fsdp: true\n") == (True, "default with use_fsdp: true")
-    assert decision("use_fsdp: true\ngradient_checkpointing: false\n") == (False, "gradient_checkpointing")
+    assert decision("use_fsdp: true\ngradient_checkpointing: false\n") == (
+        False,
+        "gradient_checkpointing",
+    )
     assert decision("fsdp: {enabled: true, activation_checkpointing: false}\n") == (
         False,
         "fsdp_activation_checkpointing",
     )
-    assert decision("accelerate_config: single_node_fsdp\n") == (True, "configs/single_node_fsdp.yaml")
+    assert decision("accelerate_config: single_node_fsdp\n") == (
+        True,
+        "configs/single_node_fsdp.yaml",
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,19 +361,42 @@ def test_gradient_checkpointing(write_config: WriteConfig) -> None:
             "distributed_type: FSDP\nnum_proceses: 3\n",
             "line 2: unknown key 'num_proceses', did you mean 'num_processes'",
         ),
-        ("distributed_type: FSDP\nfsdp_version: 2\n", "unknown key 'fsdp_version', it belongs under fsdp_config"),
-        ("distributed_type: DEEPSPEED\n", "distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO"),
+        (
+            "distributed_type: FSDP\nfsdp_version: 2\n",
+            "unknown key 'fsdp_version', it belongs under fsdp_config",
+        ),
+        (
+            "distributed_type: DEEPSPEED\n",
+            "distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO",
+        ),
         ("num_processes: 2\n", "distributed_type must be"),
-        ("distributed_type: FSDP\nnum_machines: 2\nnum_processes: 3\n", "must be a multiple of num_machines: 2"),
-        ("distributed_type: FSDP\nnum_machines: x\n", "num_machines must be a whole number"),
+        (
+            "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 3\n",
+            "must be a multiple of num_machines: 2",
+        ),
+        (
+            "distributed_type: FSDP\nnum_machines: x\n",
+            "num_machines must be a whole number",
+        ),
         ("distributed_type: FSDP\nuse_cpu: perhaps\n", "use_cpu must be true or false"),
-        ("distributed_type: FSDP\nmixed_precision: fp8\n", "mixed_precision must be no, bf16 or fp16"),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD}\n", "fsdp_sharding_strategy must be"),
-        ("distributed_type: FSDP\nfsdp_config: [1]\n", "fsdp_config must hold keys with values"),
+        (
+            "distributed_type: FSDP\nmixed_precision: fp8\n",
+            "mixed_precision must be no, bf16 or fp16",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD}\n",
+            "fsdp_sharding_strategy must be",
+        ),
+        (
+            "distributed_type: FSDP\nfsdp_config: [1]\n",
+            "fsdp_config must hold keys with values",
+        ),
         ("distributed_type: [\n", "not valid YAML"),
     ],
 )
-def test_mistakes_in_the_accelerate_file(write_config: WriteConfig, text: str, words: str) -> None:
+def test_mistakes_in_the_accelerate_file(
+    write_config: WriteConfig, text: str, words: str
+) -> None:
     write_config()
     Path("accelerate.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
@@ -287,7 +409,10 @@ def test_mistakes_in_the_accelerate_file(write_config: WriteConfig, text: str, w
 def test_compute_device_is_accepted_with_a_warning(write_config: WriteConfig) -> None:
     write_config()
     Path("accelerate.yaml").write_text("distributed_type: FSDP\ncompute_device: gpu\n")
-    assert "compute_device: gpu in accelerate.yaml has no effect" in read_accelerate_file("accelerate.yaml").notes[0]
+    assert (
+        "compute_device: gpu in accelerate.yaml has no effect"
+        in read_accelerate_file("accelerate.yaml").notes[0]
+    )
 
 
 def test_keys_that_only_accelerate_uses_are_named(write_config: WriteConfig) -> None:
@@ -306,7 +431,11 @@ def test_keys_that_only_accelerate_uses_are_named(write_config: WriteConfig) -> 
         gpu_ids="0,1",
         notes=file.notes,
     )
-    assert [note.split(" ")[0] for note in file.notes] == ["dynamo_config", "fsdp_ignored_modules", "accelerate.yaml"]
+    assert [note.split(" ")[0] for note in file.notes] == [
+        "dynamo_config",
+        "fsdp_ignored_modules",
+        "accelerate.yaml",
+    ]
     assert "gives no fsdp_version, which means 1 to Accelerate" in file.notes[2]
 
 

@@ -25,31 +25,104 @@ fuzz = settings(
 )
 
 NAMES = st.sampled_from(
-    [*all_options(), "lr", "fsdp", "fsdp.enabled", "bf16", "training", "use_wandb", "stage", "<<", ""]
+    [
+        *all_options(),
+        "lr",
+        "fsdp",
+        "fsdp.enabled",
+        "bf16",
+        "training",
+        "use_wandb",
+        "stage",
+        "<<",
+        "",
+    ]
 )
 NUMBERS = st.one_of(
-    st.integers(), st.integers(min_value=10**17, max_value=10**400), st.floats(), st.just(-0.0), st.just(1e308)
+    st.integers(),
+    st.integers(min_value=10**17, max_value=10**400),
+    st.floats(),
+    st.just(-0.0),
+    st.just(1e308),
 )
 WORDS = st.one_of(
     st.text(max_size=20),
     st.sampled_from(
-        ["auto", "true", "no", "none", "null", "2e-5", "1_0", "0x" + "f" * 5000, "9" * 5000, "FULL_SHARD", "~"]
+        [
+            "auto",
+            "true",
+            "no",
+            "none",
+            "null",
+            "2e-5",
+            "1_0",
+            "0x" + "f" * 5000,
+            "9" * 5000,
+            "FULL_SHARD",
+            "~",
+        ]
     ),
-    st.sampled_from(sorted({choice for option in all_options().values() for choice in option.choices})),
+    st.sampled_from(
+        sorted(
+            {choice for option in all_options().values() for choice in option.choices}
+        )
+    ),
 )
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(WORDS, inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(WORDS, inner, max_size=3)
+    ),
     max_leaves=8,
 )
 CONFIGS = st.dictionaries(st.one_of(NAMES, WORDS), VALUES, max_size=6)
 YAML_BITS = st.sampled_from(
     [
-        *("model_name: m\n", "data_path: d\n", "a: &a [*a, *a]\n", "b: !!python/object/apply:os.system [x]\n"),
-        *("? [x]\n: y\n", "- ", "{", "}", "[", "]", "&a ", "*a ", "!!int ", "!!binary ", "!x ", "<<: *a\n", "|\n  "),
-        *(">-\n", "%YAML 9.9\n---\n", "fsdp:\n  ", "epochs: ", "training_stages: ", "'", '"', "\\", "\t", "#", ": "),
-        *("\n", "...\n", "\x00", "\ud800", "\x85", "learning_rate: 1e999\n", "batch_size: -9\n", "seed: 0b1\n"),
+        *(
+            "model_name: m\n",
+            "data_path: d\n",
+            "a: &a [*a, *a]\n",
+            "b: !!python/object/apply:os.system [x]\n",
+        ),
+        *(
+            "? [x]\n: y\n",
+            "- ",
+            "{",
+            "}",
+            "[",
+            "]",
+            "&a ",
+            "*a ",
+            "!!int ",
+            "!!binary ",
+            "!x ",
+            "<<: *a\n",
+            "|\n  ",
+        ),
+        *(
+            ">-\n",
+            "%YAML 9.9\n---\n",
+            "fsdp:\n  ",
+            "epochs: ",
+            "training_stages: ",
+            "'",
+            '"',
+            "\\",
+            "\t",
+            "#",
+            ": ",
+        ),
+        *(
+            "\n",
+            "...\n",
+            "\x00",
+            "\ud800",
+            "\x85",
+            "learning_rate: 1e999\n",
+            "batch_size: -9\n",
+            "seed: 0b1\n",
+        ),
         *("batch_size: " + "9" * 40 + "\n", "mrl_dims: [1, x]\n"),
     ]
 )
@@ -78,13 +151,25 @@ def test_bytes(tmp_path: Path, content: bytes) -> None:
 @given(st.lists(st.one_of(YAML_BITS, st.text(max_size=5)), max_size=12))
 def test_yaml_in_pieces(tmp_path: Path, pieces: list[str]) -> None:
     file = tmp_path / "cfg.yaml"
-    file.write_bytes(("model_name: m\ndata_path: d\n" + "".join(pieces)).encode("utf-8", "surrogatepass"))
+    file.write_bytes(
+        ("model_name: m\ndata_path: d\n" + "".join(pieces)).encode(
+            "utf-8", "surrogatepass"
+        )
+    )
     outcome(file)
 
 
 @fuzz
-@given(CONFIGS, st.lists(st.tuples(st.one_of(NAMES, WORDS), st.one_of(WORDS, st.floats().map(repr))), max_size=3))
-def test_values(tmp_path: Path, values: dict[str, Any], overrides: list[tuple[str, str]]) -> None:
+@given(
+    CONFIGS,
+    st.lists(
+        st.tuples(st.one_of(NAMES, WORDS), st.one_of(WORDS, st.floats().map(repr))),
+        max_size=3,
+    ),
+)
+def test_values(
+    tmp_path: Path, values: dict[str, Any], overrides: list[tuple[str, str]]
+) -> None:
     values = {"model_name": "m", "data_path": "d"} | values
     config = outcome(values, [f"{key}={value}" for key, value in overrides])
     try:
@@ -102,29 +187,47 @@ def test_values(tmp_path: Path, values: dict[str, Any], overrides: list[tuple[st
 @fuzz
 @given(
     st.dictionaries(
-        st.sampled_from(sorted(name for name in TrainConfig.model_fields if "fsdp" in name)), SCALARS, max_size=5
+        st.sampled_from(
+            sorted(name for name in TrainConfig.model_fields if "fsdp" in name)
+        ),
+        SCALARS,
+        max_size=5,
     )
 )
 def test_accelerate_files(tmp_path: Path, values: dict[str, Any]) -> None:
     inside = {name: value for name, value in values.items() if name.startswith("fsdp_")}
     file = tmp_path / "accelerate.yaml"
     try:
-        file.write_text(json.dumps({"distributed_type": "FSDP", "fsdp_config": inside}), encoding="utf-8")
+        file.write_text(
+            json.dumps({"distributed_type": "FSDP", "fsdp_config": inside}),
+            encoding="utf-8",
+        )
     except ValueError:
         return
-    outcome({"model_name": "m", "data_path": "d", "use_fsdp": True, "accelerate_config": str(file)})
+    outcome(
+        {
+            "model_name": "m",
+            "data_path": "d",
+            "use_fsdp": True,
+            "accelerate_config": str(file),
+        }
+    )
 
 
 @fuzz
 @example({"FSDP_VERSION": "!0"})
 @given(
     st.dictionaries(
-        st.sampled_from(["FSDP_VERSION", "FSDP_MIN_NUM_PARAMS", "FSDP_OFFLOAD_PARAMS"]), st.text(max_size=8)
+        st.sampled_from(["FSDP_VERSION", "FSDP_MIN_NUM_PARAMS", "FSDP_OFFLOAD_PARAMS"]),
+        st.text(max_size=8),
     )
 )
 def test_launchers_environment(env: dict[str, str]) -> None:
     try:
-        resolve_run({"model_name": "m", "data_path": "d"}, env=env | {"ACCELERATE_USE_FSDP": "true"})
+        resolve_run(
+            {"model_name": "m", "data_path": "d"},
+            env=env | {"ACCELERATE_USE_FSDP": "true"},
+        )
     except UserError as error:
         assert "set by accelerate launch" in str(error) or "fsdp" in str(error)
 
@@ -136,7 +239,18 @@ def test_launchers_environment(env: dict[str, str]) -> None:
             WORDS,
             NAMES.map(lambda name: f"--{name.replace('_', '-')}"),
             st.tuples(NAMES, WORDS).map("=".join),
-            st.sampled_from(["--set", "--config", "--dry-run", "--", "-x", "cfg.yaml", "--resume", "--machine-rank"]),
+            st.sampled_from(
+                [
+                    "--set",
+                    "--config",
+                    "--dry-run",
+                    "--",
+                    "-x",
+                    "cfg.yaml",
+                    "--resume",
+                    "--machine-rank",
+                ]
+            ),
         ),
         max_size=6,
     )

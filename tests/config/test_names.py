@@ -8,7 +8,14 @@ import pytest
 
 from tests.config.conftest import WriteConfig
 from tests.guides import STAGE_ONE
-from vembed.config.aliases import ALIASES, BLOCKS, PREFIXES, TRANSLATED, known_names, target_of
+from vembed.config.aliases import (
+    ALIASES,
+    BLOCKS,
+    PREFIXES,
+    TRANSLATED,
+    known_names,
+    target_of,
+)
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.options import all_options
@@ -81,42 +88,89 @@ training:
 def test_document_a_toml(write_config: WriteConfig) -> None:
     config = load_config(write_config(HERETIC, name="config_with_fsdp.toml", needed=""))
     assert config.model_name == "meta-llama/Llama-2-7b-chat-hf"
-    assert (config.batch_size, config.use_fsdp, config.fsdp_sharding_strategy) == (4, True, "FULL_SHARD")
+    assert (config.batch_size, config.use_fsdp, config.fsdp_sharding_strategy) == (
+        4,
+        True,
+        "FULL_SHARD",
+    )
     assert config.fsdp_offload_params is config.fsdp_cpu_offload is False
     assert config.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
-    assert config.fsdp_transformer_layer_cls_to_wrap == "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+    assert (
+        config.fsdp_transformer_layer_cls_to_wrap
+        == "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+    )
     assert config.fsdp_min_num_params == 1_000_000
     assert load_config("config_with_fsdp.toml", ["batch_size=16"]).batch_size == 16
 
 
 @pytest.mark.promise(
-    "C01", "C02", "C03", "C04", "C05", "C06", "C07", "C08", "C09", "C10", "C11", "C12", "C13", "C29", "C31", "C32"
+    "C01",
+    "C02",
+    "C03",
+    "C04",
+    "C05",
+    "C06",
+    "C07",
+    "C08",
+    "C09",
+    "C10",
+    "C11",
+    "C12",
+    "C13",
+    "C29",
+    "C31",
+    "C32",
 )
 def test_document_c_stage_one(
     write_config: WriteConfig,
 ) -> None:
     config = resolve_run(write_config(MODULAR, needed=""), stage="stage1").config
-    assert (config.strategy, config.use_fsdp, config.num_machines, config.num_processes) == ("fsdp", True, 1, 8)
-    assert (config.batch_size, config.gradient_accumulation_steps, config.sync_batchnorm) == (2, 4, False)
-    assert (config.fsdp_cpu_offload, config.fsdp_sharding_strategy) == (False, "FULL_SHARD")
-    assert (config.fsdp_backward_prefetch, config.fsdp_forward_prefetch) == ("BACKWARD_PRE", False)
+    assert (
+        config.strategy,
+        config.use_fsdp,
+        config.num_machines,
+        config.num_processes,
+    ) == ("fsdp", True, 1, 8)
+    assert (
+        config.batch_size,
+        config.gradient_accumulation_steps,
+        config.sync_batchnorm,
+    ) == (2, 4, False)
+    assert (config.fsdp_cpu_offload, config.fsdp_sharding_strategy) == (
+        False,
+        "FULL_SHARD",
+    )
+    assert (config.fsdp_backward_prefetch, config.fsdp_forward_prefetch) == (
+        "BACKWARD_PRE",
+        False,
+    )
     assert (config.fsdp_limit_all_gathers, config.fsdp_use_orig_params) == (True, False)
     assert config.fsdp_activation_checkpointing is True
     assert (config.debug, config.log_file) == (True, "training.log")
-    assert (config.wandb_project, config.wandb_tags) == ("accfiy-fsdp", ["fsdp", "multi-node"])
+    assert (config.wandb_project, config.wandb_tags) == (
+        "accfiy-fsdp",
+        ["fsdp", "multi-node"],
+    )
     assert config.report_to == ["tensorboard", "wandb"]
     assert config.output_dir == "output/stage1"
 
 
 @pytest.mark.promise("C01", "C20")
-def test_stage_two_starts_from_the_result_of_stage_one(write_config: WriteConfig) -> None:
+def test_stage_two_starts_from_the_result_of_stage_one(
+    write_config: WriteConfig,
+) -> None:
     file = write_config(MODULAR, needed="")
-    for chosen in (resolve_run(file, stage="stage2"), resolve_run(file, ["stage=stage2"])):
+    for chosen in (
+        resolve_run(file, stage="stage2"),
+        resolve_run(file, ["stage=stage2"]),
+    ):
         assert chosen.config.model_name == "output/stage1/final"
         assert chosen.config.output_dir == "output/stage2"
         assert (chosen.config.strategy, chosen.config.num_processes) == ("ddp", 2)
         assert chosen.origins["model_name"] == "cfg.yaml, result of stage1"
-    with pytest.raises(UserError, match=r"several stages: choose with --stage NAME: stage1, stage2"):
+    with pytest.raises(
+        UserError, match=r"several stages: choose with --stage NAME: stage1, stage2"
+    ):
         load_config(file)
     with pytest.raises(UserError, match="there is no stage 'stage3'"):
         resolve_run(file, stage="stage3")
@@ -124,17 +178,38 @@ def test_stage_two_starts_from_the_result_of_stage_one(write_config: WriteConfig
         resolve_run(write_config(), stage="stage1")
 
 
-@pytest.mark.promise("E06", "E07", "E08", "E09", "E10", "E12", "E13", "E14", "E15", "E16", "E17", "E18")
+@pytest.mark.promise(
+    "E06", "E07", "E08", "E09", "E10", "E12", "E13", "E14", "E15", "E16", "E17", "E18"
+)
 def test_document_e(write_config: WriteConfig) -> None:
     config = load_config(write_config(FREE, needed=""))
     assert config.use_fsdp is True
-    assert (config.fsdp_sharding_strategy, config.fsdp_backward_prefetch) == ("FULL_SHARD", "BACKWARD_PRE")
-    assert (config.fsdp_forward_prefetch, config.fsdp_auto_wrap_policy) == (False, "TRANSFORMER_BASED_WRAP")
-    assert (config.fsdp_state_dict_type, config.fsdp_mixed_precision) == ("FULL_STATE_DICT", True)
-    assert (config.fsdp_param_dtype, config.fsdp_reduce_dtype, config.fsdp_buffer_dtype) == (
-        "bfloat16", "float32", "float32",
-    )  # fmt: skip
-    assert (config.batch_size, config.learning_rate, config.gradient_checkpointing) == (64, 2e-4, True)
+    assert (config.fsdp_sharding_strategy, config.fsdp_backward_prefetch) == (
+        "FULL_SHARD",
+        "BACKWARD_PRE",
+    )
+    assert (config.fsdp_forward_prefetch, config.fsdp_auto_wrap_policy) == (
+        False,
+        "TRANSFORMER_BASED_WRAP",
+    )
+    assert (config.fsdp_state_dict_type, config.fsdp_mixed_precision) == (
+        "FULL_STATE_DICT",
+        True,
+    )
+    assert (
+        config.fsdp_param_dtype,
+        config.fsdp_reduce_dtype,
+        config.fsdp_buffer_dtype,
+    ) == (
+        "bfloat16",
+        "float32",
+        "float32",
+    )
+    assert (config.batch_size, config.learning_rate, config.gradient_checkpointing) == (
+        64,
+        2e-4,
+        True,
+    )
     assert (config.mixed_precision, config.max_grad_norm) == ("bf16", 1.0)
 
 
@@ -142,11 +217,27 @@ def test_document_e(write_config: WriteConfig) -> None:
     ("line", "option", "value"),
     [
         ("fsdp_backward_prefetch: NONE", "fsdp_backward_prefetch", "NO_PREFETCH"),
-        ("fsdp_backward_prefetch: no_prefetch", "fsdp_backward_prefetch", "NO_PREFETCH"),
-        ("fsdp_auto_wrap_policy: size_based_auto_wrap", "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
+        (
+            "fsdp_backward_prefetch: no_prefetch",
+            "fsdp_backward_prefetch",
+            "NO_PREFETCH",
+        ),
+        (
+            "fsdp_auto_wrap_policy: size_based_auto_wrap",
+            "fsdp_auto_wrap_policy",
+            "SIZE_BASED_WRAP",
+        ),
         ("fsdp_auto_wrap_policy: none", "fsdp_auto_wrap_policy", "NO_WRAP"),
-        ("fsdp_sharding_strategy: shard-grad-op", "fsdp_sharding_strategy", "SHARD_GRAD_OP"),
-        ("fsdp_state_dict_type: local_state_dict", "fsdp_state_dict_type", "LOCAL_STATE_DICT"),
+        (
+            "fsdp_sharding_strategy: shard-grad-op",
+            "fsdp_sharding_strategy",
+            "SHARD_GRAD_OP",
+        ),
+        (
+            "fsdp_state_dict_type: local_state_dict",
+            "fsdp_state_dict_type",
+            "LOCAL_STATE_DICT",
+        ),
         (
             "fsdp_transformer_layer_cls_to_wrap: BertLayer,ViTLayer",
             "fsdp_transformer_layer_cls_to_wrap",
@@ -190,24 +281,48 @@ def test_document_e(write_config: WriteConfig) -> None:
         ("fsdp: true", "use_fsdp", True),
         ("fsdp_config: single_node_fsdp", "accelerate_config", "single_node_fsdp"),
         ("fsdp: {version: 1}", "fsdp_version", 1),
-        ("fsdp: {transformer_cls_to_wrap: BertLayer}", "fsdp_transformer_layer_cls_to_wrap", "BertLayer"),
+        (
+            "fsdp: {transformer_cls_to_wrap: BertLayer}",
+            "fsdp_transformer_layer_cls_to_wrap",
+            "BertLayer",
+        ),
         ("fsdp_config: {min_num_params: 5}", "fsdp_min_num_params", 5),
-        ("attn_implementation: flash-attention-2", "attn_implementation", "flash_attention_2"),
+        (
+            "attn_implementation: flash-attention-2",
+            "attn_implementation",
+            "flash_attention_2",
+        ),
         ("use-lora: true", "use_lora", True),
-        ("lora_target_modules: q_proj,v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
-        ("resume_from_checkpoint: output/checkpoint-5", "resume", "output/checkpoint-5"),
+        (
+            "lora_target_modules: q_proj,v_proj",
+            "lora_target_modules",
+            ["q_proj", "v_proj"],
+        ),
+        (
+            "resume_from_checkpoint: output/checkpoint-5",
+            "resume",
+            "output/checkpoint-5",
+        ),
     ],
 )
 @pytest.mark.promise("B19", "C22", "E26", "E27")
-def test_names_and_spellings(write_config: WriteConfig, line: str, option: str, value: Any) -> None:
-    more = "fsdp_version: 1\n" if "local_state_dict" in line else ""  # which FSDP2 does not have
+def test_names_and_spellings(
+    write_config: WriteConfig, line: str, option: str, value: Any
+) -> None:
+    more = (
+        "fsdp_version: 1\n" if "local_state_dict" in line else ""
+    )  # which FSDP2 does not have
     resolved = resolve_run(write_config(f"{line}\n{more}"))
     assert dict(resolved.config)[option] == value
     assert resolved.origins[option] == "cfg.yaml:3"
 
 
 def test_what_was_translated_is_listed(write_config: WriteConfig) -> None:
-    resolved = resolve_run(write_config("lr: 1e-4\nfsdp:\n  enabled: true\n  backward_prefetch: none\nbatch_size: 4\n"))
+    resolved = resolve_run(
+        write_config(
+            "lr: 1e-4\nfsdp:\n  enabled: true\n  backward_prefetch: none\nbatch_size: 4\n"
+        )
+    )
     assert resolved.translated == (
         "lr: 0.0001 -> learning_rate: 0.0001 (cfg.yaml, line 3)",
         "fsdp.enabled: true -> use_fsdp: true (cfg.yaml, line 5)",
@@ -217,28 +332,42 @@ def test_what_was_translated_is_listed(write_config: WriteConfig) -> None:
 
 @pytest.mark.promise("E26")
 def test_effective_batch_counts_accumulated_batches(write_config: WriteConfig) -> None:
-    config = load_config(write_config("effective_batch_size: 256\n"), ["gradient_accumulation_steps=4"])
+    config = load_config(
+        write_config("effective_batch_size: 256\n"), ["gradient_accumulation_steps=4"]
+    )
     assert config.global_batch_size == 64
     with pytest.raises(
-        UserError, match=r"effective_batch_size: 10 must be a multiple of gradient_accumulation_steps: 4"
+        UserError,
+        match=r"effective_batch_size: 10 must be a multiple of gradient_accumulation_steps: 4",
     ):
-        load_config(write_config("effective_batch_size: 10\ngradient_accumulation_steps: 4\n"))
+        load_config(
+            write_config("effective_batch_size: 10\ngradient_accumulation_steps: 4\n")
+        )
 
 
 def test_switches_that_contradict_each_other(write_config: WriteConfig) -> None:
-    assert load_config(write_config("bf16: true\nfp16: false\n")).mixed_precision == "bf16"
+    assert (
+        load_config(write_config("bf16: true\nfp16: false\n")).mixed_precision == "bf16"
+    )
     with pytest.raises(UserError, match="both set mixed_precision"):
         load_config(write_config("bf16: true\nfp16: true\n"))
-    assert load_config(write_config("use_wandb: true\nreport_to: [wandb]\n")).report_to == ["wandb"]
+    assert load_config(
+        write_config("use_wandb: true\nreport_to: [wandb]\n")
+    ).report_to == ["wandb"]
     with pytest.raises(UserError, match="use_wandb: true and report_to"):
         load_config(write_config("use_wandb: true\nreport_to: none\n"))
 
 
 def test_keys_that_are_known_and_not_used(write_config: WriteConfig) -> None:
-    with pytest.raises(UserError, match="'save_strategy' is not used here: checkpoints are written every save_steps"):
+    with pytest.raises(
+        UserError,
+        match="'save_strategy' is not used here: checkpoints are written every save_steps",
+    ):
         load_config(write_config("save_strategy: epoch\n"))
     # Without the table the nearest name would be train_batch_size.
-    with pytest.raises(UserError, match=r"'train_group_size' is not used here: .* max_negatives: 7"):
+    with pytest.raises(
+        UserError, match=r"'train_group_size' is not used here: .* max_negatives: 7"
+    ):
         load_config(write_config("train_group_size: 8\n"))
 
 
@@ -251,22 +380,36 @@ def test_the_table_is_sound() -> None:
     assert set(SPELLINGS) <= set(options)
     assert set(PREFIXES) <= set(BLOCKS)
     for block, table in BLOCKS.items():
-        assert all(target in options for target in table.values() if isinstance(target, str))
-        assert all(target_of(name, block) is not None for name in known_names(block) if name not in BLOCKS), block
+        assert all(
+            target in options for target in table.values() if isinstance(target, str)
+        )
+        assert all(
+            target_of(name, block) is not None
+            for name in known_names(block)
+            if name not in BLOCKS
+        ), block
     for name, choices in SPELLINGS.items():
-        assert set(choices) <= set(options[name].choices) or name in ("report_to", "sampling")
+        assert set(choices) <= set(options[name].choices) or name in (
+            "report_to",
+            "sampling",
+        )
 
 
 @pytest.mark.parametrize(
     ("words", "overrides"),
     [
         (["--sampling-alpha", "0.5", "cfg.yaml"], ("sampling_alpha=0.5",)),
-        (["--fsdp", "full_shard auto_wrap", "cfg.yaml"], ("fsdp=full_shard auto_wrap",)),
+        (
+            ["--fsdp", "full_shard auto_wrap", "cfg.yaml"],
+            ("fsdp=full_shard auto_wrap",),
+        ),
         (["--fsdp", "cfg.yaml"], ("fsdp=true",)),
         (["--bf16", "cfg.yaml"], ("bf16=true",)),
         (["--bf16", "false", "cfg.yaml"], ("bf16=false",)),
     ],
 )
-def test_flags_of_translated_names_take_their_values(words: list[str], overrides: tuple[str, ...]) -> None:
+def test_flags_of_translated_names_take_their_values(
+    words: list[str], overrides: tuple[str, ...]
+) -> None:
     parsed = parse_train_arguments(words)
     assert (parsed.config, parsed.overrides) == ("cfg.yaml", overrides)

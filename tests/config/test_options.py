@@ -31,8 +31,12 @@ def test_sections_are_classes_with_a_title() -> None:
     assert sections["model_name"] == "model"
     assert sections["freeze"] == "adapters and frozen parts"
     assert sections["output_dir"] == "evaluation, logging, saving"
-    ordered = list(dict.fromkeys(sections.values()))  # each section's options stand together
-    assert [section.model_config["title"] for section in reversed(TrainConfig.__bases__)] == ordered
+    ordered = list(
+        dict.fromkeys(sections.values())
+    )  # each section's options stand together
+    assert [
+        section.model_config["title"] for section in reversed(TrainConfig.__bases__)
+    ] == ordered
 
 
 def test_the_page_of_options_is_current() -> None:
@@ -41,8 +45,14 @@ def test_the_page_of_options_is_current() -> None:
 
 
 def test_the_config_package_imports_no_torch() -> None:
-    names = [path.stem for path in (ROOT / "vembed" / "config").glob("*.py") if path.stem != "__init__"]
+    names = [
+        path.stem
+        for path in (ROOT / "vembed" / "config").glob("*.py")
+        if path.stem != "__init__"
+    ]
     code = f"import sys, vembed; from vembed.config import {', '.join(names)}\n"
     code += "heavy = {'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

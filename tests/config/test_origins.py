@@ -29,7 +29,9 @@ LAUNCHER = {
 
 
 def test_each_value_says_where_it_comes_from(write_config: WriteConfig) -> None:
-    file = write_config("batch_size: 8\nfsdp_sharding_strategy: SHARD_GRAD_OP\nepochs: 2\n")
+    file = write_config(
+        "batch_size: 8\nfsdp_sharding_strategy: SHARD_GRAD_OP\nepochs: 2\n"
+    )
     resolved = resolve_run(file, ["epochs=3"], env=LAUNCHER)
     assert resolved.origins["batch_size"] == "cfg.yaml:3"
     assert resolved.origins["fsdp_sharding_strategy"] == "cfg.yaml:4"
@@ -37,47 +39,81 @@ def test_each_value_says_where_it_comes_from(write_config: WriteConfig) -> None:
     assert resolved.origins["epochs"] == "command line"
     assert resolved.origins["learning_rate"] == "default"
     assert set(resolved.origins) == set(TrainConfig.model_fields)
-    assert (resolved.config.epochs, resolved.config.fsdp_sharding_strategy) == (3.0, "SHARD_GRAD_OP")
+    assert (resolved.config.epochs, resolved.config.fsdp_sharding_strategy) == (
+        3.0,
+        "SHARD_GRAD_OP",
+    )
 
 
 def test_the_file_overrides_the_launcher_and_the_command_line_the_file_and_both_are_said(
     write_config: WriteConfig,
 ) -> None:
-    file = write_config("fsdp_version: 2\nfsdp_forward_prefetch: true\nmixed_precision: bf16\n")
+    file = write_config(
+        "fsdp_version: 2\nfsdp_forward_prefetch: true\nmixed_precision: bf16\n"
+    )
     resolved = resolve_run(file, env=LAUNCHER)
     assert resolved.config.use_fsdp is True
     assert resolved.config.fsdp_version == 2
-    assert resolved.config.fsdp_transformer_layer_cls_to_wrap == ["BertLayer", "ViTLayer"]
-    assert "fsdp_version: 2 (cfg.yaml, line 3) overrides fsdp_version: 1 (accelerate launch)" in resolved.notes
+    assert resolved.config.fsdp_transformer_layer_cls_to_wrap == [
+        "BertLayer",
+        "ViTLayer",
+    ]
+    assert (
+        "fsdp_version: 2 (cfg.yaml, line 3) overrides fsdp_version: 1 (accelerate launch)"
+        in resolved.notes
+    )
     # Accelerate exports "false" for what its file does not mention: that is no statement.
     assert resolved.config.fsdp_forward_prefetch is True
     assert resolved.config.fsdp_min_num_params is None
     assert resolved.config.gradient_checkpointing is None
     stronger = resolve_run(file, ["fsdp_version=1"], env=LAUNCHER)
     assert stronger.config.fsdp_version == 1
-    assert "fsdp_version: 1 (command line) overrides fsdp_version: 2 (cfg.yaml, line 3)" in stronger.notes
+    assert (
+        "fsdp_version: 1 (command line) overrides fsdp_version: 2 (cfg.yaml, line 3)"
+        in stronger.notes
+    )
 
 
-def test_one_switch_under_two_names_over_several_sources(write_config: WriteConfig) -> None:
+def test_one_switch_under_two_names_over_several_sources(
+    write_config: WriteConfig,
+) -> None:
     file = write_config("fsdp_offload_params: false\nepochs: 3\nuse_fsdp: true\n")
-    resolved = resolve_run(file, ["fsdp-cpu-offload=true", "max_steps=5", "strategy=ddp"])
+    resolved = resolve_run(
+        file, ["fsdp-cpu-offload=true", "max_steps=5", "strategy=ddp"]
+    )
     assert resolved.config.fsdp_offload_params is None
     assert resolved.config.fsdp_cpu_offload is True
-    assert (resolved.config.max_steps, resolved.config.use_fsdp, resolved.config.strategy) == (5, False, "ddp")
-    assert "max_steps: 5 (command line) overrides epochs: 3.0 (cfg.yaml, line 4)" in resolved.notes
+    assert (
+        resolved.config.max_steps,
+        resolved.config.use_fsdp,
+        resolved.config.strategy,
+    ) == (5, False, "ddp")
+    assert (
+        "max_steps: 5 (command line) overrides epochs: 3.0 (cfg.yaml, line 4)"
+        in resolved.notes
+    )
 
 
 def test_an_option_can_be_said_in_python(write_config: WriteConfig) -> None:
     write_config()
-    from_dict = load_config({"model_name": "m", "data_path": "d", "training": {"lr": 1e-4}})
+    from_dict = load_config(
+        {"model_name": "m", "data_path": "d", "training": {"lr": 1e-4}}
+    )
     assert from_dict.learning_rate == 1e-4
-    own = TrainConfig(model_name="m", data_path=[DataSource(path="d", weight=2)], use_qlora=True)
+    own = TrainConfig(
+        model_name="m", data_path=[DataSource(path="d", weight=2)], use_qlora=True
+    )
     resolved = resolve_run(own, ["epochs=2"])
-    assert resolved.config.epochs == 2 and resolved.config.data_path == [DataSource(path="d", weight=2)]
+    assert resolved.config.epochs == 2 and resolved.config.data_path == [
+        DataSource(path="d", weight=2)
+    ]
     assert resolved.config.use_lora is True
     assert resolved.origins["use_qlora"] == "TrainConfig"
     assert resolve_run(resolved) is resolved
-    with pytest.raises(UserError, match="the config: unknown option 'lerning_rate', did you mean 'learning_rate'"):
+    with pytest.raises(
+        UserError,
+        match="the config: unknown option 'lerning_rate', did you mean 'learning_rate'",
+    ):
         load_config({"model_name": "m", "data_path": "d", "lerning_rate": 1})
 
 
@@ -89,12 +125,20 @@ def test_paths_start_here_or_else_beside_the_file(write_config: WriteConfig) -> 
     resolved = resolve_run(file)
     assert resolved.config.data_path == "recipes/train.jsonl"
     assert resolved.config.val_data_path == "val.jsonl"
-    assert resolved.notes == ("data_path: train.jsonl is not in the current directory; using the one beside cfg.yaml",)
+    assert resolved.notes == (
+        "data_path: train.jsonl is not in the current directory; using the one beside cfg.yaml",
+    )
     assert load_config(file, ["data_path=train.jsonl"]).data_path == "train.jsonl"
     sources = write_config(
-        "data_path: [train.jsonl, {path: val.jsonl}, other.jsonl]\n", name="recipes/b.yaml", needed="model_name: m\n"
+        "data_path: [train.jsonl, {path: val.jsonl}, other.jsonl]\n",
+        name="recipes/b.yaml",
+        needed="model_name: m\n",
     )
-    assert load_config(sources).data_path == ["recipes/train.jsonl", DataSource(path="val.jsonl"), "other.jsonl"]
+    assert load_config(sources).data_path == [
+        "recipes/train.jsonl",
+        DataSource(path="val.jsonl"),
+        "other.jsonl",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +153,9 @@ def test_paths_start_here_or_else_beside_the_file(write_config: WriteConfig) -> 
         "use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: [A, B]\nwandb_tags: ['1', '0x1', '1:2', 'null', '~']\n",
     ],
 )
-def test_the_written_config_repeats_the_run(write_config: WriteConfig, text: str) -> None:
+def test_the_written_config_repeats_the_run(
+    write_config: WriteConfig, text: str
+) -> None:
     needed = "model_name: m\n" if "data_path" in text else NEEDED
     resolved = resolve_run(write_config(text, needed=needed))
     save_config(resolved.config, "again.yaml")
@@ -137,63 +183,113 @@ training_stages:
 
 
 @pytest.mark.promise("C18", "C20")
-def test_a_file_named_on_the_command_line_overrides_a_stages_block(write_config: WriteConfig) -> None:
+def test_a_file_named_on_the_command_line_overrides_a_stages_block(
+    write_config: WriteConfig,
+) -> None:
     file = write_config(STAGES)
     plain = resolve_run(file, env={})
-    assert (plain.machines.value, plain.processes.value, plain.fsdp and plain.fsdp.offload) == (1, 8, False)
+    assert (
+        plain.machines.value,
+        plain.processes.value,
+        plain.fsdp and plain.fsdp.offload,
+    ) == (1, 8, False)
     for flag in ("fsdp_config", "accelerate_config"):
         chosen = resolve_run(file, [f"{flag}=multi_node_fsdp"], env={})
         assert (chosen.machines.value, chosen.processes.value) == (4, 8)
         assert chosen.fsdp is not None and chosen.fsdp.offload
         said = "num_machines: 4 (configs/multi_node_fsdp.yaml, named on the command line) overrides "
         assert any(note.startswith(said) for note in chosen.notes), chosen.notes
-    assert resolve_run(file, ["fsdp_config=multi_node_fsdp", "num_nodes=2"], env={}).machines.value == 2
+    assert (
+        resolve_run(
+            file, ["fsdp_config=multi_node_fsdp", "num_nodes=2"], env={}
+        ).machines.value
+        == 2
+    )
 
 
-def test_the_config_overrides_a_file_whether_vembed_or_accelerate_reads_it(write_config: WriteConfig) -> None:
+def test_the_config_overrides_a_file_whether_vembed_or_accelerate_reads_it(
+    write_config: WriteConfig,
+) -> None:
     """Document E's settings beside the preset, in both ways of starting it."""
     text = "use_fsdp: true\nfsdp_sharding_strategy: shard_grad_op\nfsdp_state_dict_type: full_state_dict\n"
     env = {
-        "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2",
-        "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "false",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_ACTIVATION_CHECKPOINTING": "false",
-    }  # fmt: skip
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_VERSION": "2",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    }
     file = write_config(text)
-    by_file = resolve_run(write_config(text + "accelerate_config: accelerate_fsdp\n", name="with_file.yaml"), env={})
+    by_file = resolve_run(
+        write_config(
+            text + "accelerate_config: accelerate_fsdp\n", name="with_file.yaml"
+        ),
+        env={},
+    )
     for run in (resolve_run(file, env={}), by_file, resolve_run(file, env=env)):
         assert run.fsdp is not None
         assert (run.fsdp.version, run.fsdp.sharding_strategy) == (2, "SHARD_GRAD_OP")
-        assert (run.fsdp.state_dict_type, run.fsdp.mixed_precision) == ("FULL_STATE_DICT", "auto")
+        assert (run.fsdp.state_dict_type, run.fsdp.mixed_precision) == (
+            "FULL_STATE_DICT",
+            "auto",
+        )
         assert run.recomputation.value is True
     said = "fsdp_sharding_strategy: SHARD_GRAD_OP ({}, line 4) overrides fsdp_sharding_strategy: FULL_SHARD ({})"
-    assert said.format("with_file.yaml", "configs/accelerate_fsdp.yaml") in by_file.notes
-    assert said.format("cfg.yaml", "accelerate launch") in resolve_run(file, env=env).notes
+    assert (
+        said.format("with_file.yaml", "configs/accelerate_fsdp.yaml") in by_file.notes
+    )
+    assert (
+        said.format("cfg.yaml", "accelerate launch") in resolve_run(file, env=env).notes
+    )
 
 
 def test_precision_of_a_file_and_of_the_launcher(write_config: WriteConfig) -> None:
     write_config()
     for precision, value in (("fp16", "fp16"), ("bf16", "auto"), ("no", "auto")):
-        Path("accelerate.yaml").write_text(f"distributed_type: MULTI_GPU\nmixed_precision: '{precision}'\n")
-        by_file = resolve_run(write_config("accelerate_config: accelerate.yaml\n"), env={})
-        launched = resolve_run(write_config(), env={"ACCELERATE_MIXED_PRECISION": precision})
+        Path("accelerate.yaml").write_text(
+            f"distributed_type: MULTI_GPU\nmixed_precision: '{precision}'\n"
+        )
+        by_file = resolve_run(
+            write_config("accelerate_config: accelerate.yaml\n"), env={}
+        )
+        launched = resolve_run(
+            write_config(), env={"ACCELERATE_MIXED_PRECISION": precision}
+        )
         assert by_file.precision.value == launched.precision.value == value
-        said = [note for note in (*by_file.notes, *launched.notes) if note.startswith("mixed_precision: no")]
+        said = [
+            note
+            for note in (*by_file.notes, *launched.notes)
+            if note.startswith("mixed_precision: no")
+        ]
         assert len(said) == (2 if precision == "no" else 0)
 
 
 @pytest.mark.promise("E33")
-def test_the_timeout_comes_from_the_config_or_from_the_environment(write_config: WriteConfig) -> None:
+def test_the_timeout_comes_from_the_config_or_from_the_environment(
+    write_config: WriteConfig,
+) -> None:
     env = {"NCCL_TIMEOUT": "90"}
     assert resolve_run(write_config(), env=env).timeout_minutes.value == 1.5
     own = resolve_run(write_config("dist_timeout_minutes: 7\n"), env=env)
     assert own.timeout_minutes.value == 7
-    assert "dist_timeout_minutes: 7.0 (cfg.yaml, line 3) overrides NCCL_TIMEOUT=90 (environment)" in own.notes
-    with pytest.raises(UserError, match="NCCL_TIMEOUT=soon must be a number of seconds"):
+    assert (
+        "dist_timeout_minutes: 7.0 (cfg.yaml, line 3) overrides NCCL_TIMEOUT=90 (environment)"
+        in own.notes
+    )
+    with pytest.raises(
+        UserError, match="NCCL_TIMEOUT=soon must be a number of seconds"
+    ):
         resolve_run(write_config(), env={"NCCL_TIMEOUT": "soon"})
 
 
-def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(write_config: WriteConfig) -> None:
+def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(
+    write_config: WriteConfig,
+) -> None:
     assert resolve_run(write_config(), env={}).strategy.value == "auto"
     never = resolve_run(write_config("use_fsdp: false\n"), env={})
     assert (never.strategy.value, never.strategy.source) == ("ddp", "cfg.yaml:3")
@@ -202,10 +298,14 @@ def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(write_config
         save_config(run.config, "again.yaml")
         again = resolve_run("again.yaml", env={})
         assert again.strategy.value == run.strategy.value
-        assert ("temperature" in again.config.model_fields_set) == ("temperature" in text)
+        assert ("temperature" in again.config.model_fields_set) == (
+            "temperature" in text
+        )
 
 
-def test_recomputation_is_one_switch_with_or_without_fsdp(write_config: WriteConfig) -> None:
+def test_recomputation_is_one_switch_with_or_without_fsdp(
+    write_config: WriteConfig,
+) -> None:
     for text, value in (
         ("fsdp_activation_checkpointing: true\n", True),
         ("use_fsdp: true\nfsdp_activation_checkpointing: false\n", False),
@@ -215,19 +315,31 @@ def test_recomputation_is_one_switch_with_or_without_fsdp(write_config: WriteCon
         assert resolve_run(write_config(text), env={}).recomputation.value is value
 
 
-WAYS = {"accelerate file": 2, "launcher": 3, "config": 4, "stage": 5, "file on the command line": 6, "command line": 7}
+WAYS = {
+    "accelerate file": 2,
+    "launcher": 3,
+    "config": 4,
+    "stage": 5,
+    "file on the command line": 6,
+    "command line": 7,
+}
 """Every way in for one option, weakest first, and the value that it gives; the default is none."""
 PAIRS = [
     (weaker, stronger)
     for weaker, stronger in combinations(WAYS, 2)
-    if stronger != "file on the command line" or weaker == "stage"  # else it is an Accelerate file as any other
+    if stronger != "file on the command line"
+    or weaker == "stage"  # else it is an Accelerate file as any other
 ]
 
 
 def given_by(ways: tuple[str, ...], write_config: WriteConfig) -> ResolvedRun:
     """The run in which `fsdp_min_num_params` is given in these ways."""
     for way in ("accelerate file", "file on the command line"):
-        block = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": WAYS[way]}
+        block = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+            "fsdp_min_num_params": WAYS[way],
+        }
         settings = {"distributed_type": "FSDP", "fsdp_config": block}
         Path(f"{way.replace(' ', '_')}.yaml").write_text(yaml.safe_dump(settings))
     text = "use_fsdp: true\n"
@@ -242,13 +354,23 @@ def given_by(ways: tuple[str, ...], write_config: WriteConfig) -> ResolvedRun:
         words.append("accelerate_config=file_on_the_command_line.yaml")
     if "command line" in ways:
         words.append(f"fsdp_min_num_params={WAYS['command line']}")
-    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}
-    env = env | {"FSDP_MIN_NUM_PARAMS": str(WAYS["launcher"])} if "launcher" in ways else {}
+    env = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+    }
+    env = (
+        env | {"FSDP_MIN_NUM_PARAMS": str(WAYS["launcher"])}
+        if "launcher" in ways
+        else {}
+    )
     return resolve_run(write_config(text), words, env=env)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_in_is_stronger_than_the_default(way: str, write_config: WriteConfig) -> None:
+def test_every_way_in_is_stronger_than_the_default(
+    way: str, write_config: WriteConfig
+) -> None:
     run = given_by((way,), write_config)
     assert run.config.fsdp_min_num_params == WAYS[way]
     assert run.origins["fsdp_min_num_params"] != "default"
@@ -261,10 +383,19 @@ def test_of_two_ways_in_the_more_specific_one_counts_and_the_other_is_named(
 ) -> None:
     run = given_by((weaker, stronger), write_config)
     assert run.config.fsdp_min_num_params == WAYS[stronger]
-    notes = [one for one in run.notes if " overrides " in one and "fsdp_min_num_params" in one]
-    if (weaker, stronger) == ("config", "stage"):  # which is part of it, and made to differ from the rest
+    notes = [
+        one
+        for one in run.notes
+        if " overrides " in one and "fsdp_min_num_params" in one
+    ]
+    if (weaker, stronger) == (
+        "config",
+        "stage",
+    ):  # which is part of it, and made to differ from the rest
         assert notes == []
         return
     (note,) = notes
-    assert f"fsdp_min_num_params: {WAYS[stronger]} (" in note.partition(" overrides ")[0]
+    assert (
+        f"fsdp_min_num_params: {WAYS[stronger]} (" in note.partition(" overrides ")[0]
+    )
     assert f"fsdp_min_num_params: {WAYS[weaker]} (" in note.partition(" overrides ")[2]

@@ -14,22 +14,48 @@ from vembed.errors import UserError
 BASE = {"model_name": "m", "data_path": "d.jsonl"}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "run.json", "report.html", "final", "checkpoint-5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.jsonl",
+        "config.yaml",
+        "run.json",
+        "report.html",
+        "final",
+        "checkpoint-5",
+    ],
+)
 def test_the_log_takes_no_name_of_the_runs_own(name):
-    with pytest.raises(UserError, match=rf"log_file: {name} is a file or folder that the run writes itself"):
+    with pytest.raises(
+        UserError,
+        match=rf"log_file: {name} is a file or folder that the run writes itself",
+    ):
         load_config({**BASE, "log_file": name})
 
 
 @pytest.mark.parametrize("option", ["data_path", "val_data_path"])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "training_log.txt", "final/data.jsonl", "checkpoint-3/data.jsonl"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "metrics.jsonl",
+        "training_log.txt",
+        "final/data.jsonl",
+        "checkpoint-3/data.jsonl",
+    ],
+)
 def test_data_among_the_runs_own_files_are_refused(tmp_path, option, name):
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('{"query": "a", "positive": "b"}\n')
-    with pytest.raises(UserError, match=rf"{option}: .* is in output_dir under a name that the run writes itself"):
+    with pytest.raises(
+        UserError,
+        match=rf"{option}: .* is in output_dir under a name that the run writes itself",
+    ):
         load_config({**BASE, option: str(path), "output_dir": str(tmp_path / "run")})
     with pytest.raises(UserError, match=option):
-        load_config({**BASE, option: [{"path": str(path)}], "output_dir": str(tmp_path / "run")})
+        load_config(
+            {**BASE, option: [{"path": str(path)}], "output_dir": str(tmp_path / "run")}
+        )
 
 
 def test_data_of_another_name_in_output_dir_are_kept(tmp_path):
@@ -39,11 +65,18 @@ def test_data_of_another_name_in_output_dir_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [{"query_prompt": "a\udcff"}, {"output_dir": os.fsdecode(b"run-\xff")}, {"wandb_tags": ["a", "\ud800"]}]
+    "more",
+    [
+        {"query_prompt": "a\udcff"},
+        {"output_dir": os.fsdecode(b"run-\xff")},
+        {"wandb_tags": ["a", "\ud800"]},
+    ],
 )
 def test_a_lone_surrogate_is_refused_at_the_start(more):
     (name,) = more
-    with pytest.raises(UserError, match=rf"{name}: .* has a lone surrogate at character"):
+    with pytest.raises(
+        UserError, match=rf"{name}: .* has a lone surrogate at character"
+    ):
         load_config({**BASE, **more})
 
 
@@ -51,8 +84,14 @@ def test_the_command_refuses_with_code_2(tmp_path):
     cfg = tmp_path / "cfg.yaml"
     cfg.write_text("model_name: m\ndata_path: d.jsonl\nlog_file: metrics.jsonl\n")
     result = CliRunner().invoke(app, ["train", str(cfg), "--dry-run"])
-    assert result.exit_code == 2 and "log_file: metrics.jsonl is a file or folder" in " ".join(result.output.split())
-    result = CliRunner().invoke(app, ["config", str(cfg), "log_file=a.txt", "query_prompt=a\udcff"])
+    assert (
+        result.exit_code == 2
+        and "log_file: metrics.jsonl is a file or folder"
+        in " ".join(result.output.split())
+    )
+    result = CliRunner().invoke(
+        app, ["config", str(cfg), "log_file=a.txt", "query_prompt=a\udcff"]
+    )
     assert result.exit_code == 2 and "lone surrogate" in result.output
 
 

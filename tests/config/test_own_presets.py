@@ -28,24 +28,40 @@ def path(tmp_path: Path) -> Path:
 
 def test_examples_alone_change_nothing(path: Path) -> None:
     config = resolve_run(path, env={}).config
-    assert (config.strategy, config.num_processes, config.num_machines) == ("auto", "auto", 1)
+    assert (config.strategy, config.num_processes, config.num_machines) == (
+        "auto",
+        "auto",
+        1,
+    )
 
 
 @pytest.mark.promise("C18")
-def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(path: Path) -> None:
+def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(
+    path: Path,
+) -> None:
     resolved = resolve_run(path, ["fsdp_config=my_cluster", "devices=3"], env={})
     config = resolved.config
-    assert (config.strategy, config.num_processes, config.num_machines) == ("fsdp", 3, 2)
+    assert (config.strategy, config.num_processes, config.num_machines) == (
+        "fsdp",
+        3,
+        2,
+    )
     assert config.fsdp_sharding_strategy == "SHARD_GRAD_OP"
     assert resolved.origins["num_machines"] == f"{path}:6"
     path.write_text(CONFIG + "accelerate_config: small\n")
     assert resolve_run(path, env={}).config.strategy == "ddp"
-    assert resolve_run(path, ["accelerate_config=single_node_fsdp"], env={}).config.num_processes == 8
+    assert (
+        resolve_run(
+            path, ["accelerate_config=single_node_fsdp"], env={}
+        ).config.num_processes
+        == 8
+    )
 
 
 @pytest.mark.promise("C18")
 def test_an_unknown_name_lists_all(path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"'nope' .command line. is neither a file nor a preset .my_cluster, small, acc"
+        UserError,
+        match=r"'nope' .command line. is neither a file nor a preset .my_cluster, small, acc",
     ):
         resolve_run(path, ["fsdp_config=nope"], env={})

@@ -13,14 +13,25 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 
 from tests.commands import command
 from tests.config.conftest import WriteConfig
-from vembed.config.accelerate_file import TOP_KEYS, preset_names, presets_folder, read_accelerate_file
+from vembed.config.accelerate_file import (
+    TOP_KEYS,
+    preset_names,
+    presets_folder,
+    read_accelerate_file,
+)
 from vembed.config.loading import resolve_run
 
 ROOT = Path(__file__).parents[2]
 PRESETS = (
-    "accelerate_ddp", "accelerate_fsdp", "accelerate_fsdp1", "accelerate_fsdp_offload", "accelerate_hsdp",
-    "large_scale_fsdp", "multi_node_fsdp", "single_node_fsdp",
-)  # fmt: skip
+    "accelerate_ddp",
+    "accelerate_fsdp",
+    "accelerate_fsdp1",
+    "accelerate_fsdp_offload",
+    "accelerate_hsdp",
+    "large_scale_fsdp",
+    "multi_node_fsdp",
+    "single_node_fsdp",
+)
 
 
 @pytest.mark.promise("C14", "C15", "C16")
@@ -30,17 +41,23 @@ def test_the_presets_there_are() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.promise("D06", "D17")
-def test_preset_loads_in_accelerate_and_here(name: str, write_config: WriteConfig) -> None:
+def test_preset_loads_in_accelerate_and_here(
+    name: str, write_config: WriteConfig
+) -> None:
     theirs = load_config_from_file(str(presets_folder() / f"{name}.yaml"))
     ours = read_accelerate_file(name)
     assert ours.notes == ()
     assert ours.num_machines == theirs.num_machines
     assert ours.num_machines is not None
-    assert theirs.num_processes == ("auto" if ours.num_processes is None else ours.num_processes * ours.num_machines)
+    assert theirs.num_processes == (
+        "auto" if ours.num_processes is None else ours.num_processes * ours.num_machines
+    )
     run = resolve_run(write_config(f"accelerate_config: {name}\n"), env={})
     settings = run.fsdp
     assert (settings is None) == (name == "accelerate_ddp")
-    assert run.fsdp_notes == () and run.notes == (), "a preset says nothing that has no effect"
+    assert run.fsdp_notes == () and run.notes == (), (
+        "a preset says nothing that has no effect"
+    )
     if settings is not None:
         assert settings.version == (1 if name == "accelerate_fsdp1" else 2)
         assert settings.source == f"configs/{name}.yaml"
@@ -49,15 +66,25 @@ def test_preset_loads_in_accelerate_and_here(name: str, write_config: WriteConfi
 @pytest.mark.promise("A13", "C14", "C15", "C16")
 def test_what_the_presets_promise() -> None:
     single, multi, large = (
-        read_accelerate_file(f"{name}_fsdp") for name in ("single_node", "multi_node", "large_scale")
+        read_accelerate_file(f"{name}_fsdp")
+        for name in ("single_node", "multi_node", "large_scale")
     )
     assert (single.num_machines, single.num_processes) == (1, 8)
     assert (multi.num_machines, multi.num_processes) == (4, 8)
     assert (large.num_machines, large.num_processes) == (8, 8)
-    assert [file.fsdp["fsdp_offload_params"] for file in (single, multi, large)] == [False, True, True]
-    assert all(file.fsdp["fsdp_activation_checkpointing"] for file in (single, multi, large))
+    assert [file.fsdp["fsdp_offload_params"] for file in (single, multi, large)] == [
+        False,
+        True,
+        True,
+    ]
+    assert all(
+        file.fsdp["fsdp_activation_checkpointing"] for file in (single, multi, large)
+    )
     assert large.fsdp["fsdp_forward_prefetch"] is True
-    assert read_accelerate_file("accelerate_hsdp").fsdp["fsdp_sharding_strategy"] == "HYBRID_SHARD"
+    assert (
+        read_accelerate_file("accelerate_hsdp").fsdp["fsdp_sharding_strategy"]
+        == "HYBRID_SHARD"
+    )
 
 
 @pytest.mark.promise("D30")
@@ -67,18 +94,30 @@ def test_our_list_of_top_level_keys_is_accelerates() -> None:
 
 @pytest.mark.parametrize("name", ["accelerate_fsdp", "accelerate_ddp"])
 @pytest.mark.promise("D06", "D16")
-def test_accelerate_launch_counts_processes_by_itself(name: str, tmp_path: Path) -> None:
+def test_accelerate_launch_counts_processes_by_itself(
+    name: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())\n'
     )
-    words = ["--config_file", str(presets_folder() / f"{name}.yaml"), "--main_process_port", "0", str(script)]
+    words = [
+        "--config_file",
+        str(presets_folder() / f"{name}.yaml"),
+        "--main_process_port",
+        "0",
+        str(script),
+    ]
     env = {"ACCELERATE_LOG_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""}
-    done = command(*words, module="accelerate.commands.launch", folder=tmp_path, env=env)
+    done = command(
+        *words, module="accelerate.commands.launch", folder=tmp_path, env=env
+    )
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines == [f"rank {rank} of {len(lines)}" for rank in range(len(lines))]
-    assert len(lines) in (os.cpu_count(), len(os.sched_getaffinity(0))), "without a GPU: one process per core"
+    assert len(lines) in (os.cpu_count(), len(os.sched_getaffinity(0))), (
+        "without a GPU: one process per core"
+    )
 
 
 def test_presets_travel_in_the_wheel(tmp_path: Path) -> None:
@@ -101,6 +140,10 @@ def test_presets_travel_in_the_wheel(tmp_path: Path) -> None:
     assert modules <= inside, "every package is listed"
     code = "from vembed.config.accelerate_file import *; print(read_accelerate_file('accelerate_fsdp').distribution)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path / "installed", capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "installed",
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "fsdp\n"

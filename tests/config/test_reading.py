@@ -23,7 +23,11 @@ def test_three_formats_say_the_same(write_config: WriteConfig) -> None:
     from_yaml = load_config(write_config(text))
     toml = 'model_name = "some/model"\ndata_path = "train.jsonl"\nlearning_rate = 2e-5\nmrl_dims = [512, 256]\n'
     from_toml = load_config(
-        write_config(toml + "use_mrl = true\n[column_mapping]\nquestion = 'query'\n", name="cfg.toml", needed="")
+        write_config(
+            toml + "use_mrl = true\n[column_mapping]\nquestion = 'query'\n",
+            name="cfg.toml",
+            needed="",
+        )
     )
     values = {
         "model_name": "some/model",
@@ -33,16 +37,28 @@ def test_three_formats_say_the_same(write_config: WriteConfig) -> None:
         "use_mrl": True,
         "column_mapping": {"question": "query"},
     }
-    from_json = load_config(write_config(json.dumps(values), name="cfg.json", needed=""))
+    from_json = load_config(
+        write_config(json.dumps(values), name="cfg.json", needed="")
+    )
     assert from_yaml == from_toml == from_json == load_config(values)
     assert from_yaml.learning_rate == 2e-5
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("2e-5", 2e-5), ("1e-05", 1e-5), ("2.0e-5", 2e-5), ("'2e-5'", 2e-5), ("1", 1.0), (".5", 0.5), ("1_0", 10.0)],
+    [
+        ("2e-5", 2e-5),
+        ("1e-05", 1e-5),
+        ("2.0e-5", 2e-5),
+        ("'2e-5'", 2e-5),
+        ("1", 1.0),
+        (".5", 0.5),
+        ("1_0", 10.0),
+    ],
 )
-def test_numbers_as_people_write_them(write_config: WriteConfig, text: str, value: float) -> None:
+def test_numbers_as_people_write_them(
+    write_config: WriteConfig, text: str, value: float
+) -> None:
     assert load_config(write_config(f"learning_rate: {text}\n")).learning_rate == value
     assert load_config(write_config(), [f"learning_rate={text}"]).learning_rate == value
 
@@ -57,7 +73,9 @@ def test_words_that_yaml_11_takes_for_something_else(write_config: WriteConfig) 
     assert config.wandb_tags == ["no", "1"]
 
 
-def test_unknown_key_is_named_with_nearest_file_and_line(write_config: WriteConfig) -> None:
+def test_unknown_key_is_named_with_nearest_file_and_line(
+    write_config: WriteConfig,
+) -> None:
     file = write_config("epochs: 3\n\n# a comment\n\nlearning_rat: 1e-5\n")
     message = error_of(file)
     assert "cfg.yaml, line 7" in message
@@ -66,14 +84,20 @@ def test_unknown_key_is_named_with_nearest_file_and_line(write_config: WriteConf
 
 
 def test_nearest_name_may_be_an_alias(write_config: WriteConfig) -> None:
-    assert "did you mean 'num_train_epochs' (epochs)" in error_of(write_config("num_train_epoch: 1\n"))
+    assert "did you mean 'num_train_epochs' (epochs)" in error_of(
+        write_config("num_train_epoch: 1\n")
+    )
 
 
 def test_unknown_key_of_toml_and_json_has_a_line_too(write_config: WriteConfig) -> None:
     toml = 'model_name = "m"\ndata_path = "d"\n\n[fsdp]\nenabled = true\nmin_num_param = 5\n'
-    assert "cfg.toml, line 6" in error_of(write_config(toml, name="cfg.toml", needed=""))
+    assert "cfg.toml, line 6" in error_of(
+        write_config(toml, name="cfg.toml", needed="")
+    )
     text = '{\n  "model_name": "m",\n  "data_path": "d",\n  "batch_sise": 3\n}\n'
-    assert "cfg.json, line 4" in error_of(write_config(text, name="cfg.json", needed=""))
+    assert "cfg.json, line 4" in error_of(
+        write_config(text, name="cfg.json", needed="")
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,15 +106,33 @@ def test_unknown_key_of_toml_and_json_has_a_line_too(write_config: WriteConfig) 
         ("epochs: many", "epochs must be auto or a number (above 0), but is 'many'"),
         ("batch_size: -1", "batch_size must be a whole number (above 0), but is -1"),
         ("batch_size: 2.5", "batch_size must be a whole number (above 0), but is 2.5"),
-        ("batch_size: true", "batch_size must be a whole number (above 0), but is True"),
-        ("learning_rate: .nan", "learning_rate must be auto or a number (above 0), but is nan"),
+        (
+            "batch_size: true",
+            "batch_size must be a whole number (above 0), but is True",
+        ),
+        (
+            "learning_rate: .nan",
+            "learning_rate must be auto or a number (above 0), but is nan",
+        ),
         ("pooling: meen", "but is 'meen'; did you mean 'mean'?"),
-        ("fsdp_sharding_strategy: SHARD", "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD, but is 'SHARD'"),
-        ("lora_dropout: 1.5", "lora_dropout must be a number (0 or above, at most 1), but is 1.5"),
+        (
+            "fsdp_sharding_strategy: SHARD",
+            "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD, but is 'SHARD'",
+        ),
+        (
+            "lora_dropout: 1.5",
+            "lora_dropout must be a number (0 or above, at most 1), but is 1.5",
+        ),
         ("use_lora: perhaps", "use_lora must be true or false, but is 'perhaps'"),
-        ("mrl_dims: [a]", "mrl_dims must be a list, each entry a whole number (above 0), but is ['a']"),
+        (
+            "mrl_dims: [a]",
+            "mrl_dims must be a list, each entry a whole number (above 0), but is ['a']",
+        ),
         ("pooling:", "pooling has no value"),
-        ("report_to: [wandbb]", "each entry tensorboard, wandb, trackio or mlflow, but is ['wandbb']"),
+        (
+            "report_to: [wandbb]",
+            "each entry tensorboard, wandb, trackio or mlflow, but is ['wandbb']",
+        ),
         ("data_path: {a: 1}", "data_path must be text or a list"),
     ],
 )
@@ -103,17 +145,26 @@ def test_wrong_value(write_config: WriteConfig, line: str, words: str) -> None:
 
 def test_a_source_with_a_mistyped_key(write_config: WriteConfig) -> None:
     text = "model_name: m\ndata_path:\n- {path: a.jsonl, weight: 2}\n- {path: b.jsonl, wieght: 2}\n"
-    assert "data_path, entry 2: unknown key 'wieght', did you mean 'weight'?" in error_of(write_config(text, needed=""))
+    assert (
+        "data_path, entry 2: unknown key 'wieght', did you mean 'weight'?"
+        in error_of(write_config(text, needed=""))
+    )
 
 
-def test_all_problems_at_once_the_first_in_the_first_line(write_config: WriteConfig) -> None:
+def test_all_problems_at_once_the_first_in_the_first_line(
+    write_config: WriteConfig,
+) -> None:
     lines = error_of(
-        write_config("batch_size: x\nlearning_rat: 1\nfsdp: {cpu_offlod: true}\n"), ["epochs=0"]
+        write_config("batch_size: x\nlearning_rat: 1\nfsdp: {cpu_offlod: true}\n"),
+        ["epochs=0"],
     ).splitlines()
     assert len(lines) == 4
     assert "line 3" in lines[0] and "batch_size" in lines[0]
     assert [
-        words in line for words, line in zip(("learning_rate", "cpu_offload", "command line"), lines[1:], strict=True)
+        words in line
+        for words, line in zip(
+            ("learning_rate", "cpu_offload", "command line"), lines[1:], strict=True
+        )
     ]
 
 
@@ -123,20 +174,36 @@ def test_missing_options(write_config: WriteConfig) -> None:
 
 
 def test_key_given_twice(write_config: WriteConfig) -> None:
-    assert "cfg.yaml, line 4: 'seed' is already given in line 3" in error_of(write_config("seed: 1\nseed: 2\n"))
+    assert "cfg.yaml, line 4: 'seed' is already given in line 3" in error_of(
+        write_config("seed: 1\nseed: 2\n")
+    )
     twice = '{"seed": 1,\n"epochs": 1,\n"seed": 2%s}'
-    assert "a.json, line 3: 'seed' is given twice" in error_of(write_config(twice % "", name="a.json", needed=""))
+    assert "a.json, line 3: 'seed' is given twice" in error_of(
+        write_config(twice % "", name="a.json", needed="")
+    )
     # Which of three the second one is, the reader does not know.
     inner = ', "training": {"seed": 3}'
-    assert "a.json: 'seed' is given twice" in error_of(write_config(twice % inner, name="a.json", needed=""))
-    assert "not valid TOML" in error_of(write_config("seed = 1\nseed = 2\n", name="a.toml", needed=""))
+    assert "a.json: 'seed' is given twice" in error_of(
+        write_config(twice % inner, name="a.json", needed="")
+    )
+    assert "not valid TOML" in error_of(
+        write_config("seed = 1\nseed = 2\n", name="a.toml", needed="")
+    )
 
 
 def test_one_option_under_two_names(write_config: WriteConfig) -> None:
     message = error_of(write_config("lr: 1e-5\nlearning_rate: 2e-5\n"))
-    assert "learning_rate: 2e-05 and lr: 1e-05 (cfg.yaml, line 3) both set learning_rate" in message
-    assert load_config(write_config("lr: 1e-5\nlearning_rate: 1.0e-5\n")).learning_rate == 1e-5
-    assert "both set learning_rate" in error_of(write_config(), ["lr=1e-5", "learning_rate=1e-4"])
+    assert (
+        "learning_rate: 2e-05 and lr: 1e-05 (cfg.yaml, line 3) both set learning_rate"
+        in message
+    )
+    assert (
+        load_config(write_config("lr: 1e-5\nlearning_rate: 1.0e-5\n")).learning_rate
+        == 1e-5
+    )
+    assert "both set learning_rate" in error_of(
+        write_config(), ["lr=1e-5", "learning_rate=1e-4"]
+    )
 
 
 def test_yaml_tags_and_bombs(write_config: WriteConfig) -> None:
@@ -145,13 +212,19 @@ def test_yaml_tags_and_bombs(write_config: WriteConfig) -> None:
     )
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-    assert "anchors expand to more than" in error_of(write_config("\n".join(levels) + "\n"))
+    assert "anchors expand to more than" in error_of(
+        write_config("\n".join(levels) + "\n")
+    )
     assert "nested deeper than" in error_of(write_config("a: &a [*a]\n"))
-    assert "nested deeper than" in error_of(write_config("a: " + "[" * 5000 + "]" * 5000 + "\n"))
+    assert "nested deeper than" in error_of(
+        write_config("a: " + "[" * 5000 + "]" * 5000 + "\n")
+    )
 
 
 def test_anchors_and_merge_keys_work(write_config: WriteConfig) -> None:
-    text = "training: &base {batch_size: 8, epochs: 2}\ntrainer:\n  <<: *base\n  seed: 7\n"
+    text = (
+        "training: &base {batch_size: 8, epochs: 2}\ntrainer:\n  <<: *base\n  seed: 7\n"
+    )
     config = load_config(write_config(text))
     assert (config.batch_size, config.epochs, config.seed) == (8, 2, 7)
 
@@ -160,9 +233,13 @@ def test_broken_files(write_config: WriteConfig) -> None:
     assert "there is no such config file" in error_of("nowhere.yaml")
     Path("folder.yaml").mkdir()
     assert "this is not a file" in error_of("folder.yaml")
-    assert "ends in .yaml, .yml, .toml or .json" in error_of(write_config(name="cfg.txt"))
+    assert "ends in .yaml, .yml, .toml or .json" in error_of(
+        write_config(name="cfg.txt")
+    )
     message = error_of(write_config("a: [1\n"))
-    assert "cfg.yaml, line 4: not valid YAML" in message and "begun in line 3" in message
+    assert (
+        "cfg.yaml, line 4: not valid YAML" in message and "begun in line 3" in message
+    )
     assert "is empty" in error_of(write_config(needed=""))
     assert "is a list of 2 entries" in error_of(write_config("- a\n- b\n", needed=""))
     Path("latin.yaml").write_bytes(b"model_name: m\nrun_name: caf\xe9\n")
@@ -173,10 +250,27 @@ def test_broken_files(write_config: WriteConfig) -> None:
     assert "too many for a config" in error_of("large.yaml")
 
 
-def test_overrides_read_values_as_yaml_and_text_as_it_stands(write_config: WriteConfig) -> None:
-    overrides = ["mrl_dims=[512, 256]", "use_mrl=true", "query_prompt=query: ", "run_name=2024", "document_prompt=null"]
-    overrides += ["freeze=vision,embeddings", "fsdp.sharding_strategy=shard_grad_op", "profile_steps=10,12"]
-    overrides += ["column_mapping.question=query", "column_mapping.a.b=positive", "data_path=a=b.jsonl", "resume=true"]
+def test_overrides_read_values_as_yaml_and_text_as_it_stands(
+    write_config: WriteConfig,
+) -> None:
+    overrides = [
+        "mrl_dims=[512, 256]",
+        "use_mrl=true",
+        "query_prompt=query: ",
+        "run_name=2024",
+        "document_prompt=null",
+    ]
+    overrides += [
+        "freeze=vision,embeddings",
+        "fsdp.sharding_strategy=shard_grad_op",
+        "profile_steps=10,12",
+    ]
+    overrides += [
+        "column_mapping.question=query",
+        "column_mapping.a.b=positive",
+        "data_path=a=b.jsonl",
+        "resume=true",
+    ]
     config = load_config(write_config(), overrides)
     assert config.mrl_dims == [512, 256]
     assert config.query_prompt == "query: "
@@ -191,23 +285,37 @@ def test_overrides_read_values_as_yaml_and_text_as_it_stands(write_config: Write
 
 
 def test_a_mapping_that_needs_no_quotes_in_a_shell(write_config: WriteConfig) -> None:
-    for text in ("{Subject:query,My Answer:positive}", "{Subject: query, My Answer: positive}"):
+    for text in (
+        "{Subject:query,My Answer:positive}",
+        "{Subject: query, My Answer: positive}",
+    ):
         config = load_config(write_config(), [f"column_mapping={text}"])
         assert config.column_mapping == {"Subject": "query", "My Answer": "positive"}
-    assert "{yours: ours}" in error_of(write_config(), ["column_mapping={Subject,Answer}"])
+    assert "{yours: ours}" in error_of(
+        write_config(), ["column_mapping={Subject,Answer}"]
+    )
 
 
 def test_override_that_is_none(write_config: WriteConfig) -> None:
-    assert "command line: 'epochs' is not of the form key=value" in error_of(write_config(), ["epochs"])
-    assert "command line: unknown option 'epoch', did you mean 'epochs'" in error_of(write_config(), ["epoch=1"])
+    assert "command line: 'epochs' is not of the form key=value" in error_of(
+        write_config(), ["epochs"]
+    )
+    assert "command line: unknown option 'epoch', did you mean 'epochs'" in error_of(
+        write_config(), ["epoch=1"]
+    )
 
 
 def test_value_of_the_command_line_wins(write_config: WriteConfig) -> None:
-    assert load_config(write_config("batch_size: 8\n"), ["batch_size=4"]).batch_size == 4
+    assert (
+        load_config(write_config("batch_size: 8\n"), ["batch_size=4"]).batch_size == 4
+    )
     config = load_config(write_config("batch_size: 8\n"), ["global_batch_size=64"])
     assert config.global_batch_size == 64
 
 
 def test_an_option_in_the_place_of_the_config_file() -> None:
-    with pytest.raises(UserError, match="Give the config file first, and options as key=value behind it"):
+    with pytest.raises(
+        UserError,
+        match="Give the config file first, and options as key=value behind it",
+    ):
         load_config("model_name=m")

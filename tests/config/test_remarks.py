@@ -11,9 +11,9 @@ import torch
 import vembed
 from tests import tiny
 from tests.config.effects import build, given, lines_of, resolve
-from vembed.distributed.environment import RankInfo
-from vembed.distributed.placement import place
 from vembed.errors import UserError
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.placement import place
 from vembed.tools import doctor
 from vembed.training.budget import Budget
 from vembed.training.shortage import advice
@@ -22,35 +22,71 @@ CPU = torch.device("cpu")
 
 
 def test_a_metric_that_is_none_is_found_before_training(tmp_path: Path) -> None:
-    options = {"val_data_path": "val.jsonl", "eval_before": False, "output_dir": str(tmp_path / "run")}
-    with pytest.raises(UserError, match=r"eval_metric: ndgc@10 is not among .*; did you mean 'ndcg@10'\?"):
+    options = {
+        "val_data_path": "val.jsonl",
+        "eval_before": False,
+        "output_dir": str(tmp_path / "run"),
+    }
+    with pytest.raises(
+        UserError,
+        match=r"eval_metric: ndgc@10 is not among .*; did you mean 'ndcg@10'\?",
+    ):
         vembed.train(given({**options, "eval_metric": "ndgc@10"}))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_by_python_too() -> None:
     run = resolve({"global_batch_size": 10, "batch_size": None})
-    with pytest.raises(UserError, match="global_batch_size: 10 cannot be divided among 3 processes"):
+    with pytest.raises(
+        UserError, match="global_batch_size: 10 cannot be divided among 3 processes"
+    ):
         place(run, RankInfo(0, 3, 0, 3, launched=True), CPU, 2**30)
 
 
 def test_processes_that_nobody_started_are_said(tmp_path: Path) -> None:
-    result = vembed.train(given({"devices": 4, "num_nodes": 2, "max_steps": 1, "output_dir": str(tmp_path / "run")}))
+    result = vembed.train(
+        given(
+            {
+                "devices": 4,
+                "num_nodes": 2,
+                "max_steps": 1,
+                "output_dir": str(tmp_path / "run"),
+            }
+        )
+    )
     log = (result.output_dir / "training_log.txt").read_text()
-    assert "num_processes: 4 (the config) has no effect: this run is 1 process(es)" in log
+    assert (
+        "num_processes: 4 (the config) has no effect: this run is 1 process(es)" in log
+    )
     assert "num_machines: 2 (the config) has no effect: this run is 1 machine(s)" in log
     assert len(lines_of(result.output_dir)) == 1
 
 
 def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said() -> None:
-    clip = build({"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "min_pixels": 9})
+    clip = build(
+        {"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "min_pixels": 9}
+    )
     assert "min_pixels: 9 has no effect on a model of the family clip" in clip.lines
-    assert "adam_beta1: 0.5 has no effect with optim: sgd" in resolve({"optim": "sgd", "adam_beta1": 0.5}).notes
-    teacher = resolve({"teachers": ["me/teacher", "me/other"], "losses": [{"loss": "kl", "teacher": "me/teacher"}]})
+    assert (
+        "adam_beta1: 0.5 has no effect with optim: sgd"
+        in resolve({"optim": "sgd", "adam_beta1": 0.5}).notes
+    )
+    teacher = resolve(
+        {
+            "teachers": ["me/teacher", "me/other"],
+            "losses": [{"loss": "kl", "teacher": "me/teacher"}],
+        }
+    )
     (note,) = [one for one in teacher.notes if "teachers" in one]
-    assert note == "teachers: me/other has no effect: no loss follows it, and it is no guide"
+    assert (
+        note
+        == "teachers: me/other has no effect: no loss follows it, and it is no guide"
+    )
     partly = build({"freeze": ["embeddings"], "torch_dtype": "bfloat16"})
-    assert any("frozen tensors of partly trained towers stay float32" in line for line in partly.lines)
+    assert any(
+        "frozen tensors of partly trained towers stay float32" in line
+        for line in partly.lines
+    )
 
 
 class OnTwoRanks:
@@ -60,19 +96,41 @@ class OnTwoRanks:
     keeps_gathered = False
 
     def __init__(self, **options: Any) -> None:
-        self.placement = place(resolve(options), RankInfo(0, 2, 0, 2, launched=True), CPU, 2**34)
+        self.placement = place(
+            resolve(options), RankInfo(0, 2, 0, 2, launched=True), CPU, 2**34
+        )
         self.strategy = self.placement.strategy.value
 
 
 @pytest.mark.parametrize(
     ("options", "proposed", "not_proposed"),
     [
-        ({"strategy": "ddp"}, ["gradient_checkpointing", "use_lora", "use_fsdp"], ["fsdp_offload"]),
-        ({"use_fsdp": True}, ["use_lora", "fsdp_offload_params"], ["gradient_checkpointing", "use_fsdp"]),
+        (
+            {"strategy": "ddp"},
+            ["gradient_checkpointing", "use_lora", "use_fsdp"],
+            ["fsdp_offload"],
+        ),
+        (
+            {"use_fsdp": True},
+            ["use_lora", "fsdp_offload_params"],
+            ["gradient_checkpointing", "use_fsdp"],
+        ),
         ({"use_fsdp": True, "fsdp_cpu_offload": True}, ["use_lora"], ["offload"]),
-        ({"accelerate_config": "multi_node_fsdp"}, ["use_lora"], ["offload", "gradient_checkpointing"]),
-        ({"use_fsdp": True, "fsdp_activation_checkpointing": False}, ["gradient_checkpointing"], []),
-        ({"use_fsdp": True, "use_lora": True}, ["use_qlora"], ["use_lora", "adamw_8bit"]),
+        (
+            {"accelerate_config": "multi_node_fsdp"},
+            ["use_lora"],
+            ["offload", "gradient_checkpointing"],
+        ),
+        (
+            {"use_fsdp": True, "fsdp_activation_checkpointing": False},
+            ["gradient_checkpointing"],
+            [],
+        ),
+        (
+            {"use_fsdp": True, "use_lora": True},
+            ["use_qlora"],
+            ["use_lora", "adamw_8bit"],
+        ),
     ],
 )
 def test_advice_on_memory_knows_what_is_on(
@@ -80,7 +138,9 @@ def test_advice_on_memory_knows_what_is_on(
 ) -> None:
     said = advice(OnTwoRanks(**options), Budget(4096, None, 4096, None))  # type: ignore[arg-type]
     assert all(name in said for name in proposed), said
-    assert not any(name in said.partition("Change in this order")[2] for name in not_proposed), said
+    assert not any(
+        name in said.partition("Change in this order")[2] for name in not_proposed
+    ), said
 
 
 def test_doctor_counts_the_processes_of_the_config(
@@ -91,9 +151,16 @@ def test_doctor_counts_the_processes_of_the_config(
         f"model_name: {tiny.shared(tiny.tiny_bert)}\ndata_path: t.jsonl\nnum_processes: 3\nglobal_batch_size: 48\n"
     )
     started: list[int] = []
-    monkeypatch.setattr(doctor, "run_ranks", lambda _, environments: started.append(len(environments)) or 0)
+    monkeypatch.setattr(
+        doctor,
+        "run_ranks",
+        lambda _, environments: started.append(len(environments)) or 0,
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert doctor.run_doctor(str(config), None) == 0
     said = capsys.readouterr().out
     assert started == [3]
-    assert f"Checklist for {config} on 3 processes" in said and "3. batch: 16 per process: pass" in said
+    assert (
+        f"Checklist for {config} on 3 processes" in said
+        and "3. batch: 16 per process: pass" in said
+    )

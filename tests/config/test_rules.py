@@ -22,31 +22,85 @@ def config(**values: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("loss: cosine\nmine: {every_epochs: 1}", "mine adds hard negatives, and loss: cosine reads none"),
-        ("loss: kl\nteacher: scores\nmine: {}", "mine adds negatives that have no scores in the data"),
-        ("mine: {top_k: 3}", "mine: top_k: 3 must be at least skip_first + num_negatives: 0 + 5"),
-        ("mine: {every_epochs: 0}", "mine: every_epochs must be greater than 0, but is 0"),
-        ("mine: {every_epoch: 1}", "mine: unknown key 'every_epoch', did you mean 'every_epochs'?"),
-        ("batch_size: 8\nglobal_batch_size: 64", "batch_size: 8 (per process) and global_batch_size: 64"),
-        ("warmup_ratio: 0.2\nwarmup_steps: 5", "warmup_ratio: 0.2 and warmup_steps: 5 are two ways"),
-        ("warmup_steps: 50\nmax_steps: 10", "warmup_steps: 50 is more than max_steps: 10"),
-        ("micro_batch_tokens: 4096\ngradient_cache_chunk_size: 8", "micro_batch_tokens: 4,096 and gradient_cache"),
-        ("use_mrl: true\nmrl_dims: [8, 4]\nmrl_weights: [1]", "mrl_weights has 1 entries and mrl_dims has 2"),
+        (
+            "loss: cosine\nmine: {every_epochs: 1}",
+            "mine adds hard negatives, and loss: cosine reads none",
+        ),
+        (
+            "loss: kl\nteacher: scores\nmine: {}",
+            "mine adds negatives that have no scores in the data",
+        ),
+        (
+            "mine: {top_k: 3}",
+            "mine: top_k: 3 must be at least skip_first + num_negatives: 0 + 5",
+        ),
+        (
+            "mine: {every_epochs: 0}",
+            "mine: every_epochs must be greater than 0, but is 0",
+        ),
+        (
+            "mine: {every_epoch: 1}",
+            "mine: unknown key 'every_epoch', did you mean 'every_epochs'?",
+        ),
+        (
+            "batch_size: 8\nglobal_batch_size: 64",
+            "batch_size: 8 (per process) and global_batch_size: 64",
+        ),
+        (
+            "warmup_ratio: 0.2\nwarmup_steps: 5",
+            "warmup_ratio: 0.2 and warmup_steps: 5 are two ways",
+        ),
+        (
+            "warmup_steps: 50\nmax_steps: 10",
+            "warmup_steps: 50 is more than max_steps: 10",
+        ),
+        (
+            "micro_batch_tokens: 4096\ngradient_cache_chunk_size: 8",
+            "micro_batch_tokens: 4,096 and gradient_cache",
+        ),
+        (
+            "use_mrl: true\nmrl_dims: [8, 4]\nmrl_weights: [1]",
+            "mrl_weights has 1 entries and mrl_dims has 2",
+        ),
         ("use_mrl: true\nmrl_weights: [1]", "needs mrl_dims"),
         ("use_mrl: true\nmrl_dims: [8, 8]", "names a size twice"),
         ("use_mrl: true\nmrl_dims: []", "mrl_dims: [] is empty"),
-        ("mrl_projection: false\nmrl_projection_init: pca", "mrl_projection_init: pca needs a projection"),
+        (
+            "mrl_projection: false\nmrl_projection_init: pca",
+            "mrl_projection_init: pca needs a projection",
+        ),
         ("use_lora: false\nuse_qlora: true", "use_lora: false rules them out"),
         ("model_family: composed", "composed needs a second tower"),
-        ("model_family: clip\nimage_model_name: x", "image_model_name: x makes a composed model, but"),
+        (
+            "model_family: clip\nimage_model_name: x",
+            "image_model_name: x makes a composed model, but",
+        ),
         ("min_pixels: 9\nmax_pixels: 4", "min_pixels: 9 is more than max_pixels: 4"),
         ("loss: triplet\nmax_negatives: 0", "max_negatives: 0 leaves none"),
-        ("use_fsdp: true\nstrategy: ddp", "use_fsdp: true and strategy: ddp contradict"),
-        ("fsdp: {enabled: false}\nstrategy: fsdp", "use_fsdp: false and strategy: fsdp contradict"),
-        ("fsdp_offload_params: true\nfsdp_cpu_offload: false", "are one switch (parameters, gradients and opt"),
-        ("gradient_checkpointing: true\nfsdp_activation_checkpointing: false", "gradient_checkpointing: true and f"),
-        ("fsdp_mixed_precision: false\nfsdp_param_dtype: bf16", "fsdp_param_dtype: bfloat16 asks for another"),
-        ("fsdp_mixed_precision: true\nmixed_precision: no", "fsdp_mixed_precision: true and mixed_precision: no"),
+        (
+            "use_fsdp: true\nstrategy: ddp",
+            "use_fsdp: true and strategy: ddp contradict",
+        ),
+        (
+            "fsdp: {enabled: false}\nstrategy: fsdp",
+            "use_fsdp: false and strategy: fsdp contradict",
+        ),
+        (
+            "fsdp_offload_params: true\nfsdp_cpu_offload: false",
+            "are one switch (parameters, gradients and opt",
+        ),
+        (
+            "gradient_checkpointing: true\nfsdp_activation_checkpointing: false",
+            "gradient_checkpointing: true and f",
+        ),
+        (
+            "fsdp_mixed_precision: false\nfsdp_param_dtype: bf16",
+            "fsdp_param_dtype: bfloat16 asks for another",
+        ),
+        (
+            "fsdp_mixed_precision: true\nmixed_precision: no",
+            "fsdp_mixed_precision: true and mixed_precision: no",
+        ),
         ("load_best_model_at_end: true\nsave_steps: 5", "give val_data_path too"),
         (
             "load_best_model_at_end: true\neval_steps: 10\nsave_steps: 25\nval_data_path: v",
@@ -55,23 +109,59 @@ def config(**values: Any) -> TrainConfig:
         ("eval_metric: ndcg@20", "20 is not among eval_ks: [1, 5, 10, 100]"),
         ("profile_steps: [12, 10]", "profile_steps: [12, 10] must be two numbers"),
         ("profile_steps: 3", "profile_steps: [3] must be two numbers"),
-        ("log_file: ../x.log", "log_file: '../x.log' must be the name of a file in output_dir"),
-        ("learn_temperature: true\ntemperature: 2", "temperature: 2 is where a learned temperature starts"),
-        ("loss: sigmoid\ntemperature: 0.001", "it is kept from 0.005 to 1: start inside"),
+        (
+            "log_file: ../x.log",
+            "log_file: '../x.log' must be the name of a file in output_dir",
+        ),
+        (
+            "learn_temperature: true\ntemperature: 2",
+            "temperature: 2 is where a learned temperature starts",
+        ),
+        (
+            "loss: sigmoid\ntemperature: 0.001",
+            "it is kept from 0.005 to 1: start inside",
+        ),
         ("output_dir: ''", "output_dir is empty"),
         ("loss: kl", "loss: kl follows a teacher, and the config names none"),
-        ("losses: [{loss: infonce}]\nloss: triplet", "losses and loss: triplet are two ways to say one thing"),
+        (
+            "losses: [{loss: infonce}]\nloss: triplet",
+            "losses and loss: triplet are two ways to say one thing",
+        ),
         ("losses: []", "losses is an empty list"),
-        ("loss: relational\nteacher: scores", "loss: relational needs vectors, and teacher: scores has"),
-        ("loss: kl\nteacher: scores\ndistill_candidates: batch", "loss: kl with distill_candidates: batch needs vec"),
+        (
+            "loss: relational\nteacher: scores",
+            "loss: relational needs vectors, and teacher: scores has",
+        ),
+        (
+            "loss: kl\nteacher: scores\ndistill_candidates: batch",
+            "loss: kl with distill_candidates: batch needs vec",
+        ),
         ("guide: scores", "guide: scores cannot score pairs that nobody listed"),
         ("teachers: [a, {model: b, name: a}]", "teachers: a is named twice"),
-        ("teachers: [{model: b, name: scores}]", "the name 'scores' stands for scores in the data"),
-        ("mix_negatives: 2\nnegatives_from: own_rank", "negatives_from: own_rank leaves them out"),
-        ("loss_exchange: ring\nloss: cosent", "loss: cosent compares those of the whole batch at once"),
-        ("loss_exchange: ring\nlosses:\n- loss: infonce\n- loss: spread_out", "loss: spread_out compares those"),
-        ("loss: angle\nuse_mrl: true\nmrl_dims: [9, 4]", "mrl_dims has 9: give even sizes"),
-        ("losses: [{loss: infonce, learn_temperature: true, temperature: 2}]", "temperature: 2 is where a learned"),
+        (
+            "teachers: [{model: b, name: scores}]",
+            "the name 'scores' stands for scores in the data",
+        ),
+        (
+            "mix_negatives: 2\nnegatives_from: own_rank",
+            "negatives_from: own_rank leaves them out",
+        ),
+        (
+            "loss_exchange: ring\nloss: cosent",
+            "loss: cosent compares those of the whole batch at once",
+        ),
+        (
+            "loss_exchange: ring\nlosses:\n- loss: infonce\n- loss: spread_out",
+            "loss: spread_out compares those",
+        ),
+        (
+            "loss: angle\nuse_mrl: true\nmrl_dims: [9, 4]",
+            "mrl_dims has 9: give even sizes",
+        ),
+        (
+            "losses: [{loss: infonce, learn_temperature: true, temperature: 2}]",
+            "temperature: 2 is where a learned",
+        ),
     ],
 )
 @pytest.mark.promise("B06")
@@ -84,20 +174,27 @@ def test_rule(write_config: WriteConfig, text: str, sentence: str) -> None:
 
 def test_a_good_config_breaks_no_rule(write_config: WriteConfig) -> None:
     text = "use_mrl: true\nmrl_dims: [128, 256]\nmrl_weights: [1, 2]\nload_best_model_at_end: true\neval_steps: 5\n"
-    resolved = resolve_run(write_config(text + "save_steps: 10\nval_data_path: v\neval_metric: ndcg@10\n"))
+    resolved = resolve_run(
+        write_config(text + "save_steps: 10\nval_data_path: v\neval_metric: ndcg@10\n")
+    )
     assert rules.violations(resolved.config) == []
     assert resolved.notes == ()
 
 
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 96), (2, 48), (3, 32)])
 def test_global_batch_is_divided_among_processes(world_size: int, rows: int) -> None:
-    assert rules.batch_size_per_process(config(global_batch_size=96), world_size) == rows
+    assert (
+        rules.batch_size_per_process(config(global_batch_size=96), world_size) == rows
+    )
     assert rules.batch_size_per_process(config(batch_size=7), world_size) == 7
 
 
 @pytest.mark.promise("E26")
 def test_global_batch_that_cannot_be_divided() -> None:
-    with pytest.raises(UserError, match="global_batch_size: 100 cannot be divided among 3 processes: use 99 or 102"):
+    with pytest.raises(
+        UserError,
+        match="global_batch_size: 100 cannot be divided among 3 processes: use 99 or 102",
+    ):
         rules.batch_size_per_process(config(global_batch_size=100), 3)
     with pytest.raises(UserError, match="use 8, or another number"):
         rules.batch_size_per_process(config(global_batch_size=3), 8)
@@ -106,44 +203,103 @@ def test_global_batch_that_cannot_be_divided() -> None:
 @pytest.mark.parametrize(
     ("values", "remark"),
     [
-        ({"loss": "triplet", "temperature": 0.1}, "temperature: 0.1 has no effect with loss: triplet"),
-        ({"loss": "cosine", "bidirectional": True}, "bidirectional: true has no effect with loss: cosine"),
-        ({"loss": "sigmoid", "bidirectional": True}, "bidirectional: true has no effect with loss: sigmoid"),
-        ({"triplet_margin": 0.5}, "triplet_margin: 0.5 has no effect with loss: infonce"),
+        (
+            {"loss": "triplet", "temperature": 0.1},
+            "temperature: 0.1 has no effect with loss: triplet",
+        ),
+        (
+            {"loss": "cosine", "bidirectional": True},
+            "bidirectional: true has no effect with loss: cosine",
+        ),
+        (
+            {"loss": "sigmoid", "bidirectional": True},
+            "bidirectional: true has no effect with loss: sigmoid",
+        ),
+        (
+            {"triplet_margin": 0.5},
+            "triplet_margin: 0.5 has no effect with loss: infonce",
+        ),
         ({"loss": "cosent", "guide": "g"}, "guide: g has no effect with loss: cosent"),
         ({"guide_margin": 0.1}, "guide_margin: 0.1 has no effect without guide"),
         (
-            {"losses": [{"loss": "infonce"}, {"loss": "spread_out", "hardness_alpha": 2.0}]},
+            {
+                "losses": [
+                    {"loss": "infonce"},
+                    {"loss": "spread_out", "hardness_alpha": 2.0},
+                ]
+            },
             "losses, entry 2: hardness_alpha: 2.0 has no effect with loss: spread_out",
         ),
-        ({"losses": [{"loss": "cosine"}], "temperature": 0.1}, "temperature: 0.1 has no effect with losses: cosine"),
+        (
+            {"losses": [{"loss": "cosine"}], "temperature": 0.1},
+            "temperature: 0.1 has no effect with losses: cosine",
+        ),
         ({"lora_r": 8}, "lora_r: 8 has no effect without use_lora"),
         ({"mrl_dims": [8]}, "mrl_dims: [8] has no effect without use_mrl"),
         ({"eval_steps": 5}, "eval_steps: 5 has no effect without val_data_path"),
-        ({"max_steps": 5, "epochs": 2}, "max_steps: 5 decides the length of the run, epochs: 2 does not"),
-        ({"base_batch_size": 64}, "base_batch_size: 64 has no effect with scale_learning_rate: none"),
-        ({"homogeneous_batches": True}, "homogeneous_batches: true has no effect with a single source in data_path"),
-        ({"sampling": "weights"}, "sampling: weights has no effect with a single source in data_path"),
+        (
+            {"max_steps": 5, "epochs": 2},
+            "max_steps: 5 decides the length of the run, epochs: 2 does not",
+        ),
+        (
+            {"base_batch_size": 64},
+            "base_batch_size: 64 has no effect with scale_learning_rate: none",
+        ),
+        (
+            {"homogeneous_batches": True},
+            "homogeneous_batches: true has no effect with a single source in data_path",
+        ),
+        (
+            {"sampling": "weights"},
+            "sampling: weights has no effect with a single source in data_path",
+        ),
         ({"circle_margin": 0.1}, "circle_margin: 0.1 has no effect with loss: infonce"),
         ({"pure_dtype": True}, "pure_dtype: true has no effect with torch_dtype: auto"),
         ({"resume_anyway": True}, "resume_anyway: true has no effect without resume"),
-        ({"wandb_project": "x"}, "wandb_project and wandb_tags have no effect with report_to: ['tensorboard']"),
-        ({"strategy": "ddp", "fsdp_version": 1}, "fsdp_version: 1 (TrainConfig) has no effect with strategy: ddp"),
+        (
+            {"wandb_project": "x"},
+            "wandb_project and wandb_tags have no effect with report_to: ['tensorboard']",
+        ),
+        (
+            {"strategy": "ddp", "fsdp_version": 1},
+            "fsdp_version: 1 (TrainConfig) has no effect with strategy: ddp",
+        ),
         ({"val_data_path": "d"}, "val_data_path is the training data"),
-        ({"use_lora": True, "learning_rate": 2e-5}, "learning_rate: 2e-05 is a rate for training all weights"),
+        (
+            {"use_lora": True, "learning_rate": 2e-5},
+            "learning_rate: 2e-05 is a rate for training all weights",
+        ),
         ({"patience": 3}, "patience: 3 has no effect without val_data_path"),
-        ({"eval_before": False}, "eval_before: false has no effect without val_data_path"),
-        ({"eval_metric": "ndcg@10"}, "eval_metric: ndcg@10 has no effect without val_data_path"),
+        (
+            {"eval_before": False},
+            "eval_before: false has no effect without val_data_path",
+        ),
+        (
+            {"eval_metric": "ndcg@10"},
+            "eval_metric: ndcg@10 has no effect without val_data_path",
+        ),
         ({"eval_ks": [5]}, "eval_ks: [5] has no effect without val_data_path"),
-        ({"eval_batch_tokens": 64}, "eval_batch_tokens: 64 has no effect without val_data_path"),
+        (
+            {"eval_batch_tokens": 64},
+            "eval_batch_tokens: 64 has no effect without val_data_path",
+        ),
         ({"save_merged": False}, "save_merged: false has no effect without use_lora"),
-        ({"tokenizer_name": "other"}, "tokenizer_name: other has no effect without model_class"),
-        ({"model_arguments": {"size": 4}}, "model_arguments: {'size': 4} has no effect without model_class"),
+        (
+            {"tokenizer_name": "other"},
+            "tokenizer_name: other has no effect without model_class",
+        ),
+        (
+            {"model_arguments": {"size": 4}},
+            "model_arguments: {'size': 4} has no effect without model_class",
+        ),
         (
             {"query_prompt": "Instruct: find\\nQuery:"},
             "query_prompt: Instruct: find\\nQuery: holds a backslash and an n where a line break is usual",
         ),
-        ({"image_model_name": "i", "learning_rate": 1e-5}, "head_learning_rate is not set: the projections"),
+        (
+            {"image_model_name": "i", "learning_rate": 1e-5},
+            "head_learning_rate is not set: the projections",
+        ),
     ],
 )
 def test_what_has_no_effect_is_said(values: dict[str, Any], remark: str) -> None:
@@ -152,9 +308,14 @@ def test_what_has_no_effect_is_said(values: dict[str, Any], remark: str) -> None
 
 
 def test_prompts_of_sources_may_lack_a_line_break_too() -> None:
-    sources: list[str | DataSource] = [DataSource(path="a", document_prompt="doc:\\n"), "b"]
+    sources: list[str | DataSource] = [
+        DataSource(path="a", document_prompt="doc:\\n"),
+        "b",
+    ]
     (remark,) = rules.remarks(TrainConfig(model_name="m", data_path=sources))
-    assert remark.startswith("data_path, a: document_prompt: doc:\\n holds a backslash and an n")
+    assert remark.startswith(
+        "data_path, a: document_prompt: doc:\\n holds a backslash and an n"
+    )
 
 
 def test_defaults_cause_no_remark() -> None:
@@ -165,6 +326,11 @@ def test_defaults_cause_no_remark() -> None:
 
 
 def test_tables_name_options() -> None:
-    names = {name for table in (rules.NEEDED_BY, READS) for row in table.values() for name in row}
+    names = {
+        name
+        for table in (rules.NEEDED_BY, READS)
+        for row in table.values()
+        for name in row
+    }
     assert names | set(rules.NEEDED_BY) <= set(TrainConfig.model_fields)
     assert set(READS) == set(get_args(LossName))

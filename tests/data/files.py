@@ -40,24 +40,38 @@ def refused(path: Path | str, **options: Any) -> str:
 
 
 def write_jsonl(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+    )
     return path
 
 
 def write_lines(path: Path, *lines: str | bytes) -> Path:
-    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
+    path.write_bytes(
+        b"".join(
+            (line if isinstance(line, bytes) else line.encode()) + b"\n"
+            for line in lines
+        )
+    )
     return path
 
 
 def write_format(folder: Path, kind: str, records: list[dict[str, Any]]) -> Path:
     path = folder / f"data.{kind}"
     if kind in ("jsonl", "ndjson"):
-        path.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8")
+        path.write_text(
+            "\n".join(json.dumps(record, ensure_ascii=False) for record in records),
+            encoding="utf-8",
+        )
     elif kind == "json":
-        path.write_text(json.dumps(records, ensure_ascii=False, indent=2), encoding="utf-8")
+        path.write_text(
+            json.dumps(records, ensure_ascii=False, indent=2), encoding="utf-8"
+        )
     elif kind in ("csv", "tsv"):
         with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(records[0]), delimiter="\t" if kind == "tsv" else ",")
+            writer = csv.DictWriter(
+                file, list(records[0]), delimiter="\t" if kind == "tsv" else ","
+            )
             writer.writeheader()
             writer.writerows(records)
     elif kind == "parquet":

@@ -10,9 +10,16 @@ import numpy as np
 from PIL import Image
 
 
-def encoded(format_name: str = "JPEG", size: tuple[int, int] = (24, 16), seed: int = 0, **options: Any) -> bytes:
+def encoded(
+    format_name: str = "JPEG",
+    size: tuple[int, int] = (24, 16),
+    seed: int = 0,
+    **options: Any,
+) -> bytes:
     """An image of random colours as a file of that format holds it."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 255, (size[1], size[0], 3), dtype=np.uint8
+    )
     return encode(Image.fromarray(pixels), format_name, **options)
 
 

@@ -15,21 +15,32 @@ from vembed.errors import UserError
 
 
 def epoch_of(batch_schedule: BatchSchedule, epoch: int) -> list[np.ndarray]:
-    return [batch_schedule.batch(epoch, step) for step in range(batch_schedule.steps_per_epoch)]
+    return [
+        batch_schedule.batch(epoch, step)
+        for step in range(batch_schedule.steps_per_epoch)
+    ]
 
 
 def make_keys(rows: list[list[int]]) -> ContentKeys:
     starts = np.cumsum([0, *map(len, rows)])
-    return ContentKeys(np.array([key for row in rows for key in row], dtype=np.int64), starts)
+    return ContentKeys(
+        np.array([key for row in rows for key in row], dtype=np.int64), starts
+    )
 
 
-@given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 5))
-def test_every_example_once_but_the_last_incomplete_batch(size: int, batch: int, seed: int, epoch: int) -> None:
+@given(
+    st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 5)
+)
+def test_every_example_once_but_the_last_incomplete_batch(
+    size: int, batch: int, seed: int, epoch: int
+) -> None:
     batch_schedule = BatchSchedule([size], batch, seed)
     batches = epoch_of(batch_schedule, epoch)
     assert batch_schedule.steps_per_epoch == max(1, size // batch)
     assert batch_schedule.num_left_out == (size % batch if size >= batch else 0)
-    assert all(len(rows) == min(size, batch) and rows.dtype == np.int64 for rows in batches)
+    assert all(
+        len(rows) == min(size, batch) and rows.dtype == np.int64 for rows in batches
+    )
     drawn = np.concatenate(batches)
     assert len(set(drawn.tolist())) == len(drawn) == size - batch_schedule.num_left_out
     assert drawn.min() >= 0
@@ -42,13 +53,17 @@ def test_pure_function_of_seed_epoch_and_step() -> None:
         epoch_of(used, epoch)
     assert np.array_equal(used.batch(1, 7), fresh.batch(1, 7))
     assert not np.array_equal(used.batch(1, 7), used.batch(2, 7))
-    assert not np.array_equal(used.batch(1, 7), BatchSchedule([100], 8, seed=4).batch(1, 7))
+    assert not np.array_equal(
+        used.batch(1, 7), BatchSchedule([100], 8, seed=4).batch(1, 7)
+    )
 
 
 def test_the_order_is_the_same_in_every_release() -> None:
     # A change here breaks the resuming of runs that an older release has begun.
     assert BatchSchedule([10], 5, seed=42).batch(0, 0).tolist() == [7, 3, 4, 2, 5]
-    assert BatchSchedule([6, 4], 5, seed=1, weights=[0.5, 2.0]).batch(3, 1).tolist() == [8, 4, 8, 6, 7]
+    assert BatchSchedule([6, 4], 5, seed=1, weights=[0.5, 2.0]).batch(
+        3, 1
+    ).tolist() == [8, 4, 8, 6, 7]
 
 
 def test_what_a_caller_does_with_a_batch_changes_no_other() -> None:
@@ -73,18 +88,28 @@ def test_ranks_share_the_batch(num_rows: int, world_size: int) -> None:
     assert max(sizes) - min(sizes) <= 1
     if num_rows % world_size == 0:
         each = num_rows // world_size
-        assert [part.start for part in parts] == [rank * each for rank in range(world_size)]
+        assert [part.start for part in parts] == [
+            rank * each for rank in range(world_size)
+        ]
 
 
 @settings(max_examples=50)
 @given(
-    st.lists(st.tuples(st.integers(1, 60), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0])), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(1, 60), st.sampled_from([0.25, 0.5, 1.0, 1.5, 2.0, 3.0])),
+        min_size=1,
+        max_size=4,
+    ),
     st.booleans(),
     st.integers(0, 99),
 )
-def test_weights(sources: list[tuple[int, float]], homogeneous: bool, seed: int) -> None:
+def test_weights(
+    sources: list[tuple[int, float]], homogeneous: bool, seed: int
+) -> None:
     sizes, weights = [size for size, _ in sources], [weight for _, weight in sources]
-    batch_schedule = BatchSchedule(sizes, 1, seed, weights=weights, homogeneous=homogeneous)
+    batch_schedule = BatchSchedule(
+        sizes, 1, seed, weights=weights, homogeneous=homogeneous
+    )
     first = np.cumsum([0, *sizes])
     counts: Counter[int] = Counter()
     for epoch in range(4):
@@ -92,16 +117,23 @@ def test_weights(sources: list[tuple[int, float]], homogeneous: bool, seed: int)
         counts.update(drawn.tolist())
         for source, (size, weight) in enumerate(sources):
             here = ((drawn >= first[source]) & (drawn < first[source + 1])).sum()
-            assert here == max(1, round(size * weight)), "so many of each source in each epoch"
+            assert here == max(1, round(size * weight)), (
+                "so many of each source in each epoch"
+            )
     for source in range(len(sizes)):
         seen = [counts[index] for index in range(first[source], first[source + 1])]
-        assert max(seen) - min(seen) <= 1, "no example again before all others of its source"
+        assert max(seen) - min(seen) <= 1, (
+            "no example again before all others of its source"
+        )
 
 
 def test_half_weight_draws_the_other_half_in_the_next_epoch() -> None:
     batch_schedule = BatchSchedule([20], 5, seed=0, weights=[0.5])
     assert batch_schedule.steps_per_epoch == 2
-    first, second = np.concatenate(epoch_of(batch_schedule, 0)), np.concatenate(epoch_of(batch_schedule, 1))
+    first, second = (
+        np.concatenate(epoch_of(batch_schedule, 0)),
+        np.concatenate(epoch_of(batch_schedule, 1)),
+    )
     assert sorted([*first, *second]) == list(range(20))
 
 
@@ -116,7 +148,10 @@ def test_homogeneous_batches() -> None:
     batch_schedule = BatchSchedule([103, 51, 17], 10, seed=0, homogeneous=True)
     assert batch_schedule.steps_per_epoch == 10 + 5 + 1
     assert batch_schedule.num_left_out == 3 + 1 + 7
-    sources = [set(np.searchsorted([103, 154], rows, side="right").tolist()) for rows in epoch_of(batch_schedule, 0)]
+    sources = [
+        set(np.searchsorted([103, 154], rows, side="right").tolist())
+        for rows in epoch_of(batch_schedule, 0)
+    ]
     assert all(len(one) == 1 for one in sources)
     assert sources != sorted(sources, key=min), "in mixed order"
     drawn = np.concatenate(epoch_of(batch_schedule, 0))
@@ -131,18 +166,23 @@ def test_data_smaller_than_a_batch_are_one_batch_and_the_log_says_so() -> None:
 
 
 def test_homogeneous_batches_keep_a_source_that_fills_none() -> None:
-    batch_schedule = BatchSchedule([100, 7], 10, 0, homogeneous=True, names=["big.jsonl", "small.jsonl"])
+    batch_schedule = BatchSchedule(
+        [100, 7], 10, 0, homogeneous=True, names=["big.jsonl", "small.jsonl"]
+    )
     assert sorted(len(rows) for rows in epoch_of(batch_schedule, 0)) == [7] + 10 * [10]
     assert "small.jsonl has 7" in batch_schedule.summary()
 
 
 @pytest.mark.parametrize(
-    ("sizes", "homogeneous", "lengths"), [([25], False, [10, 10, 5]), ([12, 11], True, [1, 2, 10, 10])]
+    ("sizes", "homogeneous", "lengths"),
+    [([25], False, [10, 10, 5]), ([12, 11], True, [1, 2, 10, 10])],
 )
 def test_incomplete_batches_are_kept_with_drop_last_false(
     sizes: list[int], homogeneous: bool, lengths: list[int]
 ) -> None:
-    batch_schedule = BatchSchedule(sizes, 10, 0, homogeneous=homogeneous, drop_last=False)
+    batch_schedule = BatchSchedule(
+        sizes, 10, 0, homogeneous=homogeneous, drop_last=False
+    )
     for epoch in range(2):
         batches = epoch_of(batch_schedule, epoch)
         assert sorted(map(len, batches)) == sorted(lengths)
@@ -153,17 +193,26 @@ def test_incomplete_batches_are_kept_with_drop_last_false(
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=3), min_size=20, max_size=120),
+    st.lists(
+        st.lists(st.integers(0, 30), min_size=1, max_size=3), min_size=20, max_size=120
+    ),
     st.integers(1, 6),
     st.integers(0, 9),
     st.booleans(),
     st.booleans(),
 )
-def test_no_duplicates(rows: list[list[int]], batch: int, seed: int, homogeneous: bool, drop_last: bool) -> None:
+def test_no_duplicates(
+    rows: list[list[int]], batch: int, seed: int, homogeneous: bool, drop_last: bool
+) -> None:
     sizes = [len(rows) // 2, len(rows) - len(rows) // 2]
     try:
         batch_schedule = BatchSchedule(
-            sizes, batch, seed, keys=make_keys(rows), homogeneous=homogeneous, drop_last=drop_last
+            sizes,
+            batch,
+            seed,
+            keys=make_keys(rows),
+            homogeneous=homogeneous,
+            drop_last=drop_last,
         )
     except UserError as error:
         assert "no_duplicates" in str(error)
@@ -184,7 +233,10 @@ def test_no_duplicates_loses_only_the_remainder() -> None:
     # 20,000 pairs over 5,000 documents: each document four times, as in real collections.
     documents = np.random.default_rng(0).integers(0, 5_000, 20_000)
     batch_schedule = BatchSchedule(
-        [20_000], 512, seed=0, keys=make_keys([[100_000 + i, int(d)] for i, d in enumerate(documents)])
+        [20_000],
+        512,
+        seed=0,
+        keys=make_keys([[100_000 + i, int(d)] for i, d in enumerate(documents)]),
     )
     assert batch_schedule.steps_per_epoch == 20_000 // 512
     assert batch_schedule.num_left_out == 20_000 % 512
@@ -193,25 +245,48 @@ def test_no_duplicates_loses_only_the_remainder() -> None:
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_seven_positives_per_query_lose_no_more_than_the_remainder(drop_last: bool) -> None:
+def test_seven_positives_per_query_lose_no_more_than_the_remainder(
+    drop_last: bool,
+) -> None:
     # 1,077 rows: queries occur seven times (the last one six), documents three or four times.
     rows = [[i // 7, 10_000 + (7 * i) % 300] for i in range(1077)]
-    batch_schedule = BatchSchedule([1077], 32, seed=42, keys=make_keys(rows), drop_last=drop_last)
+    batch_schedule = BatchSchedule(
+        [1077], 32, seed=42, keys=make_keys(rows), drop_last=drop_last
+    )
     assert batch_schedule.num_left_out == (1077 % 32 if drop_last else 0)
     for epoch in range(3):
         batches = epoch_of(batch_schedule, epoch)
         assert len(batches) == (33 if drop_last else 34)
-        assert all(len({key for one in indices for key in rows[one]}) == 2 * len(indices) for indices in batches)
-    left_out = [set(range(1077)) - set(np.concatenate(epoch_of(batch_schedule, epoch)).tolist()) for epoch in (0, 1)]
+        assert all(
+            len({key for one in indices for key in rows[one]}) == 2 * len(indices)
+            for indices in batches
+        )
+    left_out = [
+        set(range(1077)) - set(np.concatenate(epoch_of(batch_schedule, epoch)).tolist())
+        for epoch in (0, 1)
+    ]
     assert left_out[0] != left_out[1] or not drop_last, "other examples in each epoch"
 
 
 @settings(max_examples=40)
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=25), st.integers(1, 7), st.integers(0, 99))
-def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(groups: list[int], size: int, seed: int) -> None:
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=25),
+    st.integers(1, 7),
+    st.integers(0, 99),
+)
+def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(
+    groups: list[int], size: int, seed: int
+) -> None:
     rows = [[number] for number, members in enumerate(groups) for _ in range(members)]
     # So many batches can be filled as each group can give one member to, which Gale and Ryser proved to be enough.
-    possible = max((n for n in range(1, len(rows) + 1) if sum(min(g, n) for g in groups) >= n * size), default=0)
+    possible = max(
+        (
+            n
+            for n in range(1, len(rows) + 1)
+            if sum(min(g, n) for g in groups) >= n * size
+        ),
+        default=0,
+    )
     if possible == 0:
         return
     batch_schedule = BatchSchedule([len(rows)], size, seed, keys=make_keys(rows))
@@ -220,12 +295,16 @@ def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(groups: lis
 
 def test_no_duplicates_without_duplicates_changes_nothing() -> None:
     plain = BatchSchedule([50], 8, seed=5)
-    distinct = BatchSchedule([50], 8, seed=5, keys=make_keys([[i, 1000 + i] for i in range(50)]))
+    distinct = BatchSchedule(
+        [50], 8, seed=5, keys=make_keys([[i, 1000 + i] for i in range(50)])
+    )
     assert np.array_equal(np.stack(epoch_of(plain, 2)), np.stack(epoch_of(distinct, 2)))
 
 
 def test_an_example_that_repeats_itself_is_no_duplicate() -> None:
-    batch_schedule = BatchSchedule([8], 4, seed=0, keys=make_keys([[i, i] for i in range(8)]))
+    batch_schedule = BatchSchedule(
+        [8], 4, seed=0, keys=make_keys([[i, i] for i in range(8)])
+    )
     assert batch_schedule.steps_per_epoch == 2
 
 

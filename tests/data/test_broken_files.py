@@ -11,8 +11,14 @@ from tests.data.files import RECORDS, open_path, write_jsonl, write_lines
 from vembed.errors import UserError
 
 BAD_LINES: list[tuple[str | bytes, str]] = [
-    ('{"query": "a" "positive": "b"}', "not JSON .Expecting ',' delimiter at column 15"),
-    ('{"query": "a", "positive": "b"} trailing', "more text after its end at column 32"),
+    (
+        '{"query": "a" "positive": "b"}',
+        "not JSON .Expecting ',' delimiter at column 15",
+    ),
+    (
+        '{"query": "a", "positive": "b"} trailing',
+        "more text after its end at column 32",
+    ),
     ('{"query": "a", "positive": "b"', "not JSON"),
     ("[1, 2]", "a list, and a record is an object"),
     ('"text"', "a text, and a record"),
@@ -27,11 +33,16 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
     ('{"query": "a\\u0000", "positive": "b"}', "query has a NUL"),
     (b"\0\0\0\0", "not JSON"),
     (b'{"query": "a\0", "positive": "b"}', "not JSON"),
-    ('{"query": "a", "positive": "b", "score": [1, 2]}', "score has 2 numbers for 1 positive"),
+    (
+        '{"query": "a", "positive": "b", "score": [1, 2]}',
+        "score has 2 numbers for 1 positive",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=[str(i) for i in range(len(BAD_LINES))])
+@pytest.mark.parametrize(
+    ("line", "message"), BAD_LINES, ids=[str(i) for i in range(len(BAD_LINES))]
+)
 def test_bad_lines_of_json(tmp_path: Path, line: str | bytes, message: str) -> None:
     good = '{"query": "a", "positive": "b"}'
     path = write_lines(tmp_path / "a.jsonl", good, line, good)
@@ -42,19 +53,34 @@ def test_bad_lines_of_json(tmp_path: Path, line: str | bytes, message: str) -> N
     assert store[1].where == f"{path}:3"
 
 
-def test_a_line_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("readers", "delimited"):
         monkeypatch.setattr(sys.modules[f"vembed.data.{module}"], "MAX_RECORD", 1000)
     good = '{"query": "a", "positive": "b"}'
     path = write_lines(
-        tmp_path / "a.jsonl", good, f'{{"query": "{"x" * 5000}", "positive": "b"}}', good, "y" * 1000, "z" * 1001
+        tmp_path / "a.jsonl",
+        good,
+        f'{{"query": "{"x" * 5000}", "positive": "b"}}',
+        good,
+        "y" * 1000,
+        "z" * 1001,
     )
     store = open_path(path, on_bad_record="skip")
     assert (len(store), store.num_skipped) == (2, 3)
     assert store[1].where == f"{path}:3"
     assert "a line of more than 1,000 bytes" in store.summary()[1]
     path = write_lines(
-        tmp_path / "a.csv", "query,positive", "a,b", f"{'x' * 3000},b", "c,d", f'"{"x" * 900}', "y" * 900, "e,f", "g,h"
+        tmp_path / "a.csv",
+        "query,positive",
+        "a,b",
+        f"{'x' * 3000},b",
+        "c,d",
+        f'"{"x" * 900}',
+        "y" * 900,
+        "e,f",
+        "g,h",
     )
     store = open_path(path, on_bad_record="skip")
     assert [store[i].query.text for i in range(len(store))] == ["a", "c", "e", "g"]
@@ -69,8 +95,16 @@ def test_a_line_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "question,answers\na,b\n",
             r"no positive \(it has question, answers\).*column_mapping: \{your_positive: positive\}",
         ),
-        ("csv", "x;y\n1;2\n", r"no query and no positive \(it has x, y\).*column_mapping: \{your_query: query, "),
-        ("csv", b"query,positive\n\xfc,b\n", r"a\.csv:2: not UTF-8 .*: save the file as UTF-8"),
+        (
+            "csv",
+            "x;y\n1;2\n",
+            r"no query and no positive \(it has x, y\).*column_mapping: \{your_query: query, ",
+        ),
+        (
+            "csv",
+            b"query,positive\n\xfc,b\n",
+            r"a\.csv:2: not UTF-8 .*: save the file as UTF-8",
+        ),
         ("csv", "query,positive,query\na,b,c\n", "more than one column named query"),
         ("csv", "query,positive\n", "holds no records"),
         ("csv", 'query,"positive\na,b\n', "header cannot be read"),
@@ -83,11 +117,23 @@ def test_a_line_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("csv", b"\xef\xbb\xbf", "header cannot be read: there is none"),
         ("json", "[]", "holds no records"),
         ("json", "[ \n", "a.json:2: not JSON"),
-        ("json", '[{"query": "a", "positive": "b"} {"query"', r"a\.json:1: not JSON .expected ',' or '\]'"),
-        ("json", '[{"query": "a", "positive": "b"},\n{"query": }]', r"a\.json:2: not JSON .*in JSON Lines it can"),
+        (
+            "json",
+            '[{"query": "a", "positive": "b"} {"query"',
+            r"a\.json:1: not JSON .expected ',' or '\]'",
+        ),
+        (
+            "json",
+            '[{"query": "a", "positive": "b"},\n{"query": }]',
+            r"a\.json:2: not JSON .*in JSON Lines it can",
+        ),
         ("json", '[{"query": "a", "positive": "b"}', "expected ',' or"),
         ("json", '[{"query": "a", "positive": "b"},]', "not JSON"),
-        ("json", '[{"query": "a", "positive": "b"}]\n\n[]', r"a\.json:3: not JSON .more text after the array"),
+        (
+            "json",
+            '[{"query": "a", "positive": "b"}]\n\n[]',
+            r"a\.json:3: not JSON .more text after the array",
+        ),
         ("json", "[]]", "more text after the array"),
         ("json", "[" * 100_000, "not JSON"),
         ("json", b"[\xff]", "not UTF-8"),
@@ -96,7 +142,9 @@ def test_a_line_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("jsonl.gz", "x", "cannot be unpacked as gzip"),
     ],
 )
-def test_files_that_cannot_be_read(tmp_path: Path, kind: str, text: str | bytes, message: str) -> None:
+def test_files_that_cannot_be_read(
+    tmp_path: Path, kind: str, text: str | bytes, message: str
+) -> None:
     path = tmp_path / f"a.{kind}"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     for mode in ("stop", "skip"):
@@ -111,7 +159,11 @@ def test_a_single_json_object_per_line_in_a_json_file(tmp_path: Path) -> None:
 
 def test_bad_elements_of_a_json_array_are_records(tmp_path: Path) -> None:
     path = write_lines(
-        tmp_path / "a.json", '[{"query": "a", "positive": "b"},', "5, null,", '{"query": "c", "positive": "d"}', "]"
+        tmp_path / "a.json",
+        '[{"query": "a", "positive": "b"},',
+        "5, null,",
+        '{"query": "c", "positive": "d"}',
+        "]",
     )
     store = open_path(path, on_bad_record="skip")
     assert (len(store), store.num_skipped) == (2, 2)
@@ -132,8 +184,15 @@ def test_quotes_in_csv(tmp_path: Path) -> None:
         '"n\nn",o',
     )
     store = open_path(path, on_bad_record="skip")
-    found = [(store[i].query.text, store[i].positives[0].text) for i in range(len(store))]
-    assert found == [('a "quoted" word', '5" disk'), ("b", "c"), ("e", "f"), ("n\nn", "o")]
+    found = [
+        (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
+    ]
+    assert found == [
+        ('a "quoted" word', '5" disk'),
+        ("b", "c"),
+        ("e", "f"),
+        ("n\nn", "o"),
+    ]
     problems = "\n".join(store.summary())
     assert "a.csv:4: not CSV" in problems
     assert "a.csv:7: the number of cells is 3, and the header has 2" in problems
@@ -141,7 +200,10 @@ def test_quotes_in_csv(tmp_path: Path) -> None:
 
 def test_lines_that_end_with_a_carriage_return_alone(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"query,positive\ra,b\rc,d\r")
-    with pytest.raises(UserError, match=r"a.csv:1: the header cannot be read: .*: end them with line feeds"):
+    with pytest.raises(
+        UserError,
+        match=r"a.csv:1: the header cannot be read: .*: end them with line feeds",
+    ):
         open_path(tmp_path / "a.csv")
 
 
@@ -158,7 +220,9 @@ def test_quotes_in_tsv_may_be_letters(tmp_path: Path) -> None:
         'h\t5"',
     )
     store = open_path(path, on_bad_record="skip")
-    found = [(store[i].query.text, store[i].positives[0].text) for i in range(len(store))]
+    found = [
+        (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
+    ]
     assert found == [
         ('"The Godfather" cast', "a"),
         ("quoted\ttab", "b"),

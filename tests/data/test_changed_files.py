@@ -13,7 +13,10 @@ from vembed.training.hooks import Hook
 
 
 def rows(count, start=0):
-    return "".join(json.dumps({"query": f"q{n}", "positive": f"p{n}"}) + "\n" for n in range(start, start + count))
+    return "".join(
+        json.dumps({"query": f"q{n}", "positive": f"p{n}"}) + "\n"
+        for n in range(start, start + count)
+    )
 
 
 def append(path):
@@ -72,18 +75,25 @@ def test_a_run_says_it_once_and_goes_on(tmp_path, name):
 
     vembed.train(options, hooks=[Changes()])
     log = (tmp_path / "run" / "training_log.txt").read_text()
-    assert log.count(f"{tmp_path / 'train.jsonl'} has") == log.count(CHANGES[name][1]) == 1
+    assert (
+        log.count(f"{tmp_path / 'train.jsonl'} has") == log.count(CHANGES[name][1]) == 1
+    )
 
 
 def test_a_truncated_arrow_file_is_a_sentence_and_no_signal(tmp_path):
     datasets = pytest.importorskip("datasets")
-    made = datasets.Dataset.from_dict({"query": [f"q{n}" for n in range(20_000)], "positive": ["p" * 50] * 20_000})
+    made = datasets.Dataset.from_dict(
+        {"query": [f"q{n}" for n in range(20_000)], "positive": ["p" * 50] * 20_000}
+    )
     made.save_to_disk(tmp_path / "saved")
     store = open_path(tmp_path / "saved")
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
     assert store[19_999].query.text == "q19999"
     os.truncate(arrow, 4096)
-    with pytest.raises(UserError, match=r"has been truncated from .* to 4,096 bytes since it was opened"):
+    with pytest.raises(
+        UserError,
+        match=r"has been truncated from .* to 4,096 bytes since it was opened",
+    ):
         store[19_999]
     with pytest.raises(UserError, match="was saved by `datasets`, and is damaged"):
         open_path(tmp_path / "saved")

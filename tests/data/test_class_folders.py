@@ -12,8 +12,8 @@ from tests.data.files import config
 from tests.tiny import shared, tiny_vit
 from vembed.data.class_folders import is_class_folder
 from vembed.data.sources import open_examples
+from vembed.data_tools.init.sample import read_sample
 from vembed.errors import UserError
-from vembed.start.sample import read_sample
 from vembed.tools.encode_input import images_in
 
 
@@ -33,45 +33,82 @@ def pictures(tmp_path: Path) -> Path:
 
 def test_each_image_has_the_class_of_its_folder(pictures: Path, tmp_path: Path) -> None:
     store = open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")
-    found = {Path(store[n].query.images[0].path or "").relative_to(pictures): store[n].label for n in range(len(store))}
-    assert len(found) == 16 and found[Path("dog/small/1.PNG")] == "dog" and found[Path("\u9ce5/0.jpg")] == "\u9ce5"
+    found = {
+        Path(store[n].query.images[0].path or "").relative_to(pictures): store[n].label
+        for n in range(len(store))
+    }
+    assert (
+        len(found) == 16
+        and found[Path("dog/small/1.PNG")] == "dog"
+        and found[Path("\u9ce5/0.jpg")] == "\u9ce5"
+    )
     assert sorted(set(found.values()), key=str) == ["cat", "dog", "\u9ce5"]
     assert all(store[n].positives[0] != store[n].query for n in range(len(store)))
     sample = read_sample(pictures)
     assert sample.num_records == 16 and sample.columns == ("image", "label")
     (pictures / "cat" / "1.PNG").unlink()
-    assert len(open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")) == 15, (
-        "the folder is looked at anew"
-    )
+    assert (
+        len(open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")) == 15
+    ), "the folder is looked at anew"
 
 
 @pytest.mark.parametrize("ending", ["ppm", "pgm", "jp2", "jfif", "avif"])
-def test_every_format_that_is_read_is_found_in_folders(pictures: Path, tmp_path: Path, ending: str) -> None:
+def test_every_format_that_is_read_is_found_in_folders(
+    pictures: Path, tmp_path: Path, ending: str
+) -> None:
     Image.new("RGB", (20, 20), (9, 9, 9)).save(pictures / "cat" / f"more.{ending}")
-    assert len(open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")) == 17
+    assert (
+        len(open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")) == 17
+    )
     assert f"cat/more.{ending}" in images_in(pictures)
     (tmp_path / "a.csv").write_text(f"query,positive\na text,cat/more.{ending}\n")
-    (warning,) = open_examples(config(), str(tmp_path / "a.csv"), cache_dir=tmp_path / "cache").warnings()
+    (warning,) = open_examples(
+        config(), str(tmp_path / "a.csv"), cache_dir=tmp_path / "cache"
+    ).warnings()
     assert "retrieval_mode: t2i" in warning
 
 
 def test_splits_are_no_classes(pictures: Path, tmp_path: Path) -> None:
     (pictures.parent / "all").mkdir()
     pictures.rename(pictures.parent / "all" / "train")
-    with pytest.raises(UserError, match=r"train is the name of a split.* give .*all/train itself"):
-        open_examples(config(), str(pictures.parent / "all"), cache_dir=tmp_path / "cache")
-    assert len(open_examples(config(), str(pictures.parent / "all" / "train"), cache_dir=tmp_path / "cache")) == 16
+    with pytest.raises(
+        UserError, match=r"train is the name of a split.* give .*all/train itself"
+    ):
+        open_examples(
+            config(), str(pictures.parent / "all"), cache_dir=tmp_path / "cache"
+        )
+    assert (
+        len(
+            open_examples(
+                config(),
+                str(pictures.parent / "all" / "train"),
+                cache_dir=tmp_path / "cache",
+            )
+        )
+        == 16
+    )
 
 
-def test_a_folder_of_images_without_classes_is_none(pictures: Path, tmp_path: Path) -> None:
+def test_a_folder_of_images_without_classes_is_none(
+    pictures: Path, tmp_path: Path
+) -> None:
     assert not is_class_folder(pictures / "cat")
-    with pytest.raises(UserError, match="cat holds images and nothing that says what they show"):
+    with pytest.raises(
+        UserError, match="cat holds images and nothing that says what they show"
+    ):
         open_examples(config(), str(pictures / "cat"), cache_dir=tmp_path / "cache")
 
 
 def test_an_image_encoder_learns_from_it(pictures: Path, tmp_path: Path) -> None:
-    result = vembed.train({
-        "model_name": str(shared(tiny_vit)), "data_path": str(pictures), "val_data_path": str(pictures),
-        "output_dir": str(tmp_path / "run"), "batch_size": 4, "max_steps": 2, "report_to": [],
-    })  # fmt: skip
+    result = vembed.train(
+        {
+            "model_name": str(shared(tiny_vit)),
+            "data_path": str(pictures),
+            "val_data_path": str(pictures),
+            "output_dir": str(tmp_path / "run"),
+            "batch_size": 4,
+            "max_steps": 2,
+            "report_to": [],
+        }
+    )
     assert result.steps == 2 and 0 < result.metrics["ndcg@10"] <= 1

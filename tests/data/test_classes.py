@@ -20,15 +20,23 @@ from vembed.evaluation.dataset import RetrievalData, from_examples, open_eval_da
 def opened(folder: Path, rows: list[dict[str, Any]], **options: Any) -> ExampleStore:
     path = folder / "labelled.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = TrainConfig(model_name="m", data_path=str(path), output_dir=str(folder / "out"), **options)
+    config = TrainConfig(
+        model_name="m", data_path=str(path), output_dir=str(folder / "out"), **options
+    )
     return open_examples(config, str(path), cache_dir=folder)
 
 
-@pytest.mark.parametrize("sizes", [[2, 3, 5], [40, 2, 2, 2], [30] * 8, [1, 1, 7, 9, 100]])
+@pytest.mark.parametrize(
+    "sizes", [[2, 3, 5], [40, 2, 2, 2], [30] * 8, [1, 1, 7, 9, 100]]
+)
 @pytest.mark.parametrize("batch", [2, 3, 8])
 def test_no_class_is_twice_in_a_batch(sizes: list[int], batch: int) -> None:
-    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)) + 7, sizes))
-    schedule, again = (BatchSchedule([len(labels)], batch, 3, labels=[labels]) for _ in range(2))
+    labels = np.random.default_rng(0).permutation(
+        np.repeat(np.arange(len(sizes)) + 7, sizes)
+    )
+    schedule, again = (
+        BatchSchedule([len(labels)], batch, 3, labels=[labels]) for _ in range(2)
+    )
     eligible = [size for size in sizes if size > 1]
     size = min(batch, len(eligible))
     assert schedule.smallest_batch == size
@@ -63,31 +71,58 @@ def test_records_with_a_label_are_pairs_of_their_class(tmp_path: Path) -> None:
     rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(6)]
     store = opened(tmp_path, rows)
     assert [one.query.text for one in (store[0], store[5])] == ["text 0", "text 5"]
-    assert [one.positives[0].text for one in (store[0], store[5])] == ["text 2", "text 1"]
+    assert [one.positives[0].text for one in (store[0], store[5])] == [
+        "text 2",
+        "text 1",
+    ]
     assert store.pair(1, 5).positives[0].text == "text 5"
     assert "labelled with 2 classes" in store.summary()[0]
     mapped = [{"headline": one["text"], "topic": n % 3} for n, one in enumerate(rows)]
-    store = opened(tmp_path, mapped, column_mapping={"headline": "text", "topic": "label"})
+    store = opened(
+        tmp_path, mapped, column_mapping={"headline": "text", "topic": "label"}
+    )
     assert store[1].positives[0].text == "text 4"
 
 
 def test_equal_texts_of_a_class_are_no_pair(tmp_path: Path) -> None:
     texts = ["red", "red", "green", "red", "blue", "green", "blue"]
-    rows = [{"text": text, "label": "ab"[n % 2]} for n, text in enumerate(texts)]  # b has red twice, blue of its own
-    store = opened(tmp_path, [*rows, {"text": "blue", "label": "b"}, {"text": "blue", "label": "a"}])
+    rows = [
+        {"text": text, "label": "ab"[n % 2]} for n, text in enumerate(texts)
+    ]  # b has red twice, blue of its own
+    store = opened(
+        tmp_path,
+        [*rows, {"text": "blue", "label": "b"}, {"text": "blue", "label": "a"}],
+    )
     labels = store.labels[0]
     assert labels is not None
-    assert (labels < 0).tolist() == [False, False, False, True, False, False, True, False, True]
+    assert (labels < 0).tolist() == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
     schedule = BatchSchedule(store.sizes, 2, 0, labels=store.labels, names=["x"])
-    assert "x: 2 of 2 classes in a batch (3 examples that repeat another one of their class" in schedule.summary()
+    assert (
+        "x: 2 of 2 classes in a batch (3 examples that repeat another one of their class"
+        in schedule.summary()
+    )
     for epoch in range(8):
         for step in range(schedule.steps_per_epoch):
             mates = schedule.positives(epoch, step)
             assert mates is not None
-            for index, mate in zip(schedule.batch(epoch, step).tolist(), mates.tolist(), strict=True):
+            for index, mate in zip(
+                schedule.batch(epoch, step).tolist(), mates.tolist(), strict=True
+            ):
                 pair = store.pair(index, mate)
                 assert pair.query.text != pair.positives[0].text
-    with pytest.raises(UserError, match="2 classes, of which 1 have two different examples or more"):
+    with pytest.raises(
+        UserError, match="2 classes, of which 1 have two different examples or more"
+    ):
         BatchSchedule([4], 2, 0, labels=[np.array([5, 5, 6, -4])])
 
 
@@ -98,32 +133,54 @@ def test_a_label_beside_a_pair_is_not_read(tmp_path: Path) -> None:
 
 
 def test_labelled_data_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="label is null, not the name or number of a class"):
+    with pytest.raises(
+        UserError, match="label is null, not the name or number of a class"
+    ):
         opened(tmp_path, [{"text": "a", "label": None}])
-    with pytest.raises(UserError, match="1 of its records are a text or image with a label, 1 are pairs"):
+    with pytest.raises(
+        UserError,
+        match="1 of its records are a text or image with a label, 1 are pairs",
+    ):
         opened(tmp_path, [{"text": "a", "label": "x"}, {"query": "q", "positive": "p"}])
     with pytest.raises(UserError, match="which loss: cosent needs"):
         opened(tmp_path, [{"text": "a", "label": "x"}], loss="cosent")
     with pytest.raises(UserError, match="labelled data need at least two such classes"):
         BatchSchedule([3], 2, 0, labels=[np.array([1, 1, 2])])
-    with pytest.raises(UserError, match="needs batches of its own beside others: set homogeneous_batches: true"):
+    with pytest.raises(
+        UserError,
+        match="needs batches of its own beside others: set homogeneous_batches: true",
+    ):
         BatchSchedule([2, 2], 2, 0, labels=[np.array([1, 1]), None])
 
 
 @pytest.mark.parametrize("name", ["label", "is_duplicate", "Gold-Label", "similarity"])
-def test_pairs_with_a_column_that_says_which_match_are_warned_of(tmp_path: Path, name: str) -> None:
-    rows: list[dict[str, Any]] = [{"query": f"q{n}", "positive": "p", name: n % 2} for n in range(4)]
+def test_pairs_with_a_column_that_says_which_match_are_warned_of(
+    tmp_path: Path, name: str
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"query": f"q{n}", "positive": "p", name: n % 2} for n in range(4)
+    ]
     (warning,) = opened(tmp_path, rows).warnings()
     assert f"{name} is not read, and every pair is taken for a match" in warning
     assert f"column_mapping: {{{name}: score}} and loss: cosent" in warning
     store = opened(tmp_path, rows, column_mapping={name: "score"}, loss="cosent")
     assert store.warnings() == [] and store[1].scores == (1.0,)
-    assert opened(tmp_path, [{"text": "a", "label": 1}, {"text": "b", "label": 1}]).warnings() == []
-    assert opened(tmp_path, [{"query": "q", "positive": "p", "page": 3}]).warnings() == []
+    assert (
+        opened(
+            tmp_path, [{"text": "a", "label": 1}, {"text": "b", "label": 1}]
+        ).warnings()
+        == []
+    )
+    assert (
+        opened(tmp_path, [{"query": "q", "positive": "p", "page": 3}]).warnings() == []
+    )
 
 
 def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path: Path) -> None:
-    rows = [{"text": f"{['cat', 'dog', 'cow'][n % 3]} number {n}", "label": n % 3} for n in range(90)]
+    rows = [
+        {"text": f"{['cat', 'dog', 'cow'][n % 3]} number {n}", "label": n % 3}
+        for n in range(90)
+    ]
     train, numbered = hold_out(opened(tmp_path, rows), 0.3, seed=1)
     held = [one for _, one in numbered]
     assert len(held) == 27 and len(train) == 63
@@ -132,18 +189,32 @@ def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path: Path) -
     classes = [str(item.text).split()[0] for item in data.documents]
     assert len(data.queries) == len(data.documents) == 27
     for query, relevant in zip(data.queries, data.relevance, strict=True):
-        others = {number for number, one in enumerate(classes) if one == str(query.text).split()[0]}
-        assert set(relevant) == others - {data.documents.index(query)} and set(relevant.values()) == {1}
-    assert not {one.query.text for one in held} & {train[index].query.text for index in range(len(train))}
+        others = {
+            number
+            for number, one in enumerate(classes)
+            if one == str(query.text).split()[0]
+        }
+        assert set(relevant) == others - {data.documents.index(query)} and set(
+            relevant.values()
+        ) == {1}
+    assert not {one.query.text for one in held} & {
+        train[index].query.text for index in range(len(train))
+    }
 
 
 def test_labelled_validation_data(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"text": f"t{n}", "label": "a"} for n in range(130)]
     path = tmp_path / "val.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "alone", "label": "b"}]))
+    path.write_text(
+        "".join(
+            json.dumps(row) + "\n" for row in [*rows, {"text": "alone", "label": "b"}]
+        )
+    )
     data = open_eval_data(TrainConfig(model_name="m", data_path="d"), str(path))
     assert isinstance(data, RetrievalData)
-    assert len(data.queries) == 100 and len(data.documents) == 101, "what is alone in its class is a document"
+    assert len(data.queries) == 100 and len(data.documents) == 101, (
+        "what is alone in its class is a document"
+    )
     assert data.notes == ("at most 100 of a class, 30 left out",)
     path.write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n')
     with pytest.raises(UserError, match="has no query with a relevant document"):

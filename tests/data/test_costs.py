@@ -14,38 +14,57 @@ from vembed.data import parquet_table
 from vembed.data.processing import TextProcessing
 from vembed.data.readers import MAX_RECORD
 from vembed.errors import UserError
-from vembed.families.decisions import describe
+from vembed.models.families.decisions import describe
 
 
 def parquet(path, value, count):
     """A file that stores a value once and names it `count` times."""
-    values = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value]))
-    pq.write_table(pa.table({"query": values, "positive": ["p"] * count}), path, compression="zstd", store_schema=False)
+    values = pa.DictionaryArray.from_arrays(
+        pa.array([0] * count, pa.int32()), pa.array([value])
+    )
+    pq.write_table(
+        pa.table({"query": values, "positive": ["p"] * count}),
+        path,
+        compression="zstd",
+        store_schema=False,
+    )
     return path
 
 
 def test_a_column_that_unpacks_to_gigabytes_is_refused_by_its_metadata(tmp_path):
     path = parquet(tmp_path / "a.parquet", "a" * (2 * MAX_RECORD + 1), 1)
     assert path.stat().st_size < 10_000
-    with pytest.raises(UserError, match=r"query unpacks from .* to 67,1.* bytes, which no texts or images do"):
+    with pytest.raises(
+        UserError,
+        match=r"query unpacks from .* to 67,1.* bytes, which no texts or images do",
+    ):
         open_path(path)
 
 
 def test_one_value_named_many_times_is_refused_before_memory_is_gone(tmp_path):
     path = parquet(tmp_path / "a.parquet", "a" * 3_000_000, 1_000)
-    with pytest.raises(UserError, match=r"about .* bytes, far more than the file says: .* use_dictionary=False"):
+    with pytest.raises(
+        UserError,
+        match=r"about .* bytes, far more than the file says: .* use_dictionary=False",
+    ):
         open_path(path)
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_long_texts_that_many_rows_have_are_stored_once_and_read(tmp_path, cache_home, monkeypatch, is_held):
+def test_long_texts_that_many_rows_have_are_stored_once_and_read(
+    tmp_path, cache_home, monkeypatch, is_held
+):
     monkeypatch.setattr(parquet_table, "IN_MEMORY", 2**24 if is_held else 2**20)
     answers = [np.random.default_rng(n).bytes(500).hex() for n in range(20)]
-    rows = pa.table({"query": [f"q {n}" for n in range(5_000)], "answer": answers * 250})
+    rows = pa.table(
+        {"query": [f"q {n}" for n in range(5_000)], "answer": answers * 250}
+    )
     pq.write_table(rows, tmp_path / "a.parquet")
     store = open_path(tmp_path / "a.parquet")
     found = [store[number] for number in range(0, 5_000, 7)]
-    assert [one.query.text for one in found] == [f"q {number}" for number in range(0, 5_000, 7)]
+    assert [one.query.text for one in found] == [
+        f"q {number}" for number in range(0, 5_000, 7)
+    ]
     assert [one.positives[0].text for one in found] == (answers * 250)[::7]
     assert bool(list((cache_home / "vembed" / "parquet").rglob("*.arrow"))) != is_held
 
@@ -54,9 +73,14 @@ def test_long_texts_that_the_first_rows_do_not_tell_of(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet_table, "IN_MEMORY", 2**20)
     long = [np.random.default_rng(n).bytes(500).hex() for n in range(20)]
     answers = ["short"] * 100 + long * 250
-    rows = pa.table({"query": [f"q {n}" for n in range(len(answers))], "answer": answers})
+    rows = pa.table(
+        {"query": [f"q {n}" for n in range(len(answers))], "answer": answers}
+    )
     pq.write_table(rows, tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"more than .* bytes, far more than the file says: .* use_dictionary=False"):
+    with pytest.raises(
+        UserError,
+        match=r"more than .* bytes, far more than the file says: .* use_dictionary=False",
+    ):
         open_path(tmp_path / "a.parquet")
     pq.write_table(rows, tmp_path / "a.parquet", use_dictionary=False)
     assert open_path(tmp_path / "a.parquet")[5_099].positives[0].text == long[-1]
@@ -65,15 +89,28 @@ def test_long_texts_that_the_first_rows_do_not_tell_of(tmp_path, monkeypatch):
 def test_the_limit_per_record_holds_for_parquet(tmp_path):
     draw = np.random.default_rng(0)
     long = draw.integers(97, 123, MAX_RECORD + 1, np.uint8).tobytes().decode()
-    pq.write_table(pa.table({"query": ["a", long, "b"], "positive": ["p"] * 3}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"1 of 3 records .*\n.*row 2: a record of more than 33,554,432 bytes"):
+    pq.write_table(
+        pa.table({"query": ["a", long, "b"], "positive": ["p"] * 3}),
+        tmp_path / "a.parquet",
+    )
+    with pytest.raises(
+        UserError,
+        match=r"1 of 3 records .*\n.*row 2: a record of more than 33,554,432 bytes",
+    ):
         open_path(tmp_path / "a.parquet")
-    assert [one.query.text for one in map(open_path(tmp_path / "a.parquet", on_bad_record="skip").__getitem__, (0, 1))]
+    assert [
+        one.query.text
+        for one in map(
+            open_path(tmp_path / "a.parquet", on_bad_record="skip").__getitem__, (0, 1)
+        )
+    ]
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_xlmr])
 def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make):
-    description = describe(TrainConfig(model_name=str(tiny.shared(make)), data_path=[], max_length=24))
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(make)), data_path=[], max_length=24)
+    )
     draw = np.random.default_rng(0)
     words = [str(word) for word in draw.choice(tiny.WORDS, 4_000)]
     texts = [
@@ -90,7 +127,11 @@ def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make):
 
 
 def test_a_text_of_many_megabytes_takes_no_time():
-    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path=[], max_length=24))
+    description = describe(
+        TrainConfig(
+            model_name=str(tiny.shared(tiny.tiny_bert)), data_path=[], max_length=24
+        )
+    )
     processing = TextProcessing(description)
     text = " ".join(tiny.WORDS[:50]) * 80_000
     assert len(text) > 20_000_000

@@ -12,9 +12,16 @@ from vembed.data.file_content import add_content
 
 @pytest.mark.parametrize(
     ("size", "read"),
-    [(0, []), (30, [(0, 30)]), (31, [(0, 10), (10, 20), (21, 31)]), (100, [(0, 10), (45, 55), (90, 100)])],
+    [
+        (0, []),
+        (30, [(0, 30)]),
+        (31, [(0, 10), (10, 20), (21, 31)]),
+        (100, [(0, 10), (45, 55), (90, 100)]),
+    ],
 )
-def test_pieces_of_a_file(tmp_path: Path, size: int, read: list[tuple[int, int]]) -> None:
+def test_pieces_of_a_file(
+    tmp_path: Path, size: int, read: list[tuple[int, int]]
+) -> None:
     content = bytes(range(size))
     path = tmp_path / "file"
     path.write_bytes(content)

@@ -12,7 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.files import RECORDS, config, open_path, refused, write_format, write_jsonl
+from tests.data.files import (
+    RECORDS,
+    config,
+    open_path,
+    refused,
+    write_format,
+    write_jsonl,
+)
 from tests.data.pictures import write
 from vembed.data import opening, parquet_table, sources
 from vembed.data.sources import open_examples
@@ -25,10 +32,17 @@ def test_large_parquet_files_are_unpacked_once(
 ) -> None:
     monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
     monkeypatch.setattr(parquet_table, "CHUNK_ROWS", 6)
-    rows = [{**record, "id": i, "negatives": ["x", "y"][: i % 3]} for i, record in enumerate(RECORDS)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10)
+    rows = [
+        {**record, "id": i, "negatives": ["x", "y"][: i % 3]}
+        for i, record in enumerate(RECORDS)
+    ]
+    pq.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10
+    )
     store = open_path(tmp_path / "a.parquet")
-    assert [store[i].query.text for i in (39, 0, 17)] == [RECORDS[i]["query"] for i in (39, 0, 17)]
+    assert [store[i].query.text for i in (39, 0, 17)] == [
+        RECORDS[i]["query"] for i in (39, 0, 17)
+    ]
     (unpacked,) = (cache_home / "vembed" / "parquet").rglob("*.arrow")
     before = unpacked.stat()
     assert open_path(tmp_path / "a.parquet").fingerprint == store.fingerprint
@@ -42,7 +56,11 @@ def test_large_parquet_files_are_unpacked_once(
 def test_no_room_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
     path = write_format(tmp_path, "parquet", RECORDS)
-    monkeypatch.setattr(opening.shutil, "disk_usage", lambda folder: opening.shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(
+        opening.shutil,
+        "disk_usage",
+        lambda folder: opening.shutil._ntuple_diskusage(10, 9, 1),
+    )
     assert "unpacks to" in refused(path)
     monkeypatch.undo()
     monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
@@ -88,7 +106,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.usefixtures("eager_cache")
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
-def test_the_first_pass_is_made_once(tmp_path: Path, kind: str, passes: list[str]) -> None:
+def test_the_first_pass_is_made_once(
+    tmp_path: Path, kind: str, passes: list[str]
+) -> None:
     path = write_format(tmp_path, kind, [*RECORDS, {**RECORDS[0], "query": ""}])
     first = open_path(path, on_bad_record="skip", no_duplicates=True)
     again = open_path(path, on_bad_record="skip", no_duplicates=True)
@@ -96,24 +116,36 @@ def test_the_first_pass_is_made_once(tmp_path: Path, kind: str, passes: list[str
     assert again.summary() == first.summary()
     assert again.fingerprint == first.fingerprint
     assert again.num_skipped == 1
-    assert all(again[i] == first[i] and again.keys(i) == first.keys(i) for i in range(len(first)))
+    assert all(
+        again[i] == first[i] and again.keys(i) == first.keys(i)
+        for i in range(len(first))
+    )
     assert "1 of 41 records cannot be used" in refused(path, no_duplicates=True)
 
 
 @pytest.mark.usefixtures("eager_cache")
-def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_sources(tmp_path: Path) -> None:
+def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_sources(
+    tmp_path: Path,
+) -> None:
     one = write_jsonl(tmp_path / "a.jsonl", RECORDS)
-    named = [{"querry" if name == "query" else name: value for name, value in record.items()} for record in RECORDS]
+    named = [
+        {"querry" if name == "query" else name: value for name, value in record.items()}
+        for record in RECORDS
+    ]
     two = write_jsonl(tmp_path / "b.jsonl", named)
     mapping = {"querry": "query"}
     said = "column_mapping names querry, which no record has"
     assert said in refused(one, column_mapping=mapping)
-    assert len(open_examples(config(column_mapping=mapping), [str(one), str(two)])) == 2 * len(RECORDS)
+    assert len(
+        open_examples(config(column_mapping=mapping), [str(one), str(two)])
+    ) == 2 * len(RECORDS)
     assert said in refused(one, column_mapping=mapping)
 
 
 @pytest.mark.usefixtures("eager_cache")
-def test_other_options_and_other_content_are_another_pass(tmp_path: Path, passes: list[str]) -> None:
+def test_other_options_and_other_content_are_another_pass(
+    tmp_path: Path, passes: list[str]
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     open_path(path)
     open_path(path, max_negatives=0)
@@ -128,7 +160,10 @@ def test_other_options_and_other_content_are_another_pass(tmp_path: Path, passes
 def test_images_that_change_are_seen(tmp_path: Path, passes: list[str]) -> None:
     for name in ("a.jpg", "b.jpg"):
         write(tmp_path / name)
-    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "image": name} for name in ("a.jpg", "b.jpg", "c.jpg")])
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"query": "q", "image": name} for name in ("a.jpg", "b.jpg", "c.jpg")],
+    )
     assert len(open_path(path, on_bad_record="skip")) == 2
     assert len(open_path(path, on_bad_record="skip")) == 2
     assert len(passes) == 1
@@ -139,7 +174,9 @@ def test_images_that_change_are_seen(tmp_path: Path, passes: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("eager_cache")
-def test_a_damaged_cache_is_made_again(tmp_path: Path, cache_home: Path, passes: list[str]) -> None:
+def test_a_damaged_cache_is_made_again(
+    tmp_path: Path, cache_home: Path, passes: list[str]
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     open_path(path)
     for name in ("starts.npy", "facts.json", "lines.npy"):
@@ -150,7 +187,9 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, cache_home: Path, passes:
 
 
 @pytest.mark.usefixtures("eager_cache")
-def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     assert len(open_path(path)) == 40
@@ -163,14 +202,23 @@ def test_small_data_leave_nothing_behind(tmp_path: Path, cache_home: Path) -> No
 
 def test_memory_of_an_index(tmp_path: Path) -> None:
     # 10 million lines must not need to fit in memory: what is kept of a line is its place, not its text.
-    path = write_jsonl(tmp_path / "a.jsonl", [{"query": f"{i} " + "long " * 100, "positive": "p"} for i in range(2000)])
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"query": f"{i} " + "long " * 100, "positive": "p"} for i in range(2000)],
+    )
     store = open_path(path)
     index = store._sources[0].index
-    assert sum(array.nbytes for array in (index.starts, index.sizes, index.lines)) / len(store) <= 16
+    assert (
+        sum(array.nbytes for array in (index.starts, index.sizes, index.lines))
+        / len(store)
+        <= 16
+    )
     assert isinstance(index.starts, np.ndarray)
 
 
 def test_reading_data_needs_no_torch() -> None:
-    modules = ", ".join(f"vembed.data.{name}" for name in ("sources", "batches", "microbatches"))
+    modules = ", ".join(
+        f"vembed.data.{name}" for name in ("sources", "batches", "microbatches")
+    )
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

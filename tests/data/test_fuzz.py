@@ -37,7 +37,11 @@ def rank_batch(percent: int) -> settings:
     """So many of all inputs."""
     return settings(
         max_examples=max(1, NUM_INPUTS * percent // 100),
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.filter_too_much,
+            HealthCheck.data_too_large,
+        ],
     )
 
 
@@ -53,25 +57,34 @@ def folder() -> Iterator[Path]:
 
 def open_path(path: Path, on_bad_record: str, **options: Any) -> ExampleStore:
     return open_examples(
-        TrainConfig(model_name="m", data_path="unused", on_bad_record=on_bad_record, **options), str(path)
+        TrainConfig(
+            model_name="m", data_path="unused", on_bad_record=on_bad_record, **options
+        ),
+        str(path),
     )
 
 
-def check(path: Path, good: list[tuple[str, str]], num_bad: int, **options: Any) -> None:
+def check(
+    path: Path, good: list[tuple[str, str]], num_bad: int, **options: Any
+) -> None:
     """The good ones come in order, the bad ones are counted, and with `stop` they are named."""
     if not good:
         with pytest.raises(UserError):
             open_path(path, "skip", **options)
     else:
         store = open_path(path, "skip", **options)
-        assert [(store[i].query.text, store[i].positives[0].text) for i in range(len(store))] == good
+        assert [
+            (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
+        ] == good
         assert store.num_skipped == num_bad
     if num_bad:
         with pytest.raises(UserError) as caught:
             open_path(path, "stop", **options)
         assert str(path) in str(caught.value)
         if good:
-            assert f"{num_bad:,d} of {num_bad + len(good):,d} records" in str(caught.value)
+            assert f"{num_bad:,d} of {num_bad + len(good):,d} records" in str(
+                caught.value
+            )
         str(caught.value).encode("utf-8")
 
 
@@ -80,7 +93,9 @@ letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 good_texts = st.builds("a{}".format, st.text(letters, max_size=30))
 pairs = st.tuples(good_texts, good_texts)
 
-broken_texts = st.sampled_from(["", " ", "\n\t ", "\0", "a\0b", "\ud800", "a\udfffb", None])
+broken_texts = st.sampled_from(
+    ["", " ", "\n\t ", "\0", "a\0b", "\ud800", "a\udfffb", None]
+)
 wrong_values: st.SearchStrategy[Any] = (
     broken_texts
     | st.integers()
@@ -90,23 +105,41 @@ wrong_values: st.SearchStrategy[Any] = (
     | st.dictionaries(st.text(max_size=3), st.integers(), max_size=2)
 )
 wrong_objects = st.one_of(
-    st.dictionaries(st.text(max_size=5), st.integers(), max_size=3).filter(lambda d: "query" not in d),
+    st.dictionaries(st.text(max_size=5), st.integers(), max_size=3).filter(
+        lambda d: "query" not in d
+    ),
     st.builds(lambda value: {"query": value, "positive": "p"}, wrong_values),
     st.builds(lambda value: {"query": "q", "positive": value}, wrong_values),
     st.builds(lambda value: {"query": "q", "positive": ["p", value]}, wrong_values),
-    st.builds(lambda value: {"query": "q", "positive": "p", "negatives": ["n", value]}, wrong_values),
+    st.builds(
+        lambda value: {"query": "q", "positive": "p", "negatives": ["n", value]},
+        wrong_values,
+    ),
     st.builds(
         lambda value: {"query": "q", "positive": "p", "score": value},
-        st.sampled_from(["1", True, [], [1, 2], {}, float("nan"), float("inf"), 10**400]),
+        st.sampled_from(
+            ["1", True, [], [1, 2], {}, float("nan"), float("inf"), 10**400]
+        ),
     ),
-    st.builds(lambda value: {"query": "q", "positive": {"image": value}}, wrong_values.filter(lambda v: v is not None)),
+    st.builds(
+        lambda value: {"query": "q", "positive": {"image": value}},
+        wrong_values.filter(lambda v: v is not None),
+    ),
     st.builds(lambda value: {"query": {"text": value}, "positive": "p"}, wrong_values),
 )
 wrong_json = (
-    wrong_objects | st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers())
+    wrong_objects
+    | st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.lists(st.integers())
 )
 cut_json = st.builds(
-    lambda pair, keep: json.dumps({"query": pair[0], "positive": pair[1]})[: -1 - keep].encode(),
+    lambda pair, keep: json.dumps({"query": pair[0], "positive": pair[1]})[
+        : -1 - keep
+    ].encode(),
     pairs,
     st.integers(0, 20),
 )
@@ -117,20 +150,31 @@ broken_lines = st.one_of(
     st.builds(lambda count: b"\0" * count, st.integers(1, 100)),
     st.builds(lambda count: b"[" * count, st.integers(1, LONGEST_LINE)),
     st.builds(
-        lambda count: b'{"query": "%s", "positive": "b"}' % (b"x" * (LONGEST_LINE + count)), st.integers(0, 9000)
+        lambda count: (
+            b'{"query": "%s", "positive": "b"}' % (b"x" * (LONGEST_LINE + count))
+        ),
+        st.integers(0, 9000),
     ),
 )
 
 
 @rank_batch(25)
-@given(st.lists(st.tuples(st.just(True), pairs) | st.tuples(st.just(False), broken_lines), min_size=1, max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.just(True), pairs) | st.tuples(st.just(False), broken_lines),
+        min_size=1,
+        max_size=12,
+    )
+)
 def test_json_lines(lines: list[tuple[bool, Any]]) -> None:
     good = [pair for is_good, pair in lines if is_good]
     with folder() as place:
         path = place / "data.jsonl"
         path.write_bytes(
             b"\n".join(
-                json.dumps({"query": line[0], "positive": line[1]}).encode() if is_good else line
+                json.dumps({"query": line[0], "positive": line[1]}).encode()
+                if is_good
+                else line
                 for is_good, line in lines
             )
         )
@@ -139,15 +183,24 @@ def test_json_lines(lines: list[tuple[bool, Any]]) -> None:
 
 @rank_batch(10)
 @given(
-    st.lists(st.tuples(st.just(True), pairs) | st.tuples(st.just(False), wrong_json), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.just(True), pairs) | st.tuples(st.just(False), wrong_json),
+        min_size=1,
+        max_size=8,
+    ),
     st.integers(0, 3),
     st.integers(0, 30),
 )
 def test_json_arrays(elements: list[tuple[bool, Any]], indent: int, cut: int) -> None:
     good = [pair for is_good, pair in elements if is_good]
-    values = [{"query": one[0], "positive": one[1]} if is_good else one for is_good, one in elements]
+    values = [
+        {"query": one[0], "positive": one[1]} if is_good else one
+        for is_good, one in elements
+    ]
     text = json.dumps(values, indent=indent or None)
-    constants: list[str] = []  # NaN is a mistake in the syntax of JSON, after which an array cannot be read
+    constants: list[
+        str
+    ] = []  # NaN is a mistake in the syntax of JSON, after which an array cannot be read
     json.loads(text, parse_constant=constants.append)
     with folder() as place:
         path = place / "data.json"
@@ -172,14 +225,20 @@ broken_rows = st.sampled_from(
 
 @rank_batch(20)
 @given(
-    st.lists(st.tuples(st.just(True), pairs) | st.tuples(st.just(False), broken_rows), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.just(True), pairs) | st.tuples(st.just(False), broken_rows),
+        min_size=1,
+        max_size=12,
+    ),
     st.sampled_from(["\n", "\r\n"]),
 )
 def test_csv(rows: list[tuple[bool, Any]], ending: str) -> None:
     good = [pair for is_good, pair in rows if is_good]
     with folder() as place:
         path = place / "data.csv"
-        path.write_bytes(b"query,positive\n" + b"".join(_row(row, ",", ending) for row in rows))
+        path.write_bytes(
+            b"query,positive\n" + b"".join(_row(row, ",", ending) for row in rows)
+        )
         check(path, good, len(rows) - len(good))
 
 
@@ -188,7 +247,10 @@ def test_csv(rows: list[tuple[bool, Any]], ending: str) -> None:
     st.lists(
         st.tuples(st.just(True), pairs)
         | st.tuples(
-            st.just(False), st.sampled_from([b"one", b"a\tb\tc", b"\tb", b"a\t", b" \tb", b"a\0\tb", b"\xff\tb"])
+            st.just(False),
+            st.sampled_from(
+                [b"one", b"a\tb\tc", b"\tb", b"a\t", b" \tb", b"a\0\tb", b"\xff\tb"]
+            ),
         ),
         min_size=1,
         max_size=12,
@@ -198,7 +260,9 @@ def test_tsv(rows: list[tuple[bool, Any]]) -> None:
     good = [pair for is_good, pair in rows if is_good]
     with folder() as place:
         path = place / "data.tsv"
-        path.write_bytes(b"query\tpositive\n" + b"".join(_row(row, "\t", "\n") for row in rows))
+        path.write_bytes(
+            b"query\tpositive\n" + b"".join(_row(row, "\t", "\n") for row in rows)
+        )
         check(path, good, len(rows) - len(good))
 
 
@@ -208,36 +272,73 @@ def _row(row: tuple[bool, Any], delimiter: str, ending: str) -> bytes:
         return bytes(cells) + ending.encode()
     buffer = io.StringIO(newline="")
     # csv.writer leaves a carriage return without quotes, which then is the end of a line.
-    quoting = csv.QUOTE_ALL if any("\r" in cell for cell in cells) else csv.QUOTE_MINIMAL
-    csv.writer(buffer, delimiter=delimiter, lineterminator=ending, quoting=quoting).writerow(cells)
+    quoting = (
+        csv.QUOTE_ALL if any("\r" in cell for cell in cells) else csv.QUOTE_MINIMAL
+    )
+    csv.writer(
+        buffer, delimiter=delimiter, lineterminator=ending, quoting=quoting
+    ).writerow(cells)
     return buffer.getvalue().encode()
 
 
 @rank_batch(10)
-@given(st.lists(pairs | st.tuples(good_texts, st.sampled_from(["", " ", "\0", None])), min_size=1, max_size=12))
+@given(
+    st.lists(
+        pairs | st.tuples(good_texts, st.sampled_from(["", " ", "\0", None])),
+        min_size=1,
+        max_size=12,
+    )
+)
 def test_parquet(rows: list[tuple[str, str | None]]) -> None:
-    good = [(query, positive) for query, positive in rows if positive is not None and positive.strip(" \0")]
+    good = [
+        (query, positive)
+        for query, positive in rows
+        if positive is not None and positive.strip(" \0")
+    ]
     with folder() as place:
         path = place / "data.parquet"
-        columns = {"query": [query for query, _ in rows], "positive": [positive for _, positive in rows]}
-        pq.write_table(pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()}), path)
+        columns = {
+            "query": [query for query, _ in rows],
+            "positive": [positive for _, positive in rows],
+        }
+        pq.write_table(
+            pa.table(
+                {
+                    name: pa.array(values, pa.string())
+                    for name, values in columns.items()
+                }
+            ),
+            path,
+        )
         check(path, good, len(rows) - len(good))
 
 
 @rank_batch(5)
-@given(st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=20), st.floats(0, 1))
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 0.999), st.integers(0, 255)), min_size=1, max_size=20
+    ),
+    st.floats(0, 1),
+)
 def test_damaged_parquet(damage: list[tuple[float, int]], keep: float) -> None:
     buffer = io.BytesIO()
-    pq.write_table(pa.table({"query": [f"q{i}" for i in range(50)], "positive": ["p"] * 50}), buffer)
+    pq.write_table(
+        pa.table({"query": [f"q{i}" for i in range(50)], "positive": ["p"] * 50}),
+        buffer,
+    )
     data = bytearray(buffer.getvalue())
     for place, value in damage:
         data[int(place * len(data))] = value
-    readable_or_named(".parquet", bytes(data) if keep > 0.5 else bytes(data[: int(len(data) * keep)]))
+    readable_or_named(
+        ".parquet", bytes(data) if keep > 0.5 else bytes(data[: int(len(data) * keep)])
+    )
 
 
 @rank_batch(10)
 @given(
-    st.sampled_from(SUFFIXES), st.binary(max_size=300) | st.text(max_size=300).map(lambda text: text.encode("utf-16"))
+    st.sampled_from(SUFFIXES),
+    st.binary(max_size=300)
+    | st.text(max_size=300).map(lambda text: text.encode("utf-16")),
 )
 def test_any_bytes(suffix: str, content: bytes) -> None:
     readable_or_named(suffix, content)
@@ -274,9 +375,16 @@ def test_images(contents: list[bytes | None]) -> None:
             if content is not None:
                 (place / f"{number}.jpg").write_bytes(content)
         (place / "circle.jpg").symlink_to(place / "circle.jpg")
-        names = [f"{number}.jpg" for number in range(len(contents))] + ["circle.jpg", "../x.jpg"]
+        names = [f"{number}.jpg" for number in range(len(contents))] + [
+            "circle.jpg",
+            "../x.jpg",
+        ]
         path = place / "data.jsonl"
         records = [{"query": f"q{name}", "positive": name} for name in names]
         path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-        good = [(f"q{number}.jpg", None) for number, content in enumerate(contents) if content is PICTURE]
+        good = [
+            (f"q{number}.jpg", None)
+            for number, content in enumerate(contents)
+            if content is PICTURE
+        ]
         check(path, good, len(names) - len(good), retrieval_mode="t2i")

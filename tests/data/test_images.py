@@ -40,12 +40,18 @@ def test_relative_and_absolute_paths(root: Path) -> None:
     assert images.reference("a.jpg") == ImageRef(path=str(root / "a.jpg"))
     assert images.reference("./deep/../a.jpg") == ImageRef(path=str(root / "a.jpg"))
     assert images.reference("deep/b.png") == ImageRef(path=str(root / "deep" / "b.png"))
-    assert images.reference(str(root.parent / "secret.jpg")) == ImageRef(path=str(root.parent / "secret.jpg"))
+    assert images.reference(str(root.parent / "secret.jpg")) == ImageRef(
+        path=str(root.parent / "secret.jpg")
+    )
 
 
-@pytest.mark.parametrize("path", ["../secret.jpg", "deep/../../secret.jpg", "..", "deep/../../images2/x.jpg"])
+@pytest.mark.parametrize(
+    "path", ["../secret.jpg", "deep/../../secret.jpg", "..", "deep/../../images2/x.jpg"]
+)
 def test_a_relative_path_may_not_lead_out(root: Path, path: str) -> None:
-    with pytest.raises(BadRecord, match=r"leads out of image_root .*images.*: set image_root"):
+    with pytest.raises(
+        BadRecord, match=r"leads out of image_root .*images.*: set image_root"
+    ):
         ImageRoot(str(root), allow_urls=False).reference(path)
 
 
@@ -103,7 +109,9 @@ def test_good_images_pass(root: Path, format_name: str) -> None:
 
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("keep", [0.3, 0.7, 0.95])
-def test_truncated_images_are_refused_by_name(root: Path, format_name: str, keep: float) -> None:
+def test_truncated_images_are_refused_by_name(
+    root: Path, format_name: str, keep: float
+) -> None:
     data = encoded(format_name, size=(120, 90))
     (root / "cut.img").write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(BadRecord, match=r"image .*cut\.img is broken"):
@@ -119,7 +127,12 @@ def test_a_jpeg_with_bytes_after_its_end_is_good(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "is empty"), (b"GIF", "unknown format"), (b"a text, no image", "unknown format"), (b"\0" * 64, "unknown")],
+    [
+        (b"", "is empty"),
+        (b"GIF", "unknown format"),
+        (b"a text, no image", "unknown format"),
+        (b"\0" * 64, "unknown"),
+    ],
 )
 def test_files_that_are_no_images(root: Path, content: bytes, message: str) -> None:
     (root / "x.jpg").write_bytes(content)
@@ -144,11 +157,19 @@ def test_missing_image_folder_pipe_and_circle(root: Path) -> None:
 
 def test_a_few_bytes_that_unpack_to_gigabytes_are_refused() -> None:
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body))
+            + kind
+            + body
+            + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     bomb = (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0" * 100))
+        + chunk(b"IEND", b"")
     )
     for use in (check_image, load_image):
         with pytest.raises(UserError, match=r"89,478,485 pixels"):
@@ -192,15 +213,27 @@ def test_transparency_keeps_the_colours() -> None:
 
 def test_sixteen_bits_are_scaled_not_cut() -> None:
     deep = Image.fromarray(np.full((4, 4), 32_896, dtype=np.uint16))
-    assert load_image(ImageRef(data=encode(deep, "PNG"))).getpixel((0, 0)) == (128, 128, 128)
-    assert load_image(ImageRef(data=encode(deep, "TIFF"))).getpixel((0, 0)) == (128, 128, 128)
+    assert load_image(ImageRef(data=encode(deep, "PNG"))).getpixel((0, 0)) == (
+        128,
+        128,
+        128,
+    )
+    assert load_image(ImageRef(data=encode(deep, "TIFF"))).getpixel((0, 0)) == (
+        128,
+        128,
+        128,
+    )
 
 
-@pytest.mark.parametrize("dtype, kind", [(np.float32, "floating-point"), (np.int32, "signed or 32-bit")])
+@pytest.mark.parametrize(
+    "dtype, kind", [(np.float32, "floating-point"), (np.int32, "signed or 32-bit")]
+)
 def test_pixels_whose_range_is_unknown_are_refused(dtype: type, kind: str) -> None:
     data = encode(Image.fromarray(np.full((4, 4), 200, dtype=dtype)), "TIFF")
     for use, error in ((load_image, UserError), (check_image, BadRecord)):
-        with pytest.raises(error, match=f"{kind} pixels, whose range is unknown: convert it to 8 bits"):
+        with pytest.raises(
+            error, match=f"{kind} pixels, whose range is unknown: convert it to 8 bits"
+        ):
             use(ImageRef(data=data))
 
 
@@ -220,7 +253,11 @@ def test_upright(format_name: str, orientation: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*orrupt EXIF data")
 def test_damaged_notes_of_a_camera_do_not_spoil_its_picture() -> None:
-    data = encode(Image.new("RGB", (8, 4)), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff" + b"\xff" * 9)
+    data = encode(
+        Image.new("RGB", (8, 4)),
+        "JPEG",
+        exif=b"Exif\0\0II*\0\xff\xff\xff\xff" + b"\xff" * 9,
+    )
     image = ImageRef(data=data)
     check_image(image)
     assert load_image(image).size == image_size(image) == (8, 4)
@@ -239,7 +276,9 @@ def server() -> Iterator[str]:
             """Keep quiet."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(
+            target=listening.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         thread.start()
         yield f"http://127.0.0.1:{listening.server_port}"
         listening.shutdown()
@@ -248,19 +287,29 @@ def server() -> Iterator[str]:
 
 def test_addresses_are_fetched_when_needed(server: str) -> None:
     assert load_image(ImageRef(path=f"{server}/good.png")).size == (24, 16)
-    with pytest.raises(UserError, match=r"image http.*gone\.png cannot be fetched: .*404"):
+    with pytest.raises(
+        UserError, match=r"image http.*gone\.png cannot be fetched: .*404"
+    ):
         load_image(ImageRef(path=f"{server}/gone.png"))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_damage_inside_of_an_image_is_seen_by_the_check(tmp_path: Path, kind: str) -> None:
+def test_damage_inside_of_an_image_is_seen_by_the_check(
+    tmp_path: Path, kind: str
+) -> None:
     """The beginning and the end are whole: only decoding shows it. What passes the check can be decoded later."""
     draw = np.random.default_rng(0)
-    data = bytearray(encode(Image.fromarray(draw.integers(0, 256, (64, 64, 3), np.uint8)), kind))
+    data = bytearray(
+        encode(Image.fromarray(draw.integers(0, 256, (64, 64, 3), np.uint8)), kind)
+    )
     if kind == "PNG":  # one chunk of pixels with the right checksum, and nonsense in it
         chunk = b"IDAT" + zlib.compress(b"\x09" * 64)
         cut = data.index(b"IDAT") - 4
-        whole = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        whole = (
+            struct.pack(">I", len(chunk) - 4)
+            + chunk
+            + struct.pack(">I", zlib.crc32(chunk))
+        )
         data[cut : data.index(b"IEND") - 4] = whole
     else:
         middle = len(data) // 2
@@ -272,6 +321,9 @@ def test_damage_inside_of_an_image_is_seen_by_the_check(tmp_path: Path, kind: st
     with pytest.raises(BadRecord, match="is broken or cannot be read"):
         check_image(ImageRef(path=str(path)))
     write(tmp_path / "good.jpg")
-    rows = [{"query": "q", "positive": {"image": name}} for name in ("good.jpg", path.name, "good.jpg")]
+    rows = [
+        {"query": "q", "positive": {"image": name}}
+        for name in ("good.jpg", path.name, "good.jpg")
+    ]
     assert "a.jsonl:2: image" in refused(write_jsonl(tmp_path / "a.jsonl", rows))
     assert len(open_path(tmp_path / "a.jsonl", on_bad_record="skip")) == 2

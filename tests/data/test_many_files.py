@@ -48,9 +48,13 @@ def write(folder: Path, ending: str) -> None:
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 @pytest.mark.parametrize("form", ["folder", "pattern"])
-def test_files_of_a_folder_or_pattern_are_one_source(tmp_path: Path, ending: str, form: str) -> None:
+def test_files_of_a_folder_or_pattern_are_one_source(
+    tmp_path: Path, ending: str, form: str
+) -> None:
     write(tmp_path / "data", ending)
-    path = str(tmp_path / "data") if form == "folder" else f"{tmp_path}/d*/part-*.{ending}"
+    path = (
+        str(tmp_path / "data") if form == "folder" else f"{tmp_path}/d*/part-*.{ending}"
+    )
     store = opened(path, tmp_path / "cache")
     assert queries(store) == [one["query"] for one in RECORDS]
     assert store.sizes == (7,)
@@ -59,7 +63,9 @@ def test_files_of_a_folder_or_pattern_are_one_source(tmp_path: Path, ending: str
 
 def test_bad_records_are_named_by_their_own_file(tmp_path: Path) -> None:
     write(tmp_path / "data", "jsonl.gz")
-    (tmp_path / "data" / "part-3.jsonl.gz").write_bytes(gzip.compress(lines(RECORDS[:1]) + b"{\n"))
+    (tmp_path / "data" / "part-3.jsonl.gz").write_bytes(
+        gzip.compress(lines(RECORDS[:1]) + b"{\n")
+    )
     with pytest.raises(UserError, match=r"part-3\.jsonl\.gz:2: not JSON"):
         opened(str(tmp_path / "data"), tmp_path / "cache")
 
@@ -84,7 +90,11 @@ def test_addresses_are_fetched_into_the_cache(tmp_path: Path) -> None:
     assert queries(store) == [one["query"] for one in RECORDS]
     assert store[4].where == "memory:///bucket/part-2.jsonl:1"
     write(tmp_path / "data", "parquet")
-    assert queries(opened(f"file://{tmp_path}/data/part-0.parquet", tmp_path)) == ["query 0", "query 1", "query 2"]
+    assert queries(opened(f"file://{tmp_path}/data/part-0.parquet", tmp_path)) == [
+        "query 0",
+        "query 1",
+        "query 2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +106,9 @@ def test_addresses_are_fetched_into_the_cache(tmp_path: Path) -> None:
         ("unknown://bucket/a.jsonl", "unknown"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(tmp_path: Path, path: str, said: str) -> None:
+def test_what_is_not_there_is_one_sentence(
+    tmp_path: Path, path: str, said: str
+) -> None:
     with pytest.raises(UserError, match=said) as found:
         opened(path, tmp_path)
     assert "\n" not in str(found.value)

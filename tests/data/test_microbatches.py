@@ -33,53 +33,78 @@ def test_every_index_once_within_the_budget(
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
-def test_number_of_micro_batches(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
+def test_number_of_micro_batches(
+    lengths: list[int], budget: int, max_rows: int | None, at_least: int
+) -> None:
     alone = len(microbatches.split(lengths, budget, max_rows))
     split = microbatches.split(lengths, budget, max_rows, at_least)
     assert len(split) == max(alone, at_least)
     assert (alone == 0) == (not lengths)
     num_empty = sum(not rows for rows in split)
     assert num_empty == max(0, at_least - max(alone, len(lengths)))
-    assert all(not rows for rows in split[len(split) - num_empty :]), "empty ones stand at the end"
+    assert all(not rows for rows in split[len(split) - num_empty :]), (
+        "empty ones stand at the end"
+    )
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
-def test_sorted_longest_first(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
+def test_sorted_longest_first(
+    lengths: list[int], budget: int, max_rows: int | None, at_least: int
+) -> None:
     split = microbatches.split(lengths, budget, max_rows, at_least)
     in_order = [lengths[row] for rows in split for row in rows]
     assert in_order == sorted(lengths, reverse=True)
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 40))
-def test_splitting_finer_never_pads_more(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
+def test_splitting_finer_never_pads_more(
+    lengths: list[int], budget: int, max_rows: int | None, at_least: int
+) -> None:
     coarse = microbatches.split(lengths, budget, max_rows, at_least)
     finer = microbatches.split(lengths, budget, max_rows, at_least + 3)
-    assert microbatches.padded_tokens(lengths, finer) <= microbatches.padded_tokens(lengths, coarse)
+    assert microbatches.padded_tokens(lengths, finer) <= microbatches.padded_tokens(
+        lengths, coarse
+    )
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS)
-def test_padded_tokens_is_what_the_model_sees(lengths: list[int], budget: int, max_rows: int | None) -> None:
+def test_padded_tokens_is_what_the_model_sees(
+    lengths: list[int], budget: int, max_rows: int | None
+) -> None:
     split = microbatches.split(lengths, budget, max_rows)
-    assert microbatches.padded_tokens(lengths, split) == sum(padded_size(lengths, rows) for rows in split)
+    assert microbatches.padded_tokens(lengths, split) == sum(
+        padded_size(lengths, rows) for rows in split
+    )
     assert microbatches.padded_tokens(lengths, split) >= sum(lengths)
-    assert microbatches.padded_tokens(lengths, [*split, []]) == microbatches.padded_tokens(lengths, split)
+    assert microbatches.padded_tokens(
+        lengths, [*split, []]
+    ) == microbatches.padded_tokens(lengths, split)
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 40))
-def test_pure(lengths: list[int], budget: int, max_rows: int | None, at_least: int) -> None:
+def test_pure(
+    lengths: list[int], budget: int, max_rows: int | None, at_least: int
+) -> None:
     first = microbatches.split(lengths, budget, max_rows, at_least)
-    assert first == microbatches.split(np.asarray(lengths, dtype=np.int32), budget, max_rows, at_least)
+    assert first == microbatches.split(
+        np.asarray(lengths, dtype=np.int32), budget, max_rows, at_least
+    )
     assert all(type(row) is int for rows in first for row in rows)
 
 
-def best_cost(ordered: list[int], budget: int, max_rows: int | None, per_micro_batch: int) -> int:
+def best_cost(
+    ordered: list[int], budget: int, max_rows: int | None, per_micro_batch: int
+) -> int:
     """The cheapest cut of all there are, by trying them."""
     num_cuts = max(0, len(ordered) - 1)
     best = None
     for mask in range(2**num_cuts):
         ends = [i + 1 for i in range(num_cuts) if mask >> i & 1] + [len(ordered)]
         parts = [ordered[a:b] for a, b in itertools.pairwise([0, *ends])]
-        if any(len(p) > 1 and (len(p) * p[0] > budget or (max_rows and len(p) > max_rows)) for p in parts):
+        if any(
+            len(p) > 1 and (len(p) * p[0] > budget or (max_rows and len(p) > max_rows))
+            for p in parts
+        ):
             continue
         cost = sum(len(p) * p[0] + per_micro_batch for p in parts)
         best = cost if best is None else min(best, cost)
@@ -88,8 +113,14 @@ def best_cost(ordered: list[int], budget: int, max_rows: int | None, per_micro_b
 
 
 @settings(max_examples=40)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 300), st.none() | st.integers(1, 5))
-def test_no_cut_is_cheaper(lengths: list[int], budget: int, max_rows: int | None) -> None:
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=9),
+    st.integers(1, 300),
+    st.none() | st.integers(1, 5),
+)
+def test_no_cut_is_cheaper(
+    lengths: list[int], budget: int, max_rows: int | None
+) -> None:
     price = microbatches.price(max(lengths), budget, max_rows)
     split = microbatches.split(lengths, budget, max_rows)
     cost = microbatches.padded_tokens(lengths, split) + price * len(split)
@@ -97,7 +128,11 @@ def test_no_cut_is_cheaper(lengths: list[int], budget: int, max_rows: int | None
 
 
 def test_padding_almost_disappears() -> None:
-    lengths = np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 1024), 5, 512).astype(int).tolist()
+    lengths = (
+        np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 1024), 5, 512)
+        .astype(int)
+        .tolist()
+    )
     split = microbatches.split(lengths, 4096)
     padding = 1 - sum(lengths) / microbatches.padded_tokens(lengths, split)
     assert padding < 0.06
@@ -106,14 +141,24 @@ def test_padding_almost_disappears() -> None:
 
 def test_equal_lengths_are_cut_into_full_micro_batches() -> None:
     assert [len(rows) for rows in microbatches.split([10] * 12, 40)] == [4, 4, 4]
-    assert [len(rows) for rows in microbatches.split([10] * 12, 10_000, max_rows=5)] == [5, 5, 2]
+    assert [
+        len(rows) for rows in microbatches.split([10] * 12, 10_000, max_rows=5)
+    ] == [5, 5, 2]
 
 
 def test_splits_the_largest_in_balance() -> None:
     assert [len(rows) for rows in microbatches.split([8] * 8, 64, at_least=2)] == [4, 4]
-    assert [len(rows) for rows in microbatches.split([8] * 8, 64, at_least=4)] == [2, 2, 2, 2]
+    assert [len(rows) for rows in microbatches.split([8] * 8, 64, at_least=4)] == [
+        2,
+        2,
+        2,
+        2,
+    ]
     lengths = [64, 16, 16, 16, 16]
-    sizes = [padded_size(lengths, rows) for rows in microbatches.split(lengths, 999, at_least=2)]
+    sizes = [
+        padded_size(lengths, rows)
+        for rows in microbatches.split(lengths, 999, at_least=2)
+    ]
     assert sizes == [64, 64]
 
 
@@ -127,14 +172,20 @@ def test_fewer_items_than_asked_for() -> None:
     assert microbatches.split([], 100) == []
 
 
-@pytest.mark.parametrize(("lengths", "budget", "max_rows"), [([0], 10, None), ([3], 0, None), ([3], 10, 0)])
-def test_nonsense_is_refused(lengths: list[int], budget: int, max_rows: int | None) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "budget", "max_rows"), [([0], 10, None), ([3], 0, None), ([3], 10, 0)]
+)
+def test_nonsense_is_refused(
+    lengths: list[int], budget: int, max_rows: int | None
+) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         microbatches.split(lengths, budget, max_rows)
 
 
 def test_fast_enough_for_every_step() -> None:
-    lengths = np.clip(np.random.default_rng(0).lognormal(4.0, 0.8, 8192), 5, 512).astype(int)
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(4.0, 0.8, 8192), 5, 512
+    ).astype(int)
     start = time.process_time()
     microbatches.split(lengths, 16_384)
     assert time.process_time() - start < 2
@@ -147,8 +198,13 @@ def test_ranks_agree_on_the_micro_batches_of_each_group() -> None:
         {"text": [0], "image": [1], "both": []},
         {"text": [], "image": [], "both": []},
     ]
-    ranks = [microbatches.LockstepSplit(own, of, 10, 2) for own, of in zip(lengths, places, strict=True)]
-    counts = [max(column) for column in zip(*(rank.counts for rank in ranks), strict=True)]
+    ranks = [
+        microbatches.LockstepSplit(own, of, 10, 2)
+        for own, of in zip(lengths, places, strict=True)
+    ]
+    counts = [
+        max(column) for column in zip(*(rank.counts for rank in ranks), strict=True)
+    ]
     for rank, of in zip(ranks, places, strict=True):
         found = rank.agreed(counts)
         assert list(found) == ["text", "image"]  # no rank has inputs of the last group

@@ -23,10 +23,19 @@ def test_texts_that_look_like_lists_are_warned_of(tmp_path: Path) -> None:
         rows = [[f"q{n}", f"p{n}", str([f"it's {n}", "b"])] for n in range(3)]
         csv.writer(file).writerows([["query", "positive", "negatives"], *rows])
     (warning,) = open_path(path).warnings()
-    assert "its negatives look like lists" in warning and "write JSON Lines or Parquet" in warning
-    records = [{"query": f"q{n}", "positive": '{"text": "p"}', "negatives": "['a' 'b']"} for n in range(3)]
+    assert (
+        "its negatives look like lists" in warning
+        and "write JSON Lines or Parquet" in warning
+    )
+    records = [
+        {"query": f"q{n}", "positive": '{"text": "p"}', "negatives": "['a' 'b']"}
+        for n in range(3)
+    ]
     kinds = open_path(write_jsonl(tmp_path / "a.jsonl", records)).warnings()
-    assert ["positives look like objects" in kinds[0], "negatives look like lists" in kinds[1]] == [True, True]
+    assert [
+        "positives look like objects" in kinds[0],
+        "negatives look like lists" in kinds[1],
+    ] == [True, True]
     path.write_text("query,positive,negatives\nq,p,\"['a', 'b']\"\nr,p,a text\n")
     assert open_path(path).warnings() == [], "one such text is a text"
 
@@ -34,34 +43,70 @@ def test_texts_that_look_like_lists_are_warned_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "options", "expected"),
     [
-        ({"score": 1}, {}, "score is not read by loss: infonce, and every pair is taken for a match: set loss: cosent"),
+        (
+            {"score": 1},
+            {},
+            "score is not read by loss: infonce, and every pair is taken for a match: set loss: cosent",
+        ),
         ({"score": 1}, {"loss": "cosent"}, None),
-        ({"pos_scores": [1], "negatives": ["n"]}, {"loss": "triplet"}, "pos_scores is not read by loss: triplet.* kl"),
-        ({"pos_scores": [1], "neg_scores": [0], "negatives": ["n"]}, {"loss": "kl", "teacher": "scores"}, None),
+        (
+            {"pos_scores": [1], "negatives": ["n"]},
+            {"loss": "triplet"},
+            "pos_scores is not read by loss: triplet.* kl",
+        ),
+        (
+            {"pos_scores": [1], "neg_scores": [0], "negatives": ["n"]},
+            {"loss": "kl", "teacher": "scores"},
+            None,
+        ),
         ({"score": 1}, {"losses": [{"loss": "infonce"}, {"loss": "ranknet"}]}, None),
         ({"relatedness_score": 1}, {}, "relatedness_score is not read"),
         ({"label_text": "x", "match_id": 3}, {}, None),
-        ({"negative1": "n", "bm25 negatives": ["m"]}, {}, "{bm25 negatives: negative, negative1: negative}"),
-        ({"Instruction": "i", "prompt_id": 3}, {}, "Instruction is not read: .* {Instruction: query_prompt}"),
+        (
+            {"negative1": "n", "bm25 negatives": ["m"]},
+            {},
+            "{bm25 negatives: negative, negative1: negative}",
+        ),
+        (
+            {"Instruction": "i", "prompt_id": 3},
+            {},
+            "Instruction is not read: .* {Instruction: query_prompt}",
+        ),
         ({"negative_ids": [3], "is_negative": False, "negative_1": "n"}, {}, None),
-        ({"query": "<image>what", "images": ["a.jpg"]}, {}, "<image> in them and no image .*; the column images is"),
+        (
+            {"query": "<image>what", "images": ["a.jpg"]},
+            {},
+            "<image> in them and no image .*; the column images is",
+        ),
     ],
-)  # fmt: skip
+)
 def test_parts_of_records_that_are_not_read_are_warned_of(
-    tmp_path: Path, record: dict[str, Any], options: dict[str, Any], expected: str | None
+    tmp_path: Path,
+    record: dict[str, Any],
+    options: dict[str, Any],
+    expected: str | None,
 ) -> None:
     records = [{"query": f"q{n}", "positive": f"p{n}", **record} for n in range(3)]
-    warnings = open_path(write_jsonl(tmp_path / "a.jsonl", records), **options).warnings()
+    warnings = open_path(
+        write_jsonl(tmp_path / "a.jsonl", records), **options
+    ).warnings()
     assert len(warnings) == (expected is not None), warnings
     assert expected is None or re.search(expected, warnings[0])
-    assert open_examples(config(**options), str(tmp_path / "a.jsonl"), role="validation").warnings() == [
-        one for one in warnings if not re.search("not read by|negative1|Instruction", one)
+    assert open_examples(
+        config(**options), str(tmp_path / "a.jsonl"), role="validation"
+    ).warnings() == [
+        one
+        for one in warnings
+        if not re.search("not read by|negative1|Instruction", one)
     ], "graded relevance is read in an evaluation, and negatives are no part of it"
 
 
 def test_a_label_beside_messages_is_a_score(tmp_path: Path) -> None:
     records = [
-        {name: [{"role": "user", "content": f"{name} {n}"}] for name in ("messages", "positive_messages")}
+        {
+            name: [{"role": "user", "content": f"{name} {n}"}]
+            for name in ("messages", "positive_messages")
+        }
         | {"label": n / 2}
         for n in range(3)
     ]
@@ -69,39 +114,82 @@ def test_a_label_beside_messages_is_a_score(tmp_path: Path) -> None:
     assert "label is not read by loss: infonce" in warning
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
     store = open_path(tmp_path / "a.parquet", loss="cosent")
-    assert [(store[n].query.text, store[n].scores) for n in (0, 2)] == [("messages 0", (0.0,)), ("messages 2", (1.0,))]
-    assert store.warnings() == [] and not [line for line in store.summary() if "not used" in line]
+    assert [(store[n].query.text, store[n].scores) for n in (0, 2)] == [
+        ("messages 0", (0.0,)),
+        ("messages 2", (1.0,)),
+    ]
+    assert store.warnings() == [] and not [
+        line for line in store.summary() if "not used" in line
+    ]
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"), [((0, 1, 2), "label (0, 1, 2) is taken for a score"), ((0, 1, 1), None), ((0, 2.5, 5), None)]
+    ("labels", "said"),
+    [
+        ((0, 1, 2), "label (0, 1, 2) is taken for a score"),
+        ((0, 1, 1), None),
+        ((0, 2.5, 5), None),
+    ],
 )
-def test_classes_that_are_taken_for_scores_are_warned_of(tmp_path: Path, labels: tuple[int, ...], said: str) -> None:
-    rows = [{"sentence1": f"a{n}", "sentence2": "b", "label": label} for n, label in enumerate(labels)]
-    warnings = open_path(write_jsonl(tmp_path / "a.jsonl", rows), loss="cosent").warnings()
-    assert [one.partition(": ")[2][: len(said or "")] for one in warnings] == ([said] if said else [])
+def test_classes_that_are_taken_for_scores_are_warned_of(
+    tmp_path: Path, labels: tuple[int, ...], said: str
+) -> None:
+    rows = [
+        {"sentence1": f"a{n}", "sentence2": "b", "label": label}
+        for n, label in enumerate(labels)
+    ]
+    warnings = open_path(
+        write_jsonl(tmp_path / "a.jsonl", rows), loss="cosent"
+    ).warnings()
+    assert [one.partition(": ")[2][: len(said or "")] for one in warnings] == (
+        [said] if said else []
+    )
 
 
 def test_lines_of_a_tsv_that_are_rows_are_not_joined_by_quotes(tmp_path: Path) -> None:
     path = tmp_path / "a.tsv"
-    path.write_text('query\tpositive\na\t"he said\nb\tc\nd\tthe end"\n"e"\t"two\nlines"\n')
+    path.write_text(
+        'query\tpositive\na\t"he said\nb\tc\nd\tthe end"\n"e"\t"two\nlines"\n'
+    )
     store = open_path(path)
-    found = [(store[n].query.text, store[n].positives[0].text) for n in range(len(store))]
-    assert found == [("a", '"he said'), ("b", "c"), ("d", 'the end"'), ("e", "two\nlines")]
+    found = [
+        (store[n].query.text, store[n].positives[0].text) for n in range(len(store))
+    ]
+    assert found == [
+        ("a", '"he said'),
+        ("b", "c"),
+        ("d", 'the end"'),
+        ("e", "two\nlines"),
+    ]
 
 
 def test_a_name_of_the_mapping_that_no_source_has(tmp_path: Path) -> None:
-    first = write_jsonl(tmp_path / "a.jsonl", [{"frage": "q", "positive": "p", "falsch": ["n"]}])
+    first = write_jsonl(
+        tmp_path / "a.jsonl", [{"frage": "q", "positive": "p", "falsch": ["n"]}]
+    )
     second = write_jsonl(tmp_path / "b.jsonl", RECORDS)
     paths = [str(first), str(second)]
-    assert open_examples(config(column_mapping={"frage": "query", "falsch": "negative"}), paths)[0].negatives
-    with pytest.raises(UserError, match=r"column_mapping names flasch, which no record .* mean 'falsch'"):
-        open_examples(config(column_mapping={"frage": "query", "flasch": "negative"}), paths)
+    assert open_examples(
+        config(column_mapping={"frage": "query", "falsch": "negative"}), paths
+    )[0].negatives
+    with pytest.raises(
+        UserError,
+        match=r"column_mapping names flasch, which no record .* mean 'falsch'",
+    ):
+        open_examples(
+            config(column_mapping={"frage": "query", "flasch": "negative"}), paths
+        )
 
 
 def test_scores_beyond_a_cosine_are_found_before_training(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"sentence1": "a", "sentence2": "b", "label": n} for n in (0, 1, 4)])
-    with pytest.raises(UserError, match=r"a.jsonl:3: label is 4, and loss: cosine .* \[-1, 1\]: scale the scores"):
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"sentence1": "a", "sentence2": "b", "label": n} for n in (0, 1, 4)],
+    )
+    with pytest.raises(
+        UserError,
+        match=r"a.jsonl:3: label is 4, and loss: cosine .* \[-1, 1\]: scale the scores",
+    ):
         open_path(path, loss="cosine")
     for options in ({"loss": "cosent"}, {"loss": "cosine", "similarity": "dot"}):
         assert len(open_path(path, **options)) == 3

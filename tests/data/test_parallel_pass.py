@@ -22,18 +22,30 @@ from vembed.data.readers import JsonLines
 from vembed.data.records import RecordFormat
 from vembed.data.sources import open_examples
 
-ROWS = [{"query": f"q {n} \u00e4" * (1 + n % 5), "positive": f"p {n}", "extra": 1, "negatives": ["a", "b"][: n % 3]}
-        for n in range(400)]  # fmt: skip
+ROWS = [
+    {
+        "query": f"q {n} \u00e4" * (1 + n % 5),
+        "positive": f"p {n}",
+        "extra": 1,
+        "negatives": ["a", "b"][: n % 3],
+    }
+    for n in range(400)
+]
 
 
 def as_dict(found: Index) -> dict[str, Any]:
     values = {one.name: getattr(found, one.name) for one in dataclasses.fields(found)}
     keys = values.pop("keys")
     values |= {"key_values": keys.values, "key_starts": keys.starts}
-    return {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in values.items()}
+    return {
+        name: one.tolist() if isinstance(one, np.ndarray) else one
+        for name, one in values.items()
+    }
 
 
-def indices(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+def indices(
+    path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> tuple[dict[str, Any], dict[str, Any], int]:
     """The index that one process finds, that which two find, and the number of parts."""
     found: list[Index] = []
     parts: list[int] = []
@@ -52,7 +64,9 @@ def indices(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple
     for cores in (1, 2):
         monkeypatch.setattr(index_worker, "num_cores", lambda cores=cores: cores)
         store = open_examples(
-            config(no_duplicates=True, on_bad_record="skip"), path, cache_dir=tmp_path / f"cache-{cores}"
+            config(no_duplicates=True, on_bad_record="skip"),
+            path,
+            cache_dir=tmp_path / f"cache-{cores}",
         )
         assert store[3].query.text == "q 3 \u00e4" * 4
         assert store[len(store) - 1].query.text == ROWS[-1]["query"]
@@ -64,9 +78,13 @@ def test_json_lines_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
     lines[150] = "{broken"
     lines.insert(200, "")
-    lines.insert(250, json.dumps({"query": "long " * 3_000, "positive": "over a whole part"}))
+    lines.insert(
+        250, json.dumps({"query": "long " * 3_000, "positive": "over a whole part"})
+    )
     for number, part in enumerate((lines[:300], lines[300:])):
-        (tmp_path / f"{number}.jsonl").write_text("\n".join(part) + "\n", encoding="utf-8")
+        (tmp_path / f"{number}.jsonl").write_text(
+            "\n".join(part) + "\n", encoding="utf-8"
+        )
     one, two, parts = indices(f"{tmp_path}/*.jsonl", monkeypatch, tmp_path)
     assert one == two
     assert parts > 4
@@ -81,7 +99,12 @@ def test_a_part_that_was_read_knows_its_lines(
 ) -> None:
     monkeypatch.setattr(readers, "PART_BYTES", size)
     monkeypatch.setattr(readers, "PIECE_BYTES", 50)
-    lines = [json.dumps(row) for row in ROWS[:30]] + ["", "{broken", " ", *(json.dumps(row) for row in ROWS[:9])]
+    lines = [json.dumps(row) for row in ROWS[:30]] + [
+        "",
+        "{broken",
+        " ",
+        *(json.dumps(row) for row in ROWS[:9]),
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + end, encoding="utf-8")
     reader, other = JsonLines(tmp_path / "a.jsonl"), JsonLines(tmp_path / "a.jsonl")
     for part in reader.parts():
@@ -93,14 +116,19 @@ def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
     monkeypatch.setattr(parquet_table, "CHUNK_ROWS", 50)
     monkeypatch.setattr(parquet_table, "PART_BYTES", 1)
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=100)
+    pq.write_table(
+        pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=100
+    )
     one, two, parts = indices(str(tmp_path / "a.parquet"), monkeypatch, tmp_path)
     assert one == two
     assert parts == 4
     assert one["lines"][0] == 1 and one["lines"][-1] == 400
 
 
-PLAIN = [{"query": f"q {n}", "positive": f"p {n}", "neg_1": "n", "neg_2": "m", "more": 1} for n in range(40)]
+PLAIN = [
+    {"query": f"q {n}", "positive": f"p {n}", "neg_1": "n", "neg_2": "m", "more": 1}
+    for n in range(40)
+]
 ODD = [
     "",
     "  ",
@@ -126,17 +154,31 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize(("piece", "longest"), [(50, 150), (400, 2**20), (2**20, 2**20)])
+@pytest.mark.parametrize(
+    ("piece", "longest"), [(50, 150), (400, 2**20), (2**20, 2**20)]
+)
 @pytest.mark.parametrize("losses", [("infonce",), ("triplet",), ("cosent",)])
 def test_records_that_are_checked_together_are_those_that_are_checked_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, longest: int, losses: tuple[str, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    piece: int,
+    longest: int,
+    losses: tuple[str, ...],
 ) -> None:
     def found(path: Path) -> dict[str, Any]:
-        form = RecordFormat(Columns(), ImageRoot(str(tmp_path), allow_urls=False), losses=losses, max_negatives=1)
+        form = RecordFormat(
+            Columns(),
+            ImageRoot(str(tmp_path), allow_urls=False),
+            losses=losses,
+            max_negatives=1,
+        )
         reader = JsonLines(path)
         (part,) = reader.parts()
         one = index_part(reader, form, part, with_keys=False)
-        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(one).items()}
+        return {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in vars(one).items()
+        }
 
     lines = [json.dumps(one) for one in PLAIN]
     for at, line in enumerate(ODD):
@@ -152,7 +194,10 @@ def test_records_that_are_checked_together_are_those_that_are_checked_alone(
     monkeypatch.setattr(blocks, "BLOCK", 5)
     for name, text in files.items():
         path = tmp_path / name
-        path.write_bytes(text.encode() + (b'{"query": "\xff", "positive": "b"}\n' if name == "odd" else b""))
+        path.write_bytes(
+            text.encode()
+            + (b'{"query": "\xff", "positive": "b"}\n' if name == "odd" else b"")
+        )
         together = found(path)
         assert len(together["starts"]) + together["num_bad"] >= 9
         with pytest.MonkeyPatch.context() as alone:
@@ -160,5 +205,9 @@ def test_records_that_are_checked_together_are_those_that_are_checked_alone(
             alone.setattr(RecordFormat, "num_plain_negatives", lambda *_: None)
             assert found(path) == together
     if losses == ("infonce",):
-        monkeypatch.setattr(RecordFormat, "example", lambda *_: pytest.fail("a record was checked alone"))
+        monkeypatch.setattr(
+            RecordFormat,
+            "example",
+            lambda *_: pytest.fail("a record was checked alone"),
+        )
         assert len(found(tmp_path / "plain")["starts"]) == 40

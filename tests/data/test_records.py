@@ -18,7 +18,9 @@ from vembed.errors import UserError
 ROOT = "/images"
 
 
-def record_format(mapping: dict[str, str] | None = None, **options: Any) -> RecordFormat:
+def record_format(
+    mapping: dict[str, str] | None = None, **options: Any
+) -> RecordFormat:
     return RecordFormat(Columns(mapping), ImageRoot(ROOT, allow_urls=False), **options)
 
 
@@ -27,7 +29,9 @@ def read(record: Any, **options: Any) -> Example:
 
 
 def picture(*names: str, text: str | None = None) -> Item:
-    return Item(text=text, images=tuple(ImageRef(path=f"{ROOT}/{name}") for name in names))
+    return Item(
+        text=text, images=tuple(ImageRef(path=f"{ROOT}/{name}") for name in names)
+    )
 
 
 def texts(*values: str) -> tuple[Item, ...]:
@@ -41,24 +45,54 @@ def said(content: Any, role: str = "user") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("messages", "images", "reason"),
     [
-        ([said("q", "assistant")], None, "a message of role 'assistant', and only what the user says.*query_prompt"),
+        (
+            [said("q", "assistant")],
+            None,
+            "a message of role 'assistant', and only what the user says.*query_prompt",
+        ),
         ([said(["q"])], None, "a message without a text in `content`"),
         ([said("<image><image>")], ["a.png"], "has 2 <image> and 1 images"),
         ([said(" ")], None, "is empty"),
         ([], None, "is empty"),
     ],
 )
-def test_conversations_that_mean_nothing(messages: Any, images: Any, reason: str) -> None:
-    record = {"messages": messages, "positive_messages": [[said("p")]], "images": images}
+def test_conversations_that_mean_nothing(
+    messages: Any, images: Any, reason: str
+) -> None:
+    record = {
+        "messages": messages,
+        "positive_messages": [[said("p")]],
+        "images": images,
+    }
     with pytest.raises(BadRecord, match=reason):
         read(record)
-    with pytest.raises(BadRecord, match="positive_messages has 1 conversations, and positive_images 2 lists"):
-        read({"messages": [said("q")], "positive_messages": [[said("p")]], "positive_images": [["a"], ["b"]]})
+    with pytest.raises(
+        BadRecord,
+        match="positive_messages has 1 conversations, and positive_images 2 lists",
+    ):
+        read(
+            {
+                "messages": [said("q")],
+                "positive_messages": [[said("p")]],
+                "positive_images": [["a"], ["b"]],
+            }
+        )
     for value in (5, "text", {"role": "user", "content": "p"}, True):
-        with pytest.raises(BadRecord, match=r"positive_messages is .*, and a list of messages is needed"):
+        with pytest.raises(
+            BadRecord,
+            match=r"positive_messages is .*, and a list of messages is needed",
+        ):
             read({"messages": [said("q")], "positive_messages": value})
-    with pytest.raises(BadRecord, match="positive_images is 5, and a list of images is needed"):
-        read({"messages": [said("q")], "positive_messages": [[said("p")]], "positive_images": 5})
+    with pytest.raises(
+        BadRecord, match="positive_images is 5, and a list of images is needed"
+    ):
+        read(
+            {
+                "messages": [said("q")],
+                "positive_messages": [[said("p")]],
+                "positive_images": 5,
+            }
+        )
 
 
 @pytest.mark.parametrize(
@@ -67,20 +101,51 @@ def test_conversations_that_mean_nothing(messages: Any, images: Any, reason: str
         ({"query": "q", "positive": "p"}, Example(Item("q"), texts("p"))),
         ({"query": "q", "positive": ["p", "r"]}, Example(Item("q"), texts("p", "r"))),
         ({"query": "q", "positives": ["p"]}, Example(Item("q"), texts("p"))),
-        ({"query": "q", "positive": "p", "negative": "n"}, Example(Item("q"), texts("p"), texts("n"))),
-        ({"query": "q", "positive": "p", "negatives": ["n", "m"]}, Example(Item("q"), texts("p"), texts("n", "m"))),
-        ({"query": "q", "positive": "p", "negatives": []}, Example(Item("q"), texts("p"))),
-        ({"query": "q", "positive": "p", "negatives": None}, Example(Item("q"), texts("p"))),
         (
-            {"query": "q", "positive": "p", "negative_1": "a", "negative_2": "b", "negative_10": "c"},
+            {"query": "q", "positive": "p", "negative": "n"},
+            Example(Item("q"), texts("p"), texts("n")),
+        ),
+        (
+            {"query": "q", "positive": "p", "negatives": ["n", "m"]},
+            Example(Item("q"), texts("p"), texts("n", "m")),
+        ),
+        (
+            {"query": "q", "positive": "p", "negatives": []},
+            Example(Item("q"), texts("p")),
+        ),
+        (
+            {"query": "q", "positive": "p", "negatives": None},
+            Example(Item("q"), texts("p")),
+        ),
+        (
+            {
+                "query": "q",
+                "positive": "p",
+                "negative_1": "a",
+                "negative_2": "b",
+                "negative_10": "c",
+            },
             Example(Item("q"), texts("p"), texts("a", "b", "c")),
         ),
-        ({"anchor": "q", "positive": "p", "negative": "n"}, Example(Item("q"), texts("p"), texts("n"))),
-        ({"query": "q", "pos": ["p"], "neg": ["n", "m"]}, Example(Item("q"), texts("p"), texts("n", "m"))),
-        ({"question": "q", "answer": "p"}, Example(Item("q"), texts("p"))),
-        ({"query": "q", "response": "p", "rejected_response": ["n"]}, Example(Item("q"), texts("p"), texts("n"))),
         (
-            {"query": "q", "positive_passages": [{"text": "p"}], "negative_passages": [{"text": "n"}]},
+            {"anchor": "q", "positive": "p", "negative": "n"},
+            Example(Item("q"), texts("p"), texts("n")),
+        ),
+        (
+            {"query": "q", "pos": ["p"], "neg": ["n", "m"]},
+            Example(Item("q"), texts("p"), texts("n", "m")),
+        ),
+        ({"question": "q", "answer": "p"}, Example(Item("q"), texts("p"))),
+        (
+            {"query": "q", "response": "p", "rejected_response": ["n"]},
+            Example(Item("q"), texts("p"), texts("n")),
+        ),
+        (
+            {
+                "query": "q",
+                "positive_passages": [{"text": "p"}],
+                "negative_passages": [{"text": "n"}],
+            },
             Example(Item("q"), texts("p"), texts("n")),
         ),
         (
@@ -99,7 +164,11 @@ def test_conversations_that_mean_nothing(messages: Any, images: Any, reason: str
                 "positive_images": [["b.png"]],
                 "negative_messages": [said("plain text")],
             },
-            Example(picture("a.png", text="in red"), (picture("b.png"),), texts("plain text")),
+            Example(
+                picture("a.png", text="in red"),
+                (picture("b.png"),),
+                texts("plain text"),
+            ),
         ),
         (
             {"messages": [said("q")], "positive_messages": [[said("p")]], "label": 0.5},
@@ -109,46 +178,95 @@ def test_conversations_that_mean_nothing(messages: Any, images: Any, reason: str
             {"query": "q", "positive": ["p", "r"], "scores": [2, 1.5]},
             Example(Item("q"), texts("p", "r"), (), (2.0, 1.5)),
         ),
-        ({"query": "q", "positive": "p", "score": 0.5}, Example(Item("q"), texts("p"), (), (0.5,))),
-        ({"sentence1": "a", "sentence2": "b", "score": 0.8}, Example(Item("a"), texts("b"), (), (0.8,))),
-        ({"sentence1": "a", "sentence2": "b", "label": 1}, Example(Item("a"), texts("b"), (), (1.0,))),
+        (
+            {"query": "q", "positive": "p", "score": 0.5},
+            Example(Item("q"), texts("p"), (), (0.5,)),
+        ),
+        (
+            {"sentence1": "a", "sentence2": "b", "score": 0.8},
+            Example(Item("a"), texts("b"), (), (0.8,)),
+        ),
+        (
+            {"sentence1": "a", "sentence2": "b", "label": 1},
+            Example(Item("a"), texts("b"), (), (1.0,)),
+        ),
         ({"sentence1": "a", "sentence2": "b"}, Example(Item("a"), texts("b"))),
         (
             {"query": "a/b.jpg", "positive": "https://x.org/y.png"},
             Example(Item("a/b.jpg"), texts("https://x.org/y.png")),
         ),
-        ({"query": "q", "positive": {"image": "c.jpg"}}, Example(Item("q"), (picture("c.jpg"),))),
         (
-            {"query": {"text": "in red", "image": "s.jpg"}, "positive": {"images": ["r.jpg", "t.jpg"]}},
+            {"query": "q", "positive": {"image": "c.jpg"}},
+            Example(Item("q"), (picture("c.jpg"),)),
+        ),
+        (
+            {
+                "query": {"text": "in red", "image": "s.jpg"},
+                "positive": {"images": ["r.jpg", "t.jpg"]},
+            },
             Example(picture("s.jpg", text="in red"), (picture("r.jpg", "t.jpg"),)),
         ),
         (
-            {"query": "q", "positive": {"text": "p"}, "negatives": [{"image": "d.jpg"}, "n"]},
+            {
+                "query": "q",
+                "positive": {"text": "p"},
+                "negatives": [{"image": "d.jpg"}, "n"],
+            },
             Example(Item("q"), texts("p"), (picture("d.jpg"), Item("n"))),
         ),
-        ({"query": {"text": "", "image": "s.jpg"}, "positive": "p"}, Example(picture("s.jpg"), texts("p"))),
-        ({"query": {"text": None, "image": "s.jpg"}, "positive": "p"}, Example(picture("s.jpg"), texts("p"))),
-        ({"query": "q", "image": "c.jpg"}, Example(Item("q"), (picture("c.jpg"),))),
-        ({"query": "q", "query_image": "s.jpg", "positive": "p"}, Example(picture("s.jpg", text="q"), texts("p"))),
-        ({"query_images": ["s.jpg", "t.jpg"], "positive": "p"}, Example(picture("s.jpg", "t.jpg"), texts("p"))),
         (
-            {"query": "q", "positive_image": ["c.jpg", "d.jpg"], "negative_image": "e.jpg"},
-            Example(Item("q"), (picture("c.jpg"), picture("d.jpg")), (picture("e.jpg"),)),
+            {"query": {"text": "", "image": "s.jpg"}, "positive": "p"},
+            Example(picture("s.jpg"), texts("p")),
         ),
         (
-            {"query": "q", "positive": ["p", "r"], "positive_image": ["c.jpg", "d.jpg"]},
-            Example(Item("q"), (picture("c.jpg", text="p"), picture("d.jpg", text="r"))),
+            {"query": {"text": None, "image": "s.jpg"}, "positive": "p"},
+            Example(picture("s.jpg"), texts("p")),
+        ),
+        ({"query": "q", "image": "c.jpg"}, Example(Item("q"), (picture("c.jpg"),))),
+        (
+            {"query": "q", "query_image": "s.jpg", "positive": "p"},
+            Example(picture("s.jpg", text="q"), texts("p")),
+        ),
+        (
+            {"query_images": ["s.jpg", "t.jpg"], "positive": "p"},
+            Example(picture("s.jpg", "t.jpg"), texts("p")),
+        ),
+        (
+            {
+                "query": "q",
+                "positive_image": ["c.jpg", "d.jpg"],
+                "negative_image": "e.jpg",
+            },
+            Example(
+                Item("q"), (picture("c.jpg"), picture("d.jpg")), (picture("e.jpg"),)
+            ),
+        ),
+        (
+            {
+                "query": "q",
+                "positive": ["p", "r"],
+                "positive_image": ["c.jpg", "d.jpg"],
+            },
+            Example(
+                Item("q"), (picture("c.jpg", text="p"), picture("d.jpg", text="r"))
+            ),
         ),
         (
             {"query": "q", "positive": {"bytes": b"x", "path": "y"}},
             Example(Item("q"), (Item(images=(ImageRef(data=b"x"),)),)),
         ),
-        ({"query": "q", "positive": {"bytes": None, "path": "y.jpg"}}, Example(Item("q"), (picture("y.jpg"),))),
+        (
+            {"query": "q", "positive": {"bytes": None, "path": "y.jpg"}},
+            Example(Item("q"), (picture("y.jpg"),)),
+        ),
         (
             {"query": "q", "image": {"bytes": b"x", "path": None}},
             Example(Item("q"), (Item(images=(ImageRef(data=b"x"),)),)),
         ),
-        ({"query": "q", "positive": b"x"}, Example(Item("q"), (Item(images=(ImageRef(data=b"x"),)),))),
+        (
+            {"query": "q", "positive": b"x"},
+            Example(Item("q"), (Item(images=(ImageRef(data=b"x"),)),)),
+        ),
         ({"query": "q", "positive": "p", "label": 7}, Example(Item("q"), texts("p"))),
     ],
 )
@@ -177,17 +295,28 @@ def test_forms(record: dict[str, Any], expected: Example) -> None:
 )
 def test_what_plain_strings_are(mode: str, query: Item, document: Item) -> None:
     found = read({"query": "x", "positive": ["x"], "negative": "x"}, mode=mode)
-    assert (found.query, found.positives, found.negatives) == (query, (document,), (document,))
+    assert (found.query, found.positives, found.negatives) == (
+        query,
+        (document,),
+        (document,),
+    )
 
 
 def test_a_mode_says_nothing_about_objects() -> None:
-    found = read({"query": {"text": "q"}, "positive": [{"text": "p"}, "c.jpg"]}, mode="i2i")
+    found = read(
+        {"query": {"text": "q"}, "positive": [{"text": "p"}, "c.jpg"]}, mode="i2i"
+    )
     assert (found.query, found.positives) == (Item("q"), (Item("p"), picture("c.jpg")))
 
 
 def test_both_parts_of_a_record_with_text_and_image() -> None:
-    found = read({"query": "in red", "query_image": "s.jpg", "positive": "r.jpg"}, mode="m2i")
-    assert (found.query, found.positives) == (picture("s.jpg", text="in red"), (picture("r.jpg"),))
+    found = read(
+        {"query": "in red", "query_image": "s.jpg", "positive": "r.jpg"}, mode="m2i"
+    )
+    assert (found.query, found.positives) == (
+        picture("s.jpg", text="in red"),
+        (picture("r.jpg"),),
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,40 +330,85 @@ def test_both_parts_of_a_record_with_text_and_image() -> None:
             {"id": 1, "text": "x"},
             r"no query and no positive .it has id, text.: .*column_mapping: .text: positive, your_query: query",
         ),
-        ({"query": "q", "doc": "x"}, r"no positive \(it has query, doc\): .*column_mapping"),
+        (
+            {"query": "q", "doc": "x"},
+            r"no positive \(it has query, doc\): .*column_mapping",
+        ),
         ({"query": "", "positive": "p"}, "query is empty"),
         ({"query": " \n\t", "positive": "p"}, "query is empty"),
         ({"query": None, "positive": "p"}, "query is null"),
         ({"query": 5, "positive": "p"}, r"query is a number \(5\), not a text"),
         ({"query": True, "positive": "p"}, "query is true, not a text"),
-        ({"query": ["q"], "positive": "p"}, "query is a list, and one item is expected"),
+        (
+            {"query": ["q"], "positive": "p"},
+            "query is a list, and one item is expected",
+        ),
         ({"query": "q", "positive": None}, "positive is null"),
         ({"query": "q", "positive": []}, "positive is an empty list"),
         ({"query": "q", "positive": ["p", ""]}, "positive 2 is empty"),
         ({"query": "q", "positive": ["p", None]}, "positive 2 is null"),
         ({"query": "q", "positive": [["p"]]}, "positive is a list inside of a list"),
-        ({"query": "q", "positive": ["p", ["r"]]}, "positive 2 is a list inside of a list"),
-        ({"query": "q", "positive": "p", "negatives": ["n", 3]}, r"negatives 2 is a number \(3\)"),
+        (
+            {"query": "q", "positive": ["p", ["r"]]},
+            "positive 2 is a list inside of a list",
+        ),
+        (
+            {"query": "q", "positive": "p", "negatives": ["n", 3]},
+            r"negatives 2 is a number \(3\)",
+        ),
         ({"query": "q", "positive": "p", "negatives": ""}, "negatives is empty"),
-        ({"query": "q", "positive": {}}, r"positive is an object without text or image \(it has no fields\)"),
-        ({"query": "q", "positive": {"txt": "p"}}, r"positive is an object without text or image \(it has txt\)"),
-        ({"query": "q", "positive": {"text": 3}}, r"positive is a number \(3\), not a text"),
+        (
+            {"query": "q", "positive": {}},
+            r"positive is an object without text or image \(it has no fields\)",
+        ),
+        (
+            {"query": "q", "positive": {"txt": "p"}},
+            r"positive is an object without text or image \(it has txt\)",
+        ),
+        (
+            {"query": "q", "positive": {"text": 3}},
+            r"positive is a number \(3\), not a text",
+        ),
         ({"query": "q", "positive": {"text": ""}}, "positive is empty"),
-        ({"query": "q", "positive": {"image": 3}}, r"positive has a number \(3\) for an image"),
+        (
+            {"query": "q", "positive": {"image": 3}},
+            r"positive has a number \(3\) for an image",
+        ),
         ({"query": "q", "positive": {"image": ""}}, "positive: an image path is empty"),
-        ({"query": "q", "positive": {"images": []}}, "positive has an empty list of images"),
+        (
+            {"query": "q", "positive": {"images": []}},
+            "positive has an empty list of images",
+        ),
         (
             {"query": "q", "positive": {"image": {"bytes": None, "path": None}}},
             "positive has an image without bytes and path",
         ),
-        ({"query": "q", "positive": {"image": "../x.jpg"}}, "positive: image path ../x.jpg leads out of image_root"),
-        ({"query": "q", "positive": {"image": "http://x.org/y.png"}}, "positive: .*allow_image_urls"),
-        ({"query": "q", "positive": {"image": "\ud800.png"}}, "positive: an image path .*surrogate"),
-        ({"query": "q", "image": "data:image/png;base64," + "A" * 60}, "image: data:image/png.* is an image in base64"),
+        (
+            {"query": "q", "positive": {"image": "../x.jpg"}},
+            "positive: image path ../x.jpg leads out of image_root",
+        ),
+        (
+            {"query": "q", "positive": {"image": "http://x.org/y.png"}},
+            "positive: .*allow_image_urls",
+        ),
+        (
+            {"query": "q", "positive": {"image": "\ud800.png"}},
+            "positive: an image path .*surrogate",
+        ),
+        (
+            {"query": "q", "image": "data:image/png;base64," + "A" * 60},
+            "image: data:image/png.* is an image in base64",
+        ),
         ({"query": "a\0b", "positive": "p"}, "query has a NUL character"),
         ({"query": "a\ud800b", "positive": "p"}, "query has a lone surrogate"),
-        ({"query": "q", "positive": "p", "score": "0.5"}, r"score is the text '0.5', not a number"),
-        ({"query": "q", "positive": "p", "score": True}, r"score is true, not a number"),
+        (
+            {"query": "q", "positive": "p", "score": "0.5"},
+            r"score is the text '0.5', not a number",
+        ),
+        (
+            {"query": "q", "positive": "p", "score": True},
+            r"score is true, not a number",
+        ),
         ({"query": "q", "positive": "p", "score": math.nan}, "score is nan"),
         ({"query": "q", "positive": "p", "scores": [math.inf]}, "scores is inf"),
         ({"query": "q", "positive": "p", "score": 10**400}, "score is too large"),
@@ -242,9 +416,18 @@ def test_both_parts_of_a_record_with_text_and_image() -> None:
             {"query": "q", "positive": "p", "score": -1e39},
             r"score is -1e\+39, and losses compute with numbers up to 3.4e\+38",
         ),
-        ({"query": "q", "positive": "p", "scores": []}, "scores has 0 numbers for 1 positive"),
-        ({"query": "q", "positive": ["p", "r"], "scores": [1]}, "scores has 1 number for 2 positives"),
-        ({"query": "q", "positive": ["p", "r"], "score": 1}, "score has 1 number for 2 positives"),
+        (
+            {"query": "q", "positive": "p", "scores": []},
+            "scores has 0 numbers for 1 positive",
+        ),
+        (
+            {"query": "q", "positive": ["p", "r"], "scores": [1]},
+            "scores has 1 number for 2 positives",
+        ),
+        (
+            {"query": "q", "positive": ["p", "r"], "score": 1},
+            "score has 1 number for 2 positives",
+        ),
         (
             {"query": "q", "positive": ["p", "r"], "positive_image": ["c.jpg"]},
             "positive and positive_image belong together, but they are 2 and 1",
@@ -254,7 +437,9 @@ def test_both_parts_of_a_record_with_text_and_image() -> None:
 def test_bad_records(record: Any, message: str) -> None:
     with pytest.raises(BadRecord, match=message) as caught:
         read(record)
-    str(caught.value).encode("utf-8")  # whatever the record holds, the message can be printed
+    str(caught.value).encode(
+        "utf-8"
+    )  # whatever the record holds, the message can be printed
     assert len(str(caught.value)) < 400
 
 
@@ -266,15 +451,29 @@ def test_long_and_odd_names_do_not_flood_the_message() -> None:
 
 
 def test_column_mapping() -> None:
-    mapping = {"q": "query", "docs": "positive", "bad": "negatives", "worse": "negatives"}
-    found = read({"q": "a", "docs": ["b"], "bad": "c", "worse": ["d"], "query": "unused"}, mapping=mapping)
-    assert (found.query, found.positives, found.negatives) == (Item("a"), texts("b"), texts("c", "d"))
+    mapping = {
+        "q": "query",
+        "docs": "positive",
+        "bad": "negatives",
+        "worse": "negatives",
+    }
+    found = read(
+        {"q": "a", "docs": ["b"], "bad": "c", "worse": ["d"], "query": "unused"},
+        mapping=mapping,
+    )
+    assert (found.query, found.positives, found.negatives) == (
+        Item("a"),
+        texts("b"),
+        texts("c", "d"),
+    )
 
 
 def test_column_mapping_to_a_name_that_nobody_reads() -> None:
     with pytest.raises(UserError, match=r"column_mapping: \{q: querry\}.*'query'"):
         record_format(mapping={"q": "querry"})
-    with pytest.raises(UserError, match=r"is the wrong way round: .* comes first, \{Frage: query\}"):
+    with pytest.raises(
+        UserError, match=r"is the wrong way round: .* comes first, \{Frage: query\}"
+    ):
         record_format(mapping={"query": "Frage"})
 
 
@@ -285,15 +484,41 @@ def test_two_columns_for_one_query() -> None:
 
 def test_unused_columns_are_known() -> None:
     form = record_format()
-    form.example({"query": "q", "positive": {"text": "p", "lang": "t"}, "id": 3, "question": "z"}, "")
+    form.example(
+        {
+            "query": "q",
+            "positive": {"text": "p", "lang": "t"},
+            "id": 3,
+            "question": "z",
+        },
+        "",
+    )
     form.example({"query": "q", "positive": "p", "source": 3}, "")
-    assert form.columns.unused == ["id", "lang (inside of an item)", "question", "source"]
+    assert form.columns.unused == [
+        "id",
+        "lang (inside of an item)",
+        "question",
+        "source",
+    ]
 
 
 def test_a_passage_has_its_title_before_its_text() -> None:
-    passages = [{"docid": "7", "title": "Rome", "text": "A city."}, {"title": "", "text": "B"}, {"text": "C"}]
-    found = read({"query": "q", "positive_passages": passages, "negative_passages": [{"title": "T", "text": ""}]})
-    assert (found.positives, found.negatives) == (texts("Rome A city.", "B", "C"), texts("T"))
+    passages = [
+        {"docid": "7", "title": "Rome", "text": "A city."},
+        {"title": "", "text": "B"},
+        {"text": "C"},
+    ]
+    found = read(
+        {
+            "query": "q",
+            "positive_passages": passages,
+            "negative_passages": [{"title": "T", "text": ""}],
+        }
+    )
+    assert (found.positives, found.negatives) == (
+        texts("Rome A city.", "B", "C"),
+        texts("T"),
+    )
 
 
 def test_mapped_columns_that_never_come() -> None:
@@ -323,12 +548,20 @@ def test_what_a_loss_needs() -> None:
 
 
 def test_cells_of_a_table_are_text() -> None:
-    found = read({"sentence1": "a", "sentence2": "b", "score": " 0.25 "}, numbers_in_text=True)
+    found = read(
+        {"sentence1": "a", "sentence2": "b", "score": " 0.25 "}, numbers_in_text=True
+    )
     assert found.scores == (0.25,)
     for cell in ("0,25", "nan", "x", "1_0"):
         with pytest.raises(BadRecord, match="score is"):
-            read({"sentence1": "a", "sentence2": "b", "score": cell}, numbers_in_text=True)
-    found = read({"query": "a", "positive": "b", "negative_1": "c", "negative_2": None}, numbers_in_text=True)
+            read(
+                {"sentence1": "a", "sentence2": "b", "score": cell},
+                numbers_in_text=True,
+            )
+    found = read(
+        {"query": "a", "positive": "b", "negative_1": "c", "negative_2": None},
+        numbers_in_text=True,
+    )
     assert found.negatives == texts("c")
 
 
@@ -339,22 +572,41 @@ def test_a_cell_without_a_class_is_called_empty() -> None:
 
 def test_missing_columns_of_a_table() -> None:
     for columns, advice in (
-        (("x", "y"), "no query and no positive .it has x, y.: .* {your_query: query, your_positive: positive}$"),
-        (("Ticket ID", "Subject", "Resolution"), "{Subject: query, Resolution: positive}$"),
+        (
+            ("x", "y"),
+            "no query and no positive .it has x, y.: .* {your_query: query, your_positive: positive}$",
+        ),
+        (
+            ("Ticket ID", "Subject", "Resolution"),
+            "{Subject: query, Resolution: positive}$",
+        ),
         (("text1", "text2"), "{text1: query, text2: positive}$"),
         (("caption", "file_name"), "{caption: query, file_name: positive_image}$"),
-        (("caption", "image"), "no query .it has caption, image.: .* {caption: query}$"),
+        (
+            ("caption", "image"),
+            "no query .it has caption, image.: .* {caption: query}$",
+        ),
         (("query",), "no positive .it has query.: .* {your_positive: positive}$"),
         (("text", "image"), "no query .it has text, image.: .* {text: query}$"),
-        (("image", "answer"), "no query .it has image, answer.: .* {image: query_image}$"),
-        (("messages", "id"), "messages without positive_messages .it has messages, id.: "),
+        (
+            ("image", "answer"),
+            "no query .it has image, answer.: .* {image: query_image}$",
+        ),
+        (
+            ("messages", "id"),
+            "messages without positive_messages .it has messages, id.: ",
+        ),
     ):
         with pytest.raises(UserError, match=advice):
             record_format().columns.check(columns)
-    with pytest.raises(UserError, match=r"column_mapping names c, .*has query, positive"):
+    with pytest.raises(
+        UserError, match=r"column_mapping names c, .*has query, positive"
+    ):
         record_format(mapping={"c": "negatives"}).columns.check(["query", "positive"])
     record_format().columns.check(["query", "positive", "other"])
-    assert record_format().columns.needed(["query", "positive", "other", "negative_2"]) == [
+    assert record_format().columns.needed(
+        ["query", "positive", "other", "negative_2"]
+    ) == [
         "query",
         "positive",
         "negative_2",
@@ -370,5 +622,7 @@ def test_every_name_has_one_meaning() -> None:
 
 def test_reading_twice_is_reading_once(tmp_path: Path) -> None:
     form = record_format()
-    record = json.loads('{"query": "q", "positive": ["p", {"image": "c.jpg"}], "scores": [1, 0.5]}')
+    record = json.loads(
+        '{"query": "q", "positive": ["p", {"image": "c.jpg"}], "scores": [1, 0.5]}'
+    )
     assert form.example(record, "") == form.example(record, "")

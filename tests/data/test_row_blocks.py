@@ -30,12 +30,20 @@ COLUMNS = {
 def test_texts_by_their_bytes(name: str, kind: pa.DataType | None) -> None:
     values = COLUMNS[name]
     is_text = all(isinstance(one, str | None) for one in values)
-    column = pa.array(["before", *values, "\0after"] if is_text else [values[0], *values, values[0]])
-    rows = pa.record_batch({"query": column.cast(kind) if kind is not None and is_text else column}).slice(1, 3)
+    column = pa.array(
+        ["before", *values, "\0after"] if is_text else [values[0], *values, values[0]]
+    )
+    rows = pa.record_batch(
+        {"query": column.cast(kind) if kind is not None and is_text else column}
+    ).slice(1, 3)
     found, records = RowBlock(rows, 5), [{"query": one} for one in values]
     numbers = np.arange(3)
-    assert found.are_texts(("query",)) == RecordBlock(numbers, numbers, numbers, records).are_texts(("query",))
-    assert list(found.found()) == [(5 + row, 1, 6 + row, record) for row, record in enumerate(records)]
+    assert found.are_texts(("query",)) == RecordBlock(
+        numbers, numbers, numbers, records
+    ).are_texts(("query",))
+    assert list(found.found()) == [
+        (5 + row, 1, 6 + row, record) for row, record in enumerate(records)
+    ]
     assert found.names() == ("query",)
 
 
@@ -59,5 +67,13 @@ def test_bytes_that_are_no_text() -> None:
 )
 def test_escapes_of_json(json: bytes, value: str, is_good: bool) -> None:
     number = np.arange(1)
-    assert RecordBlock(number, number, number, [{"query": value}], json).are_texts(("query",)) == is_good
-    assert RecordBlock(number, number, number, [{"query": value}]).are_texts(("query",)) == is_good
+    assert (
+        RecordBlock(number, number, number, [{"query": value}], json).are_texts(
+            ("query",)
+        )
+        == is_good
+    )
+    assert (
+        RecordBlock(number, number, number, [{"query": value}]).are_texts(("query",))
+        == is_good
+    )

@@ -13,7 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.files import RECORDS, config, open_path, refused, write_format, write_jsonl, write_lines
+from tests.data.files import (
+    RECORDS,
+    config,
+    open_path,
+    refused,
+    write_format,
+    write_jsonl,
+    write_lines,
+)
 from tests.data.pictures import encoded, write
 from vembed.config.entries import DataSource
 from vembed.config.loading import load_config
@@ -22,7 +30,9 @@ from vembed.data.sources import open_examples
 from vembed.errors import UserError
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "folder"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "folder"]
+)
 def test_every_format_gives_the_same_examples(tmp_path: Path, kind: str) -> None:
     path = write_format(tmp_path, kind, RECORDS)
     store = open_path(path)
@@ -38,13 +48,25 @@ def test_every_format_gives_the_same_examples(tmp_path: Path, kind: str) -> None
 
 
 def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.csv", "query,positive", 'q,"two', 'lines"', "r,s", "", "t,u")
+    path = write_lines(
+        tmp_path / "a.csv", "query,positive", 'q,"two', 'lines"', "r,s", "", "t,u"
+    )
     store = open_path(path)
     assert [store[i].where.rpartition(":")[2] for i in range(3)] == ["2", "4", "6"]
-    path = write_lines(tmp_path / "a.jsonl", '{"query": "a", "positive": "b"}', "", '{"query": "c", "positive": "d"}')
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        '{"query": "a", "positive": "b"}',
+        "",
+        '{"query": "c", "positive": "d"}',
+    )
     assert open_path(path)[1].where == f"{path}:3"
     path = write_lines(
-        tmp_path / "a.json", "[", '{"query": "a",', ' "positive": "b"}', ",", '{"query": "c", "positive": "d"}]'
+        tmp_path / "a.json",
+        "[",
+        '{"query": "a",',
+        ' "positive": "b"}',
+        ",",
+        '{"query": "c", "positive": "d"}]',
     )
     assert [open_path(path)[i].where for i in range(2)] == [f"{path}:2", f"{path}:5"]
 
@@ -52,7 +74,9 @@ def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv"])
-def test_byte_order_mark_and_line_ends(tmp_path: Path, kind: str, begin: bytes, ending: str) -> None:
+def test_byte_order_mark_and_line_ends(
+    tmp_path: Path, kind: str, begin: bytes, ending: str
+) -> None:
     text = {
         "jsonl": '{"query": "a", "positive": "b"}\n\n{"query": "c", "positive": "d"}\n',
         "json": '\n[{"query": "a", "positive": "b"},\n\n {"query": "c", "positive": "d"}]\n\n',
@@ -62,13 +86,23 @@ def test_byte_order_mark_and_line_ends(tmp_path: Path, kind: str, begin: bytes, 
     path = tmp_path / f"a.{kind}"
     path.write_bytes(begin + text.replace("\n", ending).encode())
     store = open_path(path)
-    assert [(store[i].query.text, store[i].positives[0].text) for i in range(len(store))] == [("a", "b"), ("c", "d")]
+    assert [
+        (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
+    ] == [("a", "b"), ("c", "d")]
 
 
-def test_the_issue_example_three_bad_records_named_with_their_lines(tmp_path: Path) -> None:
+def test_the_issue_example_three_bad_records_named_with_their_lines(
+    tmp_path: Path,
+) -> None:
     good = '{"query": "q", "positive": "p"}'
     path = write_lines(
-        tmp_path / "a.jsonl", good, '{"query": ', good, '{"query": "", "positive": "p"}', '{"query": "q"}', good
+        tmp_path / "a.jsonl",
+        good,
+        '{"query": ',
+        good,
+        '{"query": "", "positive": "p"}',
+        '{"query": "q"}',
+        good,
     )
     message = refused(path)
     assert message.startswith("3 of 6 records cannot be used")
@@ -79,7 +113,9 @@ def test_the_issue_example_three_bad_records_named_with_their_lines(tmp_path: Pa
 
 
 def test_the_first_ten_and_the_count(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "positive": "p"}] + [{"query": 1}] * 25)
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"query": "q", "positive": "p"}] + [{"query": 1}] * 25
+    )
     message = refused(path)
     assert message.startswith("25 of 26 records")
     assert message.count(f"{path}:") == 10
@@ -89,12 +125,19 @@ def test_the_first_ten_and_the_count(tmp_path: Path) -> None:
 def test_a_reason_that_all_share_is_said_once(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"premise": "q", "hypothesis": "p"}] * 12)
     first, again, more = refused(path).splitlines()[1:]
-    assert first.strip().startswith(f"{path}:1: no query and no positive (it has premise, hypothesis)")
-    assert again.strip() == ", ".join(f"{path}:{line}" for line in range(2, 11)) + ": the same"
+    assert first.strip().startswith(
+        f"{path}:1: no query and no positive (it has premise, hypothesis)"
+    )
+    assert (
+        again.strip()
+        == ", ".join(f"{path}:{line}" for line in range(2, 11)) + ": the same"
+    )
     assert more.strip() == "and 2 more"
 
 
-def test_validation_data_need_not_have_the_columns_of_the_mapping(tmp_path: Path) -> None:
+def test_validation_data_need_not_have_the_columns_of_the_mapping(
+    tmp_path: Path,
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     settings = config(column_mapping={"subject": "query"})
     assert len(open_examples(settings, str(path), role="validation")) == len(RECORDS)
@@ -107,21 +150,37 @@ def test_validation_data_need_not_have_the_columns_of_the_mapping(tmp_path: Path
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("kind", ["csv", "tsv"])
-def test_fields_may_be_separated_otherwise_than_the_ending_says(tmp_path: Path, kind: str, delimiter: str) -> None:
+def test_fields_may_be_separated_otherwise_than_the_ending_says(
+    tmp_path: Path, kind: str, delimiter: str
+) -> None:
     path = tmp_path / f"a.{kind}"
     with path.open("w", newline="", encoding="utf-8-sig") as file:
         rows = csv.writer(file, delimiter=delimiter)
-        rows.writerows([["query", "positive"], ['a; "b", c|d', "two\nlines" if kind == "csv" else "x"], ["e", "f"]])
+        rows.writerows(
+            [
+                ["query", "positive"],
+                ['a; "b", c|d', "two\nlines" if kind == "csv" else "x"],
+                ["e", "f"],
+            ]
+        )
     store = open_path(path)
     assert [store[i].query.text for i in range(2)] == ['a; "b", c|d', "e"]
 
 
 def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path: Path) -> None:
-    records = [{"query": f"shoe {i}", "positive": f"pics/a b/{i}.JPG"} for i in range(30)]
+    records = [
+        {"query": f"shoe {i}", "positive": f"pics/a b/{i}.JPG"} for i in range(30)
+    ]
     path = write_jsonl(tmp_path / "a.jsonl", records)
     (hint,) = open_path(path).warnings()
-    assert "its documents look like paths of images ('pics/a b/0.JPG')" in hint and hint.endswith("t2i")
-    path = write_jsonl(tmp_path / "b.jsonl", [*records[:5], {"query": "q", "positive": "a text.png and more"}])
+    assert (
+        "its documents look like paths of images ('pics/a b/0.JPG')" in hint
+        and hint.endswith("t2i")
+    )
+    path = write_jsonl(
+        tmp_path / "b.jsonl",
+        [*records[:5], {"query": "q", "positive": "a text.png and more"}],
+    )
     assert open_path(path).warnings() == []
     (hint,) = open_path(path, max_train_examples=5).warnings()
     assert hint.endswith("retrieval_mode: t2i"), "as far as the run reads them"
@@ -132,38 +191,59 @@ def test_skip_drops_and_counts(tmp_path: Path) -> None:
     for bad in (3, 4, 20):
         records[bad] = {"query": None, "positive": "p"}
     store = open_path(write_jsonl(tmp_path / "a.jsonl", records), on_bad_record="skip")
-    assert [store[i].query.text for i in range(len(store))] == [str(i) for i in range(30) if i not in (3, 4, 20)]
+    assert [store[i].query.text for i in range(len(store))] == [
+        str(i) for i in range(30) if i not in (3, 4, 20)
+    ]
     assert store.num_skipped == 3
     assert "3 bad records left out" in store.summary()[0]
     assert any("a.jsonl:4: query is null" in line for line in store.summary())
     (warning,) = store.warnings()
-    assert "a.jsonl: 3 of 30 records cannot be used and are left out" in warning, "seen without opening the log"
+    assert "a.jsonl: 3 of 30 records cannot be used and are left out" in warning, (
+        "seen without opening the log"
+    )
 
 
 def test_skip_with_nothing_left(tmp_path: Path) -> None:
-    message = refused(write_jsonl(tmp_path / "a.jsonl", [{"query": 1}, 5]), on_bad_record="skip")
+    message = refused(
+        write_jsonl(tmp_path / "a.jsonl", [{"query": 1}, 5]), on_bad_record="skip"
+    )
     assert "2 of 2 records cannot be used, there is nothing to train on" in message
 
 
 def test_columns_that_nobody_reads_are_noted_once(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "positive": "p", "id": i} for i in range(20)])
-    assert [line for line in open_path(path).summary() if "not used" in line] == [f"{path}: not used: id"]
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"query": "q", "positive": "p", "id": i} for i in range(20)],
+    )
+    assert [line for line in open_path(path).summary() if "not used" in line] == [
+        f"{path}: not used: id"
+    ]
 
 
 def test_column_mapping_for_all_and_for_one(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "positive": "b"}])
     second = write_jsonl(tmp_path / "b.jsonl", [{"x": "c", "positive": "d"}])
     third = write_jsonl(tmp_path / "c.jsonl", [{"query": "e", "positive": "f"}])
-    given = [str(first), DataSource(path=str(second), column_mapping={"x": "query"}), str(third)]
+    given = [
+        str(first),
+        DataSource(path=str(second), column_mapping={"x": "query"}),
+        str(third),
+    ]
     store = open_examples(config(column_mapping={"q": "query"}), given)
     assert [store[i].query.text for i in range(3)] == ["a", "c", "e"]
-    assert "column_mapping names y, which no record has" in refused(third, column_mapping={"y": "negatives"})
+    assert "column_mapping names y, which no record has" in refused(
+        third, column_mapping={"y": "negatives"}
+    )
     write_format(tmp_path, "csv", RECORDS)
-    assert "column_mapping names y" in refused(tmp_path / "data.csv", column_mapping={"y": "negatives"})
+    assert "column_mapping names y" in refused(
+        tmp_path / "data.csv", column_mapping={"y": "negatives"}
+    )
 
 
 def test_several_sources(tmp_path: Path) -> None:
-    first = write_jsonl(tmp_path / "a.jsonl", [{"query": f"a{i}", "positive": "p"} for i in range(6)])
+    first = write_jsonl(
+        tmp_path / "a.jsonl", [{"query": f"a{i}", "positive": "p"} for i in range(6)]
+    )
     second = write_format(tmp_path, "csv", RECORDS)
     given = [str(first), DataSource(path=str(second), weight=0.5, name="table")]
     store = open_examples(config(), given)
@@ -180,14 +260,20 @@ def test_several_sources(tmp_path: Path) -> None:
 
 
 def test_bad_records_of_all_sources_are_named_together(tmp_path: Path) -> None:
-    paths = [write_jsonl(tmp_path / f"{name}.jsonl", [{"query": "q", "positive": "p"}, {}]) for name in "ab"]
+    paths = [
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"query": "q", "positive": "p"}, {}])
+        for name in "ab"
+    ]
     with pytest.raises(UserError, match=r"2 of 4 records") as caught:
         open_examples(config(), [str(path) for path in paths])
     assert all(f"{path}:2" in str(caught.value) for path in paths)
 
 
 def test_max_train_examples_and_negatives_are_for_training(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"query": f"{i}", "positive": "p", "neg": ["a", "b"]} for i in range(50)])
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"query": f"{i}", "positive": "p", "neg": ["a", "b"]} for i in range(50)],
+    )
     settings = config(max_train_examples=20, max_negatives=1)
     store = open_examples(settings, str(path))
     assert len(store) == 20
@@ -196,29 +282,47 @@ def test_max_train_examples_and_negatives_are_for_training(tmp_path: Path) -> No
     assert "the first of 50" in store.summary()[0]
     validation = open_examples(settings, str(path), role="validation")
     assert (len(validation), len(validation[0].negatives)) == (50, 2)
-    small = write_jsonl(tmp_path / "b.jsonl", [{"query": f"{i}", "positive": "p"} for i in range(10)])
-    assert open_examples(config(max_train_examples=24), [str(path), str(small)]).sizes == (20, 4)
-    assert open_examples(config(max_train_examples=2), [str(path), str(small)]).sizes == (1, 1)
+    small = write_jsonl(
+        tmp_path / "b.jsonl", [{"query": f"{i}", "positive": "p"} for i in range(10)]
+    )
+    assert open_examples(
+        config(max_train_examples=24), [str(path), str(small)]
+    ).sizes == (20, 4)
+    assert open_examples(
+        config(max_train_examples=2), [str(path), str(small)]
+    ).sizes == (1, 1)
 
 
 def test_what_the_loss_needs_is_checked_in_training_alone(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"sentence1": "a", "sentence2": "b", "score": 0.5}] * 3)
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"sentence1": "a", "sentence2": "b", "score": 0.5}] * 3
+    )
     assert "loss: infonce would take each pair for a match" in refused(path)
-    for store in (open_examples(config(), str(path), role="validation"), open_path(path, loss="cosent")):
+    for store in (
+        open_examples(config(), str(path), role="validation"),
+        open_path(path, loss="cosent"),
+    ):
         assert store.summary()[0].endswith(", scored")
 
 
 def test_keys_know_equal_content(tmp_path: Path) -> None:
-    records = [{"query": "a", "positive": "b", "negatives": ["c", "a"]}, {"query": "d", "positive": "b"}]
+    records = [
+        {"query": "a", "positive": "b", "negatives": ["c", "a"]},
+        {"query": "d", "positive": "b"},
+    ]
     path = write_jsonl(tmp_path / "a.jsonl", records)
     for store in (open_path(path), open_path(path, no_duplicates=True)):
         first, second = store.keys(0), store.keys(1)
         assert len(first) == 3
         assert set(first) & set(second) == {Item("b").key()}
-    both = open_examples(config(no_duplicates=True, max_train_examples=3), [str(path), str(path)])
+    both = open_examples(
+        config(no_duplicates=True, max_train_examples=3), [str(path), str(path)]
+    )
     keys = both.all_keys()
     assert both.sizes == (1, 1) or sum(both.sizes) == 3
-    assert [keys.of(i).tolist() for i in range(len(both))] == [both.keys(i) for i in range(len(both))]
+    assert [keys.of(i).tolist() for i in range(len(both))] == [
+        both.keys(i) for i in range(len(both))
+    ]
 
 
 def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
@@ -242,7 +346,9 @@ def test_a_file_that_changes_while_it_is_used(tmp_path: Path, kind: str) -> None
     path = write_format(tmp_path, kind, RECORDS)
     store = open_path(path)
     path.write_bytes(b"now something shorter")
-    with pytest.raises(UserError, match=r"has changed since the run began .*: start again"):
+    with pytest.raises(
+        UserError, match=r"has changed since the run began .*: start again"
+    ):
         store[30]
 
 
@@ -267,7 +373,9 @@ def test_threads_may_share_a_store(tmp_path: Path, kind: str) -> None:
 
 def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", RECORDS)
-    assert f"did you mean {tmp_path / 'train.jsonl'}?" in refused(tmp_path / "trian.jsonl")
+    assert f"did you mean {tmp_path / 'train.jsonl'}?" in refused(
+        tmp_path / "trian.jsonl"
+    )
     (tmp_path / "circle.jsonl").symlink_to(tmp_path / "circle.jsonl")
     assert "circle.jsonl cannot be read" in refused(tmp_path / "circle.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
@@ -284,7 +392,9 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
 
 def test_a_name_of_the_hub_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "as a dataset of the Hub it cannot be loaded" in refused("nobody/no-such-dataset:default:train")
+    assert "as a dataset of the Hub it cannot be loaded" in refused(
+        "nobody/no-such-dataset:default:train"
+    )
 
 
 def test_a_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +405,11 @@ def test_a_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(name: str, subset: str | None, split: str | None) -> Any:
         asked.append((name, subset, split))
         rows = datasets.Dataset.from_list(RECORDS)
-        return rows if split else datasets.DatasetDict({"train": rows, "test": rows.select(range(5))})
+        return (
+            rows
+            if split
+            else datasets.DatasetDict({"train": rows, "test": rows.select(range(5))})
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert len(open_path("owner/name")) == 40
@@ -314,11 +428,15 @@ def test_a_saved_dict_of_splits(tmp_path: Path) -> None:
     import datasets
 
     splits = {"train": RECORDS[:30], "dev": RECORDS[30:]}
-    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
+    saved = datasets.DatasetDict(
+        {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    )
     saved.save_to_disk(str(tmp_path / "both"))
     assert len(open_path(tmp_path / "both")) == 30
     assert len(open_examples(config(), str(tmp_path / "both"), role="validation")) == 10
-    datasets.DatasetDict({"a": saved["train"], "b": saved["dev"]}).save_to_disk(str(tmp_path / "odd"))
+    datasets.DatasetDict({"a": saved["train"], "b": saved["dev"]}).save_to_disk(
+        str(tmp_path / "odd")
+    )
     assert "has the splits a, b, and none is called train" in refused(tmp_path / "odd")
 
 
@@ -327,17 +445,24 @@ def test_a_saved_dict_of_splits(tmp_path: Path) -> None:
 
 def test_images_start_from_the_folder_of_the_file(tmp_path: Path) -> None:
     picture = write(tmp_path / "pictures" / "cat.jpg")
-    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "a cat", "positive": {"image": "pictures/cat.jpg"}}])
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"query": "a cat", "positive": {"image": "pictures/cat.jpg"}}],
+    )
     store = open_path(path)
     assert store[0].positives == (Item(images=(ImageRef(path=str(picture)),)),)
     assert "text to image" in store.summary()[0]
-    path = write_jsonl(tmp_path / "b.jsonl", [{"query": "a cat", "positive": "cat.jpg"}])
+    path = write_jsonl(
+        tmp_path / "b.jsonl", [{"query": "a cat", "positive": "cat.jpg"}]
+    )
     store = open_path(path, image_root=str(tmp_path / "pictures"), retrieval_mode="t2i")
     assert store[0].positives == (Item(images=(ImageRef(path=str(picture)),)),)
 
 
 def test_a_text_with_a_slash_is_a_text(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "cats/dogs", "positive": "cat.jpg"}])
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [{"query": "cats/dogs", "positive": "cat.jpg"}]
+    )
     for mode in ("auto", "t2t"):
         assert open_path(path, retrieval_mode=mode)[0].positives == (Item("cat.jpg"),)
 
@@ -347,16 +472,30 @@ def test_bad_images_are_named_with_their_lines(tmp_path: Path) -> None:
     whole = encoded("JPEG", size=(200, 100))
     (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "zero.jpg").write_bytes(b"")
-    names = ["good.jpg"] * 11 + ["cut.jpg", "zero.jpg", "gone.jpg", "good.jpg", "../x.jpg", "cut.jpg"]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"query": "q", "positive": {"image": name}} for name in names])
+    names = ["good.jpg"] * 11 + [
+        "cut.jpg",
+        "zero.jpg",
+        "gone.jpg",
+        "good.jpg",
+        "../x.jpg",
+        "cut.jpg",
+    ]
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"query": "q", "positive": {"image": name}} for name in names],
+    )
     message = refused(path)
     assert message.startswith("5 of 17 records")
     assert f"{path}:12: image {tmp_path / 'cut.jpg'} is broken" in message
     assert f"{path}:13: image {tmp_path / 'zero.jpg'} is empty" in message
     assert f"{path}:14: image {tmp_path / 'gone.jpg'} does not exist" in message
-    assert f"{path}:16: positive: image path ../x.jpg leads out of image_root" in message
+    assert (
+        f"{path}:16: positive: image path ../x.jpg leads out of image_root" in message
+    )
     store = open_path(path, on_bad_record="skip")
-    assert [store[i].where for i in range(len(store))] == [f"{path}:{line}" for line in (*range(1, 12), 15)]
+    assert [store[i].where for i in range(len(store))] == [
+        f"{path}:{line}" for line in (*range(1, 12), 15)
+    ]
 
 
 def test_images_inside_of_parquet_and_datasets(tmp_path: Path) -> None:
@@ -370,44 +509,77 @@ def test_images_inside_of_parquet_and_datasets(tmp_path: Path) -> None:
     ]
     rows.append({"query": "c", "image": {"bytes": None, "path": "named.png"}})
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    features = datasets.Features({"query": datasets.Value("string"), "image": datasets.Image()})
-    datasets.Dataset.from_list(rows[:2], features=features).save_to_disk(str(tmp_path / "folder"))
+    features = datasets.Features(
+        {"query": datasets.Value("string"), "image": datasets.Image()}
+    )
+    datasets.Dataset.from_list(rows[:2], features=features).save_to_disk(
+        str(tmp_path / "folder")
+    )
     for name, num_good in (("a.parquet", 2), ("folder", 1)):
-        assert f"{tmp_path / name}, row 2: image of 100 bytes is broken" in refused(tmp_path / name)
+        assert f"{tmp_path / name}, row 2: image of 100 bytes is broken" in refused(
+            tmp_path / name
+        )
         store = open_path(tmp_path / name, on_bad_record="skip")
         assert len(store) == num_good
         assert store[0].positives[0].images[0].data == good
 
 
 def test_bytes_in_a_column_are_an_image(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([{"query": "a", "positive": encoded("PNG")}]), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([{"query": "a", "positive": encoded("PNG")}]),
+        tmp_path / "a.parquet",
+    )
     assert "text to image" in open_path(tmp_path / "a.parquet").summary()[0]
 
 
 def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path: Path) -> None:
-    rows = [{"query": "a", "positive": "b"}, {"query": "c", "positive": "d", "query_prompt": "own: "}]
-    first, second = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", rows[:1])
-    source = DataSource(path=str(first), query_prompt="find: ", document_prompt="", max_length=9)
+    rows = [
+        {"query": "a", "positive": "b"},
+        {"query": "c", "positive": "d", "query_prompt": "own: "},
+    ]
+    first, second = (
+        write_jsonl(tmp_path / "a.jsonl", rows),
+        write_jsonl(tmp_path / "b.jsonl", rows[:1]),
+    )
+    source = DataSource(
+        path=str(first), query_prompt="find: ", document_prompt="", max_length=9
+    )
     store = open_examples(config(), [source, str(second)])
     assert [store[i].query.prompt for i in range(3)] == ["find: ", "own: ", None]
     assert [store[i].positives[0].prompt for i in range(3)] == ["", "", None]
     assert [store[i].query.max_length for i in range(3)] == [9, 9, None]
-    assert "query_prompt 'find: ', document_prompt '', max_length 9" in store.summary()[0]
-    assert store.fingerprint != open_examples(config(), [str(first), str(second)]).fingerprint
+    assert (
+        "query_prompt 'find: ', document_prompt '', max_length 9" in store.summary()[0]
+    )
+    assert (
+        store.fingerprint
+        != open_examples(config(), [str(first), str(second)]).fingerprint
+    )
     assert not [line for line in store.summary() if "not used" in line]
 
 
-def test_a_source_without_negatives_is_named_where_the_loss_needs_them(tmp_path: Path) -> None:
+def test_a_source_without_negatives_is_named_where_the_loss_needs_them(
+    tmp_path: Path,
+) -> None:
     rows = [{"query": "a", "positive": "b", "negatives": ["c"]}]
-    first, second = write_jsonl(tmp_path / "a.jsonl", rows), write_jsonl(tmp_path / "b.jsonl", [dict(rows[0])])
+    first, second = (
+        write_jsonl(tmp_path / "a.jsonl", rows),
+        write_jsonl(tmp_path / "b.jsonl", [dict(rows[0])]),
+    )
     second = write_jsonl(tmp_path / "b.jsonl", [{"query": "a", "positive": "b"}] * 3)
-    with pytest.raises(UserError, match=r"b.jsonl: none of its 3 records has a negative, which loss: triplet needs"):
+    with pytest.raises(
+        UserError,
+        match=r"b.jsonl: none of its 3 records has a negative, which loss: triplet needs",
+    ):
         open_examples(config(loss="triplet"), [str(first), str(second)])
 
 
 def test_an_unknown_key_of_a_source_lists_the_known_ones() -> None:
     entry = {"path": "a.jsonl", "wieght": 2}
-    with pytest.raises(UserError, match=r"did you mean 'weight'\?; an entry may have path, weight, .*max_length, .*"):
+    with pytest.raises(
+        UserError,
+        match=r"did you mean 'weight'\?; an entry may have path, weight, .*max_length, .*",
+    ):
         load_config({"model_name": "m", "data_path": [entry]})
 
 
@@ -418,11 +590,16 @@ def test_an_unknown_key_of_a_source_lists_the_known_ones() -> None:
         ((" Anchor ", "Positive "), "{' Anchor ': query, 'Positive ': positive}"),
         (("question1", "question2"), "{question1: query, question2: positive}"),
         (("sentence-A", "Sentence B"), "{sentence-A: query, Sentence B: positive}"),
-        (("text", "category"), "{text: positive, your_query: query}, or, if category is the class of a text, with "
-         "column_mapping: {category: label}"),
+        (
+            ("text", "category"),
+            "{text: positive, your_query: query}, or, if category is the class of a text, with "
+            "column_mapping: {category: label}",
+        ),
     ],
-)  # fmt: skip
-def test_names_of_columns_that_are_nearly_known(tmp_path: Path, header: tuple[str, str], mapping: str) -> None:
+)
+def test_names_of_columns_that_are_nearly_known(
+    tmp_path: Path, header: tuple[str, str], mapping: str
+) -> None:
     path = tmp_path / "a.csv"
     path.write_text(",".join(header) + "\na,b\n")
     with pytest.raises(UserError) as caught:

@@ -33,7 +33,9 @@ ROWS: list[dict[str, Any]] = [
     {
         "query": f"q {n} \u00e4" * (1 + n % 7),
         "positive": f"p {n}" * (1 + 40 * (n % 97 == 0)),
-        "negatives": [None, [], ["a"], ["b", f"c {n}"]][n % 4] if n % 5 else [f"n {n}"] * 3,
+        "negatives": [None, [], ["a"], ["b", f"c {n}"]][n % 4]
+        if n % 5
+        else [f"n {n}"] * 3,
         "other": n,
     }
     for n in range(NUM_ROWS)
@@ -56,11 +58,26 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS, kind: str = "zstd") -> 
         pq.write_table(table, path)
         return path
     if kind == "large strings":
-        kinds = {"query": pa.large_string(), "negatives": pa.large_list(pa.large_string())}
-        table = table.cast(pa.schema([pa.field(one.name, kinds.get(one.name, one.type)) for one in table.schema]))
+        kinds = {
+            "query": pa.large_string(),
+            "negatives": pa.large_list(pa.large_string()),
+        }
+        table = table.cast(
+            pa.schema(
+                [
+                    pa.field(one.name, kinds.get(one.name, one.type))
+                    for one in table.schema
+                ]
+            )
+        )
     if kind == "dictionaries":  # each row group has its own
-        pairs = [(one.column("query").combine_chunks(), one) for one in groups_of(table)]
-        tables = [one.set_column(0, "query", column.dictionary_encode()) for column, one in pairs]
+        pairs = [
+            (one.column("query").combine_chunks(), one) for one in groups_of(table)
+        ]
+        tables = [
+            one.set_column(0, "query", column.dictionary_encode())
+            for column, one in pairs
+        ]
     else:
         tables = list(groups_of(table))
     codec = kind if kind in ("zstd", "snappy", "none") else "snappy"
@@ -70,7 +87,9 @@ def write(path: Path, rows: list[dict[str, Any]] = ROWS, kind: str = "zstd") -> 
     return path
 
 
-def found(path: Path | str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[ExampleStore, dict[str, Any]]:
+def found(
+    path: Path | str, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[ExampleStore, dict[str, Any]]:
     """The examples, and the index that a first pass has made of them."""
     made, build = list[Any](), index.build_index
 
@@ -87,7 +106,12 @@ def found(path: Path | str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> 
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Nothing is held in memory; a part is a few row groups; batches end in the middle of row groups."""
-    for name, value in (("IN_MEMORY", 1000), ("PART_BYTES", 600), ("CHUNK_ROWS", 64), ("TOGETHER_ROWS", 7)):
+    for name, value in (
+        ("IN_MEMORY", 1000),
+        ("PART_BYTES", 600),
+        ("CHUNK_ROWS", 64),
+        ("TOGETHER_ROWS", 7),
+    ):
         monkeypatch.setattr(parquet_table, name, value)
     return monkeypatch
 
@@ -97,9 +121,15 @@ def parts(cache_home: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("cores", [1, 2])
-@pytest.mark.parametrize("kind", ["zstd", "snappy", "none", "one group", "large strings", "dictionaries"])
+@pytest.mark.parametrize(
+    "kind", ["zstd", "snappy", "none", "one group", "large strings", "dictionaries"]
+)
 def test_unpacked_rows_are_the_rows(
-    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch, kind: str, cores: int
+    tmp_path: Path,
+    cache_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    cores: int,
 ) -> None:
     rows = [{**row, **BAD.get(number, {})} for number, row in enumerate(ROWS)]
     path = write(tmp_path / "a.parquet", rows, kind)
@@ -115,7 +145,9 @@ def test_unpacked_rows_are_the_rows(
     assert one == expected and one["num_bad"] == len(BAD)
     assert store.fingerprint == held.fingerprint and store.summary() == held.summary()
     assert [store[n] for n in range(len(store))] == [held[n] for n in range(len(held))]
-    assert [store.record(n) for n in range(len(store))] == [held.record(n) for n in range(len(held))]
+    assert [store.record(n) for n in range(len(store))] == [
+        held.record(n) for n in range(len(held))
+    ]
 
 
 def nested(values: pa.Array, kind: str) -> pa.Array:
@@ -130,42 +162,72 @@ def nested(values: pa.Array, kind: str) -> pa.Array:
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-@pytest.mark.parametrize("kind", ["structs", "lists", "fixed lists", "lists of structs"])
+@pytest.mark.parametrize(
+    "kind", ["structs", "lists", "fixed lists", "lists of structs"]
+)
 def test_dictionaries_inside_of_lists_and_structs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_held: bool
 ) -> None:
-    texts, queries = [f"category {n // 40}" for n in range(NUM_ROWS)], [f"q {n} " + "x" * 200 for n in range(NUM_ROWS)]
+    texts, queries = (
+        [f"category {n // 40}" for n in range(NUM_ROWS)],
+        [f"q {n} " + "x" * 200 for n in range(NUM_ROWS)],
+    )
     table = pa.table({"query": queries, "positive": nested(pa.array(texts), kind)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=90, compression="none")
     if not is_held:
-        for name, value in (("IN_MEMORY", 20_000), ("PART_BYTES", 50_000), ("TOGETHER_ROWS", 7)):
+        for name, value in (
+            ("IN_MEMORY", 20_000),
+            ("PART_BYTES", 50_000),
+            ("TOGETHER_ROWS", 7),
+        ):
             monkeypatch.setattr(parquet_table, name, value)
     store = open_path(tmp_path / "a.parquet")
-    assert [(one.query.text, one.positives[0].text) for one in map(store.__getitem__, range(NUM_ROWS))] == list(
-        zip(queries, texts, strict=True)
+    assert [
+        (one.query.text, one.positives[0].text)
+        for one in map(store.__getitem__, range(NUM_ROWS))
+    ] == list(zip(queries, texts, strict=True))
+
+
+def test_threads_read_the_same_rows(
+    tmp_path: Path, unpacked: pytest.MonkeyPatch
+) -> None:
+    unpacked.setattr(
+        unpacked_rows, "_opened", lru_cache(2)(unpacked_rows._opened.__wrapped__)
     )
-
-
-def test_threads_read_the_same_rows(tmp_path: Path, unpacked: pytest.MonkeyPatch) -> None:
-    unpacked.setattr(unpacked_rows, "_opened", lru_cache(2)(unpacked_rows._opened.__wrapped__))
     store = open_path(write(tmp_path / "a.parquet"))
     numbers = random.Random(0).choices(range(NUM_ROWS), k=3000)
     with ThreadPoolExecutor(8) as pool:
-        assert [one.query.text for one in pool.map(store.__getitem__, numbers)] == [ROWS[n]["query"] for n in numbers]
+        assert [one.query.text for one in pool.map(store.__getitem__, numbers)] == [
+            ROWS[n]["query"] for n in numbers
+        ]
 
 
-def test_files_of_a_pattern_share_the_memory(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_pattern_share_the_memory(
+    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = (3, 200, 2, 295)
     bounds = [sum(sizes[:n]) for n in range(5)]
     for number in range(4):
-        write(tmp_path / f"{number}.parquet", ROWS[bounds[number] : bounds[number + 1]], "one group")
+        write(
+            tmp_path / f"{number}.parquet",
+            ROWS[bounds[number] : bounds[number + 1]],
+            "one group",
+        )
     held, expected = found(f"{tmp_path}/*.parquet", monkeypatch, no_duplicates=True)
     assert not parts(cache_home)
-    size = parquet_table.ParquetTable(tmp_path / "2.parquet", Columns(), tmp_path / "none" / "x")._runs[0].size
+    size = (
+        parquet_table.ParquetTable(
+            tmp_path / "2.parquet", Columns(), tmp_path / "none" / "x"
+        )
+        ._runs[0]
+        .size
+    )
     monkeypatch.setattr(parquet_table, "IN_MEMORY", 4 * 2 * size)
     monkeypatch.setattr(index_worker, "num_cores", lambda: 2)
     store, one = found(f"{tmp_path}/*.parquet", monkeypatch, no_duplicates=True)
-    assert one == expected and [store[n] for n in range(NUM_ROWS)] == [held[n] for n in range(NUM_ROWS)]
+    assert one == expected and [store[n] for n in range(NUM_ROWS)] == [
+        held[n] for n in range(NUM_ROWS)
+    ]
     assert len(parts(cache_home)) == 2, "small ones are held in memory"
 
 
@@ -177,25 +239,36 @@ def test_rows_that_are_gone_or_damaged_are_unpacked_again(
     first, second, third = parts(cache_home)
     before, whole = third.stat().st_mtime_ns, second.read_bytes()
     first.unlink()
-    replaced = second.with_suffix(".new")  # as another process would find it, which has nothing open
+    replaced = second.with_suffix(
+        ".new"
+    )  # as another process would find it, which has nothing open
     replaced.write_bytes(whole[:-100])
     replaced.replace(second)
     unpacked_rows._opened.cache_clear()
     store = open_path(path)
-    assert [store[n].query.text for n in range(NUM_ROWS)] == [row["query"] for row in ROWS]
+    assert [store[n].query.text for n in range(NUM_ROWS)] == [
+        row["query"] for row in ROWS
+    ]
     assert second.read_bytes() == whole and third.stat().st_mtime_ns == before
     assert len(parts(cache_home)) == 3
 
 
-def test_rows_that_can_no_longer_be_read(tmp_path: Path, cache_home: Path, unpacked: pytest.MonkeyPatch) -> None:
+def test_rows_that_can_no_longer_be_read(
+    tmp_path: Path, cache_home: Path, unpacked: pytest.MonkeyPatch
+) -> None:
     store = open_path(write(tmp_path / "a.parquet"))
     for part in parts(cache_home):
         os.truncate(part, 900)
-    with pytest.raises(parquet_table.UserError, match=r"the unpacked copy of .*a.parquet, can no longer be read"):
+    with pytest.raises(
+        parquet_table.UserError,
+        match=r"the unpacked copy of .*a.parquet, can no longer be read",
+    ):
         [store[n] for n in range(NUM_ROWS)]
 
 
-def test_a_large_row_group_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_row_group_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(0)
     texts = [draw.randbytes(10_000).hex() for _ in range(1500)]
     pq.write_table(
@@ -206,7 +279,9 @@ def test_a_large_row_group_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.setattr(parquet_table, "IN_MEMORY", 2**20)
     monkeypatch.setattr(parquet_table, "CHUNK_BYTES", 2**20)
-    table = parquet_table.ParquetTable(tmp_path / "a.parquet", Columns(), tmp_path / "unpacked" / "a")
+    table = parquet_table.ParquetTable(
+        tmp_path / "a.parquet", Columns(), tmp_path / "unpacked" / "a"
+    )
     del texts
     before = pa.total_allocated_bytes()
     held = [pa.total_allocated_bytes() - before for _ in table.blocks(table.parts()[0])]
@@ -234,7 +309,9 @@ open_path(sys.argv[1])
 """
 
 
-def test_a_kill_leaves_whole_parts(tmp_path: Path, cache_home: Path, unpacked: pytest.MonkeyPatch) -> None:
+def test_a_kill_leaves_whole_parts(
+    tmp_path: Path, cache_home: Path, unpacked: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.parquet")
     killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -242,15 +319,21 @@ def test_a_kill_leaves_whole_parts(tmp_path: Path, cache_home: Path, unpacked: p
     (left,) = first.parent.glob("*.partial")
     before = first.stat().st_mtime_ns
     store = open_path(path)
-    assert [store.record(n)["query"] for n in range(NUM_ROWS)] == [row["query"] for row in ROWS]
-    assert first.stat().st_mtime_ns == before and left.exists(), "another process may still write it"
+    assert [store.record(n)["query"] for n in range(NUM_ROWS)] == [
+        row["query"] for row in ROWS
+    ]
+    assert first.stat().st_mtime_ns == before and left.exists(), (
+        "another process may still write it"
+    )
     os.utime(left, (0, time.time() - unpacked_rows.SECONDS_UNTIL_ABANDONED - 1))
     parts(cache_home)[2].unlink()
     open_path(path)
     assert not left.exists() and len(parts(cache_home)) == 3
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, cache_home: Path, unpacked: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, cache_home: Path, unpacked: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "a.parquet")
 
     def full(self: DirectFile, data: memoryview) -> None:
@@ -259,19 +342,30 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, cache_home: Path, unpacked: 
     unpacked.setattr(DirectFile, "_write_all", full)
     unpacked.setattr(index_worker, "num_cores", lambda: 1)
     message = refused(path)
-    assert "a.parquet could not be unpacked into" in message and "No space left" in message and "free some" in message
+    assert (
+        "a.parquet could not be unpacked into" in message
+        and "No space left" in message
+        and "free some" in message
+    )
     assert not [one for one in cache_home.rglob("*") if one.is_file()]
 
 
 def test_room_for_all_files_is_asked_for_first(
-    tmp_path: Path, cache_home: Path, unpacked: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    cache_home: Path,
+    unpacked: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for number in range(2):
         write(tmp_path / f"{number}.parquet")
     with caplog.at_level(logging.INFO, "vembed"):
         open_path(tmp_path / "0.parquet")
         open_path(f"{tmp_path}/*.parquet")
-    sizes = [int(one.args[1].replace(",", "")) for one in caplog.records if "are unpacked into" in one.message]
+    sizes = [
+        int(one.args[1].replace(",", ""))
+        for one in caplog.records
+        if "are unpacked into" in one.message
+    ]
     assert len(sizes) == 2 and sizes[0] == sizes[1], "the first file is there already"
     assert len(parts(cache_home)) == 6
 
@@ -286,7 +380,9 @@ def test_a_direct_file_holds_what_was_written(
     def written(file: int, data: Any) -> int:
         if refuses == "write" and is_direct:
             raise OSError(errno.EINVAL, "no direct writes")
-        return write_bytes(file, data[: max(1, len(data) // 2)] if not is_direct else data)
+        return write_bytes(
+            file, data[: max(1, len(data) // 2)] if not is_direct else data
+        )
 
     def controlled(file: int, what: int, flags: int = 0) -> int:
         nonlocal is_direct
@@ -312,11 +408,17 @@ def test_a_direct_file_holds_what_was_written(
 
 @pytest.mark.parametrize("cores", [1, 2])
 def test_progress_names_share_rate_and_rest(
-    tmp_path: Path, unpacked: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cores: int
+    tmp_path: Path,
+    unpacked: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cores: int,
 ) -> None:
     unpacked.setattr(index, "SECONDS_BETWEEN_LINES", 0.0)
     unpacked.setattr(index_worker, "num_cores", lambda: cores)
     with caplog.at_level(logging.INFO, "vembed"):
         open_path(write(tmp_path / "a.parquet"))
     lines = [one.message for one in caplog.records if "records checked" in one.message]
-    assert any(re.search(r": 338 records checked \(68%\), [\d,]+/s, \d+ s left$", line) for line in lines), lines
+    assert any(
+        re.search(r": 338 records checked \(68%\), [\d,]+/s, \d+ s left$", line)
+        for line in lines
+    ), lines

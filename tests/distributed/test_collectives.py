@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.harness import run_ranks
-from vembed.distributed import collectives
+from vembed.parallel import collectives
 
 
 def rows_of(rank: int, count: int, width: int = 3) -> Tensor:
-    return torch.arange(count * width, dtype=torch.float64).view(count, width) + 100 * rank
+    return (
+        torch.arange(count * width, dtype=torch.float64).view(count, width) + 100 * rank
+    )
 
 
 def everything(counts: list[int]) -> dict[str, Any]:
@@ -23,22 +25,42 @@ def everything(counts: list[int]) -> dict[str, Any]:
     seen: dict[str, Any] = {"place": (rank, size)}
     seen["ints"] = collectives.all_gather_ints([rank, -rank])
     seen["none"] = collectives.all_gather_ints([])
-    seen["max"], seen["sum"] = collectives.max_ints([rank, -rank]), collectives.sum_ints([1, rank])
+    seen["max"], seen["sum"] = (
+        collectives.max_ints([rank, -rank]),
+        collectives.sum_ints([1, rank]),
+    )
     seen["scalars"] = collectives.sum_scalars([0.5, rank / 3])
     leaf = own.clone().requires_grad_()
     seen["rows"] = collectives.all_gather_rows(leaf)
     seen["rows_by_counts"] = collectives.all_gather_rows(own, counts)
-    seen["numbers"] = collectives.all_gather_rows(torch.full((counts[rank],), rank, dtype=torch.int64))
+    seen["numbers"] = collectives.all_gather_rows(
+        torch.full((counts[rank],), rank, dtype=torch.int64)
+    )
     everybody = torch.cat([rows_of(one, count) for one, count in enumerate(counts)])
     seen["scattered"] = collectives.reduce_scatter_rows(everybody * (rank + 1), counts)
     seen["tensor"] = collectives.sum_tensor(torch.tensor(2.0))
-    values = [torch.full((2, 2), float(rank)), torch.tensor([rank], dtype=torch.int64), torch.zeros(0)]
+    values = [
+        torch.full((2, 2), float(rank)),
+        torch.tensor([rank], dtype=torch.int64),
+        torch.zeros(0),
+    ]
     collectives.broadcast_tensors(values, source=size - 1)
     seen["broadcast"] = values
-    alike = {"same": torch.ones(3), "zero": torch.tensor([0.0, -0.0]), "other": torch.full((2,), float(rank))}
-    seen["different"], seen["equalised"] = collectives.sync_from_rank0(alike), alike["other"]
-    seen["json"] = collectives.broadcast_json({"rank": rank, "names": ["a", None, 1.5]}, source=size - 1)
-    seen["all_json"] = collectives.gather_objects_as_json({"rank": rank, "text": "x" * (10 * rank)})
+    alike = {
+        "same": torch.ones(3),
+        "zero": torch.tensor([0.0, -0.0]),
+        "other": torch.full((2,), float(rank)),
+    }
+    seen["different"], seen["equalised"] = (
+        collectives.sync_from_rank0(alike),
+        alike["other"],
+    )
+    seen["json"] = collectives.broadcast_json(
+        {"rank": rank, "names": ["a", None, 1.5]}, source=size - 1
+    )
+    seen["all_json"] = collectives.gather_objects_as_json(
+        {"rank": rank, "text": "x" * (10 * rank)}
+    )
     collectives.barrier()
     collectives.reset_collective_counts()
     collectives.all_gather_rows(own, counts)
@@ -63,22 +85,32 @@ def test_each_collective(counts: list[int]) -> None:
         for name in ("rows", "rows_by_counts"):
             assert torch.equal(seen[name], everybody)
             assert not seen[name].requires_grad
-        assert seen["numbers"].tolist() == [one for one, count in enumerate(counts) for _ in range(count)]
-        assert torch.equal(seen["scattered"], rows_of(rank, counts[rank]) * sum(range(1, size + 1)))
+        assert seen["numbers"].tolist() == [
+            one for one, count in enumerate(counts) for _ in range(count)
+        ]
+        assert torch.equal(
+            seen["scattered"], rows_of(rank, counts[rank]) * sum(range(1, size + 1))
+        )
         assert float(seen["tensor"]) == 2.0 * size
         assert seen["broadcast"][0].tolist() == [[size - 1.0] * 2] * 2
         assert seen["broadcast"][1].tolist() == [size - 1]
         assert seen["different"] == (["other"] if size > 1 else [])
         assert seen["equalised"].tolist() == [0.0, 0.0]
         assert seen["json"] == {"rank": size - 1, "names": ["a", None, 1.5]}
-        assert seen["all_json"] == [{"rank": one, "text": "x" * (10 * one)} for one in range(size)]
-        assert seen["counts"] == ({"all_gather_rows": 2, "all_gather_ints": 1} if size > 1 else {})
+        assert seen["all_json"] == [
+            {"rank": one, "text": "x" * (10 * one)} for one in range(size)
+        ]
+        assert seen["counts"] == (
+            {"all_gather_rows": 2, "all_gather_ints": 1} if size > 1 else {}
+        )
 
 
 def averaged_gradients(average: bool) -> tuple[list[Tensor | None], dict[str, int]]:
     rank = collectives.rank()
     collectives.BUCKET_BYTES = 64  # several messages
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (7,), (2,), (4,), ())]
+    parameters = [
+        nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (7,), (2,), (4,), ())
+    ]
     parameters.append(nn.Parameter(torch.zeros(6, dtype=torch.bfloat16)))
     parameters.append(nn.Parameter(torch.zeros(2), requires_grad=False))
     parameters[0].grad = torch.full((3, 5), rank + 1.0)
@@ -86,7 +118,9 @@ def averaged_gradients(average: bool) -> tuple[list[Tensor | None], dict[str, in
         parameters[1].grad = torch.arange(7.0)
     parameters[3].grad = torch.arange(4.0) * rank
     parameters[4].grad = torch.tensor(4.0)
-    parameters[5].grad = torch.full((6,), 1 / 256 if rank else 1.0, dtype=torch.bfloat16)
+    parameters[5].grad = torch.full(
+        (6,), 1 / 256 if rank else 1.0, dtype=torch.bfloat16
+    )
     collectives.reset_collective_counts()
     collectives.all_reduce_gradients(parameters, average=average)
     return [parameter.grad for parameter in parameters], collectives.collective_counts()
@@ -97,12 +131,16 @@ def test_gradients_of_copies_with_some_missing(average: bool) -> None:
     rank_batch = 0.5 if average else 1.0
     for gradients, counts in run_ranks(averaged_gradients, 2, average):
         assert torch.equal(gradients[0], torch.full((3, 5), 3.0 * rank_batch))
-        assert torch.equal(gradients[1], torch.arange(7.0) * rank_batch)  # rank 0 has none: it counts as zero
+        assert torch.equal(
+            gradients[1], torch.arange(7.0) * rank_batch
+        )  # rank 0 has none: it counts as zero
         assert gradients[2] is None  # nobody has one
         assert torch.equal(gradients[3], torch.arange(4.0) * rank_batch)
         assert float(gradients[4]) == 8.0 * rank_batch
         # Added up in float32, then rounded once.
-        assert torch.equal(gradients[5], torch.full((6,), (1 + 1 / 256) * rank_batch).bfloat16())
+        assert torch.equal(
+            gradients[5], torch.full((6,), (1 + 1 / 256) * rank_batch).bfloat16()
+        )
         assert gradients[6] is None
         assert counts == {"max_ints": 1, "all_reduce_gradients": 1}
 
@@ -122,11 +160,16 @@ def test_without_a_group_nothing_is_sent() -> None:
 
 
 def wrong_counts() -> str:
-    with pytest.raises(ValueError, match="gave 2 rows where its counts say 3") as caught:
+    with pytest.raises(
+        ValueError, match="gave 2 rows where its counts say 3"
+    ) as caught:
         collectives.all_gather_rows(torch.ones(2, 2), [3, 3])
     return "\n".join(caught.value.__notes__)
 
 
 def test_wrong_counts_are_found_before_anything_is_sent() -> None:
     notes = run_ranks(wrong_counts, 2)
-    assert notes == [f"rank {rank} of 2, in the collective all_gather_rows (call 1)" for rank in range(2)]
+    assert notes == [
+        f"rank {rank} of 2, in the collective all_gather_rows (call 1)"
+        for rank in range(2)
+    ]

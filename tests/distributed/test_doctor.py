@@ -60,7 +60,9 @@ FACTS = [
 @pytest.mark.promise("A02", "A04", "A05", "A20", "A21", "B23", "D45")
 def test_facts_self_test_and_checklist_in_order(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nuse_fsdp: true\nbatch_size: 64\n")
+    config.write_text(
+        f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nuse_fsdp: true\nbatch_size: 64\n"
+    )
     done = command("doctor", str(config), "--nproc", "2")
     assert done.returncode == 0, done.stderr
     lines = iter(done.stdout.splitlines())
@@ -84,12 +86,15 @@ def test_a_fault_is_named_with_its_rank_and_ends_the_self_test() -> None:
         assert outcome.error is None
         last = outcome.result.splitlines()[-1]
         assert re.fullmatch(
-            rf"\* forward: FAIL on rank {rank}: RuntimeError: embeddings differ from those of one process by \S+", last
+            rf"\* forward: FAIL on rank {rank}: RuntimeError: embeddings differ from those of one process by \S+",
+            last,
         )
 
 
 @pytest.mark.promise("A20")
-def test_one_process_is_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_is_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert selftest.main() == 0
@@ -101,9 +106,18 @@ def test_one_process_is_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ("mixed_precision: fp16\n", "1. GPUs visible: none, the run computes on the CPU: FAIL"),
-        ("strategy: single\n", "2. strategy: strategy: single, but 2 processes were started"),
-        ("batch_size: 64\nuse_gradient_cache: false\n", "3. batch: 64 per process at once"),
+        (
+            "mixed_precision: fp16\n",
+            "1. GPUs visible: none, the run computes on the CPU: FAIL",
+        ),
+        (
+            "strategy: single\n",
+            "2. strategy: strategy: single, but 2 processes were started",
+        ),
+        (
+            "batch_size: 64\nuse_gradient_cache: false\n",
+            "3. batch: 64 per process at once",
+        ),
         (
             "use_fsdp: true\ngradient_checkpointing: false\n",
             "4. gradient checkpointing: off (gradient_checkpointing): FAIL",
@@ -112,15 +126,23 @@ def test_one_process_is_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 )
 @pytest.mark.promise("D45")
 def test_a_point_that_fails_makes_exit_code_1(
-    options: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\n{options}")
+    config.write_text(
+        f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\n{options}"
+    )
     monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
     assert doctor.run_doctor(str(config), 2) == 1
-    failed = [one for one in capsys.readouterr().out.splitlines() if one.endswith(": FAIL")]
+    failed = [
+        one for one in capsys.readouterr().out.splitlines() if one.endswith(": FAIL")
+    ]
     assert any(one.startswith(line.removesuffix(": FAIL")) for one in failed)
 
 
@@ -128,20 +150,32 @@ def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model"
-    shutil.copytree(shared(tiny_bert), model, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        shared(tiny_bert), model, ignore=shutil.ignore_patterns("*.safetensors")
+    )
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name: {model}\ndata_path: train.jsonl\nstrategy: ddp\n")
     monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
     assert doctor.run_doctor(str(config), 2) == 1
     said = capsys.readouterr().out
-    assert f"8. weights: {model} has no .safetensors file" in said and "fsdp needed: no (a whole copy takes" in said
+    assert (
+        f"8. weights: {model} has no .safetensors file" in said
+        and "fsdp needed: no (a whole copy takes" in said
+    )
     monkeypatch.setattr(doctor, "memory_of_a_process", lambda *_: 400_000)
     assert doctor.run_doctor(str(config), 2) == 1
-    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("2. ")]
-    assert "fsdp needed: yes (a whole copy takes" in line and line.endswith("on several processes): FAIL")
+    (line,) = [
+        one for one in capsys.readouterr().out.splitlines() if one.startswith("2. ")
+    ]
+    assert "fsdp needed: yes (a whole copy takes" in line and line.endswith(
+        "on several processes): FAIL"
+    )
     (model / "model.safetensors").touch()
     assert doctor.run_doctor(str(config), 2) == 1
-    assert "8. weights: " in (said := capsys.readouterr().out) and "is not a safetensors file" in said
+    assert (
+        "8. weights: " in (said := capsys.readouterr().out)
+        and "is not a safetensors file" in said
+    )
 
 
 def test_a_failed_self_test_makes_exit_code_1(
@@ -153,9 +187,12 @@ def test_a_failed_self_test_makes_exit_code_1(
 
 
 @pytest.mark.parametrize(
-    ("instructions", "said"), [("AVX512-BF16", r"bf16: yes \(.*AVX512-BF16"), (None, "bf16: emulated, and slow")]
+    ("instructions", "said"),
+    [("AVX512-BF16", r"bf16: yes \(.*AVX512-BF16"), (None, "bf16: emulated, and slow")],
 )
-def test_bf16_of_a_cpu_is_said_as_it_is(instructions: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_of_a_cpu_is_said_as_it_is(
+    instructions: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(doctor, "bf16_instructions", lambda: instructions)
     [line] = [one for one in doctor.describe_machine() if one.startswith("bf16")]

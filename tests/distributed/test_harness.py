@@ -38,11 +38,18 @@ def killed_rank() -> str:
 
 
 def test_results_come_by_rank() -> None:
-    assert run_ranks(add_ranks, 3, 1) == [(0, torch.tensor([6.0])), (1, torch.tensor([6.0])), (2, torch.tensor([6.0]))]
+    assert run_ranks(add_ranks, 3, 1) == [
+        (0, torch.tensor([6.0])),
+        (1, torch.tensor([6.0])),
+        (2, torch.tensor([6.0])),
+    ]
 
 
 def test_error_names_the_rank_and_keeps_its_traceback() -> None:
-    with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2 failed.*fail_on_rank_one.*the shelf is empty"):
+    with pytest.raises(
+        RankFailed,
+        match=r"(?s)rank 1 of 2 failed.*fail_on_rank_one.*the shelf is empty",
+    ):
         run_ranks(fail_on_rank_one, 2)
 
 
@@ -58,7 +65,11 @@ def test_killed_rank_is_told_from_one_that_raised() -> None:
 
 
 def imported() -> list[str]:
-    return [name for name in ("torch", "peft", "vembed.training.run", "tests.preloaded") if name in sys.modules]
+    return [
+        name
+        for name in ("torch", "peft", "vembed.training.run", "tests.preloaded")
+        if name in sys.modules
+    ]
 
 
 def test_a_rank_has_imported_what_it_needs() -> None:
@@ -66,10 +77,16 @@ def test_a_rank_has_imported_what_it_needs() -> None:
     assert names == ["torch", "peft", "vembed.training.run", "tests.preloaded"]
 
 
-def test_a_command_has_its_words_folder_variables_streams_and_exit_code(tmp_path: Path) -> None:
+def test_a_command_has_its_words_folder_variables_streams_and_exit_code(
+    tmp_path: Path,
+) -> None:
     program = "import os, sys; print(sys.argv, os.getcwd(), os.environ['MINE']); sys.stderr.write('no\\n'); sys.exit(7)"
     done = command(program, "a b", module=CODE, folder=tmp_path, env={"MINE": "1"})
-    assert (done.returncode, done.stdout, done.stderr) == (7, f"['-c', 'a b'] {tmp_path} 1\n", "no\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        7,
+        f"['-c', 'a b'] {tmp_path} 1\n",
+        "no\n",
+    )
 
 
 PARENT = """
@@ -94,8 +111,13 @@ def halved(number: int) -> tuple[int, float]:
 def test_cases_run_on_the_same_ranks_with_ports_of_their_own() -> None:
     found = run_cases(halved, 2, {"four": (4,), "six": (6,)}, process_group=False)
     ports = {name: {port for port, _ in result_of(found, name)} for name in found}
-    assert all(len(own) == 1 for own in ports.values()) and ports["four"] != ports["six"]
-    assert [[half for _, half in result_of(found, name)] for name in found] == [[2, 2], [3, 3]]
+    assert (
+        all(len(own) == 1 for own in ports.values()) and ports["four"] != ports["six"]
+    )
+    assert [[half for _, half in result_of(found, name)] for name in found] == [
+        [2, 2],
+        [3, 3],
+    ]
 
 
 def test_a_case_that_fails_takes_no_other_with_it() -> None:

@@ -21,10 +21,10 @@ from vembed.config.loading import resolve_run
 from vembed.config.ranks import BY_CONTENT, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
-from vembed.distributed import meeting, rendezvous
-from vembed.distributed.environment import read_rank_info
-from vembed.distributed.rendezvous import Limit
 from vembed.errors import UserError
+from vembed.parallel import meeting, rendezvous
+from vembed.parallel.environment import read_rank_info
+from vembed.parallel.rendezvous import Limit
 from vembed.training.agreement import facts_of
 
 
@@ -61,7 +61,9 @@ def sentence(number: int, facts: dict[str, Any], **launch: Any) -> str | None:
     ranks = read_rank_info()
     store = dist.PrefixStore(f"meeting-{number}", STORE[0])
     try:
-        meeting.meet(store, ranks, Limit(1), {"num_machines": 1, **launch}, lambda _: facts)
+        meeting.meet(
+            store, ranks, Limit(1), {"num_machines": 1, **launch}, lambda _: facts
+        )
     except UserError as error:
         return str(error)
     return None
@@ -75,23 +77,49 @@ def all_meetings(folder: str) -> dict[str, str | None]:
     warnings.simplefilter("ignore")  # pydantic's, on values of other types
     rank, base = int(os.environ["RANK"]), Path(folder)
     meeting.LINGER_SECONDS = 1.0
-    meeting.versions = cache(meeting.versions)  # which reads all sources at each meeting
+    meeting.versions = cache(
+        meeting.versions
+    )  # which reads all sources at each meeting
     STORE[:] = [rendezvous.connect(read_rank_info(), Limit(1))]
-    run = resolve_run({"model_name": f"{folder}/model", "data_path": f"{folder}/a.jsonl", "max_steps": 5})
+    run = resolve_run(
+        {
+            "model_name": f"{folder}/model",
+            "data_path": f"{folder}/a.jsonl",
+            "max_steps": 5,
+        }
+    )
     said: dict[str, str | None] = {}
     for number, name in enumerate(TrainConfig.model_fields):
         said[name] = sentence(number, facts_of(changed(run, name) if rank else run))
 
     def other(name: str, **options: Any) -> dict[str, Any]:
-        return facts_of(replace(run, config=run.config.model_copy(update={name: options[name]} if rank else {})))
+        return facts_of(
+            replace(
+                run,
+                config=run.config.model_copy(
+                    update={name: options[name]} if rank else {}
+                ),
+            )
+        )
 
-    said["same data elsewhere"] = sentence(1000, other("data_path", data_path=str(base / "copy.jsonl")))
-    said["other order"] = sentence(1001, other("data_path", data_path=str(base / "b.jsonl")))
-    said["missing data"] = sentence(1002, other("data_path", data_path=str(base / "none.jsonl")))
-    said["other model"] = sentence(1003, other("model_name", model_name=str(base / "other")))
+    said["same data elsewhere"] = sentence(
+        1000, other("data_path", data_path=str(base / "copy.jsonl"))
+    )
+    said["other order"] = sentence(
+        1001, other("data_path", data_path=str(base / "b.jsonl"))
+    )
+    said["missing data"] = sentence(
+        1002, other("data_path", data_path=str(base / "none.jsonl"))
+    )
+    said["other model"] = sentence(
+        1003, other("model_name", model_name=str(base / "other"))
+    )
     said["machines"] = sentence(1004, {}, num_machines=2 + rank)
     versions = meeting.versions
-    meeting.versions = lambda: {**versions(), **({"torch's version": "1.0"} if rank else {})}
+    meeting.versions = lambda: {
+        **versions(),
+        **({"torch's version": "1.0"} if rank else {}),
+    }
     said["version"] = sentence(1005, {})
     meeting.versions = versions
     os.environ["SLURM_JOB_ID"] = str(rank)
@@ -109,7 +137,9 @@ def all_meetings(folder: str) -> dict[str, str | None]:
     del os.environ["VEMBED_LAUNCH_ID"]
     said["alike"] = sentence(1008, facts_of(run))
     STORE[0].add("done", 1)
-    rendezvous.poll(Limit(1), lambda: STORE[0].add("done", 0) == 2)  # rank 0 keeps the store
+    rendezvous.poll(
+        Limit(1), lambda: STORE[0].add("done", 0) == 2
+    )  # rank 0 keeps the store
     return said
 
 
@@ -125,17 +155,23 @@ def meetings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | N
 
 
 def test_every_rank_hears_the_same(meetings: list[dict[str, str | None]]) -> None:
-    assert [name for name, said in meetings[0].items() if said != meetings[1][name]] == []
+    assert [
+        name for name, said in meetings[0].items() if said != meetings[1][name]
+    ] == []
     assert meetings[0]["alike"] is None
 
 
 @pytest.mark.parametrize("name", TrainConfig.model_fields)
-def test_every_option_is_compared_or_may_differ_for_a_reason(name: str, meetings: list[dict[str, str | None]]) -> None:
+def test_every_option_is_compared_or_may_differ_for_a_reason(
+    name: str, meetings: list[dict[str, str | None]]
+) -> None:
     said = meetings[0][name]
     if name in MAY_DIFFER:
         assert said is None and MAY_DIFFER[name]
         return
-    assert said is not None and said.startswith(f"the processes of this run were not started alike: {name} is ")
+    assert said is not None and said.startswith(
+        f"the processes of this run were not started alike: {name} is "
+    )
     assert " on rank 0 (" in said and " on rank 1 (" in said and "\n" not in said
 
 
@@ -158,15 +194,21 @@ def test_lists_of_options_name_options() -> None:
         ("launch", "belong to different runs (VEMBED_LAUNCH_ID launch-0 and launch-1)"),
     ],
 )
-def test_files_versions_and_launches_are_compared(what: str, named: str, meetings: list[dict[str, str | None]]) -> None:
+def test_files_versions_and_launches_are_compared(
+    what: str, named: str, meetings: list[dict[str, str | None]]
+) -> None:
     assert named in str(meetings[0][what])
 
 
-def test_the_same_data_in_another_place_are_the_same(meetings: list[dict[str, str | None]]) -> None:
+def test_the_same_data_in_another_place_are_the_same(
+    meetings: list[dict[str, str | None]],
+) -> None:
     assert meetings[0]["same data elsewhere"] is None
 
 
-def test_checkouts_of_one_version_are_told_apart_by_their_sources(tmp_path: Path) -> None:
+def test_checkouts_of_one_version_are_told_apart_by_their_sources(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "a.py").write_text("x = 1")
     before = meeting.sources_digest(tmp_path)
@@ -174,4 +216,6 @@ def test_checkouts_of_one_version_are_told_apart_by_their_sources(tmp_path: Path
     assert meeting.sources_digest(tmp_path) == before
     (tmp_path / "inner" / "a.py").write_text("x = 2")
     assert meeting.sources_digest(tmp_path) != before
-    assert meeting.versions()["vembed's version"].startswith(f"{vembed.__version__} (sources ")
+    assert meeting.versions()["vembed's version"].startswith(
+        f"{vembed.__version__} (sources "
+    )

@@ -15,7 +15,7 @@ import torch
 from tests.commands import CODE, command
 from tests.distributed.steps import listen
 from tests.harness import run_ranks
-from vembed.distributed import collectives, memory
+from vembed.parallel import collectives, memory
 
 LINE = re.compile(r"Rank (\d+), CPU: RSS: (\d+\.\d\d)GB, Peak: (\d+\.\d\d)GB$")
 
@@ -39,10 +39,15 @@ def test_total_is_a_real_sum() -> None:
     assert [int(match[1]) for match in found if match] == [0, 1]
     used = [float(match[2]) for match in found if match]
     assert used[1] - used[0] > 0.25
-    total = re.fullmatch(r"after loading: Total across 2 processes: RSS: (\S+)GB, Peak: (\S+)GB", lines[2])
+    total = re.fullmatch(
+        r"after loading: Total across 2 processes: RSS: (\S+)GB, Peak: (\S+)GB",
+        lines[2],
+    )
     assert total
     assert float(total[1]) == pytest.approx(sum(used), abs=0.011)
-    assert float(total[2]) == pytest.approx(sum(float(match[3]) for match in found if match), abs=0.011)
+    assert float(total[2]) == pytest.approx(
+        sum(float(match[3]) for match in found if match), abs=0.011
+    )
 
 
 @pytest.mark.promise("B10", "B29", "B31")
@@ -66,7 +71,12 @@ def clear_together() -> tuple[float, float, float, float]:
         time.sleep(0.3)
     came = time.monotonic()
     memory.fsdp_empty_cache()
-    return came, time.monotonic(), before, memory.memory_snapshot(torch.device("cpu"))["rss_gb"]
+    return (
+        came,
+        time.monotonic(),
+        before,
+        memory.memory_snapshot(torch.device("cpu"))["rss_gb"],
+    )
 
 
 @pytest.mark.promise("B10", "B29")
@@ -87,8 +97,15 @@ def test_lines_reach_standard_output_where_nobody_logs() -> None:
 
 
 @pytest.mark.promise("A21")
-def test_gpu_line_has_the_words_of_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"device": "cuda:3", "allocated_gb": 1.234, "reserved_gb": 2.344, "peak_gb": 3.45}
+def test_gpu_line_has_the_words_of_the_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures = {
+        "device": "cuda:3",
+        "allocated_gb": 1.234,
+        "reserved_gb": 2.344,
+        "peak_gb": 3.45,
+    }
     monkeypatch.setattr(memory, "memory_snapshot", lambda _: figures)
     logging.getLogger("vembed").addHandler(logging.NullHandler())
     lines = memory.fsdp_print_memory_usage()

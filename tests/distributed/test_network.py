@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from vembed.distributed import network, session
-from vembed.distributed.network import default_interface, interface_to, is_loopback_by_name
+from vembed.parallel import network, session
+from vembed.parallel.network import default_interface, interface_to, is_loopback_by_name
 
 INTERFACES = {
     "lo": ["127.0.0.1", "::1"],
@@ -19,11 +19,19 @@ INTERFACES = {
     "eth1": ["fd00::1", "fe80::1%eth1"],
 }
 ROUTES = {
-    "127.0.0.1": "127.0.0.1", "127.0.1.1": "127.0.0.1", "::1": "::1", "10.0.0.2": "10.0.0.1", "fd00::2": "fd00::1",
+    "127.0.0.1": "127.0.0.1",
+    "127.0.1.1": "127.0.0.1",
+    "::1": "::1",
+    "10.0.0.2": "10.0.0.1",
+    "fd00::2": "fd00::1",
     "fe80::2%eth1": "fe80::1%eth1",
-}  # fmt: skip
+}
 """Where packets go to -> the own address that they come from."""
-HOSTS = {"head": ["127.0.1.1"], "both": ["fd99::1", "127.0.1.1", "10.0.0.2"], "six": ["fd00::2"]}
+HOSTS = {
+    "head": ["127.0.1.1"],
+    "both": ["fd99::1", "127.0.1.1", "10.0.0.2"],
+    "six": ["fd00::2"],
+}
 
 
 @pytest.fixture
@@ -44,12 +52,19 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         if host not in HOSTS and ":" not in host and not host[0].isdigit():
             raise socket.gaierror("Name or service not known")
         return [
-            (socket.AF_INET6 if ":" in one else socket.AF_INET, socket.SOCK_DGRAM, 0, "", (one, port))
+            (
+                socket.AF_INET6 if ":" in one else socket.AF_INET,
+                socket.SOCK_DGRAM,
+                0,
+                "",
+                (one, port),
+            )
             for one in HOSTS.get(host, [host])
         ]
 
     found = {
-        name: [type("Entry", (), {"address": one})() for one in addresses] for name, addresses in INTERFACES.items()
+        name: [type("Entry", (), {"address": one})() for one in addresses]
+        for name, addresses in INTERFACES.items()
     }
     monkeypatch.setattr(socket, "socket", Probe)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
@@ -62,7 +77,10 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     ("host", "interface"),
     [
         ("10.0.0.2", "eth0"),
-        ("both", "eth0"),  # no route leads to its first address, and the second is loopback
+        (
+            "both",
+            "eth0",
+        ),  # no route leads to its first address, and the second is loopback
         ("six", "eth1"),
         ("fe80::2%eth1", "eth1"),
         ("127.0.0.1", "lo"),
@@ -77,13 +95,27 @@ def test_the_interface_that_leads_to_a_host(host: str, interface: str | None) ->
 
 @pytest.mark.usefixtures("routes")
 def test_which_names_hide_behind_loopback() -> None:
-    hosts = ["head", "both", "six", "localhost", "127.0.0.1", "::1", "10.0.0.2", "nowhere"]
+    hosts = [
+        "head",
+        "both",
+        "six",
+        "localhost",
+        "127.0.0.1",
+        "::1",
+        "10.0.0.2",
+        "nowhere",
+    ]
     assert [host for host in hosts if is_loopback_by_name(host)] == ["head"]
 
 
-@pytest.mark.parametrize("default", [None, "10.0.0.1", "fd00::1"], ids=["none", "IPv4", "IPv6"])
+@pytest.mark.parametrize(
+    "default", [None, "10.0.0.1", "fd00::1"], ids=["none", "IPv4", "IPv6"]
+)
 def test_a_name_of_machine_0_that_is_loopback_there(
-    routes: dict[str, str], default: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    routes: dict[str, str],
+    default: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Debian maps a machine's own name to 127.0.1.1: with loopback for gloo the others find nobody there."""
     if default is not None:
@@ -96,5 +128,10 @@ def test_a_name_of_machine_0_that_is_loopback_there(
         session._choose_interface()
     expected = {None: None, "10.0.0.1": "eth0", "fd00::1": "eth1"}[default]
     assert default_interface() == os.environ.get("GLOO_SOCKET_IFNAME") == expected
-    assert ("give its address in the network to --main-process-ip" in caplog.text) is (expected is None)
-    assert (f"interface {expected} (the default route's, because head is loopback on" in caplog.text) is bool(expected)
+    assert ("give its address in the network to --main-process-ip" in caplog.text) is (
+        expected is None
+    )
+    assert (
+        f"interface {expected} (the default route's, because head is loopback on"
+        in caplog.text
+    ) is bool(expected)

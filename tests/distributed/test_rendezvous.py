@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from vembed.distributed import meeting, rendezvous
-from vembed.distributed.environment import RankInfo
-from vembed.distributed.launch import free_port
-from vembed.distributed.rendezvous import Limit, connect
 from vembed.errors import UserError
+from vembed.parallel import meeting, rendezvous
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.launch import free_port
+from vembed.parallel.rendezvous import Limit, connect
 
 SHORT = 1.0 / 60
 FIRST, SECOND = RankInfo(0, 2, 0, 1, launched=True), RankInfo(1, 2, 0, 1, launched=True)
@@ -35,7 +35,9 @@ def failure(ranks: RankInfo) -> str:
     began = time.monotonic()
     with pytest.raises(UserError) as caught:
         connect(ranks, Limit(SHORT))
-    assert time.monotonic() - began < 30, "near the limit, not two to three times the default one"
+    assert time.monotonic() - began < 30, (
+        "near the limit, not two to three times the default one"
+    )
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -47,10 +49,15 @@ def test_nobody_listens(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     )
     lines = capsys.readouterr().err.splitlines()
     place = re.escape(f"127.0.0.1:{port}")
-    assert re.match(rf"vembed: rank 1 has waited \d+ s for the store at {place} \(dist_timeout", lines[0])
+    assert re.match(
+        rf"vembed: rank 1 has waited \d+ s for the store at {place} \(dist_timeout",
+        lines[0],
+    )
 
 
-def test_a_name_that_cannot_be_resolved(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_cannot_be_resolved(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
     assert "(the name nowhere.invalid cannot be resolved: " in failure(SECOND)
 
@@ -59,7 +66,9 @@ def test_a_port_in_use(port: int) -> None:
     with socket.socket() as other:
         other.bind(("", port))
         other.listen()
-        assert failure(FIRST).startswith(f"MASTER_PORT: port {port} is in use on this machine, so rank 0 cannot meet")
+        assert failure(FIRST).startswith(
+            f"MASTER_PORT: port {port} is in use on this machine, so rank 0 cannot meet"
+        )
 
 
 def test_a_server_of_another_kind(port: int) -> None:
@@ -69,9 +78,14 @@ def test_a_server_of_another_kind(port: int) -> None:
         assert "something listens there that is no run's rank 0" in failure(SECOND)
 
 
-def test_rank_0_says_whom_it_waits_for(port: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_says_whom_it_waits_for(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
     store = connect(FIRST, Limit(SHORT))
-    with caplog.at_level(logging.WARNING, "vembed"), pytest.raises(UserError, match="rank 1 of 2 did not come"):
+    with (
+        caplog.at_level(logging.WARNING, "vembed"),
+        pytest.raises(UserError, match="rank 1 of 2 did not come"),
+    ):
         meeting.LINGER_SECONDS, before = 0.1, meeting.LINGER_SECONDS
         try:
             meeting.meet(store, FIRST, Limit(SHORT), {}, lambda _: {})
@@ -88,11 +102,16 @@ def test_a_place_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting._claim(store, SECOND)
     meeting._claim(store, SECOND)  # another process of the same launcher
     monkeypatch.setenv("VEMBED_LAUNCHER", "18")
-    with pytest.raises(UserError, match=r"rank 1 of the run at 10.0.0.1:29500 is taken already \(by .*process 17\)"):
+    with pytest.raises(
+        UserError,
+        match=r"rank 1 of the run at 10.0.0.1:29500 is taken already \(by .*process 17\)",
+    ):
         meeting._claim(store, SECOND)
 
 
 def test_the_store_outlives_its_session(port: int) -> None:
     connect(FIRST, Limit(1)).set("told", "yes")
     gc.collect()
-    assert connect(SECOND, Limit(1)).get("told") == b"yes", "another rank may come for the next session first"
+    assert connect(SECOND, Limit(1)).get("told") == b"yes", (
+        "another rank may come for the next session first"
+    )

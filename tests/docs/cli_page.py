@@ -31,9 +31,19 @@ def cli_page() -> str:
     from vembed.cli import app
 
     group: Any = typer.main.get_command(app)
-    verbs = {name: command for name, command in group.commands.items() if not command.hidden}
-    rows = [f"| [`{name}`](#vembed-{name}) | {_first_sentence(command.help)} |" for name, command in verbs.items()]
-    return HEAD + "\n".join(rows) + "\n\n" + "\n".join(_verb(name, command) for name, command in verbs.items())
+    verbs = {
+        name: command for name, command in group.commands.items() if not command.hidden
+    }
+    rows = [
+        f"| [`{name}`](#vembed-{name}) | {_first_sentence(command.help)} |"
+        for name, command in verbs.items()
+    ]
+    return (
+        HEAD
+        + "\n".join(rows)
+        + "\n\n"
+        + "\n".join(_verb(name, command) for name, command in verbs.items())
+    )
 
 
 def _verb(name: str, command: Any) -> str:
@@ -43,23 +53,47 @@ def _verb(name: str, command: Any) -> str:
         words += " [KEY=VALUE | --OPTION VALUE] ..."
         lines += ["```text", f"vembed {name} {words}", "```", ""]
         if name == "train":
-            lines += [f"- `{f'--{flag} {value}'.rstrip()}`: {text}" for flag, (value, text) in LAUNCH_FLAGS.items()]
+            lines += [
+                f"- `{f'--{flag} {value}'.rstrip()}`: {text}"
+                for flag, (value, text) in LAUNCH_FLAGS.items()
+            ]
         elif name in OWN_WORDS:
             lines.append(f"`vembed {name} --help` lists the options.")
         else:
-            lines += [f"- `--{flag} {value}`: {text}" for flag, (value, text) in VERB_FLAGS[name].items()]
-            lines += ["", "The config, its options and the flags are those of `vembed train`."]
+            lines += [
+                f"- `--{flag} {value}`: {text}"
+                for flag, (value, text) in VERB_FLAGS[name].items()
+            ]
+            lines += [
+                "",
+                "The config, its options and the flags are those of `vembed train`.",
+            ]
         return "\n".join(lines) + "\n"
     arguments = [one for one in command.params if one.param_type_name == "argument"]
-    options = [one for one in command.params if one.param_type_name == "option" and "--help" not in one.opts]
+    options = [
+        one
+        for one in command.params
+        if one.param_type_name == "option" and "--help" not in one.opts
+    ]
     names = [one.metavar or one.name.upper() for one in arguments]
     usage = " ".join(
         (name if one.required else f"[{name}]") + (" ..." if one.nargs == -1 else "")
         for name, one in zip(names, arguments, strict=True)
     )
-    lines += ["```text", f"vembed {name} {usage}{' [OPTIONS]' if options else ''}".rstrip(), "```", ""]
-    lines += [f"- `{name}`: {_text(one)}" for name, one in zip(names, arguments, strict=True) if _text(one)]
-    lines += [f"- `{', '.join(one.opts)}`{_default(one)}: {_text(one)}" for one in options]
+    lines += [
+        "```text",
+        f"vembed {name} {usage}{' [OPTIONS]' if options else ''}".rstrip(),
+        "```",
+        "",
+    ]
+    lines += [
+        f"- `{name}`: {_text(one)}"
+        for name, one in zip(names, arguments, strict=True)
+        if _text(one)
+    ]
+    lines += [
+        f"- `{', '.join(one.opts)}`{_default(one)}: {_text(one)}" for one in options
+    ]
     return "\n".join(lines) + "\n"
 
 

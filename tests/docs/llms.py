@@ -23,7 +23,10 @@ def llms_text() -> str:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     lines = [f"# {site['site_name']}", "", f"> {site['site_description']}", "", NOTE]
     alone = [one for one in site["nav"] if isinstance(next(iter(one.values())), str)]
-    sections = [("Start", alone), *(next(iter(one.items())) for one in site["nav"] if one not in alone)]
+    sections = [
+        ("Start", alone),
+        *(next(iter(one.items())) for one in site["nav"] if one not in alone),
+    ]
     for title, pages in sections:
         lines += [f"## {title}", "", *_links(pages), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -34,16 +37,22 @@ def _links(pages: list[dict[str, Any]]) -> Iterator[str]:
         ((title, page),) = one.items()
         address = page.removesuffix(".md").removesuffix("index")
         about = first_sentence((ROOT / "docs" / page).read_text(encoding="utf-8"))
-        yield f"- [{title}]({address + '/' if address else './'})" + (f": {about}" if about else "")
+        yield f"- [{title}]({address + '/' if address else './'})" + (
+            f": {about}" if about else ""
+        )
 
 
 def first_sentence(page: str) -> str:
     """Return the first sentence of a page's first paragraph of plain text."""
     text = re.sub(r"^```.*?^```|^<!--.*?-->", "", page, flags=re.MULTILINE | re.DOTALL)
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-    plain = next((part for part in paragraphs if part and part[0] not in "#|!-*<>`"), "")
+    plain = next(
+        (part for part in paragraphs if part and part[0] not in "#|!-*<>`"), ""
+    )
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
-    return textwrap.shorten(re.split(r"(?<=[.:]) ", plain)[0].rstrip(":"), 200, placeholder=" ...")
+    return textwrap.shorten(
+        re.split(r"(?<=[.:]) ", plain)[0].rstrip(":"), 200, placeholder=" ..."
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ PAGES = [
 ]
 
 _FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
 )
 _SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
 _LINK = re.compile(r"!?\[(?:[^\]]|\](?!\())*\]\(([^)\s]+)\)")
@@ -52,9 +53,13 @@ def blocks(*languages: str) -> list[Block]:
         for match in _FENCE.finditer(text):
             if match["language"] in languages:
                 indent = match["indent"]
-                lines = [line.removeprefix(indent) for line in match["text"].splitlines()]
+                lines = [
+                    line.removeprefix(indent) for line in match["text"].splitlines()
+                ]
                 number = text.count("\n", 0, match.start()) + 1
-                found.append(Block(page, number, match["language"], "\n".join(lines) + "\n"))
+                found.append(
+                    Block(page, number, match["language"], "\n".join(lines) + "\n")
+                )
     return found
 
 
@@ -93,7 +98,9 @@ def commands() -> list[tuple[str, list[str]]]:
                     found.append((f"{block.page.relative_to(ROOT)}:{number}", words))
     for page in PAGES:
         for span in spans(page):
-            starts = span.startswith(("vembed ", "accelerate launch ", "torchrun ", "bash "))
+            starts = span.startswith(
+                ("vembed ", "accelerate launch ", "torchrun ", "bash ")
+            )
             if starts and re.search(r"\.(yaml|sh|py)\b", span) and "..." not in span:
                 found.append((str(page.relative_to(ROOT)), shlex.split(span)))
     return found

@@ -11,7 +11,16 @@ from tests.docs.llms import FILE, llms_text
 from tests.docs.pages import ROOT
 from vembed.cli import app
 
-PARSE_THEIR_OWN_WORDS = {"config", "plan", "train", "mine", "judge", "audit", "generate", "data"}
+PARSE_THEIR_OWN_WORDS = {
+    "config",
+    "plan",
+    "train",
+    "mine",
+    "judge",
+    "audit",
+    "generate",
+    "data",
+}
 
 
 def headings_and_links(text: str) -> list[str]:
@@ -23,12 +32,21 @@ def test_llms_txt_is_current() -> None:
     text = FILE.read_text(encoding="utf-8")
     assert headings_and_links(text) == headings_and_links(llms_text())
     pages = re.findall(r"\]\(([\w-]+)/\)", text)
-    assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"} <= set(pages)
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"} <= set(
+        pages
+    )
 
 
 def test_the_page_for_agents_names_the_commands_with_json() -> None:
     page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
     table = page[page.index("## Commands with --json") : page.index("## Files")]
     group: Any = typer.main.get_command(app)
-    with_json = {name for name, one in group.commands.items() if any("--json" in each.opts for each in one.params)}
-    assert set(re.findall(r"^\| `(\w[\w-]*)` ", table, re.MULTILINE)) == with_json | PARSE_THEIR_OWN_WORDS
+    with_json = {
+        name
+        for name, one in group.commands.items()
+        if any("--json" in each.opts for each in one.params)
+    }
+    assert (
+        set(re.findall(r"^\| `(\w[\w-]*)` ", table, re.MULTILINE))
+        == with_json | PARSE_THEIR_OWN_WORDS
+    )

@@ -15,7 +15,9 @@ from tests.models import test_broken_folders
 from tests.training import test_checkpoint_schema
 
 ROWS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "model folders": (test_broken_folders.test_a_broken_folder_is_one_sentence_before_weights_are_read,),
+    "model folders": (
+        test_broken_folders.test_a_broken_folder_is_one_sentence_before_weights_are_read,
+    ),
     "checkpoints": (
         test_checkpoint_schema.test_altered_contents_are_one_sentence_and_then_the_checkpoint_before,
         test_checkpoint_schema.test_pipes_and_links_are_not_opened,

@@ -26,22 +26,37 @@ from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.stages import read_road
-from vembed.distributed.hardware import read_hardware
 from vembed.errors import UserError
 from vembed.mining.config import GenerateConfig, JudgeConfig, MineConfig
 from vembed.mining.mining_options import load_options
-from vembed.stages.sequence import road_of_arguments, run_stages
+from vembed.parallel.hardware import read_hardware
+from vembed.pipelines.stages.sequence import road_of_arguments, run_stages
 from vembed.tools.mine_command import run_audit, run_generate, run_judge, run_mine
 from vembed.tools.train_command import run_train
 
 KNOWN_ELSEWHERE = {
-    "cd", "cp", "curl", "git", "hf", "kubectl", "nvidia-smi", "pip", "sbatch", "tee", ".venv/bin/pre-commit",
-}  # fmt: skip
+    "cd",
+    "cp",
+    "curl",
+    "git",
+    "hf",
+    "kubectl",
+    "nvidia-smi",
+    "pip",
+    "sbatch",
+    "tee",
+    ".venv/bin/pre-commit",
+}
 """Commands of others; of them only the paths of the checkout that they name are looked at."""
 NOT_RUN = ("import mteb", "localhost:8080")
 """Python that needs a network, or a server; tests/docs/test_tutorial.py runs the tutorial's."""
 
-DATA_VERBS = {"mine": run_mine, "judge": run_judge, "audit": run_audit, "generate": run_generate}
+DATA_VERBS = {
+    "mine": run_mine,
+    "judge": run_judge,
+    "audit": run_audit,
+    "generate": run_generate,
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +67,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (place / name).symlink_to(ROOT / name)
     (place / "data").mkdir()
     texts = tiny.texts(24)
-    rows = [{"query": text, "positive": f"found {text}", "negatives": ["none"]} for text in texts]
+    rows = [
+        {"query": text, "positive": f"found {text}", "negatives": ["none"]}
+        for text in texts
+    ]
     for name, some in (("train", rows[:16]), ("val", rows[16:])):
-        (place / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        (place / "data" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in some)
+        )
     config = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": "data/train.jsonl",
@@ -65,7 +85,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (place / "tune").mkdir()
     for name in ("cfg.yaml", "tune/best.yaml"):
         (place / name).write_text(yaml.safe_dump(config))
-    stages = next(block.text for block in blocks("yaml") if re.search("^stages:", block.text, re.MULTILINE))
+    stages = next(
+        block.text
+        for block in blocks("yaml")
+        if re.search("^stages:", block.text, re.MULTILINE)
+    )
     (place / "stages.yaml").write_text(stages)
     before = Path.cwd()
     os.chdir(place)
@@ -101,16 +125,26 @@ def test_configs_load(block: Block, tmp_path: Path) -> None:
         read_accelerate_file(str(path))
         return
     if "output_path" in values:
-        kinds = {"round_trip_top_k": GenerateConfig, "model_name": MineConfig, "judges": JudgeConfig}
+        kinds = {
+            "round_trip_top_k": GenerateConfig,
+            "model_name": MineConfig,
+            "judges": JudgeConfig,
+        }
         load_options(next(kind for name, kind in kinds.items() if name in values), path)
         return
     road = read_road(values) if isinstance(values, dict) else None
-    stages = [None] if road is None else [step.name for step in road.steps if step.kind == "train"]
+    stages = (
+        [None]
+        if road is None
+        else [step.name for step in road.steps if step.kind == "train"]
+    )
     for stage in stages:
         try:
             resolve_run(path, stage=stage)
         except UserError as error:
-            resolve_run(path, [f"{name}=some/{name}" for name in missing(error)], stage=stage)
+            resolve_run(
+                path, [f"{name}=some/{name}" for name in missing(error)], stage=stage
+            )
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
@@ -140,7 +174,17 @@ def dry_run(words: list[str]) -> None:
     arguments = parse_train_arguments([*words, "--dry-run"])
     road = road_of_arguments(arguments)
     if road is not None:
-        assert run_stages(road, arguments, run_process, checked_words, env={}, starts_processes=True) == 0
+        assert (
+            run_stages(
+                road,
+                arguments,
+                run_process,
+                checked_words,
+                env={},
+                starts_processes=True,
+            )
+            == 0
+        )
         return
     assert run_train(arguments, env={}) == 0
 
@@ -149,7 +193,10 @@ def started_by(parser: ArgumentParser, words: list[str]) -> None:
     """A launcher takes the words, and the script takes the rest."""
     given: Any = parser.parse_args(words)
     check_paths([given.training_script])
-    if given.training_script.endswith(".py") and "entrypoints" not in given.training_script:
+    if (
+        given.training_script.endswith(".py")
+        and "entrypoints" not in given.training_script
+    ):
         return
     dry_run(given.training_script_args)
 
@@ -161,7 +208,9 @@ def check_vembed(words: list[str]) -> None:
     elif verb in DATA_VERBS:
         assert rest == ["--help"] or DATA_VERBS[verb]([*rest, "--dry-run"]) == 0
     elif verb in ("config", "plan"):
-        rest, (gpu, memory, _) = taken_flags(json_words(rest), ("--gpu", "--memory", "--json"))
+        rest, (gpu, memory, _) = taken_flags(
+            json_words(rest), ("--gpu", "--memory", "--json")
+        )
         read_hardware(gpu, memory)
         resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)
     elif verb != "--help":
@@ -170,15 +219,23 @@ def check_vembed(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "words"), commands(), ids=lambda one: one if isinstance(one, str) else " ".join(one)[:60]
+    ("place", "words"),
+    commands(),
+    ids=lambda one: one if isinstance(one, str) else " ".join(one)[:60],
 )
 @pytest.mark.promise("A11", "C22", "C33", "E04", "E05")
 def test_commands_are_understood(
-    place: str, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: str,
+    words: list[str],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
     words = [
-        word for word in without_variables(words) if word not in ("2>&1", ">") and not word.endswith(".schema.json")
+        word
+        for word in without_variables(words)
+        if word not in ("2>&1", ">") and not word.endswith(".schema.json")
     ]
     if not words:
         return
@@ -193,7 +250,10 @@ def test_commands_are_understood(
         dry_run(rest[2:])
     elif name == "make":
         targets = [word for word in rest if "=" not in word]
-        assert all(re.search(rf"^{target}:", Path("Makefile").read_text(), re.MULTILINE) for target in targets), place
+        assert all(
+            re.search(rf"^{target}:", Path("Makefile").read_text(), re.MULTILINE)
+            for target in targets
+        ), place
     elif name in ("bash", "python"):
         check_paths(rest)
         assert rest[0] == "-m" or (ROOT / rest[0]).exists(), place
@@ -207,7 +267,9 @@ def test_commands_are_understood(
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 @pytest.mark.promise("C21", "E40")
-def test_python_runs_as_printed(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs_as_printed(
+    block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     code = compile(block.text, str(block), "exec")
     if not any(text in block.text for text in NOT_RUN):
@@ -216,5 +278,7 @@ def test_python_runs_as_printed(block: Block, folder: Path, monkeypatch: pytest.
 
 def test_the_names_of_the_python_page_are_public() -> None:
     page = (ROOT / "docs" / "python-api.md").read_text()
-    assert set(vembed.__all__) - {"__version__"} <= set(re.findall(r"`vembed\.(\w+)", page))
+    assert set(vembed.__all__) - {"__version__"} <= set(
+        re.findall(r"`vembed\.(\w+)", page)
+    )
     assert load_config({"model_name": "m", "data_path": "d"}).model_name == "m"

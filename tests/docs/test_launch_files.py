@@ -21,29 +21,54 @@ LAUNCH = ROOT / "examples" / "launch"
 def train_words(text: str) -> TrainArguments:
     """Return the arguments of the line that starts `vembed train`, with a number for each variable."""
     line = next(line for line in text.splitlines() if "vembed train" in line)
-    words = [re.sub(r"\$\{?\w+\}?", "2", word) for word in shlex.split(line.partition("vembed train")[2])]
+    words = [
+        re.sub(r"\$\{?\w+\}?", "2", word)
+        for word in shlex.split(line.partition("vembed train")[2])
+    ]
     return parse_train_arguments([word for word in words if word != "$@"])
 
 
 def test_skypilot() -> None:
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    assert set(task) <= {"name", "workdir", "num_nodes", "resources", "envs", "file_mounts", "setup", "run"}
+    assert set(task) <= {
+        "name",
+        "workdir",
+        "num_nodes",
+        "resources",
+        "envs",
+        "file_mounts",
+        "setup",
+        "run",
+    }
     assert (ROOT / task["envs"]["CONFIG"]).is_file()
     found = train_words(task["run"])
     assert "resume=auto" in found.overrides and "num_machines=2" in found.overrides
-    subprocess.run(["bash", "-n"], input=task["run"] + task["setup"], text=True, check=True)
+    subprocess.run(
+        ["bash", "-n"], input=task["run"] + task["setup"], text=True, check=True
+    )
 
 
 def test_hugging_face_jobs() -> None:
     script = LAUNCH / "hf_jobs.sh"
     words = ["me/data", "cfg.yaml", "me/model", "epochs=2"]
     environment = os.environ | {"DRY_RUN": "1", "IMAGE": "me/vembed"}
-    done = subprocess.run(["bash", str(script), *words], env=environment, capture_output=True, text=True, check=True)
-    assert "hf jobs run --flavor a100-large --timeout 6h --secrets HF_TOKEN me/vembed bash -c" in done.stdout
+    done = subprocess.run(
+        ["bash", str(script), *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        "hf jobs run --flavor a100-large --timeout 6h --secrets HF_TOKEN me/vembed bash -c"
+        in done.stdout
+    )
     assert done.stdout.split()[-4:] == words
     found = train_words(script.read_text())
     assert "output_dir=run" in found.overrides
-    assert "--private" in script.read_text() and not re.search(r"hf_\w{10}", script.read_text())
+    assert "--private" in script.read_text() and not re.search(
+        r"hf_\w{10}", script.read_text()
+    )
 
 
 def test_modal() -> None:
@@ -51,14 +76,19 @@ def test_modal() -> None:
     functions = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
     assert functions == {"train", "main"}
     lists = [one for one in ast.walk(tree) if isinstance(one, ast.List)]
-    words = [[each.value for each in one.elts if isinstance(each, ast.Constant)] for one in lists]
+    words = [
+        [each.value for each in one.elts if isinstance(each, ast.Constant)]
+        for one in lists
+    ]
     (command,) = [one for one in words if one[:2] == ["vembed", "train"]]
     assert parse_train_arguments(["cfg.yaml", *command[2:]]).overrides
 
 
 def test_dockerfile_and_dev_container() -> None:
     text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
-    kinds = [line.split()[0] for line in text.splitlines() if line and line[0] not in "# "]
+    kinds = [
+        line.split()[0] for line in text.splitlines() if line and line[0] not in "# "
+    ]
     assert set(kinds) <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENTRYPOINT", "CMD"}
     for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
         assert all((ROOT / name).exists() for name in line.split()[:-1]), line
@@ -66,6 +96,8 @@ def test_dockerfile_and_dev_container() -> None:
         subprocess.run(["bash", "-n"], input=run, text=True, check=True)
     assert "cuda)" in text and "cpu)" in text
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
-    assert (ROOT / ".devcontainer" / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
+    assert (
+        ROOT / ".devcontainer" / container["build"]["dockerfile"]
+    ).resolve() == ROOT / "Dockerfile"
     assert container["build"]["args"] == {"DEVICE": "cpu"}
     assert Path(ROOT / "constraints.txt").is_file()

@@ -18,7 +18,11 @@ from vembed.tools.options_page import options_page
 
 NO_OPTIONS = {"compute_device", "num_processes", "kind", "restartPolicy"}
 """Keys in spans such as `compute_device: gpu` that are not options of ours."""
-MINING_OPTIONS = {name for kind in (MineConfig, AuditConfig, GenerateConfig, EpochMining) for name in kind.model_fields}
+MINING_OPTIONS = {
+    name
+    for kind in (MineConfig, AuditConfig, GenerateConfig, EpochMining)
+    for name in kind.model_fields
+}
 """Options of the data engine."""
 
 
@@ -32,13 +36,18 @@ def test_links_resolve(page: Path) -> None:
         found = (page.parent / target).resolve() if target else page
         assert found.exists(), f"{page.name}: {link}"
         if part:
-            assert part in anchors(found), f"{page.name}: {link} (there is {sorted(anchors(found))})"
+            assert part in anchors(found), (
+                f"{page.name}: {link} (there is {sorted(anchors(found))})"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_paths_of_the_checkout_exist(page: Path) -> None:
     for span in spans(page):
-        for path in re.findall(r"(?<![\w/.])(?:examples|configs|docs|tests|benchmarks|vembed)/[\w./-]*\w", span):
+        for path in re.findall(
+            r"(?<![\w/.])(?:examples|configs|docs|tests|benchmarks|vembed)/[\w./-]*\w",
+            span,
+        ):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
@@ -48,9 +57,18 @@ def test_names_of_options_exist(page: Path) -> None:
         match = re.fullmatch(r"([a-z][a-z_0-9]+): [^:{]*", span)
         if match:
             key = match[1]
-            assert target_of(key) or key in BLOCKS or key in NO_OPTIONS or key in MINING_OPTIONS, f"{page.name}: {span}"
+            assert (
+                target_of(key)
+                or key in BLOCKS
+                or key in NO_OPTIONS
+                or key in MINING_OPTIONS
+            ), f"{page.name}: {span}"
         for name in re.findall(r"\bfsdp_\w+", span):
-            known = target_of(name) or name in ("fsdp_config", "fsdp_empty_cache", "fsdp_print_memory_usage")
+            known = target_of(name) or name in (
+                "fsdp_config",
+                "fsdp_empty_cache",
+                "fsdp_print_memory_usage",
+            )
             assert known, f"{page.name}: {span}"
 
 
@@ -78,6 +96,8 @@ def test_the_table_of_columns_has_every_name() -> None:
 
 
 def test_the_page_of_the_installation_has_every_extra() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     named = set(re.findall(r'"\.\[(\w+)\]"', (ROOT / "docs" / "index.md").read_text()))
     assert named == set(extras) - {"dev", "docs"}

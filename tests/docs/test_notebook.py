@@ -12,11 +12,15 @@ from tests.docs.pages import ROOT
 from tests.tiny import shared, tiny_bert_st
 
 
-def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cells_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setattr("vembed.tools.demo.demo_model", lambda: shared(tiny_bert_st))
-    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads(
+        (ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8")
+    )
     assert notebook["nbformat"] == 4
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in notebook["cells"]:

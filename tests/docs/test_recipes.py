@@ -39,12 +39,19 @@ RECIPES = {
     "modernbert": Tiny(tiny.tiny_modernbert, ("max_length=64", "mrl_dims=32,16")),
     "qwen3_embedding_0.6b": Tiny(tiny.tiny_qwen3, ("max_length=64", "mrl_dims=32,16")),
     "qwen3_embedding_8b_fsdp": Tiny(tiny.tiny_qwen3, ("max_length=64",)),
-    "qwen3_vl_2b": Tiny(tiny.tiny_qwen3_vl, ("max_length=256", "max_pixels=4096", "min_pixels=1024")),
-    "qwen3_8b_fsdp": Tiny(tiny.tiny_qwen3_vl, ("max_pixels=4096", "min_pixels=1024", "max_length=256", "mrl_dims=16")),
+    "qwen3_vl_2b": Tiny(
+        tiny.tiny_qwen3_vl, ("max_length=256", "max_pixels=4096", "min_pixels=1024")
+    ),
+    "qwen3_8b_fsdp": Tiny(
+        tiny.tiny_qwen3_vl,
+        ("max_pixels=4096", "min_pixels=1024", "max_length=256", "mrl_dims=16"),
+    ),
     "clip": Tiny(tiny.tiny_clip),
     "siglip": Tiny(tiny.tiny_siglip),
     "dinov2_i2i": Tiny(tiny.tiny_dinov2, ("freeze=embeddings,first_n_layers=1",)),
-    "composed_bert_dinov2": Tiny(tiny.tiny_bert, ("composed_dim=16",), tiny.tiny_dinov2),
+    "composed_bert_dinov2": Tiny(
+        tiny.tiny_bert, ("composed_dim=16",), tiny.tiny_dinov2
+    ),
     "cosent_sts": Tiny(tiny.tiny_bert),
     "multi_task": Tiny(tiny.tiny_bert, ("max_length=64",)),
     "triplet": Tiny(tiny.tiny_bert, ("max_length=64",)),
@@ -61,17 +68,29 @@ def test_every_recipe_is_here_and_has_its_script() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.promise("D01", "D18", "D20", "D42", "D43")
-def test_recipe_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_trains(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = RECIPES[name]
-    options = [f"model_name={tiny.shared(recipe.make)}", "max_steps=2", "batch_size=8", "report_to=none"]
+    options = [
+        f"model_name={tiny.shared(recipe.make)}",
+        "max_steps=2",
+        "batch_size=8",
+        "report_to=none",
+    ]
     if recipe.image_model:
         options.append(f"image_model_name={tiny.shared(recipe.image_model)}")
-    options += ["eval_steps=1", "save_steps=2"] if name == "bge" else ["save_steps=null"]
+    options += (
+        ["eval_steps=1", "save_steps=2"] if name == "bge" else ["save_steps=null"]
+    )
     result = vembed.train(EXAMPLES / f"{name}.yaml", [*options, *recipe.options])
     assert result.steps == 2
     assert (result.model_dir / "modules.json").is_file()
-    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
     asked = load_config(EXAMPLES / f"{name}.yaml").learning_rate
@@ -92,14 +111,24 @@ def test_script_says_what_it_would_launch(name: str, tmp_path: Path) -> None:
 def test_nothing_in_a_recipe_is_translated_or_without_effect(name: str) -> None:
     resolved = resolve_run(EXAMPLES / f"{name}.yaml")
     assert not resolved.translated
-    assert [note for note in resolved.notes if "is not in the current directory" not in note] == []
+    assert [
+        note for note in resolved.notes if "is not in the current directory" not in note
+    ] == []
 
 
 @pytest.mark.promise("E40")
 def test_the_script_in_python_runs_as_it_stands(tmp_path: Path) -> None:
     data = EXAMPLES / "data" / "train.jsonl"
-    words = [str(tiny.shared(tiny.tiny_bert)), str(data), "max_steps=2", "batch_size=8", "report_to=none"]
-    done = command(str(EXAMPLES / "train_api.py"), *words, module=SCRIPT, folder=tmp_path)
+    words = [
+        str(tiny.shared(tiny.tiny_bert)),
+        str(data),
+        "max_steps=2",
+        "batch_size=8",
+        "report_to=none",
+    ]
+    done = command(
+        str(EXAMPLES / "train_api.py"), *words, module=SCRIPT, folder=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "nDCG@10: " in done.stdout
 
@@ -107,7 +136,10 @@ def test_the_script_in_python_runs_as_it_stands(tmp_path: Path) -> None:
 @pytest.mark.promise("A10", "C27")
 def test_several_machines_in_slurm_and_kubernetes(tmp_path: Path) -> None:
     said = dry_run(
-        EXAMPLES / "launch/slurm/train.sbatch", tmp_path, str(EXAMPLES / "bert.yaml"), SLURM_JOB_NUM_NODES="3"
+        EXAMPLES / "launch/slurm/train.sbatch",
+        tmp_path,
+        str(EXAMPLES / "bert.yaml"),
+        SLURM_JOB_NUM_NODES="3",
     )
     assert "world size: 3 = 1 process(es) on each of 3 machines" in said
     job = yaml.safe_load((EXAMPLES / "launch/kubernetes/pytorchjob.yaml").read_text())
@@ -122,7 +154,11 @@ def test_several_machines_in_slurm_and_kubernetes(tmp_path: Path) -> None:
 def dry_run(script: Path, folder: Path, *words: str, **variables: str) -> str:
     """What a script says with DRY_RUN=1."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": path} | variables
+    environment = (
+        os.environ
+        | {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": path}
+        | variables
+    )
     done = subprocess.run(
         ["bash", str(script), *words, "epochs=2"],
         cwd=folder,

@@ -19,7 +19,7 @@ from tests.docs.pages import ROOT, blocks
 from tests.harness import LIMIT
 from tests.tiny import shared, tiny_bert_st
 from vembed.cli import app
-from vembed.distributed.launch import free_port
+from vembed.parallel.launch import free_port
 
 PAGE = ROOT / "docs" / "tutorial.md"
 LAST = "## Smaller and faster"
@@ -29,9 +29,19 @@ LAST = "## Smaller and faster"
 def steps() -> list[tuple[str, str]]:
     """(language, text) of each command and each piece of Python, in order."""
     end = PAGE.read_text(encoding="utf-8").partition(LAST)[0].count("\n")
-    found = [one for one in blocks("bash", "python") if one.page == PAGE and one.line < end]
-    lines = [("bash", line) for one in found if one.language == "bash" for line in one.text.splitlines()]
-    return [*lines, *(("python", one.text) for one in found if one.language == "python")]
+    found = [
+        one for one in blocks("bash", "python") if one.page == PAGE and one.line < end
+    ]
+    lines = [
+        ("bash", line)
+        for one in found
+        if one.language == "bash"
+        for line in one.text.splitlines()
+    ]
+    return [
+        *lines,
+        *(("python", one.text) for one in found if one.language == "python"),
+    ]
 
 
 @contextmanager
@@ -53,12 +63,18 @@ def started(words: list[str]) -> Iterator[None]:
     assert code == 0 and said.read_text().splitlines()[1:] == ["stopped"]
 
 
-def test_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_walk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     model, port = str(shared(tiny_bert_st)), str(free_port())
     todo = [(language, text.replace("8080", port)) for language, text in steps()]
-    serve = next(number for number, (_, text) in enumerate(todo) if text.startswith("vembed serve"))
+    serve = next(
+        number
+        for number, (_, text) in enumerate(todo)
+        if text.startswith("vembed serve")
+    )
     for _, text in todo[:serve]:
         run(shlex.split(text.replace("--model demo", f"--model {model}")))
     with started(shlex.split(todo[serve][1])):

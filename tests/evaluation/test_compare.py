@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import vembed
 from tests.training.test_run import settings
 from vembed.cli import app
-from vembed.report.query_changes import path_of, read_queries
+from vembed.evaluation.report.query_changes import path_of, read_queries
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two finished runs, one stopped before its end and one with other validation data."""
     folder = tmp_path_factory.mktemp("several")
     options = settings(folder, max_steps=8, eval_steps=4)
-    vembed.train({**options, "output_dir": str(folder / "small"), "learning_rate": 1e-5})
-    vembed.train({**options, "output_dir": str(folder / "large"), "learning_rate": 3e-3})
+    vembed.train(
+        {**options, "output_dir": str(folder / "small"), "learning_rate": 1e-5}
+    )
+    vembed.train(
+        {**options, "output_dir": str(folder / "large"), "learning_rate": 3e-3}
+    )
     shutil.copytree(folder / "large", folder / "stopped")
     for name in ("run.json", "report.html", "report.md"):
         (folder / "stopped" / name).unlink()
@@ -43,30 +47,57 @@ def compare(*words: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_the_json_has_scores_paired_differences_settings_and_queries(runs: Path) -> None:
-    code, out, err = compare(str(runs / "small"), str(runs / "large"), str(runs / "stopped"), "--json")
+def test_the_json_has_scores_paired_differences_settings_and_queries(
+    runs: Path,
+) -> None:
+    code, out, err = compare(
+        str(runs / "small"), str(runs / "large"), str(runs / "stopped"), "--json"
+    )
     assert code == 0, err
     found = json.loads(out)
     assert [one["name"] for one in found["runs"]] == ["small", "large", "stopped"]
     assert [one["is_finished"] for one in found["runs"]] == [True, True, False]
-    assert found["settings"]["learning_rate"] == {"small": 1e-5, "large": 3e-3, "stopped": 3e-3}
+    assert found["settings"]["learning_rate"] == {
+        "small": 1e-5,
+        "large": 3e-3,
+        "stopped": 3e-3,
+    }
     assert "output_dir" not in found["settings"] and len(found["settings"]) == 1
     step = {one["name"]: one["scored_step"] for one in found["runs"]}
-    results = [read_queries(path_of(runs / name, step[name])) for name in ("small", "large")]
+    results = [
+        read_queries(path_of(runs / name, step[name])) for name in ("small", "large")
+    ]
     assert results[0] is not None and results[1] is not None
     column = results[0]["metrics"].index("ndcg@10")
-    change = np.subtract(*(np.asarray(one["values"])[:, column] for one in results[::-1]))
+    change = np.subtract(
+        *(np.asarray(one["values"])[:, column] for one in results[::-1])
+    )
     large = found["differences"][0]
     assert large["metrics"]["ndcg@10"]["difference"] == pytest.approx(change.mean())
-    assert large["metrics"]["ndcg@10"]["low"] <= change.mean() <= large["metrics"]["ndcg@10"]["high"]
-    assert (large["num_better"], large["num_worse"]) == (int((change > 0).sum()), int((change < 0).sum()))
-    assert large["wins"] and all(one["this"]["score"] > one["first"]["score"] for one in large["wins"])
+    assert (
+        large["metrics"]["ndcg@10"]["low"]
+        <= change.mean()
+        <= large["metrics"]["ndcg@10"]["high"]
+    )
+    assert (large["num_better"], large["num_worse"]) == (
+        int((change > 0).sum()),
+        int((change < 0).sum()),
+    )
+    assert large["wins"] and all(
+        one["this"]["score"] > one["first"]["score"] for one in large["wins"]
+    )
     assert all(one["this"]["score"] < one["first"]["score"] for one in large["losses"])
 
 
 def test_the_page_shows_all_of_it_in_one_file(runs: Path, tmp_path: Path) -> None:
     target = tmp_path / "both.html"
-    code, out, err = compare(str(runs / "small"), str(runs / "large"), str(runs / "stopped"), "--output", str(target))
+    code, out, err = compare(
+        str(runs / "small"),
+        str(runs / "large"),
+        str(runs / "stopped"),
+        "--output",
+        str(target),
+    )
     assert code == 0, err
     assert f"wrote {target}" in out and "nDCG@10" in out
     page = target.read_text()
@@ -78,19 +109,36 @@ def test_the_page_shows_all_of_it_in_one_file(runs: Path, tmp_path: Path) -> Non
         "Won",
     ):
         assert text in page, text
-    charts = re.findall(r'aria-label="([^"]+) of several runs over the steps".*?</svg>', page, re.DOTALL)
+    charts = re.findall(
+        r'aria-label="([^"]+) of several runs over the steps".*?</svg>', page, re.DOTALL
+    )
     assert charts[:2] == ["nDCG@10", "Loss"]
-    loss = next(part for part in page.split("<svg") if 'aria-label="Loss of several runs' in part)
-    assert all(f"var(--run-{number})" in loss for number in range(3)), "all runs in one chart"
+    loss = next(
+        part
+        for part in page.split("<svg")
+        if 'aria-label="Loss of several runs' in part
+    )
+    assert all(f"var(--run-{number})" in loss for number in range(3)), (
+        "all runs in one chart"
+    )
     assert "http" not in page.replace("http://www.w3.org", ""), "needs no network"
     assert str(runs) not in page.split("Settings that differ")[0]
 
 
 def test_runs_with_other_queries_are_not_paired(runs: Path, tmp_path: Path) -> None:
-    words = (str(runs / "small"), str(runs / "elsewhere"), "--json", "--output", str(tmp_path / "page.html"))
+    words = (
+        str(runs / "small"),
+        str(runs / "elsewhere"),
+        "--json",
+        "--output",
+        str(tmp_path / "page.html"),
+    )
     found = json.loads(compare(*words)[1])
     assert found["differences"] == [
-        {"run": "elsewhere", "not_paired": "small and elsewhere were evaluated on other queries"}
+        {
+            "run": "elsewhere",
+            "not_paired": "small and elsewhere were evaluated on other queries",
+        }
     ]
     assert found["best"] == "small", "scores of other queries decide nothing"
     assert "were evaluated on other queries" in (tmp_path / "page.html").read_text()
@@ -104,7 +152,9 @@ def test_runs_with_other_queries_are_not_paired(runs: Path, tmp_path: Path) -> N
         (("small", "nowhere"), "has no config.yaml"),
     ],
 )
-def test_mistakes_are_one_sentence(runs: Path, words: tuple[str, ...], says: str) -> None:
+def test_mistakes_are_one_sentence(
+    runs: Path, words: tuple[str, ...], says: str
+) -> None:
     code, _, err = compare(*(str(runs / word) for word in words))
     assert code == 2 and says in err and len(err.splitlines()) == 1
 

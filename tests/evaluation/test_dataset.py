@@ -15,13 +15,21 @@ from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import open_records
 from vembed.evaluation.corpus import Corpus, read_corpus
-from vembed.evaluation.dataset import RetrievalData, ScoredPairs, from_examples, open_eval_data
+from vembed.evaluation.dataset import (
+    RetrievalData,
+    ScoredPairs,
+    from_examples,
+    open_eval_data,
+)
 from vembed.evaluation.scores import evaluate
 
 
 def write_lines(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in records) + "\n")
+    path.write_text(
+        "\n".join(one if isinstance(one, str) else json.dumps(one) for one in records)
+        + "\n"
+    )
     return path
 
 
@@ -29,20 +37,29 @@ def opened(path, **options):
     task = options.pop("task", "auto")
     splits = options.pop("splits", None)
     extra = {"splits": splits} if splits else {}
-    return open_eval_data(TrainConfig(model_name="m", data_path="d", **options), str(path), task=task, **extra)
+    return open_eval_data(
+        TrainConfig(model_name="m", data_path="d", **options),
+        str(path),
+        task=task,
+        **extra,
+    )
 
 
 def found(data):
     """Query text -> {document text: grade}."""
     return {
-        query.text: {data.documents[index].text: grade for index, grade in relevant.items()}
+        query.text: {
+            data.documents[index].text: grade for index, grade in relevant.items()
+        }
         for query, relevant in zip(data.queries, data.relevance, strict=True)
     }
 
 
 def example(query, *positives, scores=None, negatives=()):
     items = tuple(Item(text=one) for one in positives)
-    return Example(Item(text=query), items, tuple(Item(text=one) for one in negatives), scores)
+    return Example(
+        Item(text=query), items, tuple(Item(text=one) for one in negatives), scores
+    )
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------------
@@ -60,11 +77,16 @@ def test_every_positive_is_the_corpus_and_negatives_are_not(tmp_path):
     assert isinstance(data, RetrievalData)
     assert [item.text for item in data.documents] == ["A", "B", "BB"]
     assert found(data) == {"a": {"A": 1}, "b": {"B": 1, "BB": 1}}
-    assert data.summary() == f"2 queries over 3 documents, 3 relevant pairs, from {path}"
+    assert (
+        data.summary() == f"2 queries over 3 documents, 3 relevant pairs, from {path}"
+    )
 
 
 def test_equal_contents_are_one_document_and_equal_queries_one_query():
-    data = from_examples([example("a", "A"), example("b", "A"), example("a", "C"), example("a", "A")], "test")
+    data = from_examples(
+        [example("a", "A"), example("b", "A"), example("a", "C"), example("a", "A")],
+        "test",
+    )
     assert [item.text for item in data.documents] == ["A", "C"]
     assert found(data) == {"a": {"A": 1, "C": 1}, "b": {"A": 1}}
 
@@ -72,11 +94,19 @@ def test_equal_contents_are_one_document_and_equal_queries_one_query():
 def test_whole_scores_are_grades_as_they_stand():
     data = from_examples([example("a", "A", "B", "C", scores=(3.0, 1.0, 0.0))], "test")
     assert found(data) == {"a": {"A": 3, "B": 1}}
-    assert len(data.documents) == 3, "a positive of score 0 is a document that nobody should find"
+    assert len(data.documents) == 3, (
+        "a positive of score 0 is a document that nobody should find"
+    )
 
 
 def test_fractional_scores_keep_their_proportions():
-    data = from_examples([example("a", "A", "B", scores=(0.8, 0.2)), example("b", "B", scores=(0.0001,))], "test")
+    data = from_examples(
+        [
+            example("a", "A", "B", scores=(0.8, 0.2)),
+            example("b", "B", scores=(0.0001,)),
+        ],
+        "test",
+    )
     assert found(data) == {"a": {"A": 1000, "B": 250}, "b": {"B": 1}}
 
 
@@ -92,7 +122,10 @@ def test_negative_scores_are_not_relevant():
 
 
 def test_the_higher_grade_counts_where_a_pair_occurs_twice():
-    data = from_examples([example("a", "A", "B", scores=(1.0, 1.0)), example("a", "A", scores=(2.0,))], "test")
+    data = from_examples(
+        [example("a", "A", "B", scores=(1.0, 1.0)), example("a", "A", scores=(2.0,))],
+        "test",
+    )
     assert found(data) == {"a": {"A": 2, "B": 1}}
 
 
@@ -102,7 +135,10 @@ def test_the_higher_grade_counts_where_a_pair_occurs_twice():
 def test_one_positive_and_a_score_each_are_scored_pairs(tmp_path):
     path = write_lines(
         tmp_path / "sts.jsonl",
-        [{"sentence1": "a", "sentence2": "b", "score": 0.5}, {"sentence1": "c", "sentence2": "d", "score": 1}],
+        [
+            {"sentence1": "a", "sentence2": "b", "score": 0.5},
+            {"sentence1": "c", "sentence2": "d", "score": 1},
+        ],
     )
     data = opened(path)
     assert isinstance(data, ScoredPairs)
@@ -122,7 +158,9 @@ def test_the_task_can_be_said():
 
 def test_scores_that_are_all_equal_allow_no_correlation():
     with pytest.raises(UserError, match="2 scored pairs with 1 different scores"):
-        from_examples([example("a", "A", scores=(1.0,)), example("b", "B", scores=(1.0,))], "test")
+        from_examples(
+            [example("a", "A", scores=(1.0,)), example("b", "B", scores=(1.0,))], "test"
+        )
     with pytest.raises(UserError, match="0 scored pairs"):
         from_examples([example("a", "A")], "test", "similarity")
 
@@ -134,13 +172,19 @@ CORPUS = [
     {"_id": "d2", "title": "", "text": "two"},
     {"_id": "d3", "text": "three"},
 ]
-QUERIES = [{"_id": "q1", "text": "first"}, {"_id": 2, "text": "second"}, {"_id": "q3", "text": "not judged"}]
+QUERIES = [
+    {"_id": "q1", "text": "first"},
+    {"_id": 2, "text": "second"},
+    {"_id": "q3", "text": "not judged"},
+]
 
 
 def beir(folder, qrels, corpus=CORPUS, queries=QUERIES, split="test"):
     write_lines(folder / "corpus.jsonl", corpus)
     write_lines(folder / "queries.jsonl", queries)
-    write_lines(folder / "qrels" / f"{split}.tsv", ["query-id\tcorpus-id\tscore", *qrels])
+    write_lines(
+        folder / "qrels" / f"{split}.tsv", ["query-id\tcorpus-id\tscore", *qrels]
+    )
     return folder
 
 
@@ -159,22 +203,49 @@ def test_beir_folder_in_parquet(tmp_path, is_of_hub):
     expected = opened(folder)
     place = tmp_path / "tables"
     for part, records in (("corpus", CORPUS), ("queries", QUERIES)):
-        rows = [{"_id": str(one["_id"]), "title": "", "text": ""} | one | {"_id": str(one["_id"])} for one in records]
+        rows = [
+            {"_id": str(one["_id"]), "title": "", "text": ""}
+            | one
+            | {"_id": str(one["_id"])}
+            for one in records
+        ]
         for number, some in enumerate([rows[:2], rows[2:]] if is_of_hub else [rows]):
-            path = place / part / f"{part}-0000{number}-of-00002.parquet" if is_of_hub else place / f"{part}.parquet"
+            path = (
+                place / part / f"{part}-0000{number}-of-00002.parquet"
+                if is_of_hub
+                else place / f"{part}.parquet"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(pa.Table.from_pylist(some), path)
     (place / "qrels").mkdir()
     if is_of_hub:
-        judged = {"query-id": ["q1", "q1", "2"], "corpus-id": ["d1", "d2", "d3"], "score": [2.0, 0.0, 1.0]}
-        pq.write_table(pa.table(judged), place / "qrels" / "test-00000-of-00001.parquet")
+        judged = {
+            "query-id": ["q1", "q1", "2"],
+            "corpus-id": ["d1", "d2", "d3"],
+            "score": [2.0, 0.0, 1.0],
+        }
+        pq.write_table(
+            pa.table(judged), place / "qrels" / "test-00000-of-00001.parquet"
+        )
     else:
         shutil.copy(folder / "qrels" / "test.tsv", place / "qrels")
-    for data in (opened(place, splits=("test",)), opened(next((place / "qrels").iterdir()))):
+    for data in (
+        opened(place, splits=("test",)),
+        opened(next((place / "qrels").iterdir())),
+    ):
         assert found(data) == found(expected)
         assert data.documents.keys.tolist() == expected.documents.keys.tolist()
-    again = place / "corpus" / "corpus-00002.parquet" if is_of_hub else place / "corpus.parquet"
-    pq.write_table(pa.Table.from_pylist([{"_id": "d1", "title": "", "text": text} for text in ("x", "y")]), again)
+    again = (
+        place / "corpus" / "corpus-00002.parquet"
+        if is_of_hub
+        else place / "corpus.parquet"
+    )
+    pq.write_table(
+        pa.Table.from_pylist(
+            [{"_id": "d1", "title": "", "text": text} for text in ("x", "y")]
+        ),
+        again,
+    )
     with pytest.raises(UserError, match=rf"{again.name}, row 2: _id d1 occurs twice"):
         opened(place)
 
@@ -186,7 +257,13 @@ def test_beir_without_header(tmp_path):
 
 
 def test_equal_documents_are_joined_and_said(tmp_path):
-    data = opened(beir(tmp_path, ["q1\td3\t1", "q1\td4\t2"], corpus=[*CORPUS, {"_id": "d4", "text": "three"}]))
+    data = opened(
+        beir(
+            tmp_path,
+            ["q1\td3\t1", "q1\td4\t2"],
+            corpus=[*CORPUS, {"_id": "d4", "text": "three"}],
+        )
+    )
     assert found(data) == {"first": {"three": 2}}
     assert data.notes == ("joined 1 documents with equal content",)
 
@@ -196,15 +273,25 @@ def test_qrels_as_trec_eval_has_them(tmp_path):
     for between in " \t":  # MS MARCO's have tabs
         lines = "q1 0 d1 2\nq1 0 d2 0\n2 Q0 d3 1\n".replace(" ", between)
         (folder / "qrels" / "test.tsv").write_text(lines)
-        assert found(opened(folder)) == {"first": {"Title of one": 2}, "second": {"three": 1}}
+        assert found(opened(folder)) == {
+            "first": {"Title of one": 2},
+            "second": {"three": 1},
+        }
 
 
 def test_grades_under_another_name_are_not_taken_for_one(tmp_path):
     folder = beir(tmp_path, [])
     (folder / "qrels" / "test.tsv").unlink()
-    rows = [{"query-id": "q1", "corpus-id": "d1", "label": 0}, {"query-id": "q1", "corpus-id": "d2", "label": 1}]
-    (folder / "qrels" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match=r"test.jsonl:1: no score, and label is not read: call it score"):
+    rows = [
+        {"query-id": "q1", "corpus-id": "d1", "label": 0},
+        {"query-id": "q1", "corpus-id": "d2", "label": 1},
+    ]
+    (folder / "qrels" / "test.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    with pytest.raises(
+        UserError, match=r"test.jsonl:1: no score, and label is not read: call it score"
+    ):
         opened(folder)
     (folder / "qrels" / "test.jsonl").unlink()
     pq.write_table(pa.Table.from_pylist(rows), folder / "qrels" / "test.parquet")
@@ -213,12 +300,19 @@ def test_grades_under_another_name_are_not_taken_for_one(tmp_path):
 
 
 def test_grades_may_be_whole_floats(tmp_path):
-    assert found(opened(beir(tmp_path, ["q1\td1\t2.0", "q1\td2\t0.0"]))) == {"first": {"Title of one": 2}}
+    assert found(opened(beir(tmp_path, ["q1\td1\t2.0", "q1\td2\t0.0"]))) == {
+        "first": {"Title of one": 2}
+    }
 
 
 def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
-    documents = [{"_id": f"d{number}", "text": f"text {number % 60} " + "word " * number} for number in range(100)]
-    folder = beir(tmp_path, [f"q1\td{number}\t1" for number in (3, 70, 99)], corpus=documents)
+    documents = [
+        {"_id": f"d{number}", "text": f"text {number % 60} " + "word " * number}
+        for number in range(100)
+    ]
+    folder = beir(
+        tmp_path, [f"q1\td{number}\t1" for number in (3, 70, 99)], corpus=documents
+    )
     data = opened(folder)
     assert isinstance(data.documents, Corpus)
     expected = [Item(text=one["text"].strip()) for one in documents]
@@ -227,22 +321,39 @@ def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
     assert data.documents.keys.tolist() == [one.key() for one in expected]
     assert data.documents.lengths.tolist() == [len(one.text) for one in expected]
     assert data.relevance == ({3: 1, 70: 1, 99: 1},)
-    assert sum(rows.nbytes for rows in data.documents._rows.values()) <= 28 * len(documents)
+    assert sum(rows.nbytes for rows in data.documents._rows.values()) <= 28 * len(
+        documents
+    )
     read_as = data.read_as(ReadAs(document_prompt="passage: ", max_length=8))
-    assert read_as.documents[5] == Item(text=expected[5].text, prompt="passage: ", max_length=8)
+    assert read_as.documents[5] == Item(
+        text=expected[5].text, prompt="passage: ", max_length=8
+    )
     lines = (folder / "corpus.jsonl").read_text()
     (folder / "corpus.jsonl").write_text(lines.replace("text 5 ", "text 6 "))
     assert data.documents[4] == expected[4]
-    with pytest.raises(UserError, match=r"corpus\.jsonl has changed since it was opened"):
+    with pytest.raises(
+        UserError, match=r"corpus\.jsonl has changed since it was opened"
+    ):
         data.documents[5]
 
 
 def test_names_and_contents_that_occur_twice_in_a_corpus(tmp_path):
-    documents = [{"_id": name, "text": text} for name, text in (("a", "1"), ("b", "2"), ("c", "1"), ("b", "3"))]
-    folder = beir(tmp_path, ["q1\tb\t1", "2\tc\t2", "2\td\t1"], corpus=[*documents, {"_id": "e"}, {"text": "4"}])
+    documents = [
+        {"_id": name, "text": text}
+        for name, text in (("a", "1"), ("b", "2"), ("c", "1"), ("b", "3"))
+    ]
+    folder = beir(
+        tmp_path,
+        ["q1\tb\t1", "2\tc\t2", "2\td\t1"],
+        corpus=[*documents, {"_id": "e"}, {"text": "4"}],
+    )
     with pytest.raises(UserError) as caught:
         opened(folder)
-    said = [line.rpartition("corpus.jsonl")[2] for line in str(caught.value).splitlines() if "corpus.jsonl:" in line]
+    said = [
+        line.rpartition("corpus.jsonl")[2]
+        for line in str(caught.value).splitlines()
+        if "corpus.jsonl:" in line
+    ]
     assert said == [":4: _id b occurs twice", ":5: e has no text", ":6: no field _id"]
     data = opened(folder, on_bad_record="skip")
     assert found(data) == {"first": {"2": 1}, "second": {"1": 2}}
@@ -250,18 +361,28 @@ def test_names_and_contents_that_occur_twice_in_a_corpus(tmp_path):
 
 
 def test_the_lines_of_names_that_occur_twice(tmp_path):
-    records = [{"_id": name, "text": str(number)} for number, name in enumerate("ab_acb")]
+    records = [
+        {"_id": name, "text": str(number)} for number, name in enumerate("ab_acb")
+    ]
     records[2] = ""
     problems = []
     read_corpus(open_records(write_lines(tmp_path / "corpus.jsonl", records)), problems)
-    assert [one.rpartition("jsonl:")[2] for one in problems] == ["4: _id a occurs twice", "6: _id b occurs twice"]
+    assert [one.rpartition("jsonl:")[2] for one in problems] == [
+        "4: _id a occurs twice",
+        "6: _id b occurs twice",
+    ]
 
 
 def test_a_corpus_takes_a_few_bytes_for_each_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "PIECE_BYTES", 2**12)  # what is parsed at a time is not counted
+    monkeypatch.setattr(
+        readers, "PIECE_BYTES", 2**12
+    )  # what is parsed at a time is not counted
 
     def bytes_of(num_documents):
-        lines = [{"_id": f"d{row}", "text": f"text {row} " + "word " * 9} for row in range(num_documents)]
+        lines = [
+            {"_id": f"d{row}", "text": f"text {row} " + "word " * 9}
+            for row in range(num_documents)
+        ]
         path = write_lines(tmp_path / f"{num_documents}.jsonl", lines)
         del lines
         tracemalloc.start()
@@ -283,21 +404,30 @@ def test_choice_of_qrels(tmp_path):
     beir(tmp_path, ["q1\td2\t1"], split="dev")
     assert found(opened(folder)) == {"first": {"two": 1}}, "in training dev comes first"
     assert found(opened(folder, splits=("test",))) == {"first": {"Title of one": 1}}
-    assert found(opened(folder / "qrels" / "test.tsv")) == {"first": {"Title of one": 1}}
+    assert found(opened(folder / "qrels" / "test.tsv")) == {
+        "first": {"Title of one": 1}
+    }
     with pytest.raises(UserError, match=r"holds dev, test, and none of train"):
         opened(folder, splits=("train",))
     (folder / "qrels" / "dev.tsv").rename(folder / "qrels" / "extra.tsv")
     (folder / "qrels" / "test.tsv").unlink()
-    assert found(opened(folder)) == {"first": {"two": 1}}, "the only one there is needs no name"
+    assert found(opened(folder)) == {"first": {"two": 1}}, (
+        "the only one there is needs no name"
+    )
 
 
 def test_missing_files_are_named(tmp_path):
     folder = beir(tmp_path, ["q1\td1\t1"])
     (folder / "queries.jsonl").unlink()
-    with pytest.raises(UserError, match=r"has neither queries\.jsonl nor queries\.parquet"):
+    with pytest.raises(
+        UserError, match=r"has neither queries\.jsonl nor queries\.parquet"
+    ):
         opened(folder)
     (folder / "qrels" / "test.tsv").unlink()
-    with pytest.raises(UserError, match=r"holds nothing, and no file that ends in .tsv, .jsonl or .parquet"):
+    with pytest.raises(
+        UserError,
+        match=r"holds nothing, and no file that ends in .tsv, .jsonl or .parquet",
+    ):
         opened(folder)
 
 
@@ -318,7 +448,10 @@ BAD_QRELS = ["q1\td1\t1", "q1\td1", "q9\td1\t1", "q1\td9\t1", "q1\td1\thigh"]
     [
         ("--1", "not query-id, corpus-id and a whole score"),
         ("9" * 5000, "not query-id, corpus-id and a whole score"),
-        ("3000000000", "the score 3,000,000,000 is no grade, which is at most 1,000,000"),
+        (
+            "3000000000",
+            "the score 3,000,000,000 is no grade, which is at most 1,000,000",
+        ),
     ],
 )
 def test_scores_that_are_no_grades(tmp_path, score, said):
@@ -329,9 +462,15 @@ def test_scores_that_are_no_grades(tmp_path, score, said):
 def test_scores_in_parquet_that_are_no_numbers(tmp_path):
     folder = beir(tmp_path, ["q1\td1\t1"])
     (folder / "qrels" / "test.tsv").unlink()
-    rows = [{"query-id": "q1", "corpus-id": "d1", "score": score} for score in (1.0, float("nan"), float("inf"))]
+    rows = [
+        {"query-id": "q1", "corpus-id": "d1", "score": score}
+        for score in (1.0, float("nan"), float("inf"))
+    ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "qrels" / "test.parquet")
-    with pytest.raises(UserError, match=r"2 bad records in .*\n.*not query-id, corpus-id and a whole score"):
+    with pytest.raises(
+        UserError,
+        match=r"2 bad records in .*\n.*not query-id, corpus-id and a whole score",
+    ):
         opened(folder)
 
 
@@ -367,8 +506,13 @@ def test_texts_that_no_tokenizer_takes_are_named(tmp_path):
     )
     with pytest.raises(UserError) as raised:
         opened(folder)
-    for part in (f"corpus.jsonl:{len(CORPUS) + 1}: x has", f"queries.jsonl:{len(QUERIES) + 1}: y has"):
-        assert f"{part} a lone surrogate in it, which is no character" in str(raised.value)
+    for part in (
+        f"corpus.jsonl:{len(CORPUS) + 1}: x has",
+        f"queries.jsonl:{len(QUERIES) + 1}: y has",
+    ):
+        assert f"{part} a lone surrogate in it, which is no character" in str(
+            raised.value
+        )
 
 
 @pytest.mark.parametrize("score", ["0.5", "1e-1", ".7"])
@@ -376,7 +520,8 @@ def test_a_first_line_with_a_fraction_is_no_header(tmp_path, score):
     folder = beir(tmp_path, [])
     write_lines(folder / "qrels" / "test.tsv", [f"q1\td1\t{score}", "q1\td1\t1"])
     with pytest.raises(
-        UserError, match=r"1 bad records in .*\n.*test.tsv:1: not query-id, corpus-id and a whole score"
+        UserError,
+        match=r"1 bad records in .*\n.*test.tsv:1: not query-id, corpus-id and a whole score",
     ):
         opened(folder)
 
@@ -409,10 +554,14 @@ def test_a_split_that_is_asked_for_is_not_replaced(tmp_path):
     folder = tmp_path / "beir"
     write_lines(folder / "corpus.jsonl", [{"_id": "d", "text": "document"}])
     write_lines(folder / "queries.jsonl", [{"_id": "q", "text": "query"}])
-    write_lines(folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore", "q\td\t1"])
+    write_lines(
+        folder / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore", "q\td\t1"]
+    )
     assert found(opened(folder)) == {"query": {"document": 1}}
     with pytest.raises(UserError, match="holds test, and none of dev"):
         evaluate("no model", folder, split="dev")
     pairs = write_lines(tmp_path / "pairs.jsonl", [{"query": "a", "positive": "b"}])
-    with pytest.raises(UserError, match="no BEIR-style folder, so it has no qrels of a split dev"):
+    with pytest.raises(
+        UserError, match="no BEIR-style folder, so it has no qrels of a split dev"
+    ):
         evaluate("no model", pairs, split="dev")

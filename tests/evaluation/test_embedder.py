@@ -11,8 +11,8 @@ from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
-from vembed.families.decisions import describe
 from vembed.inference.embedder import to_item
+from vembed.models.families.decisions import describe
 
 TEXTS = ["red cat", "the old house by the river " * 9, "", "bird", "red cat"]
 
@@ -30,19 +30,32 @@ def test_same_numbers_as_sentence_transformers(folder, kind):
     encode = theirs.encode_query if kind == "query" else theirs.encode_document
     ours = Embedder(folder, device="cpu")
     np.testing.assert_allclose(ours.encode(TEXTS, kind=kind), encode(TEXTS), atol=1e-5)
-    np.testing.assert_allclose(ours.encode(TEXTS, kind=kind, batch_size=1), encode(TEXTS), atol=1e-5)
-    np.testing.assert_allclose(ours.encode(TEXTS[0], kind=kind), encode(TEXTS[0]), atol=1e-5)
+    np.testing.assert_allclose(
+        ours.encode(TEXTS, kind=kind, batch_size=1), encode(TEXTS), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        ours.encode(TEXTS[0], kind=kind), encode(TEXTS[0]), atol=1e-5
+    )
 
 
 def test_same_numbers_when_cut(folder):
     from sentence_transformers import SentenceTransformer
 
     theirs = SentenceTransformer(str(folder), device="cpu", truncate_dim=8)
-    expected, unit = theirs.encode(TEXTS), theirs.encode(TEXTS, normalize_embeddings=True)
+    expected, unit = (
+        theirs.encode(TEXTS),
+        theirs.encode(TEXTS, normalize_embeddings=True),
+    )
     ours = Embedder(folder, device="cpu")
     np.testing.assert_allclose(ours.encode(TEXTS, truncate_dim=8), expected, atol=1e-5)
-    np.testing.assert_allclose(ours.encode(TEXTS, truncate_dim=8, normalize=True), unit, atol=1e-5)
-    np.testing.assert_allclose(Embedder(folder, device="cpu", truncate_dim=8).encode(TEXTS), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        ours.encode(TEXTS, truncate_dim=8, normalize=True), unit, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        Embedder(folder, device="cpu", truncate_dim=8).encode(TEXTS),
+        expected,
+        atol=1e-5,
+    )
 
 
 def test_raw_vectors(folder):
@@ -50,20 +63,26 @@ def test_raw_vectors(folder):
     given = ["red cat", "the old house"]
     raw = model.encode(given, normalize=False)
     assert not np.allclose(np.linalg.norm(raw, axis=1), 1)
-    np.testing.assert_allclose(raw / np.linalg.norm(raw, axis=1, keepdims=True), model.encode(given), atol=1e-6)
+    np.testing.assert_allclose(
+        raw / np.linalg.norm(raw, axis=1, keepdims=True), model.encode(given), atol=1e-6
+    )
 
 
 def test_similarity_is_the_models_own(folder):
     model = Embedder(folder, device="cpu")
     vectors = model.encode(["red cat", "the old house", "bird"], normalize=False)
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    np.testing.assert_allclose(model.similarity(vectors, vectors), unit @ unit.T, atol=1e-6)
+    np.testing.assert_allclose(
+        model.similarity(vectors, vectors), unit @ unit.T, atol=1e-6
+    )
     assert model.similarity(vectors[0], vectors).shape == (1, 3)
 
 
 @pytest.mark.parametrize("measure", ["dot", "euclidean"])
 def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
-    model = Embedder(tiny_bert_st(tmp_path, normalize=False, similarity=measure), device="cpu")
+    model = Embedder(
+        tiny_bert_st(tmp_path, normalize=False, similarity=measure), device="cpu"
+    )
     given = ["red cat", "the old house"]
     vectors = model.encode(given)
     products = vectors @ vectors.T
@@ -71,7 +90,9 @@ def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
         assert "cosine is used" in caplog.text
         products /= np.sqrt(np.outer(products.diagonal(), products.diagonal()))
     np.testing.assert_allclose(model.similarity(vectors, vectors), products, rtol=1e-5)
-    np.testing.assert_allclose(model.score([(given[0], given[1])]), products[0, 1:], rtol=1e-5)
+    np.testing.assert_allclose(
+        model.score([(given[0], given[1])]), products[0, 1:], rtol=1e-5
+    )
 
 
 def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
@@ -79,14 +100,20 @@ def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
 
     folder = tiny_qwen3_st(tmp_path, max_seq_length=600)
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 1024}))
+    (folder / "config.json").write_text(
+        json.dumps({**settings, "max_position_embeddings": 1024})
+    )
     long = ["red cat " * 280, "the old house " * 300]
     model = Embedder(folder, device="cpu")
     assert model.description.max_length == 600
     np.testing.assert_allclose(
-        model.encode(long), SentenceTransformer(str(folder), device="cpu").encode(long), atol=1e-5
+        model.encode(long),
+        SentenceTransformer(str(folder), device="cpu").encode(long),
+        atol=1e-5,
     )
-    assert describe(TrainConfig(model_name=str(folder), data_path="-")).max_length == 512
+    assert (
+        describe(TrainConfig(model_name=str(folder), data_path="-")).max_length == 512
+    )
 
 
 def test_forms_of_input(folder):
@@ -104,7 +131,9 @@ def test_images_become_items():
     assert item.text == "in blue"
     assert Image.open(io.BytesIO(item.images[0].data)).getpixel((1, 1)) == (255, 0, 0)
     assert to_item(picture).images == item.images
-    assert to_item({"images": ["a.png", b"bytes"]}) == Item(images=(ImageRef(path="a.png"), ImageRef(data=b"bytes")))
+    assert to_item({"images": ["a.png", b"bytes"]}) == Item(
+        images=(ImageRef(path="a.png"), ImageRef(data=b"bytes"))
+    )
     printed = to_item(Image.new("CMYK", (2, 2)))
     assert Image.open(io.BytesIO(printed.images[0].data)).mode == "RGB"
 
@@ -153,7 +182,11 @@ def test_chosen_dtype(folder):
     import torch
 
     model = Embedder(folder, device="cpu", torch_dtype="bfloat16")
-    assert {parameter.dtype for parameter in model.model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.model.parameters()} == {
+        torch.bfloat16
+    }
     vectors = model.encode(["red cat"])
     assert vectors.dtype == np.float32
-    np.testing.assert_allclose(vectors, Embedder(folder, device="cpu").encode(["red cat"]), atol=0.05)
+    np.testing.assert_allclose(
+        vectors, Embedder(folder, device="cpu").encode(["red cat"]), atol=0.05
+    )

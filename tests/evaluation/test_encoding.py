@@ -9,16 +9,34 @@ from tests.tiny import shared, tiny_bert_st
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.distributed.session import start_session
 from vembed.inference import encoding
 from vembed.inference.encoding import encode_items, first_dims
 from vembed.models.embedding_model import load_embedder
+from vembed.parallel.session import start_session
 
-WORDS = ("red", "green", "blue", "small", "large", "old", "new", "fast", "slow", "warm", "cold", "cat", "dog", "bird")
+WORDS = (
+    "red",
+    "green",
+    "blue",
+    "small",
+    "large",
+    "old",
+    "new",
+    "fast",
+    "slow",
+    "warm",
+    "cold",
+    "cat",
+    "dog",
+    "bird",
+)
 
 
 def texts(number):
-    return [" ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(1 + i * 5 % 11)) for i in range(number)]
+    return [
+        " ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(1 + i * 5 % 11))
+        for i in range(number)
+    ]
 
 
 def items(number):
@@ -40,14 +58,22 @@ def one_by_one(model, featuriser, given, kind="document"):
     for item in given:
         (features,) = featuriser.features([(item, kind)])
         with torch.no_grad():
-            rows.append(model([(features.modality, featuriser.collate([features]))])[0][0])
+            rows.append(
+                model([(features.modality, featuriser.collate([features]))])[0][0]
+            )
     return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
 
 
-@pytest.mark.parametrize(("budget", "max_rows"), [(1, None), (40, None), (40, 2), (10_000, None)])
-def test_order_and_numbers_do_not_depend_on_the_budget(model, featuriser, budget, max_rows):
+@pytest.mark.parametrize(
+    ("budget", "max_rows"), [(1, None), (40, None), (40, 2), (10_000, None)]
+)
+def test_order_and_numbers_do_not_depend_on_the_budget(
+    model, featuriser, budget, max_rows
+):
     given = items(17)
-    found = encode_items(model, featuriser, given, "document", budget_tokens=budget, max_rows=max_rows)
+    found = encode_items(
+        model, featuriser, given, "document", budget_tokens=budget, max_rows=max_rows
+    )
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, one_by_one(model, featuriser, given), atol=1e-6)
 
@@ -79,21 +105,31 @@ def test_equal_items_are_encoded_once(model, featuriser):
 
 
 def test_nothing_gives_an_empty_array(model, featuriser):
-    assert encode_items(model, featuriser, [], "document").shape == (0, model.description.embedding_dim)
-    assert encode_items(model, featuriser, [], "document", truncate_dim=8).shape == (0, 8)
+    assert encode_items(model, featuriser, [], "document").shape == (
+        0,
+        model.description.embedding_dim,
+    )
+    assert encode_items(model, featuriser, [], "document", truncate_dim=8).shape == (
+        0,
+        8,
+    )
 
 
 def test_several_chunks(model, featuriser, monkeypatch):
     whole = encode_items(model, featuriser, items(17), "document")
     monkeypatch.setattr(encoding, "CHUNK", 4)
-    np.testing.assert_allclose(encode_items(model, featuriser, items(17), "document"), whole, atol=1e-6)
+    np.testing.assert_allclose(
+        encode_items(model, featuriser, items(17), "document"), whole, atol=1e-6
+    )
 
 
 def test_normalisation_comes_after_the_cut(model, featuriser):
     raw = encode_items(model, featuriser, items(3), "document", normalize=False)
     cut = encode_items(model, featuriser, items(3), "document", truncate_dim=8)
     np.testing.assert_allclose(np.linalg.norm(cut, axis=1), 1, atol=1e-6)
-    np.testing.assert_allclose(cut, raw[:, :8] / np.linalg.norm(raw[:, :8], axis=1, keepdims=True), atol=1e-6)
+    np.testing.assert_allclose(
+        cut, raw[:, :8] / np.linalg.norm(raw[:, :8], axis=1, keepdims=True), atol=1e-6
+    )
 
 
 def test_first_dims_of_a_zero_vector_is_zero():
@@ -104,11 +140,15 @@ def test_every_module_is_in_its_mode_afterwards_and_no_graph_is_kept():
     model = load_embedder(shared(tiny_bert_st)).requires_grad_(True)
     featuriser = Featuriser(model.description)
     model.train()
-    frozen = next(module for name, module in model.named_modules() if name.endswith("layer.0"))
+    frozen = next(
+        module for name, module in model.named_modules() if name.endswith("layer.0")
+    )
     frozen.eval()
     before = {name: module.training for name, module in model.named_modules()}
     seen = []
-    with model.register_forward_hook(lambda module, _, out: seen.append((module.training, out[0].requires_grad))):
+    with model.register_forward_hook(
+        lambda module, _, out: seen.append((module.training, out[0].requires_grad))
+    ):
         encode_items(model, featuriser, items(2), "document")
     assert seen == [(False, False)]
     assert {name: module.training for name, module in model.named_modules()} == before
@@ -120,7 +160,9 @@ def test_an_error_in_the_middle_restores_the_modes_too(model, featuriser):
     model.train()
     try:
         with (
-            model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("broken"))),
+            model.register_forward_pre_hook(
+                lambda *_: (_ for _ in ()).throw(RuntimeError("broken"))
+            ),
             pytest.raises(RuntimeError, match="broken"),
         ):
             encode_items(model, featuriser, items(2), "document")
@@ -132,7 +174,12 @@ def test_an_error_in_the_middle_restores_the_modes_too(model, featuriser):
 def test_progress_counts_all_items(model, featuriser):
     micro_batches = []
     encode_items(
-        model, featuriser, items(9) * 2, "document", budget_tokens=30, progress=lambda *pair: micro_batches.append(pair)
+        model,
+        featuriser,
+        items(9) * 2,
+        "document",
+        budget_tokens=30,
+        progress=lambda *pair: micro_batches.append(pair),
     )
     assert micro_batches[-1] == (18, 18)
     assert micro_batches == sorted(micro_batches)
@@ -140,7 +187,9 @@ def test_progress_counts_all_items(model, featuriser):
 
 
 def _on_a_rank(folder, numbers):
-    with start_session(TrainConfig(model_name="m", data_path="d", strategy="ddp")) as session:
+    with start_session(
+        TrainConfig(model_name="m", data_path="d", strategy="ddp")
+    ) as session:
         model = load_embedder(folder)
         featuriser = Featuriser(model.description)
         micro_batches = []
@@ -148,7 +197,14 @@ def _on_a_rank(folder, numbers):
         found = []
         for number in numbers:
             micro_batches.clear()
-            embeddings = encode_items(model, featuriser, items(number), "document", budget_tokens=24, session=session)
+            embeddings = encode_items(
+                model,
+                featuriser,
+                items(number),
+                "document",
+                budget_tokens=24,
+                session=session,
+            )
             found.append((embeddings, len(micro_batches)))
         return found
 
@@ -157,13 +213,17 @@ def _on_a_rank(folder, numbers):
 @pytest.mark.promise("B15")
 def test_ranks_encode_uneven_shares_in_step_and_in_order(model, featuriser, num_ranks):
     numbers = [7, 0, 1, 3, 20]
-    by_rank = run_ranks(_on_a_rank, num_ranks, shared(tiny_bert_st), numbers, process_group=False)
+    by_rank = run_ranks(
+        _on_a_rank, num_ranks, shared(tiny_bert_st), numbers, process_group=False
+    )
     for place, number in enumerate(numbers):
         expected = encode_items(model, featuriser, items(number), "document")
         for embeddings, _ in (found[place] for found in by_rank):
             np.testing.assert_allclose(embeddings, expected, atol=1e-6)
         num_forwards = {found[place][1] for found in by_rank}
-        assert len(num_forwards) == 1, "every forward of a sharded model is a collective"
+        assert len(num_forwards) == 1, (
+            "every forward of a sharded model is a collective"
+        )
 
 
 def _chunks_on_a_rank(folder):
@@ -173,5 +233,7 @@ def _chunks_on_a_rank(folder):
 
 def test_ranks_and_chunks(model, featuriser):
     expected = encode_items(model, featuriser, items(11), "document")
-    for ((embeddings, _),) in run_ranks(_chunks_on_a_rank, 2, shared(tiny_bert_st), process_group=False):
+    for ((embeddings, _),) in run_ranks(
+        _chunks_on_a_rank, 2, shared(tiny_bert_st), process_group=False
+    ):
         np.testing.assert_allclose(embeddings, expected, atol=1e-6)

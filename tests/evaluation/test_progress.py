@@ -10,7 +10,9 @@ from vembed.progress import ProgressReport, duration
 
 
 def console(terminal):
-    return Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
+    return Console(
+        file=io.StringIO(), force_terminal=terminal, width=100, color_system=None
+    )
 
 
 def test_a_terminal_gets_a_bar_with_rate_and_time_left():
@@ -60,7 +62,14 @@ def test_nothing_is_shown_where_nobody_asked(terminal, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (60, "1 min 00 s"), (3599, "59 min 59 s"), (7505, "2 h 05 min")]
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (59.4, "59 s"),
+        (60, "1 min 00 s"),
+        (3599, "59 min 59 s"),
+        (7505, "2 h 05 min"),
+    ],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text

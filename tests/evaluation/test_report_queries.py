@@ -20,10 +20,17 @@ from vembed.config.places import short_name
 from vembed.data.examples import ImageRef, Item
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
-from vembed.report.page import queries_html
-from vembed.report.query_changes import NO_DIFFERENCE, Changed, compare_queries, paired_intervals, path_of, read_queries
-from vembed.report.record import read_run
-from vembed.report.report import changed_table, curves, write_report
+from vembed.evaluation.report.page import queries_html
+from vembed.evaluation.report.query_changes import (
+    NO_DIFFERENCE,
+    Changed,
+    compare_queries,
+    paired_intervals,
+    path_of,
+    read_queries,
+)
+from vembed.evaluation.report.record import read_run
+from vembed.evaluation.report.report import changed_table, curves, write_report
 from vembed.saving.card import calls_of
 from vembed.training.hooks import Evaluation
 from vembed.training.query_record import QueryRecord
@@ -32,21 +39,33 @@ from vembed.training.query_record import QueryRecord
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("queries")
-    options = settings(folder, max_steps=11, logging_steps=5, eval_steps=4, report_to=["tensorboard"])
+    options = settings(
+        folder, max_steps=11, logging_steps=5, eval_steps=4, report_to=["tensorboard"]
+    )
     return vembed.train(options).output_dir
 
 
 def test_the_results_of_the_queries_are_those_of_the_evaluation(run: Path) -> None:
-    assert sorted(path.name for path in (run / "evaluations").iterdir())[0] == "step-0.json"
+    assert (
+        sorted(path.name for path in (run / "evaluations").iterdir())[0]
+        == "step-0.json"
+    )
     record = read_run(run)
     assert record.final is not None
     for step, scores in ((0, record.before), (record.final.step, record.after)):
         content = read_queries(path_of(run, step))
-        assert content is not None and len(content["values"]) == 39, "equal queries are one"
-        means = dict(zip(content["metrics"], np.mean(content["values"], axis=0), strict=True))
+        assert content is not None and len(content["values"]) == 39, (
+            "equal queries are one"
+        )
+        means = dict(
+            zip(content["metrics"], np.mean(content["values"], axis=0), strict=True)
+        )
         for name, value in means.items():
             assert scores[name] == pytest.approx(value, abs=1e-5)
-        assert all(len(one["found"]) == 3 and one["query"]["text"] for one in content["queries"])
+        assert all(
+            len(one["found"]) == 3 and one["query"]["text"]
+            for one in content["queries"]
+        )
 
 
 def test_the_report_shows_queries_intervals_and_meanings(run: Path) -> None:
@@ -68,11 +87,18 @@ def test_the_model_and_its_calls_are_told_as_in_the_card(run: Path) -> None:
     page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
     card = (run / "final" / "README.md").read_text()
     calls = calls_of(card, f"{run.name}/final")
-    assert len(calls) == 2 and "encode_query" in calls[0] and "vembed.Embedder" in calls[1]
+    assert (
+        len(calls) == 2 and "encode_query" in calls[0] and "vembed.Embedder" in calls[1]
+    )
     assert all(escape(one) in page for one in calls)
     name = short_name(read_run(run).config["model_name"])
-    assert f"Tuned by vembed from `{name}`" in card and f"| model_name | {name} |" in card
-    assert f"Model: {name}; Embedding size: 32; Inputs: text; " in text and f"model_name: {name}\n" in text
+    assert (
+        f"Tuned by vembed from `{name}`" in card and f"| model_name | {name} |" in card
+    )
+    assert (
+        f"Model: {name}; Embedding size: 32; Inputs: text; " in text
+        and f"model_name: {name}\n" in text
+    )
     for inner in ("text_encoder", "BertLayer", "modules.json"):
         assert inner not in text and inner not in page and inner not in card
 
@@ -84,9 +110,13 @@ def test_a_run_without_a_model_has_no_calls(run: Path, tmp_path: Path) -> None:
 
 
 def test_curves_have_every_step_where_lines_are_rarer(run: Path) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 11]
-    assert [one[0] for line in lines if "loss" in line for one in line["steps"]] == list(range(1, 12))
+    assert [
+        one[0] for line in lines if "loss" in line for one in line["steps"]
+    ] == list(range(1, 12))
     assert all(line["time"] > 1e9 for line in lines)
     drawn = {curve.title: curve for curve in curves(read_run(run))}
     assert len(drawn["Loss"].steps) == 11 and len(drawn["Learning rate"].steps) == 11
@@ -97,7 +127,9 @@ def test_hyperparameters_are_in_tensorboard(run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard")).Reload()
-    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    content = events.summary_metadata[
+        "_hparams_/session_start_info"
+    ].plugin_data.content
     assert b"learning_rate" in content
 
 
@@ -126,36 +158,74 @@ def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
     for name, colour in zip(names, ("red", "blue"), strict=False):
         Image.new("RGB", (300, 200), colour).save(name)
     red, blue, gone = ({"text": "", "images": [name]} for name in names)
-    changed = Changed({"text": "a red wall", "images": []}, [red], 0.1, 0.9, [(blue, False)], [(red, True)])
+    changed = Changed(
+        {"text": "a red wall", "images": []},
+        [red],
+        0.1,
+        0.9,
+        [(blue, False)],
+        [(red, True)],
+    )
     table = changed_table([changed], has_pictures=True)
-    assert table.rows[0][:4] == ("a red wall", "red.png", "blue.png", "[relevant] red.png")
+    assert table.rows[0][:4] == (
+        "a red wall",
+        "red.png",
+        "blue.png",
+        "[relevant] red.png",
+    )
     assert [len(table.pictures[0, column]) for column in range(4)] == [0, 1, 1, 1]
     page = queries_html(table)
-    assert page.count('<img src="data:image/jpeg;base64,') == 3 and str(tmp_path) not in page
-    picture = Image.open(io.BytesIO(base64.b64decode(table.pictures[0, 1][0].partition(",")[2])))
+    assert (
+        page.count('<img src="data:image/jpeg;base64,') == 3
+        and str(tmp_path) not in page
+    )
+    picture = Image.open(
+        io.BytesIO(base64.b64decode(table.pictures[0, 1][0].partition(",")[2]))
+    )
     assert picture.size == (96, 64)
     lost = Changed(gone, [gone], 0.1, 0.9, [], [])
     table = changed_table([lost], has_pictures=True)
-    assert table.pictures[0, 0] == () and table.rows[0][:3] == ("gone.png", "gone.png", "nothing")
+    assert table.pictures[0, 0] == () and table.rows[0][:3] == (
+        "gone.png",
+        "gone.png",
+        "nothing",
+    )
 
 
 def test_images_that_the_data_hold_themselves_are_shown_too(tmp_path: Path) -> None:
     """As Parquet files and datasets with an image column give them: bytes without a path."""
-    documents = [Item(images=(ImageRef(data=encoded("PNG", seed=seed)),)) for seed in range(3)]
-    queries = (Item(text="first"), Item(images=(ImageRef(data=encoded("PNG", seed=7)),)))
+    documents = [
+        Item(images=(ImageRef(data=encoded("PNG", seed=seed)),)) for seed in range(3)
+    ]
+    queries = (
+        Item(text="first"),
+        Item(images=(ImageRef(data=encoded("PNG", seed=7)),)),
+    )
     data = RetrievalData("val", queries, tuple(documents), ({0: 1}, {1: 1}))
     record = QueryRecord()
     record._data, record._output, record._best = data, tmp_path, None
-    for step, values, found in ((0, [[0.0], [1.0]], [[2], [1]]), (5, [[1.0], [0.0]], [[0], [2]])):
+    for step, values, found in (
+        (0, [[0.0], [1.0]], [[2], [1]]),
+        (5, [[1.0], [0.0]], [[0], [2]]),
+    ):
         results = QueryResults(["ndcg@10"], np.array(values), np.array(found))
-        record.on_evaluation(Evaluation(step, 1.0, {"ndcg@10": 0.5}, "ndcg@10", False, results))
+        record.on_evaluation(
+            Evaluation(step, 1.0, {"ndcg@10": 0.5}, "ndcg@10", False, results)
+        )
     changes = compare_queries(tmp_path, 0, 5, "ndcg@10")
     assert changes is not None
-    better, worse = (changed_table(one, has_pictures=True) for one in (changes.better, changes.worse))
+    better, worse = (
+        changed_table(one, has_pictures=True) for one in (changes.better, changes.worse)
+    )
     assert better.rows[0][:4] == (
-        "first", "image of document 0", "image of document 2", "[relevant] image of document 0",
-    )  # fmt: skip
+        "first",
+        "image of document 0",
+        "image of document 2",
+        "[relevant] image of document 0",
+    )
     assert [len(better.pictures[0, column]) for column in range(4)] == [0, 1, 1, 1]
     assert [len(worse.pictures[0, column]) for column in range(4)] == [1, 1, 1, 1]
     content = read_queries(path_of(tmp_path, 0))
-    assert content is not None and content["pictures"] == {}, "only those of queries that changed"
+    assert content is not None and content["pictures"] == {}, (
+        "only those of queries that changed"
+    )

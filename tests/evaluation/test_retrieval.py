@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 from tests.harness import run_ranks
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
-from vembed.distributed import collectives
-from vembed.distributed.session import start_session
 from vembed.evaluation import retrieval
 from vembed.evaluation.dataset import RetrievalData
-from vembed.evaluation.retrieval import TopK, own_documents, retrieval_metrics, score_rankings, top_k
+from vembed.evaluation.retrieval import (
+    TopK,
+    own_documents,
+    retrieval_metrics,
+    score_rankings,
+    top_k,
+)
+from vembed.parallel import collectives
+from vembed.parallel.session import start_session
 
 
 def data_of(num_queries, num_documents, relevance):
@@ -29,7 +35,11 @@ def data_of(num_queries, num_documents, relevance):
 def plain_top_k(queries, documents, k, excluded):
     rankings = []
     for query, left_out in zip(queries, excluded, strict=True):
-        scores = [(-float(np.dot(query, document)), i) for i, document in enumerate(documents) if i != left_out]
+        scores = [
+            (-float(np.dot(query, document)), i)
+            for i, document in enumerate(documents)
+            if i != left_out
+        ]
         best = [i for _, i in sorted(scores)[:k]]
         rankings.append(best + [-1] * (k - len(best)))
     return rankings
@@ -42,12 +52,37 @@ small = st.integers(-2, 2)
 @given(st.data())
 def test_top_k_is_exact_and_breaks_ties_by_index(data):
     # Whole numbers make many exactly equal scores; tiles of 3 x 4 make many borders.
-    num_queries, num_documents = data.draw(st.integers(0, 8)), data.draw(st.integers(0, 15))
-    queries = np.array(data.draw(st.lists(st.tuples(small, small), min_size=num_queries, max_size=num_queries)))
-    documents = np.array(data.draw(st.lists(st.tuples(small, small), min_size=num_documents, max_size=num_documents)))
-    queries, documents = queries.reshape(-1, 2).astype(np.float32), documents.reshape(-1, 2).astype(np.float32)
+    num_queries, num_documents = (
+        data.draw(st.integers(0, 8)),
+        data.draw(st.integers(0, 15)),
+    )
+    queries = np.array(
+        data.draw(
+            st.lists(
+                st.tuples(small, small), min_size=num_queries, max_size=num_queries
+            )
+        )
+    )
+    documents = np.array(
+        data.draw(
+            st.lists(
+                st.tuples(small, small), min_size=num_documents, max_size=num_documents
+            )
+        )
+    )
+    queries, documents = (
+        queries.reshape(-1, 2).astype(np.float32),
+        documents.reshape(-1, 2).astype(np.float32),
+    )
     excluded = np.array(
-        data.draw(st.lists(st.integers(-1, num_documents - 1), min_size=num_queries, max_size=num_queries)), np.int64
+        data.draw(
+            st.lists(
+                st.integers(-1, num_documents - 1),
+                min_size=num_queries,
+                max_size=num_queries,
+            )
+        ),
+        np.int64,
     )
     k = data.draw(st.integers(1, 6))
     with pytest.MonkeyPatch.context() as patch:
@@ -62,9 +97,14 @@ def test_top_k_is_exact_and_breaks_ties_by_index(data):
 def test_documents_may_arrive_in_any_order_and_in_pieces(data):
     num_documents = data.draw(st.integers(1, 15))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    queries, documents = (rng.integers(-2, 3, (rows, 2)).astype(np.float32) for rows in (4, num_documents))
+    queries, documents = (
+        rng.integers(-2, 3, (rows, 2)).astype(np.float32) for rows in (4, num_documents)
+    )
     excluded = rng.integers(-1, num_documents, 4)
-    order, cut = rng.permutation(num_documents), data.draw(st.integers(0, num_documents))
+    order, cut = (
+        rng.permutation(num_documents),
+        data.draw(st.integers(0, num_documents)),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval, "QUERY_TILE", 3)
         patch.setattr(retrieval, "DOCUMENT_TILE", 4)
@@ -76,12 +116,17 @@ def test_documents_may_arrive_in_any_order_and_in_pieces(data):
 
 def test_top_k_of_real_numbers_with_negative_scores_and_both_zeros():
     rng = np.random.default_rng(0)
-    queries, documents = rng.normal(size=(40, 8)).astype(np.float32), rng.normal(size=(700, 8)).astype(np.float32)
+    queries, documents = (
+        rng.normal(size=(40, 8)).astype(np.float32),
+        rng.normal(size=(700, 8)).astype(np.float32),
+    )
     documents[10:30] = 0.0
     documents[30:40] = -0.0
     queries[:5] *= -1
     scores = queries @ documents.T
-    expected = np.lexsort((np.broadcast_to(np.arange(700), scores.shape), -scores), axis=1)
+    expected = np.lexsort(
+        (np.broadcast_to(np.arange(700), scores.shape), -scores), axis=1
+    )
     assert (top_k(queries, documents, 700) == expected).all()
     assert (top_k(queries, documents, 10) == expected[:, :10]).all()
 
@@ -92,10 +137,18 @@ def test_never_more_scores_at_once_than_a_tile(monkeypatch):
     largest = []
     original = retrieval._best_keys
     monkeypatch.setattr(
-        retrieval, "_best_keys", lambda scores, *rest: (largest.append(scores.shape), original(scores, *rest))[1]
+        retrieval,
+        "_best_keys",
+        lambda scores, *rest: (largest.append(scores.shape), original(scores, *rest))[
+            1
+        ],
     )
     rng = np.random.default_rng(0)
-    top_k(rng.normal(size=(23, 4)).astype(np.float32), rng.normal(size=(40, 4)).astype(np.float32), 3)
+    top_k(
+        rng.normal(size=(23, 4)).astype(np.float32),
+        rng.normal(size=(40, 4)).astype(np.float32),
+        3,
+    )
     assert max(rows for rows, _ in largest) == 5
     assert max(columns for _, columns in largest) == 7
     assert sum(rows * columns for rows, columns in largest) == 23 * 40
@@ -103,7 +156,9 @@ def test_never_more_scores_at_once_than_a_tile(monkeypatch):
 
 def test_metrics_by_hand():
     # One query; relevant: document 1 (grade 3), 4 (grade 1) and 7 (grade 2, not found). Found: 0 1 2 3 4.
-    names, values = score_rankings(np.array([[0, 1, 2, 3, 4]]), [{1: 3, 4: 1, 7: 2}], [1, 2, 5])
+    names, values = score_rankings(
+        np.array([[0, 1, 2, 3, 4]]), [{1: 3, 4: 1, 7: 2}], [1, 2, 5]
+    )
     found = dict(zip(names, values[0], strict=True))
     gain = 3 / math.log2(3) + 1 / math.log2(6)
     ideal = 3 + 2 / math.log2(3) + 1 / math.log2(4)
@@ -118,7 +173,10 @@ def test_metrics_by_hand():
 
 def plain_metrics(ranking, relevant, k):
     grades = [relevant.get(document, 0) for document in ranking[:k] if document >= 0]
-    ideal = sum(grade / math.log2(i + 2) for i, grade in enumerate(sorted(relevant.values(), reverse=True)[:k]))
+    ideal = sum(
+        grade / math.log2(i + 2)
+        for i, grade in enumerate(sorted(relevant.values(), reverse=True)[:k])
+    )
     ndcg = sum(grade / math.log2(i + 2) for i, grade in enumerate(grades)) / ideal
     places = [i + 1 for i, grade in enumerate(grades) if grade > 0]
     precision = [(n + 1) / place for n, place in enumerate(places)]
@@ -135,7 +193,10 @@ def test_metrics_against_plain_loops(ks):
     rng = np.random.default_rng(1)
     rankings = np.array([rng.permutation(150)[:100] for _ in range(30)])
     relevance = [
-        {int(document): int(rng.integers(1, 4)) for document in rng.permutation(150)[: rng.integers(1, 6)]}
+        {
+            int(document): int(rng.integers(1, 4))
+            for document in rng.permutation(150)[: rng.integers(1, 6)]
+        }
         for _ in range(30)
     ]
     names, values = score_rankings(rankings, relevance, ks)
@@ -177,10 +238,15 @@ def random_case(num_queries=60, num_documents=90, dims=16):
 def test_matryoshka_dims_are_cut_and_brought_to_length_one():
     queries, documents, data = random_case()
     scores = retrieval_metrics(queries, documents, data, [10], [16, 4])
-    unit = [matrix[:, :4] / np.linalg.norm(matrix[:, :4], axis=1, keepdims=True) for matrix in (queries, documents)]
+    unit = [
+        matrix[:, :4] / np.linalg.norm(matrix[:, :4], axis=1, keepdims=True)
+        for matrix in (queries, documents)
+    ]
     alone = retrieval_metrics(*unit, data, [10], normalize=False)
     assert {key: scores[f"dim4/{key}"] for key in alone} == pytest.approx(alone)
-    assert {key: scores[f"dim16/{key}"] for key in alone} == {key: scores[key] for key in alone}
+    assert {key: scores[f"dim16/{key}"] for key in alone} == {
+        key: scores[key] for key in alone
+    }
     assert scores["dim4/ndcg@10"] != scores["ndcg@10"]
 
 
@@ -188,13 +254,21 @@ def test_dot_product_keeps_lengths():
     queries = np.array([[1, 0]], np.float32)
     documents = np.array([[1, 0], [5, 5]], np.float32)
     data = data_of(1, 2, [{0: 1}])
-    assert retrieval_metrics(queries, documents, data, [1], normalize=True)["recall@1"] == 1
-    assert retrieval_metrics(queries, documents, data, [1], normalize=False)["recall@1"] == 0
+    assert (
+        retrieval_metrics(queries, documents, data, [1], normalize=True)["recall@1"]
+        == 1
+    )
+    assert (
+        retrieval_metrics(queries, documents, data, [1], normalize=False)["recall@1"]
+        == 0
+    )
 
 
 def _metrics_on_a_rank():
     retrieval.QUERY_TILE = 8
-    with start_session(TrainConfig(model_name="m", data_path="d", strategy="ddp")) as session:
+    with start_session(
+        TrainConfig(model_name="m", data_path="d", strategy="ddp")
+    ) as session:
         queries, documents, data = random_case()
         few = data_of(1, 90, [{5: 1}])
         return (
@@ -229,12 +303,20 @@ def _stops_while_it_scores():
         if at is not None and collectives.max_ints([int(micro_batches[0] == at)])[0]:
             raise Stop
 
-    with start_session(TrainConfig(model_name="m", data_path="d", strategy="ddp")) as session:
-        queries, documents, data = random_case(num_queries=20)  # 3 tiles: 2 for rank 0, 1 for rank 1
-        retrieval_metrics(queries, documents, data, [10], [4], session=session, between=between)
+    with start_session(
+        TrainConfig(model_name="m", data_path="d", strategy="ddp")
+    ) as session:
+        queries, documents, data = random_case(
+            num_queries=20
+        )  # 3 tiles: 2 for rank 0, 1 for rank 1
+        retrieval_metrics(
+            queries, documents, data, [10], [4], session=session, between=between
+        )
         whole, micro_batches[0], at = micro_batches[0], 0, 3
         with pytest.raises(Stop):
-            retrieval_metrics(queries, documents, data, [10], [4], session=session, between=between)
+            retrieval_metrics(
+                queries, documents, data, [10], [4], session=session, between=between
+            )
         session.barrier()
         return whole
 

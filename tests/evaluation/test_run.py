@@ -11,13 +11,28 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError, evaluate
 from vembed.config.schema import TrainConfig
-from vembed.distributed.session import start_session
 from vembed.evaluation.dataset import from_examples, open_eval_data
 from vembed.evaluation.retrieval import RetrievalSearch
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.inference import encoding
+from vembed.parallel.session import start_session
 
-WORDS = ("red", "green", "blue", "small", "large", "old", "new", "fast", "slow", "warm", "cold", "cat", "dog", "bird")
+WORDS = (
+    "red",
+    "green",
+    "blue",
+    "small",
+    "large",
+    "old",
+    "new",
+    "fast",
+    "slow",
+    "warm",
+    "cold",
+    "cat",
+    "dog",
+    "bird",
+)
 
 
 def sentence(seed, length=5):
@@ -26,7 +41,10 @@ def sentence(seed, length=5):
 
 
 def write_pairs(path, number=30):
-    records = [{"query": sentence(i), "positive": [sentence(100 + i), sentence(500 + i)]} for i in range(number)]
+    records = [
+        {"query": sentence(i), "positive": [sentence(100 + i), sentence(500 + i)]}
+        for i in range(number)
+    ]
     path.write_text("\n".join(map(json.dumps, records)) + "\n")
     return records
 
@@ -35,15 +53,29 @@ def plain_ndcg(folder, records, k=10, dim=None):
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(folder), device="cpu", truncate_dim=dim)
-    documents = list(dict.fromkeys(text for record in records for text in record["positive"]))
+    documents = list(
+        dict.fromkeys(text for record in records for text in record["positive"])
+    )
     vectors = model.encode_document(documents, normalize_embeddings=True)
     total = 0.0
     for record in records:
-        scores = vectors @ model.encode_query(record["query"], normalize_embeddings=True)
+        scores = vectors @ model.encode_query(
+            record["query"], normalize_embeddings=True
+        )
         ranking = sorted(range(len(documents)), key=lambda i: -scores[i])
-        ranking = [i for i in ranking if documents[i] != record["query"] or documents[i] in record["positive"]][:k]
-        gains = [1 / math.log2(place + 2) for place, i in enumerate(ranking) if documents[i] in record["positive"]]
-        total += sum(gains) / sum(1 / math.log2(place + 2) for place in range(len(set(record["positive"]))))
+        ranking = [
+            i
+            for i in ranking
+            if documents[i] != record["query"] or documents[i] in record["positive"]
+        ][:k]
+        gains = [
+            1 / math.log2(place + 2)
+            for place, i in enumerate(ranking)
+            if documents[i] in record["positive"]
+        ]
+        total += sum(gains) / sum(
+            1 / math.log2(place + 2) for place in range(len(set(record["positive"])))
+        )
     return total / len(records)
 
 
@@ -63,15 +95,26 @@ def test_scores_are_those_of_the_vectors_of_sentence_transformers(make, tmp_path
 def test_an_open_model_and_open_data(tmp_path):
     write_pairs(tmp_path / "val.jsonl")
     model = Embedder(shared(tiny_bert_st), device="cpu")
-    data = open_eval_data(TrainConfig(model_name="m", data_path="d"), str(tmp_path / "val.jsonl"))
-    assert evaluate(model, data) == evaluate(shared(tiny_bert_st), tmp_path / "val.jsonl", device="cpu")
+    data = open_eval_data(
+        TrainConfig(model_name="m", data_path="d"), str(tmp_path / "val.jsonl")
+    )
+    assert evaluate(model, data) == evaluate(
+        shared(tiny_bert_st), tmp_path / "val.jsonl", device="cpu"
+    )
 
 
-def test_documents_are_searched_chunk_by_chunk_and_never_held_together(tmp_path, monkeypatch):
+def test_documents_are_searched_chunk_by_chunk_and_never_held_together(
+    tmp_path, monkeypatch
+):
     model = Embedder(shared(tiny_bert_st), device="cpu")
-    texts = {"queries": [sentence(i) for i in range(15)], "corpus": [sentence(90 + i, i % 7 + 1) for i in range(50)]}
+    texts = {
+        "queries": [sentence(i) for i in range(15)],
+        "corpus": [sentence(90 + i, i % 7 + 1) for i in range(50)],
+    }
     (tmp_path / "qrels").mkdir()
-    (tmp_path / "qrels" / "test.tsv").write_text("".join(f"{i}\t{2 * i}\t1\n" for i in range(15)))
+    (tmp_path / "qrels" / "test.tsv").write_text(
+        "".join(f"{i}\t{2 * i}\t1\n" for i in range(15))
+    )
     for name, own in texts.items():
         lines = (json.dumps({"_id": i, "text": text}) for i, text in enumerate(own))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -91,7 +134,9 @@ def test_documents_are_searched_chunk_by_chunk_and_never_held_together(tmp_path,
     numbers = np.concatenate([numbers for _, numbers in given])
     assert sorted(numbers) == list(range(len(distinct)))
     found = np.concatenate([rows for rows, _ in given])
-    expected = model.encode([distinct[number] for number in numbers], kind="document", normalize=False)
+    expected = model.encode(
+        [distinct[number] for number in numbers], kind="document", normalize=False
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -99,19 +144,26 @@ def test_scored_pairs(tmp_path):
     from scipy import stats
     from sentence_transformers import SentenceTransformer
 
-    records = [{"sentence1": sentence(i), "sentence2": sentence(i + 1), "score": i % 5 / 4} for i in range(20)]
+    records = [
+        {"sentence1": sentence(i), "sentence2": sentence(i + 1), "score": i % 5 / 4}
+        for i in range(20)
+    ]
     (tmp_path / "sts.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
     scores = evaluate(shared(tiny_bert_st), tmp_path / "sts.jsonl", dims=[4])
     model = SentenceTransformer(str(shared(tiny_bert_st)), device="cpu")
     first = model.encode([record["sentence1"] for record in records])
     second = model.encode([record["sentence2"] for record in records])
-    expected = stats.spearmanr((first * second).sum(1), [record["score"] for record in records]).statistic
+    expected = stats.spearmanr(
+        (first * second).sum(1), [record["score"] for record in records]
+    ).statistic
     assert scores["spearman"] == pytest.approx(expected, abs=1e-5)
     assert set(scores) == {"spearman", "pearson", "dim4/spearman", "dim4/pearson"}
 
 
 # mteb leaves files open.
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_equal_files_give_equal_numbers_as_mteb(tmp_path):
     """mteb runs on the folder as it is, and finds what we find."""
     import warnings
@@ -125,24 +177,45 @@ def test_equal_files_give_equal_numbers_as_mteb(tmp_path):
     rng = np.random.default_rng(0)
     queries = {f"q{i}": sentence(i) for i in range(12)}
     corpus = {f"d{i}": sentence(1000 + i, 8) for i in range(40)}
-    qrels = {name: {f"d{j}": 1 for j in rng.choice(40, 2, replace=False)} for name in queries}
+    qrels = {
+        name: {f"d{j}": 1 for j in rng.choice(40, 2, replace=False)} for name in queries
+    }
 
     class Task(AbsTaskRetrieval):
         metadata = TaskMetadata(
-            name="VembedTest", description="a test", reference=None, dataset={"path": "none", "revision": "1"},
-            type="Retrieval", category="t2t", modalities=["text"], eval_splits=["test"], eval_langs=["eng-Latn"],
-            main_score="ndcg_at_10", date=("2020-01-01", "2020-12-31"), domains=["Written"], task_subtypes=[],
-            license="mit", annotations_creators="derived", dialect=[], sample_creation="found", bibtex_citation="",
-        )  # fmt: skip
+            name="VembedTest",
+            description="a test",
+            reference=None,
+            dataset={"path": "none", "revision": "1"},
+            type="Retrieval",
+            category="t2t",
+            modalities=["text"],
+            eval_splits=["test"],
+            eval_langs=["eng-Latn"],
+            main_score="ndcg_at_10",
+            date=("2020-01-01", "2020-12-31"),
+            domains=["Written"],
+            task_subtypes=[],
+            license="mit",
+            annotations_creators="derived",
+            dialect=[],
+            sample_creation="found",
+            bibtex_citation="",
+        )
 
         def load_data(self, **_):
             self.dataset = {
                 "default": {
                     "test": {
                         "corpus": Dataset.from_list(
-                            [{"id": i, "title": "", "text": text} for i, text in corpus.items()]
+                            [
+                                {"id": i, "title": "", "text": text}
+                                for i, text in corpus.items()
+                            ]
                         ),
-                        "queries": Dataset.from_list([{"id": i, "text": text} for i, text in queries.items()]),
+                        "queries": Dataset.from_list(
+                            [{"id": i, "text": text} for i, text in queries.items()]
+                        ),
                         "relevant_docs": qrels,
                         "top_ranked": None,
                     }
@@ -154,12 +227,20 @@ def test_equal_files_give_equal_numbers_as_mteb(tmp_path):
     for name, texts in (("corpus", corpus), ("queries", queries)):
         lines = [json.dumps({"_id": i, "text": text}) for i, text in texts.items()]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    lines = [f"{query}\t{document}\t1" for query, documents in qrels.items() for document in documents]
-    (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(lines))
+    lines = [
+        f"{query}\t{document}\t1"
+        for query, documents in qrels.items()
+        for document in documents
+    ]
+    (tmp_path / "qrels" / "test.tsv").write_text(
+        "query-id\tcorpus-id\tscore\n" + "\n".join(lines)
+    )
     ours = evaluate(shared(tiny_bert_st), tmp_path)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of mteb, about Sentence Transformers' renamed methods
+        warnings.simplefilter(
+            "ignore"
+        )  # of mteb, about Sentence Transformers' renamed methods
         model = SentenceTransformer(str(shared(tiny_bert_st)), device="cpu")
         found = mteb.evaluate(model, [Task()], cache=None, show_progress_bar=False)
     theirs = found.task_results[0].scores["test"][0]
@@ -187,43 +268,69 @@ def test_a_model_of_broken_numbers_is_named(tmp_path):
 def test_a_model_that_is_published_cut_is_measured_cut(tmp_path):
     records = write_pairs(tmp_path / "val.jsonl")
     model = Embedder(shared(tiny_bert_st), device="cpu")
-    model.featuriser.description = model.description.with_(truncate_dim=8, mrl_dims=(32, 8, 4))
+    model.featuriser.description = model.description.with_(
+        truncate_dim=8, mrl_dims=(32, 8, 4)
+    )
     scores = evaluate(model, tmp_path / "val.jsonl")
-    assert scores["ndcg@10"] == pytest.approx(plain_ndcg(shared(tiny_bert_st), records, dim=8))
+    assert scores["ndcg@10"] == pytest.approx(
+        plain_ndcg(shared(tiny_bert_st), records, dim=8)
+    )
     assert {key.split("/")[0] for key in scores if "/" in key} == {"dim8", "dim4"}
 
 
 def test_which_metric_decides(tmp_path):
     write_pairs(tmp_path / "val.jsonl")
-    data = open_eval_data(TrainConfig(model_name="m", data_path="d"), str(tmp_path / "val.jsonl"))
+    data = open_eval_data(
+        TrainConfig(model_name="m", data_path="d"), str(tmp_path / "val.jsonl")
+    )
 
     def decided(**options):
-        return deciding_metric(TrainConfig(model_name="m", data_path="d", **options), data, {"ndcg@10": 1, "map@5": 1})
+        return deciding_metric(
+            TrainConfig(model_name="m", data_path="d", **options),
+            data,
+            {"ndcg@10": 1, "map@5": 1},
+        )
 
     assert decided() == "ndcg@10"
     assert decided(eval_metric="map@5") == "map@5"
-    with pytest.raises(UserError, match="eval_metric: map@7 is not among what is measured: ndcg@10, map@5"):
+    with pytest.raises(
+        UserError,
+        match="eval_metric: map@7 is not among what is measured: ndcg@10, map@5",
+    ):
         decided(eval_metric="map@7")
     from vembed.data.examples import Example, Item
 
-    pairs = [Example(Item(text=str(i)), (Item(text="x"),), (), (float(i),)) for i in range(2)]
+    pairs = [
+        Example(Item(text=str(i)), (Item(text="x"),), (), (float(i),)) for i in range(2)
+    ]
     config = TrainConfig(model_name="m", data_path="d")
-    assert deciding_metric(config, from_examples(pairs, "test"), {"spearman": 1}) == "spearman"
+    assert (
+        deciding_metric(config, from_examples(pairs, "test"), {"spearman": 1})
+        == "spearman"
+    )
 
 
 def _evaluate_on_a_rank(folder, path):
-    config = TrainConfig(model_name="m", data_path="d", strategy="ddp", eval_batch_tokens=64)
+    config = TrainConfig(
+        model_name="m", data_path="d", strategy="ddp", eval_batch_tokens=64
+    )
     with start_session(config) as session:
         model = Embedder(folder, device=session.device)
         data = open_eval_data(config, path)
-        return evaluate_model(model.model, model.featuriser, data, config, session, dims=[8])
+        return evaluate_model(
+            model.model, model.featuriser, data, config, session, dims=[8]
+        )
 
 
 def test_ranks_together_give_the_numbers_of_one(tmp_path):
     write_pairs(tmp_path / "val.jsonl", 31)
-    expected = evaluate(shared(tiny_bert_st), tmp_path / "val.jsonl", dims=[8], batch_tokens=64)
+    expected = evaluate(
+        shared(tiny_bert_st), tmp_path / "val.jsonl", dims=[8], batch_tokens=64
+    )
     path = str(tmp_path / "val.jsonl")
-    for scores in run_ranks(_evaluate_on_a_rank, 2, shared(tiny_bert_st), path, process_group=False):
+    for scores in run_ranks(
+        _evaluate_on_a_rank, 2, shared(tiny_bert_st), path, process_group=False
+    ):
         assert scores == pytest.approx(expected)
 
 
@@ -238,5 +345,11 @@ def test_an_evaluation_can_be_ended_while_it_scores(tmp_path):
         micro_batches.append(len(forwards))
 
     with model.model.register_forward_pre_hook(lambda *_: forwards.append(1)):
-        evaluate_model(model.model, model.featuriser, data, config, None, dims=[8], between=between)
-    assert micro_batches == [*range(1, len(forwards) + 1), len(forwards), len(forwards)]  # a tile at each of two sizes
+        evaluate_model(
+            model.model, model.featuriser, data, config, None, dims=[8], between=between
+        )
+    assert micro_batches == [
+        *range(1, len(forwards) + 1),
+        len(forwards),
+        len(forwards),
+    ]  # a tile at each of two sizes

@@ -16,7 +16,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import vembed
-from tests.tiny import shared, texts, tiny_bert_st, tiny_qwen3_vl, tiny_siglip, tiny_siglip2
+from tests.tiny import (
+    shared,
+    texts,
+    tiny_bert_st,
+    tiny_qwen3_vl,
+    tiny_siglip,
+    tiny_siglip2,
+)
 from vembed.cli import app
 from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
@@ -26,7 +33,7 @@ from vembed.export.check import NUM_TEXTS, distances, smaller, texts_to_compare
 from vembed.export.exporting import MOST_STUDENT_EXAMPLES, student_texts
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.safetensors_format import SafetensorsFormat
-from vembed.serve.encoder import open_encoder
+from vembed.inference.serve.encoder import open_encoder
 
 QUERY_PROMPT = "red green: "
 
@@ -37,7 +44,9 @@ def model_folder() -> Path:
 
 
 def _model(folder: Path) -> Path:
-    return tiny_bert_st(folder, layers=1, prompts={"query": QUERY_PROMPT, "document": ""}, dense_dim=24)
+    return tiny_bert_st(
+        folder, layers=1, prompts={"query": QUERY_PROMPT, "document": ""}, dense_dim=24
+    )
 
 
 def siglip_folder() -> Path:
@@ -54,7 +63,15 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("export")
     rows = [{"query": text, "positive": f"found {text}"} for text in texts(24)]
     (place / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run("export", model_folder(), place / "onnx", "--format", "onnx", "--data", place / "val.jsonl")
+    done = run(
+        "export",
+        model_folder(),
+        place / "onnx",
+        "--format",
+        "onnx",
+        "--data",
+        place / "val.jsonl",
+    )
     assert done.exit_code == 0, done.output
     (place / "said.txt").write_text(done.output)
     return place / "onnx"
@@ -67,12 +84,18 @@ def test_everything_is_inside_the_graph(exported: Path) -> None:
 
     model = vembed.Embedder(model_folder())
     tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
-    prompts = json.loads((exported / "config_sentence_transformers.json").read_text())["prompts"]
-    session = onnxruntime.InferenceSession(exported / "model.onnx", providers=["CPUExecutionProvider"])
+    prompts = json.loads((exported / "config_sentence_transformers.json").read_text())[
+        "prompts"
+    ]
+    session = onnxruntime.InferenceSession(
+        exported / "model.onnx", providers=["CPUExecutionProvider"]
+    )
     assert [one.name for one in session.get_outputs()] == ["sentence_embedding"]
     for text in ("red", "a small bird in the garden"):
         ids = np.array([tokenizer.encode(prompts["query"] + text).ids])
-        (found,) = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})
+        (found,) = session.run(
+            None, {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+        )
         np.testing.assert_allclose(found, model.encode([text], "query"), atol=1e-6)
         assert found.shape == (1, 24)
 
@@ -82,7 +105,11 @@ def test_the_check_is_printed_and_in_the_card(exported: Path) -> None:
     assert "check: 200 texts through the model and through onnxruntime" in said
     assert "largest cosine distance" in said and "nDCG@10 of the model" in said
     card = (exported / "README.md").read_text()
-    assert "## Export" in card and "largest cosine distance" in card and "nDCG@10 of the model" in card
+    assert (
+        "## Export" in card
+        and "largest cosine distance" in card
+        and "nDCG@10 of the model" in card
+    )
     check = json.loads((exported / "export.json").read_text())["check"]
     assert check["num_texts"] == 200 and check["largest_distance"] < 1e-6
     assert check["ndcg_export"] == pytest.approx(check["ndcg_model"], abs=1e-6)
@@ -94,12 +121,17 @@ def test_an_export_is_no_model_for_other_verbs(exported: Path, tmp_path: Path) -
     assert "is an export in onnx, which other programs run" in done.output
 
 
-def test_a_check_alone_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_alone_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     done = run("export", model_folder(), "--check", "--json", tmp_path / "said.json")
     assert done.exit_code == 0, done.output
-    assert "through sentence-transformers" in done.output and "nothing was kept" in done.output
+    assert (
+        "through sentence-transformers" in done.output
+        and "nothing was kept" in done.output
+    )
     said = json.loads((tmp_path / "said.json").read_text())
     assert said["path"] is None and said["check"]["largest_distance"] < 1e-6
     for words in ([], ["--no-check"], ["--for", "tei", "--check"]):
@@ -109,30 +141,64 @@ def test_a_check_alone_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_tolerance_below_zero_is_refused_at_once(tmp_path: Path) -> None:
-    done = run("export", model_folder(), tmp_path / "out", "--format", "onnx", "--tolerance", "-1")
+    done = run(
+        "export",
+        model_folder(),
+        tmp_path / "out",
+        "--format",
+        "onnx",
+        "--tolerance",
+        "-1",
+    )
     assert done.exit_code == 2
     assert "--tolerance" in done.output and "writing" not in done.output
 
 
-def test_each_part_that_may_take_minutes_is_said_before_it_begins(exported: Path) -> None:
+def test_each_part_that_may_take_minutes_is_said_before_it_begins(
+    exported: Path,
+) -> None:
     said = (exported.parent / "said.txt").read_text().splitlines()
-    assert said[:2] == ["encoding 248 texts with the model", "writing the onnx files in float32"]
+    assert said[:2] == [
+        "encoding 248 texts with the model",
+        "writing the onnx files in float32",
+    ]
     assert said[2].startswith("encoding the same texts with the export in onnxruntime ")
     assert said[3].startswith("check: ")
 
 
 @pytest.mark.parametrize("precision", ["int8", "float16"])
-def test_smaller_precisions(precision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_format, "_trace", lambda _, target: shutil.copyfile(exported / "model.onnx", target))
-    done = run("export", model_folder(), tmp_path / "small", "--format", "onnx", "--precision", precision)
+def test_smaller_precisions(
+    precision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        onnx_format,
+        "_trace",
+        lambda _, target: shutil.copyfile(exported / "model.onnx", target),
+    )
+    done = run(
+        "export",
+        model_folder(),
+        tmp_path / "small",
+        "--format",
+        "onnx",
+        "--precision",
+        precision,
+    )
     assert done.exit_code == 0, done.output
-    sizes = [(folder / "model.onnx").stat().st_size for folder in (tmp_path / "small", exported)]
+    sizes = [
+        (folder / "model.onnx").stat().st_size
+        for folder in (tmp_path / "small", exported)
+    ]
     assert sizes[0] < sizes[1]
     check = json.loads((tmp_path / "small" / "export.json").read_text())["check"]
-    assert 1e-9 < check["largest_distance"] < check["tolerance"], "it is not the float32 graph"
+    assert 1e-9 < check["largest_distance"] < check["tolerance"], (
+        "it is not the float32 graph"
+    )
 
 
-def broken(write: Callable[..., None], breaks: Callable[[Path], None]) -> Callable[..., None]:
+def broken(
+    write: Callable[..., None], breaks: Callable[[Path], None]
+) -> Callable[..., None]:
     def broken_write(self: Any, job: Any, folder: Path) -> None:
         write(self, job, folder)
         breaks(folder)
@@ -154,7 +220,15 @@ def with_other_pooling(folder: Path) -> None:
 
 def without_normalisation(folder: Path) -> None:
     path = folder / "modules.json"
-    path.write_text(json.dumps([one for one in json.loads(path.read_text()) if "Normalize" not in one["type"]]))
+    path.write_text(
+        json.dumps(
+            [
+                one
+                for one in json.loads(path.read_text())
+                if "Normalize" not in one["type"]
+            ]
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,13 +247,19 @@ def test_a_broken_export_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(onnx_format, "_trace", lambda _, target: shutil.copyfile(exported / "model.onnx", target))
+    monkeypatch.setattr(
+        onnx_format,
+        "_trace",
+        lambda _, target: shutil.copyfile(exported / "model.onnx", target),
+    )
     monkeypatch.setattr(kind, "write", broken(kind.write, breaks))
     form = "onnx" if kind is OnnxFormat else "safetensors"
     done = run("export", model_folder(), tmp_path / "out", "--format", form)
     assert done.exit_code == 2
     error = done.stderr.splitlines()[-1]
-    assert error.startswith(f"error: the {form} export of") and said in error, done.stderr
+    assert error.startswith(f"error: the {form} export of") and said in error, (
+        done.stderr
+    )
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
@@ -189,50 +269,92 @@ def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("siglip") / "onnx"
     done = run("export", siglip_folder(), folder, "--format", "onnx")
     assert done.exit_code == 0, done.output
-    assert "check: 200 texts through" in done.output and "check: 40 images through" in done.output
+    assert (
+        "check: 200 texts through" in done.output
+        and "check: 40 images through" in done.output
+    )
     return folder
 
 
 def as_traced(siglip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let an export take the graphs that are there."""
-    for module, name in ((onnx_format, "model.onnx"), (onnx_images, "image_model.onnx")):
-        monkeypatch.setattr(module, "_trace", lambda _, target, name=name: shutil.copyfile(siglip / name, target))
+    for module, name in (
+        (onnx_format, "model.onnx"),
+        (onnx_images, "image_model.onnx"),
+    ):
+        monkeypatch.setattr(
+            module,
+            "_trace",
+            lambda _, target, name=name: shutil.copyfile(siglip / name, target),
+        )
 
 
-def test_images_have_a_graph_of_their_own(siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, images = vembed.Embedder(siglip_folder(), device="cpu"), onnx_images.made_images(11)
+def test_images_have_a_graph_of_their_own(
+    siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, images = (
+        vembed.Embedder(siglip_folder(), device="cpu"),
+        onnx_images.made_images(11),
+    )
     found = onnx_images.OnnxImages(siglip).encode(images)
     np.testing.assert_allclose(found, model.encode(images), atol=1e-5)
-    (shape,) = (one.shape for one in onnx_format.OnnxReader(siglip).session.get_inputs() if one.name == "input_ids")
+    (shape,) = (
+        one.shape
+        for one in onnx_format.OnnxReader(siglip).session.get_inputs()
+        if one.name == "input_ids"
+    )
     assert shape[1] == 16, "texts of fixed length"
-    assert "40 images through the model and through onnxruntime" in (siglip / "README.md").read_text()
+    assert (
+        "40 images through the model and through onnxruntime"
+        in (siglip / "README.md").read_text()
+    )
     as_traced(siglip, monkeypatch)
     words = ("--format", "onnx", "--precision", "int8", "--tolerance", "0.2")
     done = run("export", siglip_folder(), tmp_path / "small", *words)
     assert done.exit_code == 0, done.output
     check = json.loads((tmp_path / "small" / "export.json").read_text())["check"]
-    assert 1e-9 < check["images"]["largest_distance"] < 0.2, "it is not the float32 graph"
+    assert 1e-9 < check["images"]["largest_distance"] < 0.2, (
+        "it is not the float32 graph"
+    )
 
 
-def test_a_broken_export_of_images_is_refused(siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_export_of_images_is_refused(
+    siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def with_other_pixels(folder: Path) -> None:
         path = folder / "preprocessor_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.1, 0.9, 0.5]}))
+        path.write_text(
+            json.dumps(json.loads(path.read_text()) | {"image_mean": [0.1, 0.9, 0.5]})
+        )
 
     as_traced(siglip, monkeypatch)
-    monkeypatch.setattr(OnnxFormat, "write", broken(OnnxFormat.write, with_other_pixels))
+    monkeypatch.setattr(
+        OnnxFormat, "write", broken(OnnxFormat.write, with_other_pixels)
+    )
     done = run("export", siglip_folder(), tmp_path / "out", "--format", "onnx")
-    assert done.exit_code == 2 and "differs from the model in its images (image processor" in done.stderr, done.stderr
+    assert (
+        done.exit_code == 2
+        and "differs from the model in its images (image processor" in done.stderr
+    ), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("make", "why"), [(tiny_siglip2, "in any shape"), (tiny_qwen3_vl, "reads them together")])
-def test_images_that_have_no_graph(make: Callable[..., Path], why: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(tiny_siglip2, "in any shape"), (tiny_qwen3_vl, "reads them together")],
+)
+def test_images_that_have_no_graph(
+    make: Callable[..., Path], why: str, tmp_path: Path
+) -> None:
     done = run("export", shared(make), tmp_path / "out", "--format", "onnx")
-    assert done.exit_code == 2 and why in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert (
+        done.exit_code == 2 and why in done.stderr and done.stderr.count("\n") == 1
+    ), done.stderr
 
 
-def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_that_is_not_there_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vembed.export import openvino_format
 
     monkeypatch.setattr(openvino_format, "find_spec", lambda _: None)
@@ -242,11 +364,15 @@ def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path: Path, monk
         ("gguf", "git clone https://github.com/ggml-org/llama.cpp"),
     ):
         done = run("export", model_folder(), tmp_path / "out", "--format", form)
-        assert done.exit_code == 2 and way in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert (
+            done.exit_code == 2 and way in done.stderr and done.stderr.count("\n") == 1
+        ), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gguf_in_the_server_of_llama_cpp(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_in_the_server_of_llama_cpp(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a module in place of xllamacpp: a text longer than the model's limit is cut before it is sent."""
     asked: list[Any] = []
 
@@ -256,26 +382,54 @@ def test_gguf_in_the_server_of_llama_cpp(exported: Path, monkeypatch: pytest.Mon
 
         def handle_embeddings(self, given: dict[str, Any]) -> dict[str, Any]:
             asked.append(given["input"])
-            return {"data": [{"embedding": [3.0, 4.0]}]} if given["input"] != "" else {"error": "empty"}
+            return (
+                {"data": [{"embedding": [3.0, 4.0]}]}
+                if given["input"] != ""
+                else {"error": "empty"}
+            )
 
-    parts = {"CommonParams": lambda: SimpleNamespace(model=SimpleNamespace(), cpuparams=SimpleNamespace())}
+    parts = {
+        "CommonParams": lambda: SimpleNamespace(
+            model=SimpleNamespace(), cpuparams=SimpleNamespace()
+        )
+    }
     module = SimpleNamespace(__version__="1", Server=Server, **parts)
     monkeypatch.setattr(gguf_format, "import_module", lambda _: module)
     reader = gguf_format.GgufServer(exported)
-    np.testing.assert_array_equal(reader.encode(["red", "red " * 600], "query"), [[3, 4], [3, 4]])
+    np.testing.assert_array_equal(
+        reader.encode(["red", "red " * 600], "query"), [[3, 4], [3, 4]]
+    )
     assert asked == [QUERY_PROMPT + "red", reader.token_ids("red " * 600, "query")]
     assert len(asked[1]) == reader.texts.max_length
-    with pytest.raises(RunError, match=r"llama\.cpp gave no embedding of a text of 2 tokens"):
+    with pytest.raises(
+        RunError, match=r"llama\.cpp gave no embedding of a text of 2 tokens"
+    ):
         reader.encode([""], None)
 
 
 def test_for_a_server(tmp_path: Path) -> None:
-    done = run("export", model_folder(), tmp_path / "served", "--for", "vllm", "--precision", "bfloat16")
+    done = run(
+        "export",
+        model_folder(),
+        tmp_path / "served",
+        "--for",
+        "vllm",
+        "--precision",
+        "bfloat16",
+    )
     assert done.exit_code == 0, done.output
-    assert f"start: vllm serve {tmp_path / 'served'} --runner pooling --port 8080\n" in done.output
+    assert (
+        f"start: vllm serve {tmp_path / 'served'} --runner pooling --port 8080\n"
+        in done.output
+    )
     assert f"send {QUERY_PROMPT!r} before queries" in done.output
-    refused = run("export", model_folder(), tmp_path / "other", "--for", "tei", "--format", "onnx")
-    assert refused.exit_code == 2 and "--for tei reads --format safetensors" in refused.stderr
+    refused = run(
+        "export", model_folder(), tmp_path / "other", "--for", "tei", "--format", "onnx"
+    )
+    assert (
+        refused.exit_code == 2
+        and "--for tei reads --format safetensors" in refused.stderr
+    )
 
 
 def test_a_static_student(tmp_path: Path) -> None:
@@ -289,7 +443,13 @@ def test_a_static_student(tmp_path: Path) -> None:
     ]
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "student"
-    words = ["--data", tmp_path / "val.jsonl", "--tolerance", "0.7", "--json"]  # mixed by random attention
+    words = [
+        "--data",
+        tmp_path / "val.jsonl",
+        "--tolerance",
+        "0.7",
+        "--json",
+    ]  # mixed by random attention
     done = run("export", model_folder(), out, "--format", "static", *words)
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
@@ -306,17 +466,41 @@ def test_a_static_student(tmp_path: Path) -> None:
     np.testing.assert_allclose(both, mean / np.linalg.norm(mean), atol=1e-5)
     np.testing.assert_allclose(vembed.Embedder(out).encode(given), vectors, atol=1e-6)
 
-    trained = vembed.train({
-        "model_name": str(out), "data_path": str(tmp_path / "val.jsonl"), "output_dir": str(tmp_path / "run"),
-        "max_steps": 2, "batch_size": 8, "report_to": [], "loss": "relational", "teacher": str(model_folder()),
-    })  # fmt: skip
+    trained = vembed.train(
+        {
+            "model_name": str(out),
+            "data_path": str(tmp_path / "val.jsonl"),
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 2,
+            "batch_size": 8,
+            "report_to": [],
+            "loss": "relational",
+            "teacher": str(model_folder()),
+        }
+    )
     again = SentenceTransformer(str(trained.model_dir), device="cpu").encode(given)
-    np.testing.assert_allclose(vembed.Embedder(trained.model_dir).encode(given), again, atol=1e-6)
+    np.testing.assert_allclose(
+        vembed.Embedder(trained.model_dir).encode(given), again, atol=1e-6
+    )
     assert not np.allclose(again, vectors)
 
-    refused = run("export", model_folder(), tmp_path / "bad", "--format", "static", "--tolerance", "1e-6")
-    assert refused.exit_code == 2 and "does not follow the model: Spearman correlation" in refused.stderr
-    assert "it had no texts to learn from" in refused.stderr and not (tmp_path / "bad").exists()
+    refused = run(
+        "export",
+        model_folder(),
+        tmp_path / "bad",
+        "--format",
+        "static",
+        "--tolerance",
+        "1e-6",
+    )
+    assert (
+        refused.exit_code == 2
+        and "does not follow the model: Spearman correlation" in refused.stderr
+    )
+    assert (
+        "it had no texts to learn from" in refused.stderr
+        and not (tmp_path / "bad").exists()
+    )
 
 
 def test_an_export_is_served_in_its_runtime(exported: Path) -> None:
@@ -325,7 +509,9 @@ def test_an_export_is_served_in_its_runtime(exported: Path) -> None:
     model = vembed.Embedder(model_folder())
     for kind in ("query", None):
         vectors, num_tokens = encoder.encode(given, kind)
-        wanted = model.encode(given, "query") if kind else model.encode(given, prompt="")
+        wanted = (
+            model.encode(given, "query") if kind else model.encode(given, prompt="")
+        )
         np.testing.assert_allclose(vectors, wanted, atol=1e-6)
         assert num_tokens > 8 and encoder.max_length == model.description.max_length
     with pytest.raises(UserError, match="runs on the CPU at its own size"):
@@ -346,10 +532,18 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != self.route:
             self.send_error(404)
             return
-        rows = type(self).embed(body["input"] if "input" in body else body["inputs"]).tolist()
+        rows = (
+            type(self)
+            .embed(body["input"] if "input" in body else body["inputs"])
+            .tolist()
+        )
         answer: Any = rows
         if self.route != "/embed":
-            answer = {"data": [{"index": index, "embedding": row} for index, row in enumerate(rows)][::-1]}
+            answer = {
+                "data": [
+                    {"index": index, "embedding": row} for index, row in enumerate(rows)
+                ][::-1]
+            }
         data = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
@@ -365,7 +559,9 @@ def server() -> Iterator[str]:
     model = vembed.Embedder(model_folder())
     Handler.embed = staticmethod(lambda given: model.encode(given, prompt=""))  # type: ignore[assignment]
     with HTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(
+            target=running.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         thread.start()
         try:
             yield f"http://127.0.0.1:{running.server_port}"
@@ -382,21 +578,30 @@ def test_check_server(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "batch 1 of 14: 16 texts (query), cosine distance" in done.output
         assert f"{server}{route} equals" in done.output
     right = Handler.embed
-    monkeypatch.setattr(Handler, "embed", staticmethod(lambda given: right(given)[:, ::-1]))
+    monkeypatch.setattr(
+        Handler, "embed", staticmethod(lambda given: right(given)[:, ::-1])
+    )
     done = run("check-server", server + "/embed", model_folder())
     assert done.exit_code == 1 and "largest cosine distance" in done.stderr
-    monkeypatch.setattr(Handler, "embed", staticmethod(lambda given: right(given)[:, :8]))
+    monkeypatch.setattr(
+        Handler, "embed", staticmethod(lambda given: right(given)[:, :8])
+    )
     done = run("check-server", server + "/embed", model_folder())
     assert done.exit_code == 1 and "embeddings of [16, 8] for [16, 24]" in done.stderr
     refused = run("check-server", "http://127.0.0.1:9", model_folder())
     assert refused.exit_code == 2 and "does not answer" in refused.stderr
     swapped = run("check-server", "output/final", "http://127.0.0.1:9")
-    assert swapped.exit_code == 2 and "the address comes first, then the model" in swapped.stderr
+    assert (
+        swapped.exit_code == 2
+        and "the address comes first, then the model" in swapped.stderr
+    )
 
 
 def test_distances_of_broken_vectors_are_infinite() -> None:
     good = np.ones((2, 3), np.float32)
-    assert distances(good, np.array([[1, 1, 1], [np.nan, 0, 0]], np.float32)).tolist() == [0.0, np.inf]
+    assert distances(
+        good, np.array([[1, 1, 1], [np.nan, 0, 0]], np.float32)
+    ).tolist() == [0.0, np.inf]
 
 
 def test_a_student_reads_a_sample_of_a_corpus(tmp_path: Path) -> None:
@@ -439,6 +644,9 @@ def test_the_check_reads_no_more_of_a_corpus_than_it_compares() -> None:
     relevance = tuple({number: 1} for number in range(600))
     data = RetrievalData("large", queries, Documents(), relevance)
     texts = texts_to_compare(data, 32)
-    assert len(texts) == NUM_TEXTS and texts[-1] == (f"document {NUM_TEXTS // 2 - 1}", "document")
+    assert len(texts) == NUM_TEXTS and texts[-1] == (
+        f"document {NUM_TEXTS // 2 - 1}",
+        "document",
+    )
     part = smaller(data)
     assert part is not None and (len(part.queries), len(part.documents)) == (500, 2_000)

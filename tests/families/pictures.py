@@ -18,11 +18,15 @@ def render(word: str, path: Path, draw: random.Random, *, size: int = SIZE) -> N
     picture = Image.new("RGB", (size, size), "white")
     font = ImageFont.load_default(size=11)
     place = (draw.randint(0, 2), draw.randint(size // 4, size // 3))
-    ImageDraw.Draw(picture).text(place, word[:5], fill=(draw.randint(0, 80),) * 3, font=font)
+    ImageDraw.Draw(picture).text(
+        place, word[:5], fill=(draw.randint(0, 80),) * 3, font=font
+    )
     picture.save(path)
 
 
-def words_and_pictures(folder: Path, words: list[str], copies: int, name: str, seed: int) -> Path:
+def words_and_pictures(
+    folder: Path, words: list[str], copies: int, name: str, seed: int
+) -> Path:
     """Rows (word, picture of it) of a JSONL; `copies` different pictures of each word."""
     draw = random.Random(seed)
     (folder / "images").mkdir(exist_ok=True)
@@ -36,7 +40,9 @@ def words_and_pictures(folder: Path, words: list[str], copies: int, name: str, s
     return _write(folder / f"{name}.jsonl", rows)
 
 
-def picture_pairs(folder: Path, words: list[str], copies: int, name: str, seed: int) -> Path:
+def picture_pairs(
+    folder: Path, words: list[str], copies: int, name: str, seed: int
+) -> Path:
     """Rows (picture, another picture of the same word)."""
     draw = random.Random(seed)
     (folder / "images").mkdir(exist_ok=True)
@@ -61,8 +67,14 @@ def mixed_rows(folder: Path, count: int, seed: int = 0) -> Path:
         files = [f"images/mixed-{number}-{side}.png" for side in "ab"]
         for word, file in zip((first, second), files, strict=True):
             render(word, folder / file, draw)
-        positives = [{"text": f"{first} {second}"}, {"image": files[0]}, {"text": second, "images": files}]
-        rows.append({"query": f"{first} and {second}", "positive": positives[number % 3]})
+        positives = [
+            {"text": f"{first} {second}"},
+            {"image": files[0]},
+            {"text": second, "images": files},
+        ]
+        rows.append(
+            {"query": f"{first} and {second}", "positive": positives[number % 3]}
+        )
     return _write(folder / "mixed.jsonl", rows)
 
 

@@ -11,9 +11,13 @@ from tests.tiny import save_image_processor
 from tests.tiny_tokenizers import clip_tokenizer
 
 VISION = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "image_size": SIZE,
     "patch_size": 8,
-}  # fmt: skip
+}
 
 
 def small_clip(directory: Path) -> Path:
@@ -22,17 +26,29 @@ def small_clip(directory: Path) -> Path:
 
     tokenizer = clip_tokenizer()
     text = {
-        "vocab_size": len(tokenizer), "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "intermediate_size": 96, "max_position_embeddings": 16, "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 96,
+        "max_position_embeddings": 16,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     crop = {"height": SIZE, "width": SIZE}
     save_image_processor(
-        directory, "CLIPImageProcessor", size={"shortest_edge": SIZE}, do_center_crop=True, crop_size=crop
+        directory,
+        "CLIPImageProcessor",
+        size={"shortest_edge": SIZE},
+        do_center_crop=True,
+        crop_size=crop,
     )
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=32)).save_pretrained(directory)
+    CLIPModel(
+        CLIPConfig(text_config=text, vision_config=VISION, projection_dim=32)
+    ).save_pretrained(directory)
     return directory
 
 

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 import vembed
-from tests.families.pictures import halves, mixed_rows, picture_pairs, words_and_pictures
+from tests.families.pictures import (
+    halves,
+    mixed_rows,
+    picture_pairs,
+    words_and_pictures,
+)
 from tests.families.scratch import small_clip, small_vit
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_clip, tiny_qwen3_vl
@@ -22,17 +27,28 @@ def trained(settings: dict[str, Any], nproc: int = 1) -> dict[str, Any]:
         vembed.train(settings)
     else:
         run_ranks(_train, nproc, settings, process_group=False, timeout=280)
-    lines = [json.loads(line) for line in (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (Path(settings["output_dir"]) / "metrics.jsonl")
+        .read_text()
+        .splitlines()
+    ]
     scores = [line["eval"] for line in lines if "eval" in line]
     losses = [line["loss"] for line in lines if "loss" in line]
-    return {"before": scores[0], "after": scores[-1], "losses": losses} if scores else {"losses": losses}
+    return (
+        {"before": scores[0], "after": scores[-1], "losses": losses}
+        if scores
+        else {"losses": losses}
+    )
 
 
 def _train(settings: dict[str, Any]) -> None:
     vembed.train(settings)
 
 
-def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_steps(tmp_path: Path) -> None:
+def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_steps(
+    tmp_path: Path,
+) -> None:
     words, _ = halves()
     words = words[:10]
     settings = {
@@ -103,14 +119,23 @@ def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path: Path) -
         "report_to": "none",
     }
     two = trained(settings, nproc=2)
-    one = trained({**settings, "val_data_path": None, "use_fsdp": False, "output_dir": str(tmp_path / "one")})
+    one = trained(
+        {
+            **settings,
+            "val_data_path": None,
+            "use_fsdp": False,
+            "output_dir": str(tmp_path / "one"),
+        }
+    )
     np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-5)
     scores = vembed.evaluate(tmp_path / "two" / "final", data)
     for name in ("ndcg@10", "recall@1"):
         assert scores[name] == pytest.approx(two["after"][name], abs=1e-6)
 
 
-def test_a_text_that_looks_like_a_path_is_a_text_and_a_broken_picture_is_named(tmp_path: Path) -> None:
+def test_a_text_that_looks_like_a_path_is_a_text_and_a_broken_picture_is_named(
+    tmp_path: Path,
+) -> None:
     embedder = vembed.Embedder(shared(tiny_clip))
     vectors = embedder.encode(["cats/dog.jpg", "dog.jpg"])
     assert vectors.shape[0] == 2 and not np.allclose(vectors[0], vectors[1])
@@ -120,5 +145,9 @@ def test_a_text_that_looks_like_a_path_is_a_text_and_a_broken_picture_is_named(t
     broken.write_bytes(broken.read_bytes()[:60])
     with pytest.raises(vembed.UserError, match=r"train\.jsonl:12"):
         vembed.train(
-            {"model_name": str(shared(tiny_clip)), "data_path": str(data), "output_dir": str(tmp_path / "run")}
+            {
+                "model_name": str(shared(tiny_clip)),
+                "data_path": str(data),
+                "output_dir": str(tmp_path / "run"),
+            }
         )

@@ -28,7 +28,11 @@ class Sized:
             time.sleep(SECONDS)
         if picture.size == WRONG:
             raise ZeroDivisionError("a bug")
-        return {PIXELS: np.full(HALF_BYTES + 1 if picture.size == LARGE else 1, picture.width, np.uint8)}
+        return {
+            PIXELS: np.full(
+                HALF_BYTES + 1 if picture.size == LARGE else 1, picture.width, np.uint8
+            )
+        }
 
 
 class Here:
@@ -36,7 +40,11 @@ class Here:
 
     def __call__(self, ref: ImageRef) -> Arrays:
         picture = load_image(ref)
-        return {PIXELS: np.full(HALF_BYTES + 1 if picture.size == LARGE else 1, picture.width, np.uint8)}
+        return {
+            PIXELS: np.full(
+                HALF_BYTES + 1 if picture.size == LARGE else 1, picture.width, np.uint8
+            )
+        }
 
 
 def file_of(folder: Path, size: tuple[int, int]) -> ImageRef:

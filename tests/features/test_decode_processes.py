@@ -19,7 +19,17 @@ import pytest
 from PIL import Image
 
 from tests import tiny
-from tests.features.sized_images import LARGE, SECONDS, SLOW, WRONG, Here, Sized, file_of, until, use_until_ready
+from tests.features.sized_images import (
+    LARGE,
+    SECONDS,
+    SLOW,
+    WRONG,
+    Here,
+    Sized,
+    file_of,
+    until,
+    use_until_ready,
+)
 from tests.features.test_text_features import featuriser
 from vembed.data import decoders as module
 from vembed.data.decode_worker import HALF_BYTES
@@ -68,7 +78,9 @@ def test_processes_give_the_pixels_of_threads(tmp_path: Path) -> None:
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_clip)).description, decoders=2)
     images = []
     for seed in range(40):
-        values = np.random.default_rng(seed).integers(0, 256, (30 + seed, 50, 3), dtype=np.uint8)
+        values = np.random.default_rng(seed).integers(
+            0, 256, (30 + seed, 50, 3), dtype=np.uint8
+        )
         images.append(ImageRef(path=str(tmp_path / f"{seed}.jpg")))
         Image.fromarray(values).save(str(images[-1].path))
     images.append(ImageRef(data=Path(str(images[0].path)).read_bytes()))
@@ -91,7 +103,9 @@ def test_processes_give_the_pixels_of_threads(tmp_path: Path) -> None:
         decoders.close()
 
 
-def test_few_images_and_one_core_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_images_and_one_core_start_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = file_of(tmp_path, (4, 4))
     for waited_for, count in ((512, 2), (1, 1)):
         monkeypatch.setattr(module, "WAITED_FOR", waited_for)
@@ -104,48 +118,70 @@ def test_few_images_and_one_core_start_no_process(tmp_path: Path, monkeypatch: p
         decoders.close()
 
 
-def test_a_broken_image_is_named(tmp_path: Path, started: Callable[..., Decoders]) -> None:
+def test_a_broken_image_is_named(
+    tmp_path: Path, started: Callable[..., Decoders]
+) -> None:
     decoders = started()
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"\xff\xd8\xff\xe0 nothing")
     good = file_of(tmp_path, (4, 4))
     first, second, third = decoders.start([good, ImageRef(path=str(broken)), good])
-    assert decoders.wait(first)[PIXELS].tolist() == decoders.wait(third)[PIXELS].tolist() == [4]
+    assert (
+        decoders.wait(first)[PIXELS].tolist()
+        == decoders.wait(third)[PIXELS].tolist()
+        == [4]
+    )
     error = error_of(decoders, second)
     assert isinstance(error, UserError) and "broken.jpg" in str(error)
     assert len(decoders.pids) == 2
 
 
-def test_an_error_in_a_processor_keeps_its_traceback(tmp_path: Path, started: Callable[..., Decoders]) -> None:
+def test_an_error_in_a_processor_keeps_its_traceback(
+    tmp_path: Path, started: Callable[..., Decoders]
+) -> None:
     decoders = started()
     (decoding,) = decoders.start([file_of(tmp_path, WRONG)])
     error = error_of(decoders, decoding)
     assert "ZeroDivisionError: a bug" in str(error) and "sized_images.py" in str(error)
 
 
-def test_an_image_that_does_not_fit_into_the_shared_memory(tmp_path: Path, started: Callable[..., Decoders]) -> None:
+def test_an_image_that_does_not_fit_into_the_shared_memory(
+    tmp_path: Path, started: Callable[..., Decoders]
+) -> None:
     decoders = started()
     large, small = decoders.start([file_of(tmp_path, LARGE), file_of(tmp_path, (4, 4))])
     assert decoders.wait(large)[PIXELS].size == HALF_BYTES + 1
     assert decoders.wait(small)[PIXELS].tolist() == [4]
 
 
-def test_a_process_that_is_killed_names_its_image(tmp_path: Path, started: Callable[..., Decoders]) -> None:
+def test_a_process_that_is_killed_names_its_image(
+    tmp_path: Path, started: Callable[..., Decoders]
+) -> None:
     decoders = started()
     pids = decoders.pids
-    slow, *others = decoders.start([file_of(tmp_path, SLOW), *[file_of(tmp_path, (4, 4)) for _ in range(12)]])
-    time.sleep(0.5)  # one of the processes is asleep in its job, and the other one has done what it had
+    slow, *others = decoders.start(
+        [file_of(tmp_path, SLOW), *[file_of(tmp_path, (4, 4)) for _ in range(12)]]
+    )
+    time.sleep(
+        0.5
+    )  # one of the processes is asleep in its job, and the other one has done what it had
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     error = error_of(decoders, slow)
     assert isinstance(error, RunError)
-    assert "3x5-" in str(error) and "SIGKILL" in str(error) and "take the image out" in str(error)
+    assert (
+        "3x5-" in str(error)
+        and "SIGKILL" in str(error)
+        and "take the image out" in str(error)
+    )
     assert [decoders.wait(one)[PIXELS].tolist() for one in others] == [[4]] * 12
     decoders.close()
     assert all(map(is_gone, pids))
 
 
-def test_signals_for_the_whole_group_do_not_end_the_processes(tmp_path: Path, started: Callable[..., Decoders]) -> None:
+def test_signals_for_the_whole_group_do_not_end_the_processes(
+    tmp_path: Path, started: Callable[..., Decoders]
+) -> None:
     decoders = started()
     pids = decoders.pids
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -156,7 +192,9 @@ def test_signals_for_the_whole_group_do_not_end_the_processes(tmp_path: Path, st
     assert decoders.pids == pids and not any(map(is_gone, pids))
 
 
-def test_processes_end_with_their_owner(started: Callable[..., Decoders], tmp_path: Path) -> None:
+def test_processes_end_with_their_owner(
+    started: Callable[..., Decoders], tmp_path: Path
+) -> None:
     decoders = started()
     pids = decoders.pids
     (waiting,) = decoders.start([file_of(tmp_path, (4, 4))])
@@ -182,7 +220,9 @@ def test_idle_processes_end_and_come_back(
     image = file_of(tmp_path, (4, 4))
 
     def ended() -> bool:
-        for decoding in decoders.start([image] * 64):  # the first wait was begun with the old time
+        for decoding in decoders.start(
+            [image] * 64
+        ):  # the first wait was begun with the old time
             decoders.wait(decoding)
         time.sleep(0.5)
         return all(map(is_gone, pids))
@@ -247,6 +287,13 @@ def test_no_process_outlives_the_program(tmp_path: Path, end: str) -> None:
     _, said = program.communicate(timeout=SECONDS)
     assert program.returncode != 0 and ("on purpose" in said) == (end == "exception")
     # Those of a killed program are waited for by process 1, which may take its time over it.
-    until(lambda: all(is_gone(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids))
+    until(
+        lambda: all(
+            is_gone(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            for pid in pids
+        )
+    )
     if end in ("SIGINT", "exception"):
-        assert all(map(is_gone, pids)), "a program that ends in order waits for its processes"
+        assert all(map(is_gone, pids)), (
+            "a program that ends in order waits for its processes"
+        )

@@ -39,20 +39,29 @@ def features_of(mine: Featuriser, count: int = COUNT) -> list:
     return mine.features([of_images(image(seed=seed)) for seed in range(count)])  # type: ignore[misc]
 
 
-def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_own(seen) -> None:
+def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_own(
+    seen,
+) -> None:
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=3)
     features = features_of(mine)
     seen.clear()
-    micro_batches = [[("image", list(range(start, start + 6)))] for start in range(0, COUNT, 6)]
+    micro_batches = [
+        [("image", list(range(start, start + 6)))] for start in range(0, COUNT, 6)
+    ]
     feeder = Feeder(mine, torch.device("cpu"))
-    first, second = list(feeder.feed(micro_batches, features)), list(feeder.feed(micro_batches, features))
+    first, second = (
+        list(feeder.feed(micro_batches, features)),
+        list(feeder.feed(micro_batches, features)),
+    )
     assert len(seen) == COUNT, "with Gradient Cache nothing is decoded twice"
     assert all(name.startswith("vembed-images") for _, name in seen)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one[0][1]["pixel_values"], other[0][1]["pixel_values"])
 
 
-def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_images_are_decoded_at_once_as_there_are_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=4)
     features = features_of(mine, 4)
     together = threading.Barrier(4, timeout=200)
@@ -68,13 +77,19 @@ def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch: py
 
 def test_decoding_ahead_stays_within_the_cache(seen) -> None:
     size = 3 * 32 * 32
-    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=1, image_cache_bytes=8 * size)
+    mine = Featuriser(
+        featuriser(tiny.shared(tiny.tiny_vit)).description,
+        decoders=1,
+        image_cache_bytes=8 * size,
+    )
     features = features_of(mine)
     mine.collate(features[:1])
     seen.clear()
     mine.decode_ahead(features[1:])
     mine.collate(features[1:5])
-    assert len(seen) == 4, "half of the cache, of which nothing is lost before it is read"
+    assert len(seen) == 4, (
+        "half of the cache, of which nothing is lost before it is read"
+    )
     mine.collate(features[5:])
     assert len(seen) == COUNT - 1
 

@@ -54,19 +54,25 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[ImageRef]:
         (tiny.tiny_convnext, 17),
     ],
 )
-def test_an_image_counts_its_patches_and_is_decoded_late(make, patches: int, decoded: list[ImageRef]) -> None:
+def test_an_image_counts_its_patches_and_is_decoded_late(
+    make, patches: int, decoded: list[ImageRef]
+) -> None:
     mine = featuriser(tiny.shared(make))
     first, second = image(seed=1), image(200, 30, seed=2)
     features = mine.features([of_images(first), of_images(second)])  # type: ignore[list-item]
     decoded.clear()  # the blank ones that tell how many patches there are
-    assert [(one.modality, one.length, one.token_ids) for one in features] == [("image", patches, None)] * 2
+    assert [(one.modality, one.length, one.token_ids) for one in features] == [
+        ("image", patches, None)
+    ] * 2
     batch = mine.collate(features)
     assert decoded == [first, second]
     assert len(batch["pixel_values"]) == 2
     assert not torch.equal(batch["pixel_values"][0], batch["pixel_values"][1])
 
 
-def test_pixels_are_kept_for_the_second_pass_and_bounded(decoded: list[ImageRef]) -> None:
+def test_pixels_are_kept_for_the_second_pass_and_bounded(
+    decoded: list[ImageRef],
+) -> None:
     mine = featuriser(tiny.shared(tiny.tiny_vit))
     features = mine.features([of_images(image(seed=seed)) for seed in range(5)])  # type: ignore[misc]
     decoded.clear()
@@ -101,16 +107,35 @@ def test_mixed_items_go_to_their_modalities_in_order() -> None:
         (Item(text="photo.jpg"), "query"),
     ]
     features = mine.features(items)  # type: ignore[arg-type]
-    assert [feature.modality for feature in features] == ["image", "text", "image", "text"]
-    assert [feature.content for feature in features] == [item.key() for item, _ in items]
+    assert [feature.modality for feature in features] == [
+        "image",
+        "text",
+        "image",
+        "text",
+    ]
+    assert [feature.content for feature in features] == [
+        item.key() for item, _ in items
+    ]
 
 
 @pytest.mark.parametrize(
     ("make", "item", "message"),
     [
-        (tiny.tiny_vit, Item(text="a cat"), "embeds images only, and got the text 'a cat'"),
-        (tiny.tiny_clip, Item(text="a cat", images=(image(),)), "1 image.* and a text; a vision-language model"),
-        (tiny.tiny_clip, Item(images=(image(), image())), "embeds a text or one image, and got an item with 2 image"),
+        (
+            tiny.tiny_vit,
+            Item(text="a cat"),
+            "embeds images only, and got the text 'a cat'",
+        ),
+        (
+            tiny.tiny_clip,
+            Item(text="a cat", images=(image(),)),
+            "1 image.* and a text; a vision-language model",
+        ),
+        (
+            tiny.tiny_clip,
+            Item(images=(image(), image())),
+            "embeds a text or one image, and got an item with 2 image",
+        ),
     ],
 )
 def test_what_a_model_cannot_embed_is_said(make, item: Item, message: str) -> None:
@@ -118,7 +143,16 @@ def test_what_a_model_cannot_embed_is_said(make, item: Item, message: str) -> No
         featuriser(tiny.shared(make)).features([(item, "query")])
 
 
-@pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_clip, tiny.tiny_siglip, tiny.tiny_vit, tiny.tiny_qwen3_vl])
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny.tiny_bert,
+        tiny.tiny_clip,
+        tiny.tiny_siglip,
+        tiny.tiny_vit,
+        tiny.tiny_qwen3_vl,
+    ],
+)
 def test_every_modality_has_a_small_dummy(make) -> None:
     mine = featuriser(tiny.shared(make))
     for modality in mine.description.modalities:
@@ -131,7 +165,9 @@ def test_every_modality_has_a_small_dummy(make) -> None:
 
 def test_siglip_texts_are_padded_to_one_length_and_counted_so() -> None:
     mine = featuriser(tiny.shared(tiny.tiny_siglip))
-    features = mine.features([(Item(text="a"), "query"), (Item(text="the cat and the dog"), "query")])
+    features = mine.features(
+        [(Item(text="a"), "query"), (Item(text="the cat and the dog"), "query")]
+    )
     assert [feature.length for feature in features] == [16, 16]
     batch = mine.collate(features[:1])
     assert batch["input_ids"].shape == (1, 16)
@@ -149,27 +185,55 @@ def test_a_broken_image_is_named_when_it_is_decoded(tmp_path: Path) -> None:
 # ---- conversations ---------------------------------------------------------------------------------------------
 
 
-def test_conversations_are_those_of_sentence_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversations_are_those_of_sentence_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_torchvision(monkeypatch)
     folder = save(tiny.shared(tiny.tiny_qwen3_vl), tmp_path / "final", max_length=50)
     theirs = load_in_sentence_transformers(folder)
     mine = featuriser(folder)
-    pictures = [Image.fromarray(np.random.default_rng(n).integers(0, 255, s, dtype=np.uint8)) for n, s in
-                enumerate([(40, 100, 3), (64, 64, 3), (20, 20, 3)])]  # fmt: skip
+    pictures = [
+        Image.fromarray(np.random.default_rng(n).integers(0, 255, s, dtype=np.uint8))
+        for n, s in enumerate([(40, 100, 3), (64, 64, 3), (20, 20, 3)])
+    ]
     refs = [ImageRef(data=encode(picture, "PNG")) for picture in pictures]
-    items = [of_images(refs[0]), of_images(refs[1], refs[2], text="both"), of_images(refs[2], text="word " * 60)]
+    items = [
+        of_images(refs[0]),
+        of_images(refs[1], refs[2], text="both"),
+        of_images(refs[2], text="word " * 60),
+    ]
     features = mine.features(items)  # type: ignore[arg-type]
     batch = mine.collate(features)
     expected = theirs.preprocess(
-        [{"image": pictures[0]}, {"image": pictures[1:], "text": "both"}, {"image": pictures[2], "text": "word " * 60}]
+        [
+            {"image": pictures[0]},
+            {"image": pictures[1:], "text": "both"},
+            {"image": pictures[2], "text": "word " * 60},
+        ]
     )
-    assert [feature.length for feature in features] == expected["attention_mask"].sum(dim=1).tolist()
+    assert [feature.length for feature in features] == expected["attention_mask"].sum(
+        dim=1
+    ).tolist()
     assert {feature.modality for feature in features} == {"multimodal"}
-    for name in ("input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "pixel_values"):
+    for name in (
+        "input_ids",
+        "attention_mask",
+        "mm_token_type_ids",
+        "image_grid_thw",
+        "pixel_values",
+    ):
         assert torch.equal(batch[name], expected[name]), name
-    theirs_of_the_model = {"input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "pixel_values"}
+    theirs_of_the_model = {
+        "input_ids",
+        "attention_mask",
+        "mm_token_type_ids",
+        "image_grid_thw",
+        "pixel_values",
+    }
     ours = {"position_ids"} | {name for name in batch if name.startswith("vision.")}
-    assert batch.keys() == theirs_of_the_model | ours, "and positions and lengths, made before the step"
+    assert batch.keys() == theirs_of_the_model | ours, (
+        "and positions and lengths, made before the step"
+    )
 
 
 def test_image_tokens_are_counted_from_the_header(decoded: list[ImageRef]) -> None:
@@ -190,17 +254,27 @@ def test_limits_of_the_image_area_change_the_number_of_tokens() -> None:
     lengths = []
     for limits in ({}, {"max_pixels": 4 * CELL}, {"min_pixels": 9 * CELL}):
         mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl), **limits)
-        lengths.append([mine.features([of_images(image(side, side))])[0].length for side in (40, 200)])  # type: ignore[list-item]
+        lengths.append(
+            [
+                mine.features([of_images(image(side, side))])[0].length
+                for side in (40, 200)
+            ]
+        )  # type: ignore[list-item]
     assert np.diff(lengths, axis=0).tolist() == [[0, 4 - 16], [9 - 1, 16 - 4]]
     with pytest.raises(UserError, match=r"min_pixels is 16,384 and max_pixels 2,048"):
-        featuriser(tiny.shared(tiny.tiny_qwen3_vl), min_pixels=16 * CELL, max_pixels=2 * CELL)
+        featuriser(
+            tiny.shared(tiny.tiny_qwen3_vl), min_pixels=16 * CELL, max_pixels=2 * CELL
+        )
 
 
 def test_images_that_do_not_fit_are_an_error_and_never_cut() -> None:
     mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl), max_length=20)
     (feature,) = mine.features([of_images(image(32, 64), text="many words " * 20)])  # type: ignore[list-item]
     assert feature.length == 20
-    with pytest.raises(UserError, match=r"1 image\(s\) of 16 tokens does not fit into max_length 20: raise max_length"):
+    with pytest.raises(
+        UserError,
+        match=r"1 image\(s\) of 16 tokens does not fit into max_length 20: raise max_length",
+    ):
         mine.features([of_images(image(200, 200))])  # type: ignore[list-item]
 
 
@@ -215,8 +289,13 @@ def test_a_placeholder_in_a_text_is_refused() -> None:
 def test_an_image_of_impossible_shape_is_named(tmp_path: Path) -> None:
     path = tmp_path / "line.png"
     Image.new("RGB", (900, 3)).save(path)
-    with pytest.raises(UserError, match=r"image .*line\.png, 900 x 3 pixels, cannot be used: absolute aspect ratio"):
-        featuriser(tiny.shared(tiny.tiny_qwen3_vl)).features([of_images(ImageRef(path=str(path)))])  # type: ignore[list-item]
+    with pytest.raises(
+        UserError,
+        match=r"image .*line\.png, 900 x 3 pixels, cannot be used: absolute aspect ratio",
+    ):
+        featuriser(tiny.shared(tiny.tiny_qwen3_vl)).features(
+            [of_images(ImageRef(path=str(path)))]
+        )  # type: ignore[list-item]
 
 
 def test_an_image_that_changed_since_is_named(tmp_path: Path) -> None:
@@ -225,27 +304,42 @@ def test_an_image_that_changed_since_is_named(tmp_path: Path) -> None:
     mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl))
     features = mine.features([of_images(ImageRef(path=str(path)))])  # type: ignore[list-item]
     Image.new("RGB", (64, 128)).save(path)
-    with pytest.raises(UserError, match=r"changed its size since its header was read, one of: .*moving\.png"):
+    with pytest.raises(
+        UserError,
+        match=r"changed its size since its header was read, one of: .*moving\.png",
+    ):
         mine.collate(features)
 
 
 def test_a_template_that_changes_its_text_is_rendered_for_each(tmp_path: Path) -> None:
     folder = tiny.tiny_qwen3_vl(tmp_path)
     template = folder / "chat_template.jinja"
-    template.write_text(template.read_text().replace("{{ part['text'] }}", "{{ part['text'] | trim | upper }}"))
+    template.write_text(
+        template.read_text().replace(
+            "{{ part['text'] }}", "{{ part['text'] | trim | upper }}"
+        )
+    )
     mine = featuriser(folder)
-    loud, quiet = mine.features([(Item(text=text), "query") for text in ("THE CAT", "  the cat ")])
+    loud, quiet = mine.features(
+        [(Item(text=text), "query") for text in ("THE CAT", "  the cat ")]
+    )
     assert loud.key == quiet.key
 
 
-def test_a_vision_language_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+def test_a_vision_language_model_without_a_chat_template_is_refused(
+    tmp_path: Path,
+) -> None:
     folder = tiny.tiny_qwen3_vl(tmp_path)
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match=r"has no chat template.*add chat_template\.jinja"):
+    with pytest.raises(
+        UserError, match=r"has no chat template.*add chat_template\.jinja"
+    ):
         featuriser(folder)
 
 
-def test_a_model_with_code_of_its_own_for_chats_is_read_as_a_chat_model(tmp_path: Path) -> None:
+def test_a_model_with_code_of_its_own_for_chats_is_read_as_a_chat_model(
+    tmp_path: Path,
+) -> None:
     """As GME is published: its first module is code in the folder, which puts an end-of-text token behind each chat."""
     folder = tiny.tiny_qwen2_vl(tmp_path)
     kinds = [
@@ -253,33 +347,50 @@ def test_a_model_with_code_of_its_own_for_chats_is_read_as_a_chat_model(tmp_path
         *(f"sentence_transformers.models.{kind}" for kind in ("Pooling", "Normalize")),
     ]
     paths = ["", "1_Pooling", "2_Normalize"]
-    modules = [{"idx": at, "name": str(at), "path": paths[at], "type": kind} for at, kind in enumerate(kinds)]
+    modules = [
+        {"idx": at, "name": str(at), "path": paths[at], "type": kind}
+        for at, kind in enumerate(kinds)
+    ]
     tiny.write_json(folder / "modules.json", modules)
     tiny.write_json(
-        folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True}
+        folder / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True},
     )
     tiny.write_json(folder / "sentence_bert_config.json", {"max_seq_length": 300})
     mine = featuriser(folder)
-    assert (mine.description.family, mine.description.pooling) == ("vision_language", "last")
+    assert (mine.description.family, mine.description.pooling) == (
+        "vision_language",
+        "last",
+    )
     for item in (Item(text="a cat"), Item(images=(image(),))):
         (feature,) = mine.features([(item, "query")])
         assert feature.token_ids is not None
-        assert int(feature.token_ids[-1]) == 0  # <|endoftext|>, behind the opened answer
+        assert (
+            int(feature.token_ids[-1]) == 0
+        )  # <|endoftext|>, behind the opened answer
     tiny.write_json(folder / "config.json", {"model_type": "bert"})
-    with pytest.raises(UserError, match=r"unsupported module type custom_st\.MultiModalTransformer"):
+    with pytest.raises(
+        UserError, match=r"unsupported module type custom_st\.MultiModalTransformer"
+    ):
         featuriser(folder)
 
 
 def test_an_image_processor_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     folder = tiny.tiny_vit(tmp_path)
     (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(UserError, match=f"the image processor of {tmp_path} cannot be loaded"):
+    with pytest.raises(
+        UserError, match=f"the image processor of {tmp_path} cannot be loaded"
+    ):
         featuriser(folder)
 
 
 def test_images_that_would_have_different_sizes_are_refused(tmp_path: Path) -> None:
     folder = tiny.tiny_dinov2(tmp_path)
-    tiny.save_image_processor(folder, "BitImageProcessor", size={"shortest_edge": 32}, do_center_crop=False)
+    tiny.save_image_processor(
+        folder, "BitImageProcessor", size={"shortest_edge": 32}, do_center_crop=False
+    )
     mine = featuriser(folder)
-    with pytest.raises(UserError, match=r"gives images of different sizes.*set crop_size"):
+    with pytest.raises(
+        UserError, match=r"gives images of different sizes.*set crop_size"
+    ):
         mine.features([of_images(image())])  # type: ignore[list-item]

@@ -26,14 +26,16 @@ from vembed.data.feeding import Feeder
 from vembed.data.images import load_image
 from vembed.data.picture_bytes import PIXELS, OwnCode, Patching, Resizing
 from vembed.data.pixel_recipe import find_recipe
-from vembed.families.decisions import describe
+from vembed.models.families.decisions import describe
 from vembed.models.processors import load_image_processor
 
 SIZES = ((24, 16), (300, 40), (33, 200), (32, 32), (5, 7))
 
 
 def processor_of(make: Callable[..., Path]) -> Any:
-    return load_image_processor(describe(TrainConfig(model_name=str(tiny.shared(make)), data_path="-")))
+    return load_image_processor(
+        describe(TrainConfig(model_name=str(tiny.shared(make)), data_path="-"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,9 @@ def processor_of(make: Callable[..., Path]) -> Any:
         (tiny.tiny_qwen3_vl, Patching),
     ],
 )
-def test_both_halves_give_the_processors_bits(make: Callable[..., Path], kind: type) -> None:
+def test_both_halves_give_the_processors_bits(
+    make: Callable[..., Path], kind: type
+) -> None:
     processor = processor_of(make)
     recipe = find_recipe(processor)
     assert recipe is not None and type(recipe.first) is kind
@@ -57,7 +61,9 @@ def test_both_halves_give_the_processors_bits(make: Callable[..., Path], kind: t
         wanted = dict(processor(images=[picture], return_tensors="pt"))
         assert wanted[PIXELS].nbytes >= 4 * halfway[PIXELS].nbytes
         found = recipe.finished(halfway)
-        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert found.keys() == wanted.keys() and all(
+            torch.equal(found[name], wanted[name]) for name in wanted
+        )
 
 
 def test_a_crop_beyond_the_image_has_the_processors_border() -> None:
@@ -78,7 +84,9 @@ class Brighter:
     def to_dict(self) -> dict[str, Any]:
         return dict(self.processor.to_dict())
 
-    def __call__(self, images: list[Image.Image], **options: Any) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, images: list[Image.Image], **options: Any
+    ) -> dict[str, torch.Tensor]:
         if not self.late:
             images = [one.point(lambda value: 255 - value) for one in images]
         made = self.processor(images=images, **options)
@@ -93,7 +101,9 @@ def test_a_processor_of_another_kind_keeps_its_own_code() -> None:
     )
     picture = load_image(image(50, 20))
     found = recipe.finished(recipe.halfway(picture))[PIXELS]
-    assert torch.equal(found, Brighter(processor, late=False)([picture], return_tensors="pt")[PIXELS])
+    assert torch.equal(
+        found, Brighter(processor, late=False)([picture], return_tensors="pt")[PIXELS]
+    )
     assert find_recipe(Brighter(processor, late=True)) is None
 
 
@@ -106,13 +116,19 @@ class AsTorchvision:
     def to_dict(self) -> dict[str, Any]:
         return dict(self.processor.to_dict())
 
-    def __call__(self, images: list[Image.Image], **options: Any) -> dict[str, torch.Tensor]:
-        made = self.processor(images=images, return_tensors="pt", do_rescale=False, do_normalize=False)[PIXELS]
+    def __call__(
+        self, images: list[Image.Image], **options: Any
+    ) -> dict[str, torch.Tensor]:
+        made = self.processor(
+            images=images, return_tensors="pt", do_rescale=False, do_normalize=False
+        )[PIXELS]
         if options.get("do_rescale") is False:
             return {PIXELS: made}
         settings = self.to_dict()
         mean, deviation = (
-            (torch.tensor(settings[name]) * (1.0 / settings["rescale_factor"]))[:, None, None]
+            (torch.tensor(settings[name]) * (1.0 / settings["rescale_factor"]))[
+                :, None, None
+            ]
             for name in ("image_mean", "image_std")
         )
         return {PIXELS: made.to(torch.float32).sub_(mean).div_(deviation)}
@@ -130,7 +146,9 @@ def test_the_arithmetic_of_torchvision_has_a_recipe_too() -> None:
     assert torch.equal(recipe.finished(recipe.halfway(picture))[PIXELS], wanted)
 
 
-def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pixels_stay_bytes_until_they_are_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mine = featuriser(tiny.shared(tiny.tiny_vit))
     features = mine.features([of_images(image(seed=seed)) for seed in range(4)])  # type: ignore[misc]
     threads, moved = [], []
@@ -142,12 +160,23 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch: pytest.Monk
     class Gpu(Feeder):
         def _to_device(self, inputs: feeding.ModelInputs) -> feeding.ModelInputs:
             moved.extend(batch[PIXELS].dtype for _, batch in inputs)
-            return [(modality, self.featuriser.finished(batch)) for modality, batch in inputs]
+            return [
+                (modality, self.featuriser.finished(batch))
+                for modality, batch in inputs
+            ]
 
     monkeypatch.setattr(feeding, "pinned", pinned)
-    fed = list(Gpu(mine, torch.device("cuda")).feed([[("image", [0, 1])], [("image", [2, 3])]], features))
-    assert moved == [torch.uint8] * 2 and all(name.startswith("vembed-collate") for name in threads)
-    assert torch.equal(torch.cat([one[0][1][PIXELS] for one in fed]), mine.collate(features)[PIXELS])
+    fed = list(
+        Gpu(mine, torch.device("cuda")).feed(
+            [[("image", [0, 1])], [("image", [2, 3])]], features
+        )
+    )
+    assert moved == [torch.uint8] * 2 and all(
+        name.startswith("vembed-collate") for name in threads
+    )
+    assert torch.equal(
+        torch.cat([one[0][1][PIXELS] for one in fed]), mine.collate(features)[PIXELS]
+    )
 
 
 def calls_of(work: Callable[[], object]) -> int:
@@ -177,18 +206,34 @@ def test_a_recipe_runs_little_python(tmp_path: Path) -> None:
     assert own < calls_of(lambda: processor(images=[picture], return_tensors="pt")) / 3
 
 
-def test_the_benchmark_of_decoding_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "in_processes", lambda *_: 1.0)  # which start interpreters
+def test_the_benchmark_of_decoding_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        decoding, "in_processes", lambda *_: 1.0
+    )  # which start interpreters
     monkeypatch.setattr(decoders, "WAITED_FOR", 1)
-    assert decoding.main(["--images", "16", "--batch-size", "4", "--rounds", "1", "--cores", "2"]) == 0
+    assert (
+        decoding.main(
+            ["--images", "16", "--batch-size", "4", "--rounds", "1", "--cores", "2"]
+        )
+        == 0
+    )
     row = json.load(io.StringIO(capsys.readouterr().out))
-    assert row["images"] == 16 and row["processes_with_cache"] == row["processes_without_cache"] == 2
+    assert (
+        row["images"] == 16
+        and row["processes_with_cache"] == row["processes_without_cache"] == 2
+    )
     assert row["share_with_cache"] > 0 and row["share_without_cache"] > 0
 
 
 def test_bytes_are_kept_for_the_second_pass() -> None:
     size = 3 * 32 * 32
-    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=1, image_cache_bytes=8 * size)
+    mine = Featuriser(
+        featuriser(tiny.shared(tiny.tiny_vit)).description,
+        decoders=1,
+        image_cache_bytes=8 * size,
+    )
     features = mine.features([of_images(image(seed=seed)) for seed in range(8)])  # type: ignore[misc]
     first, second = mine.collate(features), mine.collate(features)
     assert torch.equal(first[PIXELS], second[PIXELS])

@@ -18,9 +18,15 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
-from vembed.families.decisions import describe
+from vembed.models.families.decisions import describe
 
-TEXTS = [*tiny.texts(6, seed=4, longest=30), "photo.jpg", "a/b/c", "Two\nlines  and   spaces", "z" * 400]
+TEXTS = [
+    *tiny.texts(6, seed=4, longest=30),
+    "photo.jpg",
+    "a/b/c",
+    "Two\nlines  and   spaces",
+    "z" * 400,
+]
 MODELS: dict[str, Callable[..., Path]] = {
     "bert": tiny.tiny_bert,
     "roberta": tiny.tiny_roberta,
@@ -32,7 +38,9 @@ MODELS: dict[str, Callable[..., Path]] = {
 
 def featuriser(source: Path, **options: object) -> Featuriser:
     cache = options.pop("cache_bytes", 2**20)
-    config = TrainConfig.model_validate({"model_name": str(source), "data_path": "unused", **options})
+    config = TrainConfig.model_validate(
+        {"model_name": str(source), "data_path": "unused", **options}
+    )
     return Featuriser(describe(config), cache_bytes=cache)  # type: ignore[arg-type]
 
 
@@ -51,9 +59,13 @@ def with_padding_on(side: str, source: Path, directory: Path) -> Path:
 
 @pytest.mark.parametrize("max_length", [5, 16, 64])
 @pytest.mark.parametrize("name", MODELS)
-def test_token_ids_are_those_of_sentence_transformers(name: str, max_length: int, tmp_path: Path) -> None:
+def test_token_ids_are_those_of_sentence_transformers(
+    name: str, max_length: int, tmp_path: Path
+) -> None:
     source = tiny.shared(MODELS[name])
-    folder = save(source, tmp_path / "final", max_length=max_length, query_prompt="find this: ")
+    folder = save(
+        source, tmp_path / "final", max_length=max_length, query_prompt="find this: "
+    )
     theirs: SentenceTransformer = load_in_sentence_transformers(folder)
     mine = featuriser(source, max_length=max_length, query_prompt="find this: ")
     for kind, prompt in (("query", "find this: "), ("document", None)):
@@ -61,22 +73,34 @@ def test_token_ids_are_those_of_sentence_transformers(name: str, max_length: int
         expected = theirs.preprocess(TEXTS, prompt=prompt)
         batch = mine.collate(features)
         assert torch.equal(batch["input_ids"], expected["input_ids"])
-        assert torch.equal(batch.get("attention_mask", torch.ones_like(batch["input_ids"])), expected["attention_mask"])
-        assert [feature.length for feature in features] == expected["attention_mask"].sum(dim=1).tolist()
+        assert torch.equal(
+            batch.get("attention_mask", torch.ones_like(batch["input_ids"])),
+            expected["attention_mask"],
+        )
+        assert [feature.length for feature in features] == expected[
+            "attention_mask"
+        ].sum(dim=1).tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_goes_to_the_side_that_the_tokenizer_says(side: str, tmp_path: Path) -> None:
+def test_padding_goes_to_the_side_that_the_tokenizer_says(
+    side: str, tmp_path: Path
+) -> None:
     source = with_padding_on(side, tiny.shared(tiny.tiny_qwen3), tmp_path)
     made = featuriser(source)
     short, long = made.features(documents("a", "the cat and the dog"))  # type: ignore[arg-type]
     batch = made.collate([short, long])
     mask = [0] * (long.length - short.length) + [1] * short.length
-    assert batch["attention_mask"].tolist() == [mask if side == "left" else mask[::-1], [1] * long.length]
+    assert batch["attention_mask"].tolist() == [
+        mask if side == "left" else mask[::-1],
+        [1] * long.length,
+    ]
     assert "attention_mask" not in made.collate([short, short])  # nothing is padded
 
 
-def test_a_decoder_whose_tokenizer_adds_an_end_token_keeps_it_when_the_text_is_cut() -> None:
+def test_a_decoder_whose_tokenizer_adds_an_end_token_keeps_it_when_the_text_is_cut() -> (
+    None
+):
     mine = featuriser(tiny.shared(tiny.tiny_qwen3), max_length=6)
     (feature,) = mine.features(documents(" ".join(TEXTS)))  # type: ignore[arg-type]
     assert feature.token_ids is not None
@@ -102,15 +126,23 @@ def test_equal_inputs_have_equal_keys_and_only_they() -> None:
     assert all(0 <= key < 2**63 for key in keys + contents)
 
 
-def test_a_text_is_tokenised_once_and_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_tokenised_once_and_the_cache_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mine = featuriser(tiny.shared(tiny.tiny_bert), cache_bytes=5_000)
     assert mine._text is not None
     tokenised: list[str] = []
     encode = mine._text.encode
-    monkeypatch.setattr(mine._text, "encode", lambda texts, *rest: tokenised.extend(texts) or encode(texts, *rest))
+    monkeypatch.setattr(
+        mine._text,
+        "encode",
+        lambda texts, *rest: tokenised.extend(texts) or encode(texts, *rest),
+    )
     few = tiny.texts(5, seed=9)
     first = mine.features([(Item(text=text), "query") for text in few * 2])
-    again = mine.features([(Item(text=text), "document") for text in few])  # without prompts the roles are the same
+    again = mine.features(
+        [(Item(text=text), "document") for text in few]
+    )  # without prompts the roles are the same
     assert tokenised == few
     assert first[:5] == first[5:] == again
     many = tiny.texts(500, seed=10)
@@ -123,12 +155,18 @@ def test_a_text_is_tokenised_once_and_the_cache_is_bounded(monkeypatch: pytest.M
 def test_threads_may_share_a_featuriser() -> None:
     mine, alone = (featuriser(tiny.shared(tiny.tiny_bert)) for _ in range(2))
     texts = tiny.texts(400, seed=5)
-    expected = [feature.key for feature in alone.features([(Item(text=text), "query") for text in texts])]
+    expected = [
+        feature.key
+        for feature in alone.features([(Item(text=text), "query") for text in texts])
+    ]
     results: dict[int, list[int]] = {}
 
     def work(number: int) -> None:
         order = np.random.default_rng(number).permutation(len(texts))
-        keys = {int(at): mine.features([(Item(text=texts[at]), "query")])[0].key for at in order}
+        keys = {
+            int(at): mine.features([(Item(text=texts[at]), "query")])[0].key
+            for at in order
+        }
         results[number] = [keys[at] for at in range(len(texts))]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -141,7 +179,9 @@ def test_threads_may_share_a_featuriser() -> None:
 
 def test_lower_casing_that_sentence_transformers_files_ask_for(tmp_path: Path) -> None:
     folder = tiny.add_sentence_transformers_files(tiny.tiny_roberta(tmp_path))
-    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32, "do_lower_case": True}))
+    (tmp_path / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 32, "do_lower_case": True})
+    )
     mine = featuriser(folder)
     upper, lower = mine.features(documents("The CAT", "the cat"))  # type: ignore[arg-type]
     assert upper.key == lower.key
@@ -161,54 +201,87 @@ def test_the_dummy_is_a_short_text_and_no_random_number_is_drawn() -> None:
 
 def test_what_a_text_model_cannot_embed_is_said() -> None:
     mine = featuriser(tiny.shared(tiny.tiny_bert))
-    with pytest.raises(UserError, match="embeds texts only, and got an item with an image"):
+    with pytest.raises(
+        UserError, match="embeds texts only, and got an item with an image"
+    ):
         mine.features([(Item(images=(ImageRef(path="x.jpg"),)), "query")])
     with pytest.raises(UserError, match="neither a text nor an image"):
         mine.features([(Item(), "query")])
 
 
 def test_a_text_without_any_token_is_named(tmp_path: Path) -> None:
-    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_llama)), data_path="unused"))
-    assert Featuriser(description).features([(Item(text=""), "document")])[0].length == 1  # the start token
-    tiny.byte_tokenizer(["<unk>"], "$A", unk_token="<unk>", pad_token="<unk>").save_pretrained(tmp_path)
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(tiny.tiny_llama)), data_path="unused")
+    )
+    assert (
+        Featuriser(description).features([(Item(text=""), "document")])[0].length == 1
+    )  # the start token
+    tiny.byte_tokenizer(
+        ["<unk>"], "$A", unk_token="<unk>", pad_token="<unk>"
+    ).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="the text '' becomes no token at all"):
-        Featuriser(description.with_(source=str(tmp_path))).features([(Item(text=""), "document")])
+        Featuriser(description.with_(source=str(tmp_path))).features(
+            [(Item(text=""), "document")]
+        )
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
-    with pytest.raises(UserError, match=f"the tokenizer of {tmp_path} cannot be loaded"):
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
+    )
+    with pytest.raises(
+        UserError, match=f"the tokenizer of {tmp_path} cannot be loaded"
+    ):
         Featuriser(description.with_(source=str(tmp_path)))
 
 
 def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path: Path) -> None:
-    from transformers import ByT5Tokenizer  # bytes; others of its kind fill tables of a million characters
+    from transformers import (
+        ByT5Tokenizer,  # bytes; others of its kind fill tables of a million characters
+    )
 
     tokenizer = ByT5Tokenizer()
     assert not tokenizer.is_fast
     tokenizer.save_pretrained(tmp_path)
     tiny.write_json(tmp_path / "config.json", {"model_type": "t5"})
-    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
+    )
     mine = Featuriser(description.with_(source=str(tmp_path), max_length=9))
     batch = mine.collate(mine.features([(Item(text=text), "query") for text in TEXTS]))
-    expected = tokenizer(TEXTS, truncation=True, max_length=9, padding=True)["input_ids"]
+    expected = tokenizer(TEXTS, truncation=True, max_length=9, padding=True)[
+        "input_ids"
+    ]
     assert batch["input_ids"].tolist() == expected
 
 
 def test_a_tokenizer_without_padding_and_end_token_is_named(tmp_path: Path) -> None:
     tiny.byte_tokenizer(["<unk>"], "$A", unk_token="<unk>").save_pretrained(tmp_path)
-    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
-    with pytest.raises(UserError, match="neither a padding nor an end token; add `pad_token`"):
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
+    )
+    with pytest.raises(
+        UserError, match="neither a padding nor an end token; add `pad_token`"
+    ):
         Featuriser(description.with_(source=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_inputs_own_prompt_and_length_give_the_ids_of_a_run_with_these(name: str) -> None:
+def test_an_inputs_own_prompt_and_length_give_the_ids_of_a_run_with_these(
+    name: str,
+) -> None:
     source = tiny.shared(MODELS[name])
     own = featuriser(source, max_length=64, query_prompt="find this: ")
     run = featuriser(source, max_length=9, query_prompt="other: ")
-    mine = own.features([(Item(text, prompt="other: ", max_length=9), "query") for text in TEXTS])
+    mine = own.features(
+        [(Item(text, prompt="other: ", max_length=9), "query") for text in TEXTS]
+    )
     plain = own.features([(Item(text), "query") for text in TEXTS])
-    for one, other, third in zip(mine, run.features([(Item(text), "query") for text in TEXTS]), plain, strict=True):
+    for one, other, third in zip(
+        mine,
+        run.features([(Item(text), "query") for text in TEXTS]),
+        plain,
+        strict=True,
+    ):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         assert one.key != third.key and one.content == third.content

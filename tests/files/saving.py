@@ -16,33 +16,53 @@ from transformers.utils import is_torchvision_available
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.families.decisions import describe
 from vembed.inference.encoding import encode_items, first_dims
 from vembed.models.embedding_model import build_model, load_embedder
+from vembed.models.families.decisions import describe
 from vembed.saving.card import Card
 from vembed.saving.files import save_model
 
 
-def save(source: Path, directory: Path, *, card: Card | None = None, **options: Any) -> Path:
+def save(
+    source: Path, directory: Path, *, card: Card | None = None, **options: Any
+) -> Path:
     """The model in `source`, described and built with these options, saved to `directory`."""
     config = TrainConfig(model_name=str(source), data_path="unused", **options)
     description = describe(config)
     model = build_model(config, description)
-    return save_model(directory, description, model.backbone, model.head, model.state_dict(), card=card)
+    return save_model(
+        directory,
+        description,
+        model.backbone,
+        model.head,
+        model.state_dict(),
+        card=card,
+    )
 
 
-def ours(folder: Path, items: Sequence[str | Item], kind: Kind, truncate_dim: int | None = None) -> np.ndarray:
+def ours(
+    folder: Path,
+    items: Sequence[str | Item],
+    kind: Kind,
+    truncate_dim: int | None = None,
+) -> np.ndarray:
     """Embeddings by vembed's one encode path, cut after normalisation as Sentence Transformers does."""
     model = load_embedder(folder)
     asked = [Item(text=item) if isinstance(item, str) else item for item in items]
     description = model.description
-    whole = encode_items(model, Featuriser(description), asked, kind, normalize=description.normalize)
-    return first_dims(whole, truncate_dim or description.truncate_dim or whole.shape[1], False)
+    whole = encode_items(
+        model, Featuriser(description), asked, kind, normalize=description.normalize
+    )
+    return first_dims(
+        whole, truncate_dim or description.truncate_dim or whole.shape[1], False
+    )
 
 
 def load_in_sentence_transformers(folder: Path, **options: Any) -> SentenceTransformer:
     """The folder as somebody without vembed loads it."""
-    return SentenceTransformer(str(folder), device="cpu", local_files_only=True, **options)
+    return SentenceTransformer(
+        str(folder), device="cpu", local_files_only=True, **options
+    )
 
 
 class NoVideos(dict[str, Any]):
@@ -57,9 +77,13 @@ def without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     if is_torchvision_available():
         return
     check = ProcessorMixin.check_argument_for_proper_class
-    monkeypatch.setattr(AutoVideoProcessor, "from_pretrained", lambda *_, **__: NoVideos())
+    monkeypatch.setattr(
+        AutoVideoProcessor, "from_pretrained", lambda *_, **__: NoVideos()
+    )
     monkeypatch.setattr(
         ProcessorMixin,
         "check_argument_for_proper_class",
-        lambda self, name, value: None if name == "video_processor" else check(self, name, value),
+        lambda self, name, value: (
+            None if name == "video_processor" else check(self, name, value)
+        ),
     )

@@ -22,15 +22,17 @@ from tests.training.test_run import metrics, settings
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.families.decisions import describe
 from vembed.inference.encoding import encode_items
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.families.decisions import describe
 from vembed.saving.files import save_model
 
 
 def tuned(source: Path, **options: Any) -> EmbeddingModel:
     """A model with adapters that have learned something."""
-    config = TrainConfig(model_name=str(source), data_path="unused", use_lora=True, lora_r=4, **options)
+    config = TrainConfig(
+        model_name=str(source), data_path="unused", use_lora=True, lora_r=4, **options
+    )
     model = build_model(config, describe(config))
     draw = torch.Generator().manual_seed(8)
     with torch.no_grad():
@@ -42,7 +44,14 @@ def tuned(source: Path, **options: Any) -> EmbeddingModel:
 
 def save(model: EmbeddingModel, directory: Path, *, merge: bool) -> Path:
     weights = model.state_dict()
-    return save_model(directory, model.description, model.backbone, model.head, weights, merge_adapters=merge)
+    return save_model(
+        directory,
+        model.description,
+        model.backbone,
+        model.head,
+        weights,
+        merge_adapters=merge,
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,11 +68,19 @@ def test_merged_or_not_the_embeddings_are_the_same(
     source = tiny.shared(make)
     model = tuned(source, **options)
     items = [Item(text=text) for text in TEXTS]
-    trained = encode_items(model, Featuriser(model.description), items, "query", normalize=model.description.normalize)
+    trained = encode_items(
+        model,
+        Featuriser(model.description),
+        items,
+        "query",
+        normalize=model.description.normalize,
+    )
     merged = save(model, tmp_path / "merged", merge=True)
     alone = save(model, tmp_path / "alone", merge=False)
     assert (merged / "adapter" / "adapter_model.safetensors").is_file()
-    assert [path.name for path in alone.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    assert [path.name for path in alone.glob("*.safetensors")] == [
+        "adapter_model.safetensors"
+    ]
     assert "holds an adapter (LoRA) alone" in (alone / "README.md").read_text()
     assert "(LoRA)" not in (merged / "README.md").read_text()
     for folder in (merged, alone):
@@ -74,27 +91,44 @@ def test_merged_or_not_the_embeddings_are_the_same(
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(tiny.tiny_clip, {}), (tiny.tiny_siglip, {}), (tiny.tiny_qwen2, {"bidirectional_attention": True})],
+    [
+        (tiny.tiny_clip, {}),
+        (tiny.tiny_siglip, {}),
+        (tiny.tiny_qwen2, {"bidirectional_attention": True}),
+    ],
 )
 def test_models_that_are_more_than_their_adapters_are_saved_whole(
-    make: Callable[..., Path], options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[..., Path],
+    options: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("INFO", logger="vembed"):
-        folder = save(tuned(tiny.shared(make), **options), tmp_path / "final", merge=False)
+        folder = save(
+            tuned(tiny.shared(make), **options), tmp_path / "final", merge=False
+        )
     assert "save_merged: the whole model is saved" in caplog.text
     assert (folder / "model.safetensors").is_file()
     assert (folder / "adapter" / "adapter_model.safetensors").is_file()
-    assert_same(ours(folder, TEXTS[:3], "query"), load_in_sentence_transformers(folder).encode(TEXTS[:3]))
+    assert_same(
+        ours(folder, TEXTS[:3], "query"),
+        load_in_sentence_transformers(folder).encode(TEXTS[:3]),
+    )
 
 
-def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(tmp_path: Path) -> None:
+def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(
+    tmp_path: Path,
+) -> None:
     folder = save(tuned(tiny.shared(tiny.tiny_vitmae)), tmp_path / "final", merge=False)
     draw = np.random.default_rng(0)
     paths = [str(tmp_path / f"{number}.png") for number in range(3)]
     for path in paths:
         Image.fromarray(draw.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
     items = [Item(images=(ImageRef(path=path),)) for path in paths]
-    assert_same(ours(folder, items, "document"), load_in_sentence_transformers(folder).encode(paths))
+    assert_same(
+        ours(folder, items, "document"),
+        load_in_sentence_transformers(folder).encode(paths),
+    )
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3_st])
@@ -108,16 +142,25 @@ def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
     vocabulary = tokenizer["model"]["vocab"]
     first, second = [word for word in vocabulary if word.isalpha()][-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "e"}, "content": "o"}
+    tokenizer["normalizer"] = {
+        "type": "Replace",
+        "pattern": {"String": "e"},
+        "content": "o",
+    }
     path.write_text(json.dumps(tokenizer))
     after = ours(alone, TEXTS, "query")
     assert np.abs(after - before).max() > 0.01
     assert_same(after, load_in_sentence_transformers(alone).encode_query(TEXTS))
     again = save(tuned(alone), tmp_path / "again", merge=True)
-    assert json.loads((again / "tokenizer.json").read_text())["normalizer"] == tokenizer["normalizer"]
+    assert (
+        json.loads((again / "tokenizer.json").read_text())["normalizer"]
+        == tokenizer["normalizer"]
+    )
 
 
-def test_a_padding_token_that_was_added_without_a_row_is_not_used(tmp_path: Path) -> None:
+def test_a_padding_token_that_was_added_without_a_row_is_not_used(
+    tmp_path: Path,
+) -> None:
     alone = save(tuned(tiny.shared(tiny.tiny_llama)), tmp_path / "alone", merge=False)
     before = ours(alone, TEXTS, "query")
     tokenizer = AutoTokenizer.from_pretrained(alone)
@@ -126,13 +169,19 @@ def test_a_padding_token_that_was_added_without_a_row_is_not_used(tmp_path: Path
     tokenizer.save_pretrained(alone)
     np.testing.assert_allclose(ours(alone, TEXTS, "query"), before, atol=1e-5)
     description = describe(TrainConfig(model_name=str(alone), data_path="unused"))
-    features = Featuriser(description).features([(Item(text=text), "query") for text in ("red", " ".join(TEXTS))])
-    rows = json.loads((tiny.shared(tiny.tiny_llama) / "config.json").read_text())["vocab_size"]
+    features = Featuriser(description).features(
+        [(Item(text=text), "query") for text in ("red", " ".join(TEXTS))]
+    )
+    rows = json.loads((tiny.shared(tiny.tiny_llama) / "config.json").read_text())[
+        "vocab_size"
+    ]
     assert int(Featuriser(description).collate(features)["input_ids"].max()) < rows
 
 
 @pytest.mark.parametrize("merge", [True, False])
-def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(merge: bool, tmp_path: Path) -> None:
+def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(
+    merge: bool, tmp_path: Path
+) -> None:
     model = tuned(tiny.shared(tiny.tiny_bert), use_qlora=True)
     items = [Item(text=text) for text in TEXTS]
     trained = encode_items(model, Featuriser(model.description), items, "query")
@@ -141,11 +190,18 @@ def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(merge: bool, 
     assert ("4 bits" in (folder / "README.md").read_text()) != merge
     if merge:
         assert "quantization_config" not in (folder / "config.json").read_text()
-        assert_same(ours(folder, TEXTS, "query"), load_in_sentence_transformers(folder).encode(TEXTS))
+        assert_same(
+            ours(folder, TEXTS, "query"),
+            load_in_sentence_transformers(folder).encode(TEXTS),
+        )
 
 
 def test_a_composed_model_with_adapters_is_saved_whole(tmp_path: Path) -> None:
-    options = {"model_family": "composed", "image_model_name": str(tiny.shared(tiny.tiny_vit)), "composed_dim": 16}
+    options = {
+        "model_family": "composed",
+        "image_model_name": str(tiny.shared(tiny.tiny_vit)),
+        "composed_dim": 16,
+    }
     model = tuned(tiny.shared(tiny.tiny_bert), **options)
     items = [Item(text=text) for text in TEXTS]
     trained = encode_items(model, Featuriser(model.description), items, "query")
@@ -153,16 +209,27 @@ def test_a_composed_model_with_adapters_is_saved_whole(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)
 
 
-def test_two_processes_start_from_an_adapter_that_was_saved_alone(tmp_path: Path) -> None:
-    options = settings(tmp_path, max_steps=2, use_lora=True, lora_dropout=0.0, val_data_path=None)
+def test_two_processes_start_from_an_adapter_that_was_saved_alone(
+    tmp_path: Path,
+) -> None:
+    options = settings(
+        tmp_path, max_steps=2, use_lora=True, lora_dropout=0.0, val_data_path=None
+    )
     folder = vembed.train({**options, "save_merged": False}).model_dir
     assert not (folder / "model.safetensors").exists()
     options |= {"model_name": str(folder), "output_dir": str(tmp_path / "one")}
     vembed.train(options)
     two = {**options, "global_batch_size": options.pop("batch_size"), "use_fsdp": True}
     del two["batch_size"]
-    run_ranks(trained_there, 2, {**two, "output_dir": str(tmp_path / "two")}, process_group=False)
-    assert metrics(tmp_path / "two") == pytest.approx(metrics(tmp_path / "one"), rel=1e-5)
+    run_ranks(
+        trained_there,
+        2,
+        {**two, "output_dir": str(tmp_path / "two")},
+        process_group=False,
+    )
+    assert metrics(tmp_path / "two") == pytest.approx(
+        metrics(tmp_path / "one"), rel=1e-5
+    )
 
 
 def trained_there(options: dict[str, Any]) -> None:

@@ -15,7 +15,9 @@ from vembed.training.resume import trim_metrics
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES])
-def test_file_systems_that_cannot_flush_folders(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_that_cannot_flush_folders(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
 
     def refuse(_: int) -> None:
@@ -27,9 +29,15 @@ def test_file_systems_that_cannot_flush_folders(code: int, tmp_path: Path, monke
         sync_folder(tmp_path)  # a file that cannot be flushed is an error
 
 
-def test_a_saved_model_is_flushed_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_model_is_flushed_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(str(Path(f"/proc/self/fd/{number}").readlink())))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda number: flushed.append(str(Path(f"/proc/self/fd/{number}").readlink())),
+    )
     with replaced_folder(tmp_path / "final") as folder:
         (folder / "weights").write_text("1")
     assert flushed == [f"{folder}/weights", str(folder), str(tmp_path)]
@@ -50,8 +58,12 @@ def test_room_is_asked_for_only_where_it_is_missing(problem: str, said: str) -> 
 
 
 def test_an_evaluation_that_will_be_made_again_is_cut(tmp_path: Path) -> None:
-    lines = ['{"step": 2, "loss": 1.0}', '{"step": 2, "eval": {"a": 1}}', '{"step": 4, "loss": 2.0}',
-             '{"step": 4, "eval": {"a": 2}}']  # fmt: skip
+    lines = [
+        '{"step": 2, "loss": 1.0}',
+        '{"step": 2, "eval": {"a": 1}}',
+        '{"step": 4, "loss": 2.0}',
+        '{"step": 4, "eval": {"a": 2}}',
+    ]
     for is_scored, evaluations in ((True, 2), (False, 1)):
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         assert trim_metrics(tmp_path, 4, is_scored=is_scored) == 2 - evaluations
@@ -64,10 +76,16 @@ def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path: Path) -> N
     target.write_text("earlier")
     with pytest.raises(OSError) as found, replaced_file(target) as partial:
         partial.write_text("ha")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # without a file, as `write` raises it
+        raise OSError(
+            errno.ENOSPC, os.strerror(errno.ENOSPC)
+        )  # without a file, as `write` raises it
     said = refusal(found.value)
-    assert said is not None and said.startswith(f"{target} could not be written (No space left on device): make room")
-    assert [one.name for one in tmp_path.iterdir()] == ["scores.npy"] and target.read_text() == "earlier"
+    assert said is not None and said.startswith(
+        f"{target} could not be written (No space left on device): make room"
+    )
+    assert [one.name for one in tmp_path.iterdir()] == [
+        "scores.npy"
+    ] and target.read_text() == "earlier"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +99,10 @@ def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path: Path) -> N
             RuntimeError("Error while serializing: I/O error: (os error 28)"),
             "a file could not be written (No space left",
         ),
-        (OSError("640 requested and 624 written"), "a file could not be written (No space left on device): make room"),
+        (
+            OSError("640 requested and 624 written"),
+            "a file could not be written (No space left on device): make room",
+        ),
         (RuntimeError("shared memory: No space left on device"), None),
         (PermissionError(errno.EACCES, "Permission denied"), None),  # of a port
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), None),

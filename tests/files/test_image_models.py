@@ -14,14 +14,30 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests import tiny
-from tests.files.saving import load_in_sentence_transformers, ours, save, without_torchvision
+from tests.files.saving import (
+    load_in_sentence_transformers,
+    ours,
+    save,
+    without_torchvision,
+)
 from tests.files.test_text_models import assert_same
 from vembed.data.examples import ImageRef, Item
 from vembed.models.embedding_model import load_embedder
 
-TEXTS = ["a cat", "the dog and the house of the river over the mountain and under the bridge", "photo.jpg", "a/b.png"]
+TEXTS = [
+    "a cat",
+    "the dog and the house of the river over the mountain and under the bridge",
+    "photo.jpg",
+    "a/b.png",
+]
 TWO_TOWERS = (tiny.tiny_clip, tiny.tiny_siglip, tiny.tiny_siglip2)
-IMAGE_ENCODERS = (tiny.tiny_vit, tiny.tiny_dinov2, tiny.tiny_dinov3, tiny.tiny_convnext, tiny.tiny_vitmae)
+IMAGE_ENCODERS = (
+    tiny.tiny_vit,
+    tiny.tiny_dinov2,
+    tiny.tiny_dinov3,
+    tiny.tiny_convnext,
+    tiny.tiny_vitmae,
+)
 VISION_LANGUAGE = (tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl)
 Make = Callable[..., Path]
 
@@ -33,7 +49,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     draw = np.random.default_rng(3)
 
     def picture(width: int, height: int) -> Image.Image:
-        small = draw.integers(0, 255, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+        small = draw.integers(
+            0, 255, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8
+        )
         return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
 
     exif = Image.Exif()
@@ -42,7 +60,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     picture(90, 40).save(folder / "turned.jpg", exif=exif)
     picture(33, 70).convert("L").save(folder / "grey.png")
     transparent = picture(48, 48)
-    transparent.putalpha(Image.fromarray(draw.integers(0, 255, (48, 48), dtype=np.uint8)))
+    transparent.putalpha(
+        Image.fromarray(draw.integers(0, 255, (48, 48), dtype=np.uint8))
+    )
     transparent.save(folder / "transparent.png")
     return [str(path) for path in sorted(folder.iterdir())]
 
@@ -52,7 +72,9 @@ def of_image(path: str, text: str | None = None) -> Item:
 
 
 @pytest.mark.parametrize("make", [*TWO_TOWERS, *IMAGE_ENCODERS])
-def test_images_are_embedded_alike(make: Make, pictures: list[str], tmp_path: Path) -> None:
+def test_images_are_embedded_alike(
+    make: Make, pictures: list[str], tmp_path: Path
+) -> None:
     folder = save(tiny.shared(make), tmp_path / "final")
     theirs = load_in_sentence_transformers(folder).encode(pictures)
     assert_same(ours(folder, [of_image(path) for path in pictures], "query"), theirs)
@@ -65,32 +87,60 @@ def test_texts_of_two_towers_are_embedded_alike(make: Make, tmp_path: Path) -> N
     folder = save(tiny.shared(make), tmp_path / "final", query_prompt="a photo of ")
     model = load_in_sentence_transformers(folder)
     assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS, prompt_name="query"))
-    assert_same(ours(folder, TEXTS, "document"), np.concatenate([model.encode([text]) for text in TEXTS]))
+    assert_same(
+        ours(folder, TEXTS, "document"),
+        np.concatenate([model.encode([text]) for text in TEXTS]),
+    )
 
 
-def test_a_projection_of_clip_is_a_dense_module(pictures: list[str], tmp_path: Path) -> None:
-    folder = save(tiny.shared(tiny.tiny_clip), tmp_path / "final", use_mrl=True, mrl_dims=[12, 6])
+def test_a_projection_of_clip_is_a_dense_module(
+    pictures: list[str], tmp_path: Path
+) -> None:
+    folder = save(
+        tiny.shared(tiny.tiny_clip), tmp_path / "final", use_mrl=True, mrl_dims=[12, 6]
+    )
     model = load_in_sentence_transformers(folder)
-    assert_same(ours(folder, [of_image(path) for path in pictures], "query"), model.encode(pictures))
+    assert_same(
+        ours(folder, [of_image(path) for path in pictures], "query"),
+        model.encode(pictures),
+    )
     assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS))
 
 
 def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path: Path) -> None:
     folder = save(tiny.shared(tiny.tiny_clip), tmp_path / "final")
     modules = json.loads((folder / "modules.json").read_text())
-    assert modules[0] == {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.CLIPModel"}
-    assert "modality_config" in json.loads((folder / "sentence_bert_config.json").read_text())
+    assert modules[0] == {
+        "idx": 0,
+        "name": "0",
+        "path": "",
+        "type": "sentence_transformers.models.CLIPModel",
+    }
+    assert "modality_config" in json.loads(
+        (folder / "sentence_bert_config.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("make", VISION_LANGUAGE)
 def test_vision_language_models_are_alike(
-    make: Make, side: str, pictures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make,
+    side: str,
+    pictures: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_torchvision(monkeypatch)
-    folder = save(tiny.shared(make, padding_side=side), tmp_path / "final", query_prompt="Represent it.", max_length=60)
+    folder = save(
+        tiny.shared(make, padding_side=side),
+        tmp_path / "final",
+        query_prompt="Represent it.",
+        max_length=60,
+    )
     model = load_in_sentence_transformers(folder)
-    opened = [Image.open(path) for path in pictures if "plain" in path or "grey" in path]
+    opened = [
+        Image.open(path) for path in pictures if "plain" in path or "grey" in path
+    ]
     paths = [path for path in pictures if "plain" in path or "grey" in path]
     items = [
         of_image(paths[0]),
@@ -121,14 +171,21 @@ def test_limits_of_the_image_area_are_saved(
 ) -> None:
     without_torchvision(monkeypatch)
     source = tiny.tiny_qwen3_vl(tmp_path / "source")
-    settings = json.loads((source / "preprocessor_config.json").read_text()) | {"max_pixels": 16 * 32 * 32}
+    settings = json.loads((source / "preprocessor_config.json").read_text()) | {
+        "max_pixels": 16 * 32 * 32
+    }
     tiny.write_json(source / "preprocessor_config.json", settings)
     name = "preprocessor_config.json"
     if nested:  # as version 5 of Transformers writes it
         name = "processor_config.json"
         (source / "preprocessor_config.json").unlink()
-        tiny.write_json(source / name, {"image_processor": settings, "processor_class": "Qwen3VLProcessor"})
-    folder = save(source, tmp_path / "final", min_pixels=2 * 32 * 32, max_pixels=4 * 32 * 32)
+        tiny.write_json(
+            source / name,
+            {"image_processor": settings, "processor_class": "Qwen3VLProcessor"},
+        )
+    folder = save(
+        source, tmp_path / "final", min_pixels=2 * 32 * 32, max_pixels=4 * 32 * 32
+    )
     saved = json.loads((folder / name).read_text())
     saved = saved["image_processor"] if nested else saved
     assert saved["size"] == {"shortest_edge": 2048, "longest_edge": 4096}
@@ -148,7 +205,9 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
     (once / "sentence_bert_config.json").write_text(json.dumps(settings))
     (once / "vembed.json").unlink()
     twice = save(once, tmp_path / "twice")
-    assert (once / "chat_template.jinja").read_text() == (twice / "chat_template.jinja").read_text()
+    assert (once / "chat_template.jinja").read_text() == (
+        twice / "chat_template.jinja"
+    ).read_text()
     asked = [{"image": Image.open(pictures[0])}, "a text"]
     theirs = load_in_sentence_transformers(once).encode(asked)
     assert_same(ours(once, [of_image(pictures[0]), "a text"], "document"), theirs)
@@ -157,15 +216,19 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
 
 def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path: Path) -> None:
     from vembed.config.schema import TrainConfig
-    from vembed.families.decisions import describe
     from vembed.models.embedding_model import build_model
+    from vembed.models.families.decisions import describe
     from vembed.saving.files import save_model
 
-    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_siglip)), data_path="unused")
+    config = TrainConfig(
+        model_name=str(tiny.shared(tiny.tiny_siglip)), data_path="unused"
+    )
     model = build_model(config, describe(config))
     state = dict(model.state_dict())
     model.write_scale_and_bias(12.5, -7.0, state)
-    folder = save_model(tmp_path / "final", model.description, model.backbone, model.head, state)
+    folder = save_model(
+        tmp_path / "final", model.description, model.backbone, model.head, state
+    )
     stored = load_file(folder / "model.safetensors")
     assert stored["logit_scale"].exp().item() == pytest.approx(12.5)
     assert stored["logit_bias"].item() == -7.0
@@ -175,14 +238,24 @@ def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path: Path) -> None:
 def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
     pictures: list[str], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"image_model_name": str(tiny.shared(tiny.tiny_dinov2)), "composed_dim": 20}
-    folder = save(tiny.shared(tiny.tiny_bert), tmp_path / "final", model_family="composed", **options)
+    options: dict[str, Any] = {
+        "image_model_name": str(tiny.shared(tiny.tiny_dinov2)),
+        "composed_dim": 20,
+    }
+    folder = save(
+        tiny.shared(tiny.tiny_bert),
+        tmp_path / "final",
+        model_family="composed",
+        **options,
+    )
     images = [of_image(path) for path in pictures]
     before = ours(folder, images, "document")
     assert before.shape == (4, 20)
     again = save(folder, tmp_path / "again")
     np.testing.assert_allclose(ours(again, images, "document"), before, atol=1e-6)
-    np.testing.assert_allclose(ours(again, TEXTS, "query"), ours(folder, TEXTS, "query"), atol=1e-6)
+    np.testing.assert_allclose(
+        ours(again, TEXTS, "query"), ours(folder, TEXTS, "query"), atol=1e-6
+    )
     with pytest.raises(Exception, match=r"TwoTowers|load"):
         load_in_sentence_transformers(folder)
     card = (folder / "README.md").read_text()
@@ -192,17 +265,23 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
 
 def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path: Path) -> None:
     from vembed.config.schema import TrainConfig
-    from vembed.families.decisions import describe
     from vembed.models.embedding_model import build_model
+    from vembed.models.families.decisions import describe
     from vembed.saving.files import save_model
 
-    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_clip)), data_path="unused")
+    config = TrainConfig(
+        model_name=str(tiny.shared(tiny.tiny_clip)), data_path="unused"
+    )
     model = build_model(config, describe(config))
     state = {
-        name: tensor.to(torch.bfloat16) if "vision_model" in name and tensor.is_floating_point() else tensor
+        name: tensor.to(torch.bfloat16)
+        if "vision_model" in name and tensor.is_floating_point()
+        else tensor
         for name, tensor in model.state_dict().items()
     }
-    folder = save_model(tmp_path / "final", model.description, model.backbone, model.head, state)
+    folder = save_model(
+        tmp_path / "final", model.description, model.backbone, model.head, state
+    )
     settings = json.loads((folder / "config.json").read_text())
     assert settings["dtype"] == "float32"
     text = load_embedder(folder).backbone.get_parameter("text_projection.weight")

@@ -15,16 +15,24 @@ from safetensors.torch import load_file
 from tests import tiny
 from tests.files.saving import load_in_sentence_transformers, ours, save
 from vembed.config.schema import TrainConfig
-from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model
+from vembed.models.families.decisions import describe
 from vembed.models.names import plain_name
 from vembed.saving import files
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder, save_model
 
 
-def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(tmp_path: Path) -> None:
-    folder = save(tiny.shared(tiny.tiny_bert), tmp_path / "final", use_mrl=True, mrl_dims=[8], max_length=30)
+def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(
+    tmp_path: Path,
+) -> None:
+    folder = save(
+        tiny.shared(tiny.tiny_bert),
+        tmp_path / "final",
+        use_mrl=True,
+        mrl_dims=[8],
+        max_length=30,
+    )
     modules = json.loads((folder / "modules.json").read_text())
     assert [(module["path"], module["type"]) for module in modules] == [
         ("", "sentence_transformers.models.Transformer"),
@@ -47,10 +55,16 @@ def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(tmp_path: Pat
     }
     dense = json.loads((folder / "2_Dense" / "config.json").read_text())
     assert set(dense) == {"in_features", "out_features", "bias", "activation_function"}
-    assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pth", ".pkl")]
+    assert not [
+        path
+        for path in folder.rglob("*")
+        if path.suffix in (".bin", ".pt", ".pth", ".pkl")
+    ]
 
 
-def test_an_interrupted_save_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_the_old_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save(tiny.shared(tiny.tiny_bert), tmp_path / "final")
     before = ours(folder, tiny.texts(2), "query")
 
@@ -73,7 +87,10 @@ def test_a_leftover_of_a_killed_run_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / ".final.new" / "half.safetensors").write_bytes(b"1")
     with replaced_folder(tmp_path / "final") as new:
         (new / "whole.txt").write_text("2")
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["final", "final/whole.txt"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
+        "final",
+        "final/whole.txt",
+    ]
 
 
 def test_a_model_between_two_renames_comes_back(tmp_path: Path) -> None:
@@ -81,7 +98,10 @@ def test_a_model_between_two_renames_comes_back(tmp_path: Path) -> None:
     (tmp_path / ".final.old" / "whole.txt").write_text("1")
     with pytest.raises(OSError, match="full"), replaced_folder(tmp_path / "final"):
         raise OSError("full")
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["final", "final/whole.txt"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
+        "final",
+        "final/whole.txt",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,40 +116,79 @@ def test_names_lose_what_wrappers_put_into_them(name: str) -> None:
     assert plain_name(name) == "backbone.embeddings.weight"
 
 
-def test_weights_under_a_wrappers_names_are_saved_under_their_own(tmp_path: Path) -> None:
-    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused", use_mrl=True, mrl_dims=[8])
+def test_weights_under_a_wrappers_names_are_saved_under_their_own(
+    tmp_path: Path,
+) -> None:
+    config = TrainConfig(
+        model_name=str(tiny.shared(tiny.tiny_bert)),
+        data_path="unused",
+        use_mrl=True,
+        mrl_dims=[8],
+    )
     model = build_model(config, describe(config))
     wrapped = {
-        "module." + name.replace("encoder.layer.1.", "encoder.layer.1._checkpoint_wrapped_module."): tensor + 1
+        "module."
+        + name.replace(
+            "encoder.layer.1.", "encoder.layer.1._checkpoint_wrapped_module."
+        ): tensor + 1
         for name, tensor in model.state_dict().items()
     }
-    folder = save_model(tmp_path / "final", model.description, model.backbone, model.head, wrapped)
+    folder = save_model(
+        tmp_path / "final", model.description, model.backbone, model.head, wrapped
+    )
     stored = load_file(folder / "model.safetensors")
-    assert stored.keys() == load_file(tiny.shared(tiny.tiny_bert) / "model.safetensors").keys()
+    assert (
+        stored.keys()
+        == load_file(tiny.shared(tiny.tiny_bert) / "model.safetensors").keys()
+    )
     for name, parameter in model.backbone.named_parameters():
-        assert torch.equal(stored[name], parameter + 1), "what is saved is the state given, not what the module holds"
+        assert torch.equal(stored[name], parameter + 1), (
+            "what is saved is the state given, not what the module holds"
+        )
 
 
 def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     from transformers import T5Config, T5EncoderModel
 
-    tokenizer = tiny.wordpiece_tokenizer(model_input_names=["input_ids", "attention_mask"])
-    settings = T5Config(vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    tokenizer = tiny.wordpiece_tokenizer(
+        model_input_names=["input_ids", "attention_mask"]
+    )
+    settings = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+    )
     T5EncoderModel(settings).save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
     config = TrainConfig(model_name=str(tmp_path / "source"), data_path="unused")
     model = build_model(config, describe(config))
-    assert {"backbone.shared.weight", "backbone.encoder.embed_tokens.weight"} <= model.state_dict().keys()
+    assert {
+        "backbone.shared.weight",
+        "backbone.encoder.embed_tokens.weight",
+    } <= model.state_dict().keys()
     gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    folder = save_model(tmp_path / "final", model.description, model.backbone, model.head, gathered)
-    stored, source = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "source"))
+    folder = save_model(
+        tmp_path / "final", model.description, model.backbone, model.head, gathered
+    )
+    stored, source = (
+        load_file(path / "model.safetensors") for path in (folder, tmp_path / "source")
+    )
     assert stored.keys() == source.keys()
-    assert (ours(folder, tiny.texts(2), "query") == ours(tmp_path / "source", tiny.texts(2), "query")).all()
+    assert (
+        ours(folder, tiny.texts(2), "query")
+        == ours(tmp_path / "source", tiny.texts(2), "query")
+    ).all()
 
 
 def test_the_card_says_what_was_done(tmp_path: Path) -> None:
     card = Card(
-        data=("data: /home/somebody/pairs.jsonl: 1,024 examples", "https://example.org/a/b.jsonl: 3 examples"),
+        data=(
+            "data: /home/somebody/pairs.jsonl: 1,024 examples",
+            "https://example.org/a/b.jsonl: 3 examples",
+        ),
         settings={
             "learning_rate": 1e-4,
             "data_path": ["/home/somebody/pairs.jsonl", "~/somebody/more/"],
@@ -141,11 +200,21 @@ def test_the_card_says_what_was_done(tmp_path: Path) -> None:
         num_steps=1200,
         versions={"torch": "2.13"},
     )
-    folder = save(tiny.shared(tiny.tiny_qwen3_st), tmp_path / "final", card=card, use_mrl=True, mrl_dims=[16, 8])
+    folder = save(
+        tiny.shared(tiny.tiny_qwen3_st),
+        tmp_path / "final",
+        card=card,
+        use_mrl=True,
+        mrl_dims=[16, 8],
+    )
     _, front, text = (folder / "README.md").read_text().split("---\n", 2)
     head = yaml.safe_load(front)
     (index,) = head.pop("model-index")
-    metrics = {one["name"]: one["value"] for result in index["results"] for one in result["metrics"]}
+    metrics = {
+        one["name"]: one["value"]
+        for result in index["results"]
+        for one in result["metrics"]
+    }
     assert metrics["ndcg@10"] == 0.625
     assert head == {
         "library_name": "sentence-transformers",
@@ -185,26 +254,48 @@ def test_tokenizer_files_are_those_that_older_versions_know(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("make", "examples"),
     [
-        (tiny.tiny_clip, ['encode_query(["a query"])', 'encode([{"image": "document.jpg"}], kind="document")']),
-        (tiny.tiny_vit, ['encode_document(["document.jpg"])', 'encode([{"image": "query.jpg"}], kind="query")']),
+        (
+            tiny.tiny_clip,
+            [
+                'encode_query(["a query"])',
+                'encode([{"image": "document.jpg"}], kind="document")',
+            ],
+        ),
+        (
+            tiny.tiny_vit,
+            [
+                'encode_document(["document.jpg"])',
+                'encode([{"image": "query.jpg"}], kind="query")',
+            ],
+        ),
     ],
 )
-def test_the_card_shows_inputs_that_the_model_takes(make: Callable[..., Path], examples: list[str]) -> None:
-    description = describe(TrainConfig(model_name=str(tiny.shared(make)), data_path="unused"))
+def test_the_card_shows_inputs_that_the_model_takes(
+    make: Callable[..., Path], examples: list[str]
+) -> None:
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(make)), data_path="unused")
+    )
     text = render_card(description, Card())
     for example in examples:
         assert example in text
 
 
 def test_the_card_names_a_base_model_from_the_hub() -> None:
-    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
+    )
     text = render_card(description.with_(name="BAAI/bge-small-en-v1.5"), Card())
-    assert yaml.safe_load(text.split("---\n")[1])["base_model"] == "BAAI/bge-small-en-v1.5"
+    assert (
+        yaml.safe_load(text.split("---\n")[1])["base_model"] == "BAAI/bge-small-en-v1.5"
+    )
     assert "(https://huggingface.co/BAAI/bge-small-en-v1.5)" in text
 
 
 def test_the_card_never_has_secrets() -> None:
-    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
+    )
     card = Card(
         data=("https://user:hunter2@example.org/x.jsonl: 3 examples",),
         settings={
@@ -216,29 +307,50 @@ def test_the_card_never_has_secrets() -> None:
         },
     )
     text = render_card(description, card)
-    for secret in ("0123456789abcdef", "hunter2", "hf_abcdefghijklmnop", "hf_token", "x-y-z"):
+    for secret in (
+        "0123456789abcdef",
+        "hunter2",
+        "hf_abcdefghijklmnop",
+        "hf_token",
+        "x-y-z",
+    ):
         assert secret not in text
     assert "question: query" in text
 
 
 def test_a_card_without_a_run_is_short() -> None:
-    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused"))
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
+    )
     text = render_card(description, Card())
     assert "## Usage" in text
     assert "## Scores" not in text
     assert "## Training" not in text
-    assert "| metric | score |" in render_card(description, Card(scores={"spearman": 0.5}))
+    assert "| metric | score |" in render_card(
+        description, Card(scores={"spearman": 0.5})
+    )
 
 
 def test_the_card_has_scores_licence_and_language_for_the_hub(tmp_path: Path) -> None:
     source = shutil.copytree(tiny.shared(tiny.tiny_bert), tmp_path / "base")
-    (source / "README.md").write_text("---\nlicense: mit\nlanguage: [de, en]\nsecret_token: x\n---\n# A model\n")
+    (source / "README.md").write_text(
+        "---\nlicense: mit\nlanguage: [de, en]\nsecret_token: x\n---\n# A model\n"
+    )
     description = describe(TrainConfig(model_name=str(source), data_path="-"))
-    card = Card(scores={"ndcg@10": 0.5, "dim16/ndcg@10": 0.4}, evaluation="40 queries over 40 documents")
+    card = Card(
+        scores={"ndcg@10": 0.5, "dim16/ndcg@10": 0.4},
+        evaluation="40 queries over 40 documents",
+    )
     front = yaml.safe_load(render_card(description, card).split("---\n")[1])
-    assert front["license"] == "mit" and front["language"] == ["de", "en"] and "secret_token" not in front
+    assert (
+        front["license"] == "mit"
+        and front["language"] == ["de", "en"]
+        and "secret_token" not in front
+    )
     (result,) = front["model-index"][0]["results"]
-    assert result["metrics"] == [{"type": "ndcg_at_10", "name": "ndcg@10", "value": 0.5}]
+    assert result["metrics"] == [
+        {"type": "ndcg_at_10", "name": "ndcg@10", "value": 0.5}
+    ]
     assert result["dataset"]["name"] == "40 queries over 40 documents"
 
 
@@ -256,6 +368,10 @@ def test_final_that_is_a_link_keeps_what_else_its_target_holds(tmp_path):
         (folder / "1_Pooling").mkdir()
         (folder / "1_Pooling" / "config.json").write_text("{}")
     assert link.is_symlink() and (target / "thesis.txt").read_text() == "years of work"
-    assert sorted(path.name for path in target.iterdir()) == ["1_Pooling", "model.safetensors", "thesis.txt"]
+    assert sorted(path.name for path in target.iterdir()) == [
+        "1_Pooling",
+        "model.safetensors",
+        "thesis.txt",
+    ]
     assert [path.name for path in (target / "1_Pooling").iterdir()] == ["config.json"]
     assert sorted(path.name for path in target.parent.iterdir()) == ["models"]

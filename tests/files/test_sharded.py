@@ -15,8 +15,8 @@ from tests.distributed.steps import build, config_of
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.files.test_text_models import TEXTS, assert_same
 from tests.harness import result_of, run_cases
-from vembed.distributed.parameters import full_state_dict
-from vembed.distributed.session import start_session
+from vembed.parallel.parameters import full_state_dict
+from vembed.parallel.session import start_session
 from vembed.saving.files import save_model
 
 
@@ -27,7 +27,9 @@ def save_sharded(source: str, directory: str, options: dict[str, Any]) -> str:
         model = session.prepare(built, built.description.layer_classes)
         weights = full_state_dict(model)
         if session.is_main:
-            save_model(directory, built.description, built.backbone, built.head, weights)
+            save_model(
+                directory, built.description, built.backbone, built.head, weights
+            )
         session.barrier()
         return session.strategy
 
@@ -44,18 +46,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """The folder that holds one model for each case, and what the ranks said of it."""
     place = tmp_path_factory.mktemp("sharded")
     cases = {
-        name: (str(tiny.shared(make)), str(place / name), {"use_fsdp": True, "fsdp_version": version, **options})
+        name: (
+            str(tiny.shared(make)),
+            str(place / name),
+            {"use_fsdp": True, "fsdp_version": version, **options},
+        )
         for name, (make, version, options) in CASES.items()
     }
     return place, run_cases(save_sharded, 2, cases, process_group=False)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_sharded_model_is_saved_whole(case: str, saved: tuple[Path, dict[str, Any]]) -> None:
+def test_a_sharded_model_is_saved_whole(
+    case: str, saved: tuple[Path, dict[str, Any]]
+) -> None:
     place, found = saved
     assert result_of(found, case) == ["fsdp", "fsdp"]
     final, source = place / case, tiny.shared(CASES[case][0])
-    stored, before = load_file(final / "model.safetensors"), load_file(source / "model.safetensors")
+    stored, before = (
+        load_file(final / "model.safetensors"),
+        load_file(source / "model.safetensors"),
+    )
     assert stored.keys() == before.keys()
     for name, tensor in before.items():
         torch.testing.assert_close(stored[name], tensor)

@@ -51,10 +51,18 @@ def assert_same(first: np.ndarray, second: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("max_length", [None, 7])
-def test_sentence_transformers_gives_the_same_embeddings(name: str, max_length: int | None, tmp_path: Path) -> None:
+def test_sentence_transformers_gives_the_same_embeddings(
+    name: str, max_length: int | None, tmp_path: Path
+) -> None:
     make, options = FAMILIES[name]
     prompts = {"query_prompt": "find: ", "document_prompt": "doc: "}
-    folder = save(tiny.shared(make), tmp_path / "final", max_length=max_length, **prompts, **options)
+    folder = save(
+        tiny.shared(make),
+        tmp_path / "final",
+        max_length=max_length,
+        **prompts,
+        **options,
+    )
     model = load_in_sentence_transformers(folder)
     assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS, prompt_name="query"))
     assert_same(ours(folder, TEXTS, "document"), model.encode_document(TEXTS))
@@ -62,14 +70,21 @@ def test_sentence_transformers_gives_the_same_embeddings(name: str, max_length: 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_decoders_padded_on_either_side(side: str, pooling: str, tmp_path: Path) -> None:
+def test_decoders_padded_on_either_side(
+    side: str, pooling: str, tmp_path: Path
+) -> None:
     source = with_padding_on(side, tiny.shared(tiny.tiny_qwen3), tmp_path / "source")
     folder = save(source, tmp_path / "final", pooling=pooling)
-    assert_same(ours(folder, TEXTS, "query"), load_in_sentence_transformers(folder).encode(TEXTS))
+    assert_same(
+        ours(folder, TEXTS, "query"),
+        load_in_sentence_transformers(folder).encode(TEXTS),
+    )
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen3", "modernbert"])
-def test_the_company_of_a_text_does_not_change_its_embedding(name: str, tmp_path: Path) -> None:
+def test_the_company_of_a_text_does_not_change_its_embedding(
+    name: str, tmp_path: Path
+) -> None:
     make, options = FAMILIES[name]
     folder = save(tiny.shared(make), tmp_path / "final", **options)
     together = ours(folder, TEXTS, "document")
@@ -78,19 +93,33 @@ def test_the_company_of_a_text_does_not_change_its_embedding(name: str, tmp_path
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
-def test_mrl_projection_is_a_dense_module(make: Callable[..., Path], tmp_path: Path) -> None:
+def test_mrl_projection_is_a_dense_module(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
     source = tiny.shared(make)
     folder = save(source, tmp_path / "final", use_mrl=True, mrl_dims=[16, 8])
     model = load_in_sentence_transformers(folder)
-    assert [type(module).__name__ for module in model] == ["Transformer", "Pooling", "Dense", "Normalize"]
+    assert [type(module).__name__ for module in model] == [
+        "Transformer",
+        "Pooling",
+        "Dense",
+        "Normalize",
+    ]
     assert ours(folder, TEXTS, "query").shape == (len(TEXTS), 16)
     assert_same(ours(folder, TEXTS, "query"), model.encode_query(TEXTS))
-    assert_same(ours(folder, TEXTS, "query", truncate_dim=8), model.encode_query(TEXTS, truncate_dim=8))
-    assert load_file(folder / "2_Dense" / "model.safetensors")["linear.weight"].shape == (16, 32)
+    assert_same(
+        ours(folder, TEXTS, "query", truncate_dim=8),
+        model.encode_query(TEXTS, truncate_dim=8),
+    )
+    assert load_file(folder / "2_Dense" / "model.safetensors")[
+        "linear.weight"
+    ].shape == (16, 32)
 
 
 def test_a_dense_module_with_bias_and_activation_stays_as_it_is(tmp_path: Path) -> None:
-    source = tiny.tiny_bert_st(tmp_path / "source", dense_dim=12, similarity="dot", normalize=False)
+    source = tiny.tiny_bert_st(
+        tmp_path / "source", dense_dim=12, similarity="dot", normalize=False
+    )
     folder = save(source, tmp_path / "final")
     theirs = load_in_sentence_transformers(source).encode(TEXTS)
     assert_same(ours(source, TEXTS, "query"), theirs)
@@ -102,7 +131,11 @@ def test_a_projection_comes_after_the_models_own_dense_module(tmp_path: Path) ->
     source = tiny.tiny_bert_st(tmp_path / "source", dense_dim=12)
     folder = save(source, tmp_path / "final", use_mrl=True, mrl_dims=[6])
     model = load_in_sentence_transformers(folder)
-    assert [type(module).__name__ for module in model][2:] == ["Dense", "Dense", "Normalize"]
+    assert [type(module).__name__ for module in model][2:] == [
+        "Dense",
+        "Dense",
+        "Normalize",
+    ]
     assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS))
     saved_again = save(folder, tmp_path / "again")
     assert_same(ours(saved_again, TEXTS, "query"), model.encode(TEXTS))
@@ -111,14 +144,21 @@ def test_a_projection_comes_after_the_models_own_dense_module(tmp_path: Path) ->
 def test_truncate_dim_of_the_files_holds_in_both(tmp_path: Path) -> None:
     source = tiny.tiny_bert_st(tmp_path / "source")
     settings = json.loads((source / "config_sentence_transformers.json").read_text())
-    (source / "config_sentence_transformers.json").write_text(json.dumps(settings | {"truncate_dim": 10}))
+    (source / "config_sentence_transformers.json").write_text(
+        json.dumps(settings | {"truncate_dim": 10})
+    )
     folder = save(source, tmp_path / "final")
-    assert_same(ours(folder, TEXTS, "query"), load_in_sentence_transformers(folder).encode(TEXTS))
+    assert_same(
+        ours(folder, TEXTS, "query"),
+        load_in_sentence_transformers(folder).encode(TEXTS),
+    )
     assert ours(folder, TEXTS[:1], "query").shape == (1, 10)
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
-def test_a_folder_that_sentence_transformers_saved_is_read(make: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_folder_that_sentence_transformers_saved_is_read(
+    make: Callable[..., Path], tmp_path: Path
+) -> None:
     model = load_in_sentence_transformers(tiny.shared(make))
     model.prompts |= {"query": "look for: ", "clustering": "group: "}
     model.max_seq_length = 9
@@ -158,7 +198,12 @@ def test_the_embedded_default_model(tmp_path: Path) -> None:
 
 
 def test_similarity_and_prompts_reach_sentence_transformers(tmp_path: Path) -> None:
-    folder = save(tiny.shared(tiny.tiny_bert), tmp_path / "final", similarity="dot", query_prompt="q: ")
+    folder = save(
+        tiny.shared(tiny.tiny_bert),
+        tmp_path / "final",
+        similarity="dot",
+        query_prompt="q: ",
+    )
     model = load_in_sentence_transformers(folder)
     assert (model.similarity_fn_name, model.max_seq_length) == ("dot", 256)
     assert model.prompts == {"query": "q: ", "document": ""}
@@ -168,15 +213,22 @@ def test_similarity_and_prompts_reach_sentence_transformers(tmp_path: Path) -> N
 
 def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
     from vembed.config.schema import TrainConfig
-    from vembed.families.decisions import describe
     from vembed.models.embedding_model import build_model
+    from vembed.models.families.decisions import describe
     from vembed.saving.files import save_model
 
-    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused", use_mrl=True, mrl_dims=[8])
+    config = TrainConfig(
+        model_name=str(tiny.shared(tiny.tiny_bert)),
+        data_path="unused",
+        use_mrl=True,
+        mrl_dims=[8],
+    )
     model = build_model(config, describe(config))
     args = (model.description, model.backbone, model.head, model.state_dict())
     folder = save_model(tmp_path / "final", *args, dtype=torch.bfloat16)
-    stored = load_file(folder / "model.safetensors") | load_file(folder / "2_Dense" / "model.safetensors")
+    stored = load_file(folder / "model.safetensors") | load_file(
+        folder / "2_Dense" / "model.safetensors"
+    )
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -193,7 +245,17 @@ def test_the_saved_description_is_read_back(tmp_path: Path) -> None:
         mrl_dims=[32, 16],
     )
     description = load_embedder(folder).description
-    assert (description.source, description.query_prompt, description.max_length) == (str(folder.resolve()), "q: ", 11)
-    assert (description.mrl_dims, description.padding_side, description.family) == ((32, 16), "left", "text_decoder")
-    (feature,) = Featuriser(description).features([(Item(text=" ".join(TEXTS)), "query")])
+    assert (description.source, description.query_prompt, description.max_length) == (
+        str(folder.resolve()),
+        "q: ",
+        11,
+    )
+    assert (description.mrl_dims, description.padding_side, description.family) == (
+        (32, 16),
+        "left",
+        "text_decoder",
+    )
+    (feature,) = Featuriser(description).features(
+        [(Item(text=" ".join(TEXTS)), "query")]
+    )
     assert feature.length == 11

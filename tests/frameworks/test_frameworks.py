@@ -16,17 +16,23 @@ PROMPT = "red green: "
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, np.ndarray, np.ndarray]:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, np.ndarray, np.ndarray]:
     """A model's folder, and its vectors of the texts as queries and as documents."""
     place = tmp_path_factory.mktemp("frameworks")
-    tiny_bert_st(place / "model", prompts={"query": PROMPT, "document": ""}, dense_dim=24)
+    tiny_bert_st(
+        place / "model", prompts={"query": PROMPT, "document": ""}, dense_dim=24
+    )
     folder = run_export(str(place / "model"), str(place / "saved"))
     model = vembed.Embedder(folder)
     return str(folder), model.encode(TEXTS, "query"), model.encode(TEXTS, "document")
 
 
 def module(name: str, package: str) -> Any:
-    return pytest.importorskip(name, reason=f"{package} is not installed (pip install {package})")
+    return pytest.importorskip(
+        name, reason=f"{package} is not installed (pip install {package})"
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -34,7 +40,9 @@ def test_langchain(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
     found = module("langchain_huggingface", "langchain-huggingface")
     folder, queries, documents = saved
     embeddings = found.HuggingFaceEmbeddings(
-        model_name=folder, model_kwargs={"device": "cpu"}, query_encode_kwargs={"prompt_name": "query"}
+        model_name=folder,
+        model_kwargs={"device": "cpu"},
+        query_encode_kwargs={"prompt_name": "query"},
     )
     np.testing.assert_allclose(embeddings.embed_documents(TEXTS), documents, atol=1e-5)
     np.testing.assert_allclose(embeddings.embed_query(TEXTS[0]), queries[0], atol=1e-5)
@@ -42,11 +50,19 @@ def test_langchain(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_llama_index(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
-    found = module("llama_index.embeddings.huggingface", "llama-index-embeddings-huggingface")
+    found = module(
+        "llama_index.embeddings.huggingface", "llama-index-embeddings-huggingface"
+    )
     folder, queries, documents = saved
-    embedding = found.HuggingFaceEmbedding(model_name=folder, device="cpu", query_instruction=PROMPT)
-    np.testing.assert_allclose(embedding.get_text_embedding_batch(TEXTS), documents, atol=1e-5)
-    np.testing.assert_allclose(embedding.get_query_embedding(TEXTS[0]), queries[0], atol=1e-5)
+    embedding = found.HuggingFaceEmbedding(
+        model_name=folder, device="cpu", query_instruction=PROMPT
+    )
+    np.testing.assert_allclose(
+        embedding.get_text_embedding_batch(TEXTS), documents, atol=1e-5
+    )
+    np.testing.assert_allclose(
+        embedding.get_query_embedding(TEXTS[0]), queries[0], atol=1e-5
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -55,10 +71,14 @@ def test_haystack(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
     embedders = module(integration, "sentence-transformers-haystack")
     haystack = module("haystack", "haystack-ai")
     folder, queries, documents = saved
-    text = embedders.SentenceTransformersTextEmbedder(model=folder, prefix=PROMPT, progress_bar=False)
+    text = embedders.SentenceTransformersTextEmbedder(
+        model=folder, prefix=PROMPT, progress_bar=False
+    )
     text.warm_up()
     np.testing.assert_allclose(text.run(TEXTS[0])["embedding"], queries[0], atol=1e-5)
-    many = embedders.SentenceTransformersDocumentEmbedder(model=folder, progress_bar=False)
+    many = embedders.SentenceTransformersDocumentEmbedder(
+        model=folder, progress_bar=False
+    )
     many.warm_up()
     done = many.run([haystack.Document(content=one) for one in TEXTS])["documents"]
     np.testing.assert_allclose([one.embedding for one in done], documents, atol=1e-5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vembed.distributed import launch as launcher
+from vembed.parallel import launch as launcher
 
 STOPPABLE = """
 import os, signal, sys, time
@@ -30,7 +30,7 @@ sys.exit(stop[0] if stop else 9)
 
 LAUNCH = """
 import sys
-from vembed.distributed import launch
+from vembed.parallel import launch
 launch.GRACE_SECONDS, launch.SETTLE_SECONDS, launch.SAME_REQUEST_SECONDS = map(float, sys.argv[3:])
 sys.exit(launch.run_ranks([sys.executable, sys.argv[1]], launch.rank_environments(int(sys.argv[2]))))
 """
@@ -56,11 +56,22 @@ class Launched:
         (folder / "launcher.py").write_text(LAUNCH)
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "launcher.py", "rank.py", str(num_processes), str(grace), str(settle), str(SAME_REQUEST)],
-            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [
+                sys.executable,
+                "launcher.py",
+                "rank.py",
+                str(num_processes),
+                str(grace),
+                str(settle),
+                str(SAME_REQUEST),
+            ],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             # Unbuffered, `print` writes a line in pieces, and two ranks' pieces mix in the pipe that they share.
             env=os.environ | {"PYTHONUNBUFFERED": ""},
-        )  # fmt: skip
+        )
 
     def end(self, seconds: float = 120.0) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=seconds)
@@ -90,30 +101,54 @@ def run(folder: Path, script: str, num_processes: int = 2) -> tuple[int, str, st
 
 
 @pytest.mark.promise("A08", "A14", "B26", "C26", "D35", "E33")
-def test_ranks_get_torchs_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_torchs_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_DEBUG"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    code, out, err = run(tmp_path, f"import os; print(*(os.environ[n] for n in '{names}'.split()), flush=True)", 3)
+    code, out, err = run(
+        tmp_path,
+        f"import os; print(*(os.environ[n] for n in '{names}'.split()), flush=True)",
+        3,
+    )
     assert (code, err) == (0, "")
-    lines = sorted(line.removeprefix(f"[rank {rank}] ") for rank in (1, 2) for line in out.splitlines()[:])
+    lines = sorted(
+        line.removeprefix(f"[rank {rank}] ")
+        for rank in (1, 2)
+        for line in out.splitlines()[:]
+    )
     rows = {tuple(line.split()) for line in lines if line[0].isdigit()}
     assert {row[:2] for row in rows} == {("0", "0"), ("1", "1"), ("2", "2")}
     assert {row[2:5] for row in rows} == {("3", "3", "127.0.0.1")}
     assert len({row[5] for row in rows}) == 1
-    assert {row[6:] for row in rows} == {(str(max(1, launcher.num_cores() // 3)), "INFO")}
+    assert {row[6:] for row in rows} == {
+        (str(max(1, launcher.num_cores() // 3)), "INFO")
+    }
 
 
 @pytest.mark.promise("A10", "C04", "C27")
 def test_several_machines() -> None:
     env = {"OMP_NUM_THREADS": "3"}
-    ranks = launcher.rank_environments(2, num_machines=3, machine_rank=1, main_process_ip="10.0.0.1", env=env)
-    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in ranks] == [("2", "0", "6"), ("3", "1", "6")]
-    assert all((one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "29500") for one in ranks)
-    assert all((one["LOCAL_WORLD_SIZE"], one["OMP_NUM_THREADS"]) == ("2", "3") for one in ranks)
+    ranks = launcher.rank_environments(
+        2, num_machines=3, machine_rank=1, main_process_ip="10.0.0.1", env=env
+    )
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in ranks] == [
+        ("2", "0", "6"),
+        ("3", "1", "6"),
+    ]
+    assert all(
+        (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "29500")
+        for one in ranks
+    )
+    assert all(
+        (one["LOCAL_WORLD_SIZE"], one["OMP_NUM_THREADS"]) == ("2", "3") for one in ranks
+    )
 
 
-def test_rank_0_writes_as_it_is_and_the_others_with_their_number(tmp_path: Path) -> None:
+def test_rank_0_writes_as_it_is_and_the_others_with_their_number(
+    tmp_path: Path,
+) -> None:
     script = "import os, sys; print('out'); sys.stderr.write('err\\n')"
     code, out, err = run(tmp_path, script)
     assert code == 0
@@ -133,14 +168,23 @@ def test_a_failing_rank_ends_all_and_is_named(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, STOPPABLE.replace("{saving}", "60"), grace=SHORT_GRACE, settle=SETTLE)
-    victim = next(rank for rank in launched.wait_until_ready() if rank.environ()["RANK"] == "1")
+    launched = Launched(
+        tmp_path, STOPPABLE.replace("{saving}", "60"), grace=SHORT_GRACE, settle=SETTLE
+    )
+    victim = next(
+        rank for rank in launched.wait_until_ready() if rank.environ()["RANK"] == "1"
+    )
     ranks = launched.ranks()
     victim.kill()
     code, _, err = launched.end()
     assert code == 1
-    assert "vembed: rank 1 was killed by signal 9, SIGKILL (perhaps because memory ran out); ending the other 1" in err
-    assert not [rank for rank in ranks if rank.is_running()], "no orphan, although rank 0 does not heed SIGTERM in time"
+    assert (
+        "vembed: rank 1 was killed by signal 9, SIGKILL (perhaps because memory ran out); ending the other 1"
+        in err
+    )
+    assert not [rank for rank in ranks if rank.is_running()], (
+        "no orphan, although rank 0 does not heed SIGTERM in time"
+    )
 
 
 def test_a_halted_rank_is_named_and_not_the_one_that_noticed(tmp_path: Path) -> None:
@@ -152,7 +196,10 @@ def test_a_halted_rank_is_named_and_not_the_one_that_noticed(tmp_path: Path) -> 
     )
     code, _, err = Launched(tmp_path, script, grace=SHORT_GRACE, settle=SETTLE).end()
     assert code == 1
-    assert "vembed: rank 1 is halted (SIGSTOP?), and rank 0 gave up waiting for it; ending the other 1" in err
+    assert (
+        "vembed: rank 1 is halted (SIGSTOP?), and rank 0 gave up waiting for it; ending the other 1"
+        in err
+    )
 
 
 def test_a_rank_that_names_another_is_believed(tmp_path: Path) -> None:
@@ -164,13 +211,20 @@ def test_a_rank_that_names_another_is_believed(tmp_path: Path) -> None:
     )
     code, _, err = run(tmp_path, script)
     assert code == 1
-    assert "vembed: rank 0 has waited 9 s for rank 1; rank 0 gave up waiting; ending the other 1" in err
+    assert (
+        "vembed: rank 0 has waited 9 s for rank 1; rank 0 gave up waiting; ending the other 1"
+        in err
+    )
     script = script.replace("time.sleep(60)", "time.sleep(0.1); os.abort()")
     _, _, err = run(tmp_path, script)
-    assert "vembed: rank 1 was killed by signal 6, SIGABRT" in err, "one that fails itself is the cause"
+    assert "vembed: rank 1 was killed by signal 6, SIGABRT" in err, (
+        "one that fails itself is the cause"
+    )
 
 
-def test_a_users_mistake_on_a_rank_is_exit_code_2_without_the_tracebacks_it_causes(tmp_path: Path) -> None:
+def test_a_users_mistake_on_a_rank_is_exit_code_2_without_the_tracebacks_it_causes(
+    tmp_path: Path,
+) -> None:
     script = (
         "import os, sys, time\n"
         "if os.environ['RANK'] == '0':\n"
@@ -183,7 +237,11 @@ def test_a_users_mistake_on_a_rank_is_exit_code_2_without_the_tracebacks_it_caus
     )
     code, _, err = run(tmp_path, script, 3)
     assert code == 2
-    assert sorted(err.splitlines()[:3]) == ["[rank 1] before", "[rank 2] before", "error: wrong"], err
+    assert sorted(err.splitlines()[:3]) == [
+        "[rank 1] before",
+        "[rank 2] before",
+        "error: wrong",
+    ], err
     assert err.splitlines()[3] == "vembed: rank 0 ended with exit code 2"
     assert "Traceback" not in err
 
@@ -195,13 +253,24 @@ def test_a_traceback_that_ends_nothing_is_shown_too(tmp_path: Path) -> None:
     )
     code, _, err = run(tmp_path, script)
     assert code == 0
-    assert [line for line in err.splitlines() if "rank 1" in line][-2:] == ["[rank 1] OSError: passing", "[rank 1] end"]
+    assert [line for line in err.splitlines() if "rank 1" in line][-2:] == [
+        "[rank 1] OSError: passing",
+        "[rank 1] end",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)]
+    ("signum", "code"),
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        (signal.SIGUSR1, 143),
+        (signal.SIGHUP, 143),
+    ],
 )
-def test_a_signal_is_passed_on_and_the_checkpoint_awaited(tmp_path: Path, signum: int, code: int) -> None:
+def test_a_signal_is_passed_on_and_the_checkpoint_awaited(
+    tmp_path: Path, signum: int, code: int
+) -> None:
     launched = Launched(tmp_path, STOPPABLE.replace("{saving}", "0.5"))
     launched.wait_until_ready()
     launched.process.send_signal(signum)
@@ -214,7 +283,9 @@ def test_a_second_signal_some_time_later_ends_at_once(tmp_path: Path) -> None:
     ranks = launched.wait_until_ready()
     launched.process.send_signal(signal.SIGINT)
     time.sleep(0.2)
-    launched.process.send_signal(signal.SIGINT)  # a wrapper passes Ctrl-C on: the same request
+    launched.process.send_signal(
+        signal.SIGINT
+    )  # a wrapper passes Ctrl-C on: the same request
     time.sleep(SAME_REQUEST + 0.5)
     assert all(rank.is_running() for rank in ranks)
     began = time.monotonic()
@@ -225,23 +296,29 @@ def test_a_second_signal_some_time_later_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_one_rank_stops_all_where_they_agree(tmp_path: Path) -> None:
-    script = STOPPABLE.replace("while not stop", "while not stop and not os.path.exists('saved-0')").replace(
-        "{saving}", "0"
-    )
+    script = STOPPABLE.replace(
+        "while not stop", "while not stop and not os.path.exists('saved-0')"
+    ).replace("{saving}", "0")
     script = script.replace("else 9", "else 143")
     launched = Launched(tmp_path, script)
-    first = next(rank for rank in launched.wait_until_ready() if rank.environ()["RANK"] == "0")
+    first = next(
+        rank for rank in launched.wait_until_ready() if rank.environ()["RANK"] == "0"
+    )
     first.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 143
 
 
-def test_ranks_that_do_not_follow_a_stopped_one_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_follow_a_stopped_one_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(launcher, "FOLLOW_SECONDS", 0.5)
     (tmp_path / "rank.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(143)\ntime.sleep(60)"
     )
     command = [sys.executable, str(tmp_path / "rank.py")]
-    assert launcher.run_ranks(command, launcher.rank_environments(2, env=os.environ)) == 1
+    assert (
+        launcher.run_ranks(command, launcher.rank_environments(2, env=os.environ)) == 1
+    )
 
 
 def test_no_orphan_when_the_launcher_itself_is_killed(tmp_path: Path) -> None:
@@ -273,7 +350,9 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert not [rank for rank in ranks if rank.is_running()]
 
 
-def test_devices_are_counted_without_torch_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_counted_without_torch_where_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert launcher.num_visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == 0
     monkeypatch.setattr(launcher, "GPU_NODES", ("/",))
     assert launcher.num_visible_devices({"CUDA_VISIBLE_DEVICES": "2,5"}) == 2

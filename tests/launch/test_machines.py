@@ -11,19 +11,30 @@ from tests.commands import CODE, Started
 from tests.commands import start as start_command
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import settings
-from vembed.distributed.launch import free_port
+from vembed.parallel.launch import free_port
 
 WITH_PACKAGES = "import sys; sys.path.insert(0, sys.argv.pop(1)); from vembed.cli import main; main()"
 """The command with a folder of packages that comes before the installed ones."""
 
 
-def start(config: Path, machine: int, port: int, *words: str, packages: Path | None = None) -> Started:
+def start(
+    config: Path, machine: int, port: int, *words: str, packages: Path | None = None
+) -> Started:
     command = ["train", str(config), "--num-machines", "2", "--nproc", "1"]
-    place = ["--machine-rank", str(machine), "--main-process-ip", "127.0.0.1", "--main-process-port", str(port)]
+    place = [
+        "--machine-rank",
+        str(machine),
+        "--main-process-ip",
+        "127.0.0.1",
+        "--main-process-port",
+        str(port),
+    ]
     all_words, errors = [*command, *place, *words], errors_of(config, machine)
     if packages is None:
         return start_command(*all_words, stderr=errors)
-    return start_command(WITH_PACKAGES, str(packages), *all_words, module=CODE, stderr=errors)
+    return start_command(
+        WITH_PACKAGES, str(packages), *all_words, module=CODE, stderr=errors
+    )
 
 
 def errors_of(config: Path, machine: int) -> Path:
@@ -32,38 +43,67 @@ def errors_of(config: Path, machine: int) -> Path:
 
 def test_both_machines_name_what_differs(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump({**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}))
+    config.write_text(
+        yaml.safe_dump(
+            {**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}
+        )
+    )
     lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "other.jsonl").write_text("".join(lines[::-1]))
     port = free_port()
     other = shared(tiny_bert, hidden=16)
-    words = ("learning_rate=0.5", f"data_path={tmp_path}/other.jsonl", f"model_name={other}")
+    words = (
+        "learning_rate=0.5",
+        f"data_path={tmp_path}/other.jsonl",
+        f"model_name={other}",
+    )
     machines = [start(config, 0, port), start(config, 1, port, *words)]
     for number, machine in enumerate(machines):
         code, err = machine.wait(100), errors_of(config, number).read_text()
         assert code == 2, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert "learning_rate is 0.002 on rank 0 (machine 0, " in line and ") but 0.5 on rank 1 (machine 1, " in line
-        assert "data_path is " in line and "model_name is " in line and "Traceback" not in err
+        assert (
+            "learning_rate is 0.002 on rank 0 (machine 0, " in line
+            and ") but 0.5 on rank 1 (machine 1, " in line
+        )
+        assert (
+            "data_path is " in line
+            and "model_name is " in line
+            and "Traceback" not in err
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_machine_of_another_run_is_refused(tmp_path: Path) -> None:
     """With equal settings, data, port and output folder nothing but the word tells the two runs apart."""
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump({**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}))
+    config.write_text(
+        yaml.safe_dump(
+            {**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}
+        )
+    )
     port = free_port()
-    machines = [start(config, number, port, "--run-id", word) for number, word in enumerate(("monday", "friday"))]
+    machines = [
+        start(config, number, port, "--run-id", word)
+        for number, word in enumerate(("monday", "friday"))
+    ]
     for number, machine in enumerate(machines):
         assert machine.wait(timeout=300) == 2
         err = errors_of(config, number).read_text()
-        assert "belong to different runs (VEMBED_RUN_ID monday and friday)" in err and "Traceback" not in err
+        assert (
+            "belong to different runs (VEMBED_RUN_ID monday and friday)" in err
+            and "Traceback" not in err
+        )
     assert not (tmp_path / "run").exists()
 
 
 def test_both_machines_name_a_version_that_differs(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump({**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}))
+    config.write_text(
+        yaml.safe_dump(
+            {**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}
+        )
+    )
     packages = tmp_path / "packages"
     (packages / "accelerate-99.0.dist-info").mkdir(parents=True)
     metadata = "Metadata-Version: 2.1\nName: accelerate\nVersion: 99.0\n"
@@ -74,6 +114,9 @@ def test_both_machines_name_a_version_that_differs(tmp_path: Path) -> None:
         code, err = machine.wait(100), errors_of(config, number).read_text()
         assert code == 2, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert f"accelerate's version is {version('accelerate')} on rank 0 (machine 0, " in line
+        assert (
+            f"accelerate's version is {version('accelerate')} on rank 0 (machine 0, "
+            in line
+        )
         assert ") but 99.0 on rank 1 (machine 1, " in line and "Traceback" not in err
     assert not (tmp_path / "run").exists()

@@ -44,7 +44,9 @@ def make_batch(
     def integer(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=draw))
 
-    num_contents = num_contents or 6 * num_examples * (1 + max_positives + max_negatives)
+    num_contents = num_contents or 6 * num_examples * (
+        1 + max_positives + max_negatives
+    )
     query, positive, example, negative, negative_example = [], [], [], [], []
     for e in range(num_examples):
         q = integer(0, num_contents - 1)
@@ -55,13 +57,17 @@ def make_batch(
         for _ in range(integer(0, max_negatives)):
             negative.append(num_contents + integer(0, 2 * num_contents - 1))
             negative_example.append(100 + 7 * e)
-    used, place = torch.unique(torch.tensor(query + positive + negative), return_inverse=True)
+    used, place = torch.unique(
+        torch.tensor(query + positive + negative), return_inverse=True
+    )
     content = (used % num_contents) * 1_000_003 + 5
     shuffled = torch.randperm(used.numel(), generator=draw)
     embeddings = torch.randn(used.numel(), dim, generator=draw, dtype=torch.float64)
     place = torch.argsort(shuffled)[place]
     num_rows = len(query)
-    negative_scores = (torch.randint(-4, 5, (len(negative),), generator=draw) / 4).to(torch.float64)
+    negative_scores = (torch.randint(-4, 5, (len(negative),), generator=draw) / 4).to(
+        torch.float64
+    )
     batch = LossBatch(
         embeddings=(embeddings + 0.5).to(dtype).requires_grad_(),
         content=content[shuffled],
@@ -70,7 +76,9 @@ def make_batch(
         example=torch.tensor(example),
         negative=place[2 * num_rows :],
         negative_example=torch.tensor(negative_example, dtype=torch.int64),
-        scores=(torch.randint(-4, 5, (num_rows,), generator=draw) / 4).to(torch.float64),
+        scores=(torch.randint(-4, 5, (num_rows,), generator=draw) / 4).to(
+            torch.float64
+        ),
         own_rows=slice(None),
         own_negatives=slice(None),
         negative_scores=negative_scores,
@@ -88,13 +96,16 @@ def teachers_of(batch: LossBatch, draw: torch.Generator) -> dict[str, Teaching]:
     vectors[place[0]] = 0.0
     before = torch.nn.functional.normalize(
         batch.embeddings.detach().double()
-        + 0.5 * torch.randn(batch.embeddings.shape, generator=draw, dtype=torch.float64),
+        + 0.5
+        * torch.randn(batch.embeddings.shape, generator=draw, dtype=torch.float64),
         dim=1,
     )
     before[place[0]] = 0.0
     return {
         "none": TeacherVectors(before, batch.query, batch.positive, batch.negative),
-        "vectors": TeacherVectors(vectors, place[batch.query], place[batch.positive], place[batch.negative]),
+        "vectors": TeacherVectors(
+            vectors, place[batch.query], place[batch.positive], place[batch.negative]
+        ),
         "reranker": TeacherScores(
             torch.randn(batch.num_rows, generator=draw, dtype=torch.float64),
             torch.randn(batch.negative.numel(), generator=draw, dtype=torch.float64),
@@ -104,21 +115,32 @@ def teachers_of(batch: LossBatch, draw: torch.Generator) -> dict[str, Teaching]:
 
 def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
     found = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
+    return [
+        torch.zeros_like(x) if g is None else g
+        for g, x in zip(found, inputs, strict=True)
+    ]
 
 
-def assert_close(found: Tensor, wanted: Tensor, tolerance: float, what: str, terms: float = 0.0) -> None:
+def assert_close(
+    found: Tensor, wanted: Tensor, tolerance: float, what: str, terms: float = 0.0
+) -> None:
     """Relative to the largest element of what is wanted, or to the size of the summed `terms` where that is larger.
 
     Terms that cancel leave their rounding errors: a gradient that is zero is found as some 1e-16 of its terms.
     """
     found, wanted = found.detach(), wanted.detach().to(torch.float64)
     largest = float(wanted.abs().max()) if wanted.numel() else 0.0
-    error = float((found.to(torch.float64) - wanted).abs().max()) if wanted.numel() else 0.0
-    assert error <= tolerance * max(largest, terms), f"{what}: off by {error:.3g} of {largest:.3g}, terms {terms:.3g}"
+    error = (
+        float((found.to(torch.float64) - wanted).abs().max()) if wanted.numel() else 0.0
+    )
+    assert error <= tolerance * max(largest, terms), (
+        f"{what}: off by {error:.3g} of {largest:.3g}, terms {terms:.3g}"
+    )
 
 
-def term_sizes(batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss) -> dict[str, float]:
+def term_sizes(
+    batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss
+) -> dict[str, float]:
     """Return the size of one row's terms in the loss ("loss") and in each gradient ("embeddings", names of parameters).
 
     Every score enters the loss as scale * score, the positive's and the candidates' with opposite signs. The derivative
@@ -128,13 +150,21 @@ def term_sizes(batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss) -> di
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
     for number, (weight, term) in enumerate(loss_terms(config)):
         prefix = "" if config.losses is None else f"terms.{number}."
-        own = {name: value for name, value in parameters.items() if name.startswith(prefix)}
-        for name, size in _sizes_of_a_term(batch, term, {name.removeprefix(prefix): own[name] for name in own}).items():
-            sizes[name if name in ("loss", "embeddings") else prefix + name] += weight * size
+        own = {
+            name: value for name, value in parameters.items() if name.startswith(prefix)
+        }
+        for name, size in _sizes_of_a_term(
+            batch, term, {name.removeprefix(prefix): own[name] for name in own}
+        ).items():
+            sizes[name if name in ("loss", "embeddings") else prefix + name] += (
+                weight * size
+            )
     return sizes
 
 
-def _sizes_of_a_term(batch: LossBatch, config: TrainConfig, parameters: dict[str, Tensor]) -> dict[str, float]:
+def _sizes_of_a_term(
+    batch: LossBatch, config: TrainConfig, parameters: dict[str, Tensor]
+) -> dict[str, float]:
     scale = 1.0 / config.temperature
     if "temperature" in parameters:
         scale = 1.0 / float(parameters["temperature"])
@@ -145,21 +175,42 @@ def _sizes_of_a_term(batch: LossBatch, config: TrainConfig, parameters: dict[str
     target = 0.0
     if "teacher" in READS[config.loss]:
         target = 4.0 / (
-            config.teacher_temperature or config.temperature if "temperature" in READS[config.loss] else 1.0
+            config.teacher_temperature or config.temperature
+            if "temperature" in READS[config.loss]
+            else 1.0
         )
-    rows = 1 if config.loss in ("cosent", "angle") else max(1, batch.num_rows)  # cosent is one softmax over all pairs
+    rows = (
+        1 if config.loss in ("cosent", "angle") else max(1, batch.num_rows)
+    )  # cosent is one softmax over all pairs
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
-    dims = list(config.mrl_dims or []) if config.use_mrl else [batch.embeddings.shape[1]]
-    for dim, weight in zip(dims, (config.mrl_weights if config.use_mrl else None) or [1.0] * len(dims), strict=True):
+    dims = (
+        list(config.mrl_dims or []) if config.use_mrl else [batch.embeddings.shape[1]]
+    )
+    for dim, weight in zip(
+        dims,
+        (config.mrl_weights if config.use_mrl else None) or [1.0] * len(dims),
+        strict=True,
+    ):
         norms = batch.embeddings.detach().double()[:, :dim].norm(dim=1)
         norms = norms[norms > 0]
         score, slope = 1.0, float(1 / norms.min())
         if config.similarity == "dot":
             score, slope = float(norms.max()) ** 2, float(norms.max())
-        power = 2 if config.loss in ("relational", "spread_out", "margin_mse", "circle") else 1
+        power = (
+            2
+            if config.loss in ("relational", "spread_out", "margin_mse", "circle")
+            else 1
+        )
         sizes["loss"] += weight * (scale * score + target) ** power
-        sizes["embeddings"] += weight * scale * slope * (score + target) ** (power - 1) / rows
-        by_parameter = {"temperature": scale**2 * score, "log_scale": scale * score, "bias": 1.0, "projection": 1.0}
+        sizes["embeddings"] += (
+            weight * scale * slope * (score + target) ** (power - 1) / rows
+        )
+        by_parameter = {
+            "temperature": scale**2 * score,
+            "log_scale": scale * score,
+            "bias": 1.0,
+            "projection": 1.0,
+        }
         for name in parameters:
             sizes[name] += weight * by_parameter[name]
     if config.loss == "sigmoid":
@@ -167,12 +218,19 @@ def _sizes_of_a_term(batch: LossBatch, config: TrainConfig, parameters: dict[str
     return sizes
 
 
-def check(batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss | None = None, tolerance: float = 1e-12) -> None:
+def check(
+    batch: LossBatch,
+    config: TrainConfig,
+    loss: EmbeddingLoss | None = None,
+    tolerance: float = 1e-12,
+) -> None:
     """Loss and every gradient of vembed's loss equal those of the reference."""
     loss = (loss or build_loss(config, **SIZES)).double()
     parameters = dict(loss.named_parameters())
     found = loss(batch)
-    exact = replace(batch, embeddings=batch.embeddings.detach().double().requires_grad_())
+    exact = replace(
+        batch, embeddings=batch.embeddings.detach().double().requires_grad_()
+    )
     wanted = reference_loss(exact, config, parameters=parameters)
     terms = term_sizes(batch, config, loss)
     assert_close(found, wanted, tolerance, "loss", terms["loss"])

@@ -28,14 +28,25 @@ def reference_loss(
     """
     total = batch.embeddings.double().sum() * 0.0
     for number, (weight, term) in enumerate(loss_terms(config)):
-        prefix = "" if config.losses is None and not config.anchor_weight else f"terms.{number}."
-        own = {name.removeprefix(prefix): one for name, one in (parameters or {}).items() if name.startswith(prefix)}
+        prefix = (
+            ""
+            if config.losses is None and not config.anchor_weight
+            else f"terms.{number}."
+        )
+        own = {
+            name.removeprefix(prefix): one
+            for name, one in (parameters or {}).items()
+            if name.startswith(prefix)
+        }
         total = total + weight * term_loss(batch, term, own, mrl_dims)
     return total
 
 
 def term_loss(
-    batch: LossBatch, config: TrainConfig, parameters: Mapping[str, Tensor], mrl_dims: Sequence[int]
+    batch: LossBatch,
+    config: TrainConfig,
+    parameters: Mapping[str, Tensor],
+    mrl_dims: Sequence[int],
 ) -> Tensor:
     """The loss of a config with one term."""
     scale: Tensor | float = 1.0 / config.temperature
@@ -45,20 +56,28 @@ def term_loss(
         scale = parameters["log_scale"].exp()
     batch, contents = taught.with_plain_mixtures(batch, config)
     embeddings = batch.embeddings.double()
-    dims = list(config.mrl_dims or mrl_dims) if config.use_mrl else [embeddings.shape[1]]
+    dims = (
+        list(config.mrl_dims or mrl_dims) if config.use_mrl else [embeddings.shape[1]]
+    )
     if config.loss == "anchor":
         dims = [embeddings.shape[1]]
-    weights = (config.mrl_weights if config.use_mrl and len(dims) > 1 else None) or [1.0] * len(dims)
+    weights = (config.mrl_weights if config.use_mrl and len(dims) > 1 else None) or [
+        1.0
+    ] * len(dims)
     total = embeddings.sum() * 0.0
     for dim, weight in zip(dims, weights, strict=True):
         z = x = embeddings[:, :dim]
         if config.similarity == "cosine":
-            x = torch.stack([row / row.norm() if bool(row.any()) else row * 0.0 for row in x])
+            x = torch.stack(
+                [row / row.norm() if bool(row.any()) else row * 0.0 for row in x]
+            )
         match config.loss:
             case "infonce":
                 loss = infonce(x, batch, config, scale, contents)
             case "sigmoid":
-                loss = sigmoid(x, batch, config, scale, parameters.get("bias", -10.0), contents)
+                loss = sigmoid(
+                    x, batch, config, scale, parameters.get("bias", -10.0), contents
+                )
             case "circle":
                 loss = circle(x, batch, config, scale)
             case "angle":
@@ -71,7 +90,9 @@ def term_loss(
                 loss = triplet(x, batch, config)
             case "kl":
                 listed = config.distill_candidates == "listed"
-                loss = (taught.kl_listed if listed else kl_batch)(x, batch, config, scale)
+                loss = (taught.kl_listed if listed else kl_batch)(
+                    x, batch, config, scale
+                )
             case "score_mse":
                 loss = taught.score_mse(x, batch, config, scale)
             case "margin_mse":
@@ -85,7 +106,9 @@ def term_loss(
             case "spread_out":
                 loss = taught.spread_out(x, batch, config)
             case "anchor":
-                loss = taught.embedding(z, batch, config, torch.eye(z.shape[1], dtype=torch.float64))
+                loss = taught.embedding(
+                    z, batch, config, torch.eye(z.shape[1], dtype=torch.float64)
+                )
             case "embedding":
                 loss = taught.embedding(z, batch, config, parameters["projection"])
         total = total + weight * loss
@@ -95,17 +118,29 @@ def term_loss(
 class Rows:
     """Who is a candidate of whom, one row at a time."""
 
-    def __init__(self, batch: LossBatch, config: TrainConfig, contents: list[set[int]] | None = None) -> None:
+    def __init__(
+        self,
+        batch: LossBatch,
+        config: TrainConfig,
+        contents: list[set[int]] | None = None,
+    ) -> None:
         """`contents`: those of each hard negative's parts, where some are mixtures."""
         self.config = config
-        self.guide = None if (name := guide_of(config)) is None else taught.by_embedding(batch, name)
+        self.guide = (
+            None
+            if (name := guide_of(config)) is None
+            else taught.by_embedding(batch, name)
+        )
         content = batch.content.tolist()
         self.query, self.positive, self.negative = (
             batch.query.tolist(),
             batch.positive.tolist(),
             batch.negative.tolist(),
         )
-        self.example, self.negative_example = batch.example.tolist(), batch.negative_example.tolist()
+        self.example, self.negative_example = (
+            batch.example.tolist(),
+            batch.negative_example.tolist(),
+        )
         self.query_content = [content[u] for u in self.query]
         self.positive_content = [content[u] for u in self.positive]
         self.negative_content = [content[u] for u in self.negative]
@@ -114,11 +149,19 @@ class Rows:
         everything = config.negatives_from == "all_ranks"
         self.rows = range(len(self.query)) if everything else self.own
         num_negatives = len(self.negative)
-        self.negatives = range(num_negatives) if everything else range(num_negatives)[batch.own_negatives]
+        self.negatives = (
+            range(num_negatives)
+            if everything
+            else range(num_negatives)[batch.own_negatives]
+        )
 
     def forbidden(self, i: int) -> set[int]:
         """Contents that are no negatives of row i."""
-        of_example = {c for c, e in zip(self.positive_content, self.example, strict=True) if e == self.example[i]}
+        of_example = {
+            c
+            for c, e in zip(self.positive_content, self.example, strict=True)
+            if e == self.example[i]
+        }
         return of_example | {self.query_content[i]}
 
     def documents(self, i: int) -> list[int]:
@@ -127,10 +170,14 @@ class Rows:
         found = [
             self.positive[j]
             for j in self.rows
-            if self.example[j] != self.example[i] and not (by_content and self.positive_content[j] in forbidden)
+            if self.example[j] != self.example[i]
+            and not (by_content and self.positive_content[j] in forbidden)
         ]
         for h in self.negatives:
-            if self.config.hard_negatives_scope == "own" and self.negative_example[h] != self.example[i]:
+            if (
+                self.config.hard_negatives_scope == "own"
+                and self.negative_example[h] != self.example[i]
+            ):
                 continue
             if not (by_content and self.negative_contents[h] & forbidden):
                 found.append(self.negative[h])
@@ -142,7 +189,8 @@ class Rows:
         return [
             self.query[j]
             for j in self.rows
-            if self.example[j] != self.example[i] and not (by_content and self.query_content[j] in forbidden)
+            if self.example[j] != self.example[i]
+            and not (by_content and self.query_content[j] in forbidden)
         ]
 
     def queries_of_document(self, i: int) -> list[int]:
@@ -151,7 +199,9 @@ class Rows:
         for j in self.rows:
             same_query = self.query_content[j] == self.query_content[i]
             known = self.positive_content[i] in self.forbidden(j)
-            if self.example[j] != self.example[i] and not (self.config.mask_duplicates and (same_query or known)):
+            if self.example[j] != self.example[i] and not (
+                self.config.mask_duplicates and (same_query or known)
+            ):
                 found.append(self.query[j])
         return found
 
@@ -166,7 +216,9 @@ class Rows:
         """Scores of an anchor with those of the others that the guide leaves."""
         if self.guide is not None:
             own = self.query[i], self.positive[i]
-            others = taught.in_reach_of_guide(self.guide, self.config, anchor, *own, others)
+            others = taught.in_reach_of_guide(
+                self.guide, self.config, anchor, *own, others
+            )
         return x[others] @ x[anchor]
 
     def forward_scores(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
@@ -183,10 +235,14 @@ class Rows:
     def reverse_scores(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
         """The same for the reverse direction."""
         own = x[self.query[i]] @ x[self.positive[i]]
-        return own, self.in_reach(self.scores(x, i, self.positive[i], self.queries_of_document(i)), own)
+        return own, self.in_reach(
+            self.scores(x, i, self.positive[i], self.queries_of_document(i)), own
+        )
 
 
-def softmax_loss(own: Tensor, others: Tensor, scale: Tensor | float, config: TrainConfig) -> Tensor:
+def softmax_loss(
+    own: Tensor, others: Tensor, scale: Tensor | float, config: TrainConfig
+) -> Tensor:
     """-log(exp(own) / (exp(own) + sum exp(others))), with hardness_alpha and focal_gamma."""
     logits = others * scale + config.hardness_alpha * others.detach()
     loss = torch.logsumexp(torch.cat(((own * scale)[None], logits)), 0) - own * scale
@@ -196,7 +252,11 @@ def softmax_loss(own: Tensor, others: Tensor, scale: Tensor | float, config: Tra
 
 
 def infonce(
-    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float, contents: list[set[int]]
+    x: Tensor,
+    batch: LossBatch,
+    config: TrainConfig,
+    scale: Tensor | float,
+    contents: list[set[int]],
 ) -> Tensor:
     rows, loss = Rows(batch, config, contents), x.sum() * 0.0
     for i in rows.own:
@@ -207,13 +267,20 @@ def infonce(
     return loss / max(1, batch.num_rows)
 
 
-def kl_batch(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float) -> Tensor:
+def kl_batch(
+    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float
+) -> Tensor:
     rows, loss = Rows(batch, config), x.sum() * 0.0
     vectors = taught.by_embedding(batch, str(taught.followed_teacher(config)))
     for i in rows.own:
         documents = [rows.positive[i], *rows.documents(i)]
-        student, teacher = x[documents] @ x[rows.query[i]], vectors[documents] @ vectors[rows.query[i]]
-        loss = loss + taught.divergence(student * scale, teacher * taught.target_scale(config))
+        student, teacher = (
+            x[documents] @ x[rows.query[i]],
+            vectors[documents] @ vectors[rows.query[i]],
+        )
+        loss = loss + taught.divergence(
+            student * scale, teacher * taught.target_scale(config)
+        )
     return loss / max(1, batch.num_rows)
 
 
@@ -234,16 +301,24 @@ def sigmoid(
     return loss / max(1, batch.num_rows)
 
 
-def circle(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float) -> Tensor:
+def circle(
+    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float
+) -> Tensor:
     rows, loss, margin = Rows(batch, config), x.sum() * 0.0, config.circle_margin
 
     def of_row(own: Tensor, others: Tensor) -> Tensor:
         positive = torch.clamp(1 + margin - own, min=0.0).detach() * (own - 1 + margin)
         negative = torch.clamp(others + margin, min=0.0).detach() * (others - margin)
-        return torch.logaddexp(torch.logsumexp(negative * scale, 0) - positive * scale, x.new_zeros(()))
+        return torch.logaddexp(
+            torch.logsumexp(negative * scale, 0) - positive * scale, x.new_zeros(())
+        )
 
     for i in rows.own:
-        row = of_row(*rows.forward_scores(x, i)) if len(rows.forward_scores(x, i)[1]) else x.sum() * 0.0
+        row = (
+            of_row(*rows.forward_scores(x, i))
+            if len(rows.forward_scores(x, i)[1])
+            else x.sum() * 0.0
+        )
         if config.bidirectional:
             own, others = rows.reverse_scores(x, i)
             row = (row + (of_row(own, others) if len(others) else 0.0)) / 2
@@ -268,25 +343,39 @@ def cosent(x: Tensor, batch: LossBatch, scale: Tensor | float) -> Tensor:
 
 def ordered(similarity: Tensor, batch: LossBatch, scale: Tensor | float) -> Tensor:
     x = similarity
-    higher, lower = torch.nonzero(batch.scores[:, None] > batch.scores[None, :], as_tuple=True)
-    terms = torch.cat((x.new_zeros(1), (similarity[lower] - similarity[higher]) * scale))
-    return torch.logsumexp(terms, 0) * len(range(batch.num_rows)[batch.own_rows]) / max(1, batch.num_rows)
+    higher, lower = torch.nonzero(
+        batch.scores[:, None] > batch.scores[None, :], as_tuple=True
+    )
+    terms = torch.cat(
+        (x.new_zeros(1), (similarity[lower] - similarity[higher]) * scale)
+    )
+    return (
+        torch.logsumexp(terms, 0)
+        * len(range(batch.num_rows)[batch.own_rows])
+        / max(1, batch.num_rows)
+    )
 
 
 def cosine(x: Tensor, batch: LossBatch) -> Tensor:
     similarity = (x[batch.query] * x[batch.positive]).sum(1)
-    return (similarity - batch.scores)[batch.own_rows].square().sum() / max(1, batch.num_rows)
+    return (similarity - batch.scores)[batch.own_rows].square().sum() / max(
+        1, batch.num_rows
+    )
 
 
 def triplet(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
     rows, loss, count = Rows(batch, config), x.sum() * 0.0, 0
     for i in range(batch.num_rows):
         for h, u in enumerate(rows.negative):
-            duplicate = config.mask_duplicates and rows.negative_content[h] in rows.forbidden(i)
+            duplicate = config.mask_duplicates and rows.negative_content[
+                h
+            ] in rows.forbidden(i)
             if rows.negative_example[h] != rows.example[i] or duplicate:
                 continue
             count += 1
             if i in rows.own:
-                difference = x[u] @ x[rows.query[i]] - x[rows.positive[i]] @ x[rows.query[i]]
+                difference = (
+                    x[u] @ x[rows.query[i]] - x[rows.positive[i]] @ x[rows.query[i]]
+                )
                 loss = loss + torch.clamp(difference + config.triplet_margin, min=0.0)
     return loss / max(1, count)

@@ -31,20 +31,29 @@ def by_embedding(batch: LossBatch, name: str) -> Tensor:
     return found
 
 
-def with_plain_mixtures(batch: LossBatch, config: TrainConfig) -> tuple[LossBatch, list[set[int]]]:
+def with_plain_mixtures(
+    batch: LossBatch, config: TrainConfig
+) -> tuple[LossBatch, list[set[int]]]:
     """The batch with mixed negatives, and the contents of each hard negative's parts."""
     content = batch.content.tolist()
     contents = [{content[u]} for u in batch.negative.tolist()]
     if not config.mix_negatives or config.loss != "infonce":
         return batch, contents
     drawn = draw_mixtures(batch, config.seed, config.mix_negatives)
-    embeddings, negative, examples = [batch.embeddings], batch.negative.tolist(), batch.negative_example.tolist()
+    embeddings, negative, examples = (
+        [batch.embeddings],
+        batch.negative.tolist(),
+        batch.negative_example.tolist(),
+    )
     vectors = {
-        name: [by_embedding(batch, name)] for name, one in batch.teachers.items() if isinstance(one, TeacherVectors)
+        name: [by_embedding(batch, name)]
+        for name, one in batch.teachers.items()
+        if isinstance(one, TeacherVectors)
     }
     num = batch.embeddings.shape[0]
     for left, right, share, example in zip(
-        *(x.tolist() for x in (drawn.left, drawn.right, drawn.share, drawn.example)), strict=True
+        *(x.tolist() for x in (drawn.left, drawn.right, drawn.share, drawn.example)),
+        strict=True,
     ):
         u, v = negative[left], negative[right]
         one, two = batch.embeddings[u], batch.embeddings[v]
@@ -60,7 +69,9 @@ def with_plain_mixtures(batch: LossBatch, config: TrainConfig) -> tuple[LossBatc
         examples.append(example)
     mixed_negative = torch.tensor(negative, dtype=torch.int64)
     teachers = {
-        name: TeacherVectors(torch.cat(parts), batch.query, batch.positive, mixed_negative)
+        name: TeacherVectors(
+            torch.cat(parts), batch.query, batch.positive, mixed_negative
+        )
         for name, parts in vectors.items()
     }
     extended = replace(
@@ -75,24 +86,37 @@ def with_plain_mixtures(batch: LossBatch, config: TrainConfig) -> tuple[LossBatc
 
 
 def in_reach_of_guide(
-    guide: Tensor, config: TrainConfig, anchor: int, query: int, positive: int, others: list[int]
+    guide: Tensor,
+    config: TrainConfig,
+    anchor: int,
+    query: int,
+    positive: int,
+    others: list[int],
 ) -> list[int]:
     """The embeddings that the guide leaves as negatives."""
     own = guide[query] @ guide[positive]
-    margin = config.guide_margin * (own.abs() if config.guide_margin_kind == "relative" else 1.0)
+    margin = config.guide_margin * (
+        own.abs() if config.guide_margin_kind == "relative" else 1.0
+    )
     ceiling = own - margin
     ceiling = ceiling + TIE * ceiling.abs().clamp(min=1.0)
     return [u for u in others if not bool(guide[anchor] @ guide[u] > ceiling)]
 
 
-def targets(batch: LossBatch, config: TrainConfig, row: int, negative: int | None) -> Tensor:
+def targets(
+    batch: LossBatch, config: TrainConfig, row: int, negative: int | None
+) -> Tensor:
     """The teacher's score of a row's own pair or of its query with a hard negative."""
     name = followed_teacher(config)
     if name in (None, SCORES):
         assert batch.scores is not None
         if negative is None:
             return batch.scores[row]
-        return torch.tensor(float("nan")) if batch.negative_scores is None else batch.negative_scores[negative]
+        return (
+            torch.tensor(float("nan"))
+            if batch.negative_scores is None
+            else batch.negative_scores[negative]
+        )
     teacher = batch.teachers[str(name)]
     if isinstance(teacher, TeacherScores):
         return teacher.positive[row] if negative is None else teacher.negative[negative]
@@ -105,21 +129,32 @@ def own_negatives(batch: LossBatch, config: TrainConfig, row: int) -> list[int]:
     """Hard negatives of a row's example, less duplicates of its query and positives."""
     content = batch.content
     same = batch.example == batch.example[row]
-    forbidden = {int(content[u]) for u in batch.positive[same]} | {int(content[batch.query[row]])}
+    forbidden = {int(content[u]) for u in batch.positive[same]} | {
+        int(content[batch.query[row]])
+    }
     return [
         h
         for h in range(batch.negative.numel())
         if batch.negative_example[h] == batch.example[row]
-        and not (config.mask_duplicates and int(content[batch.negative[h]]) in forbidden)
+        and not (
+            config.mask_duplicates and int(content[batch.negative[h]]) in forbidden
+        )
     ]
 
 
-def listed(x: Tensor, batch: LossBatch, config: TrainConfig, row: int) -> tuple[Tensor, Tensor]:
+def listed(
+    x: Tensor, batch: LossBatch, config: TrainConfig, row: int
+) -> tuple[Tensor, Tensor]:
     """Student's and teacher's scores of a row's own pair and its example's hard negatives."""
     negatives = own_negatives(batch, config, row)
     documents = [int(batch.positive[row]), *(int(batch.negative[h]) for h in negatives)]
-    wanted = [targets(batch, config, row, None), *(targets(batch, config, row, h) for h in negatives)]
-    return x[documents] @ x[batch.query[row]], torch.stack([one.double() for one in wanted])
+    wanted = [
+        targets(batch, config, row, None),
+        *(targets(batch, config, row, h) for h in negatives),
+    ]
+    return x[documents] @ x[batch.query[row]], torch.stack(
+        [one.double() for one in wanted]
+    )
 
 
 def target_scale(config: TrainConfig) -> float:
@@ -131,7 +166,9 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
-def kl_listed(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float) -> Tensor:
+def kl_listed(
+    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float
+) -> Tensor:
     loss = x.sum() * 0.0
     for i in range(batch.num_rows)[batch.own_rows]:
         student, teacher = listed(x, batch, config, i)
@@ -139,11 +176,15 @@ def kl_listed(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | 
     return loss / max(1, batch.num_rows)
 
 
-def score_mse(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float) -> Tensor:
+def score_mse(
+    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float
+) -> Tensor:
     loss = x.sum() * 0.0
     for i in range(batch.num_rows)[batch.own_rows]:
         student, teacher = listed(x, batch, config, i)
-        errors = torch.softmax(student * scale, 0) - torch.softmax(teacher * target_scale(config), 0)
+        errors = torch.softmax(student * scale, 0) - torch.softmax(
+            teacher * target_scale(config), 0
+        )
         loss = loss + errors.square().mean()
     return loss / max(1, batch.num_rows)
 
@@ -154,25 +195,43 @@ def margin_mse(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
         student, teacher = listed(x, batch, config, i)
         count += len(student) - 1
         if i in range(batch.num_rows)[batch.own_rows]:
-            loss = loss + ((student[0] - student[1:]) - (teacher[0] - teacher[1:])).square().sum()
+            loss = (
+                loss
+                + ((student[0] - student[1:]) - (teacher[0] - teacher[1:]))
+                .square()
+                .sum()
+            )
     return loss / max(1, count)
 
 
-def lists(x: Tensor, batch: LossBatch, config: TrainConfig) -> list[tuple[int, Tensor, Tensor]]:
+def lists(
+    x: Tensor, batch: LossBatch, config: TrainConfig
+) -> list[tuple[int, Tensor, Tensor]]:
     """For each example its first row, the student's and the teacher's scores of all its documents."""
     found = []
     for example in batch.example.unique().tolist():
         rows = (batch.example == example).nonzero().flatten().tolist()
         negatives = own_negatives(batch, config, rows[0])
         query = x[batch.query[rows[0]]]
-        documents = [*(int(batch.positive[i]) for i in rows), *(int(batch.negative[h]) for h in negatives)]
+        documents = [
+            *(int(batch.positive[i]) for i in rows),
+            *(int(batch.negative[h]) for h in negatives),
+        ]
         wanted = [targets(batch, config, i, None) for i in rows]
         wanted += [targets(batch, config, rows[0], h) for h in negatives]
-        found.append((rows[0], x[documents] @ query, torch.stack([one.double() for one in wanted])))
+        found.append(
+            (
+                rows[0],
+                x[documents] @ query,
+                torch.stack([one.double() for one in wanted]),
+            )
+        )
     return found
 
 
-def listwise(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float) -> Tensor:
+def listwise(
+    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float
+) -> Tensor:
     loss, found = x.sum() * 0.0, lists(x, batch, config)
     for first, student, teacher in found:
         if first in range(batch.num_rows)[batch.own_rows]:
@@ -182,7 +241,9 @@ def listwise(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | f
     return loss / max(1, len(found))
 
 
-def ranknet(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float) -> Tensor:
+def ranknet(
+    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float
+) -> Tensor:
     loss, count = x.sum() * 0.0, 0
     for first, student, teacher in lists(x, batch, config):
         values = teacher.nan_to_num(nan=-float("inf"))
@@ -191,14 +252,22 @@ def ranknet(x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | fl
                 if values[a] > values[b]:
                     count += 1
                     if first in range(batch.num_rows)[batch.own_rows]:
-                        loss = loss + torch.logaddexp((student[b] - student[a]) * scale, x.new_zeros(()))
+                        loss = loss + torch.logaddexp(
+                            (student[b] - student[a]) * scale, x.new_zeros(())
+                        )
     return loss / max(1, count)
 
 
 def relational(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
     vectors = by_embedding(batch, str(followed_teacher(config)))
     everything = torch.cat((batch.query, batch.positive, batch.negative))
-    own = torch.cat((batch.query[batch.own_rows], batch.positive[batch.own_rows], batch.negative[batch.own_negatives]))
+    own = torch.cat(
+        (
+            batch.query[batch.own_rows],
+            batch.positive[batch.own_rows],
+            batch.negative[batch.own_negatives],
+        )
+    )
     number = torch.arange(len(everything))
     mine = torch.cat(
         (
@@ -208,7 +277,9 @@ def relational(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
         )
     )
     errors = x[own] @ x[everything].T - vectors[own] @ vectors[everything].T
-    return (errors.square() * (mine[:, None] != number)).sum() / max(1, len(everything)) ** 2
+    return (errors.square() * (mine[:, None] != number)).sum() / max(
+        1, len(everything)
+    ) ** 2
 
 
 def spread_out(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
@@ -217,16 +288,26 @@ def spread_out(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
         differ = ~torch.eye(num, dtype=torch.bool)
         if config.mask_duplicates:
             content = batch.content[index]
-            differ = (content[:, None] != content) & (batch.example[:, None] != batch.example)
+            differ = (content[:, None] != content) & (
+                batch.example[:, None] != batch.example
+            )
         squares = (x[index] @ x[index].T).square() * differ
         loss = loss + squares[batch.own_rows].sum() / max(1, num * (num - 1))
     return loss
 
 
-def embedding(z: Tensor, batch: LossBatch, config: TrainConfig, projection: Tensor) -> Tensor:
+def embedding(
+    z: Tensor, batch: LossBatch, config: TrainConfig, projection: Tensor
+) -> Tensor:
     """z: the first coordinates, not normalised."""
     vectors = by_embedding(batch, str(followed_teacher(config)))
-    own = torch.cat((batch.query[batch.own_rows], batch.positive[batch.own_rows], batch.negative[batch.own_negatives]))
+    own = torch.cat(
+        (
+            batch.query[batch.own_rows],
+            batch.positive[batch.own_rows],
+            batch.negative[batch.own_negatives],
+        )
+    )
     num, loss = 2 * batch.num_rows + batch.negative.numel(), z.sum() * 0.0
     for u in own.tolist():
         projected = projection[:, : z.shape[1]].double() @ z[u]

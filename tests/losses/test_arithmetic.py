@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.losses.batches import SIZES, assert_close, check, config_of, gradients, make_batch, term_sizes
+from tests.losses.batches import (
+    SIZES,
+    assert_close,
+    check,
+    config_of,
+    gradients,
+    make_batch,
+    term_sizes,
+)
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.losses.candidates import ExclusionMask
@@ -37,7 +45,13 @@ CASES = [
     {"loss": "cosine"},
     {"loss": "triplet", "use_mrl": True, "mrl_dims": [8, 3]},
     {**EVERYTHING, "guide": "vectors", "focal_gamma": 1.0, "mix_negatives": 1},
-    {"loss": "kl", "teacher": "vectors", "distill_candidates": "batch", "use_mrl": True, "mrl_dims": [8, 3]},
+    {
+        "loss": "kl",
+        "teacher": "vectors",
+        "distill_candidates": "batch",
+        "use_mrl": True,
+        "mrl_dims": [8, 3],
+    },
     {"loss": "kl", "teacher": "vectors"},
     {"loss": "margin_mse", "teacher": "reranker"},
     {"loss": "score_mse", "teacher": "reranker"},
@@ -46,14 +60,22 @@ CASES = [
     {"loss": "relational", "teacher": "vectors"},
     {"loss": "spread_out", "use_mrl": True, "mrl_dims": [8, 3]},
     {"loss": "embedding", "teacher": "vectors", "use_mrl": True, "mrl_dims": [8, 3]},
-    {"losses": [{"loss": "infonce"}, {"loss": "kl", "teacher": "vectors", "weight": 0.5}, {"loss": "spread_out"}]},
+    {
+        "losses": [
+            {"loss": "infonce"},
+            {"loss": "kl", "teacher": "vectors", "weight": 0.5},
+            {"loss": "spread_out"},
+        ]
+    },
 ]
 
 
 class OfGpus(TorchDispatchMode):
     """Refuses what `torch.use_deterministic_algorithms` refuses on GPUs, and allows on CPUs."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         refused = name in ("histc", "median", "put", "put_") or (
             name == "bincount" and any(isinstance(one, Tensor) for one in args[1:2])
@@ -64,7 +86,9 @@ class OfGpus(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_deterministic_runs_ended_in_the_loss_on_gpus(options: dict[str, object]) -> None:
+def test_deterministic_runs_ended_in_the_loss_on_gpus(
+    options: dict[str, object],
+) -> None:
     batch = make_batch(24, max_positives=2, num_contents=150, dtype=torch.float32)
     loss = build_loss(config_of(**options), **SIZES)
     with OfGpus():
@@ -82,7 +106,9 @@ def test_float32(options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_low_precision_embeddings_are_scored_in_float32(options: dict[str, object]) -> None:
+def test_low_precision_embeddings_are_scored_in_float32(
+    options: dict[str, object],
+) -> None:
     loss = build_loss(config_of(**options), **SIZES)
     low = make_batch(24, num_contents=150, dtype=torch.bfloat16)
     exact = replace(low, embeddings=low.embeddings.detach().float().requires_grad_())
@@ -113,8 +139,14 @@ def test_extreme_logits(similarity: str) -> None:
     """Differences of thousands between logits neither overflow nor lose the largest."""
     for factor in (1e-3, 1.0, 30.0):
         batch = make_batch(8, num_contents=None, seed=5)
-        batch = replace(batch, embeddings=(batch.embeddings.detach() * factor).requires_grad_())
-        largest = 1.0 if similarity == "cosine" else float(batch.embeddings.detach().square().sum(1).max())
+        batch = replace(
+            batch, embeddings=(batch.embeddings.detach() * factor).requires_grad_()
+        )
+        largest = (
+            1.0
+            if similarity == "cosine"
+            else float(batch.embeddings.detach().square().sum(1).max())
+        )
         # What float64 can tell apart among logits of that size.
         resolution = torch.finfo(torch.float64).eps * largest / 0.005
         config = config_of(similarity=similarity, temperature=0.005, bidirectional=True)
@@ -122,7 +154,9 @@ def test_extreme_logits(similarity: str) -> None:
 
 
 def test_small_losses_keep_their_digits_in_float32() -> None:
-    embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]).requires_grad_()
+    embeddings = torch.tensor(
+        [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]
+    ).requires_grad_()
     pairs = torch.tensor([[0, 1], [2, 3]])
     batch = LossBatch(
         embeddings=embeddings,
@@ -146,7 +180,9 @@ def test_what_is_not_a_number_shows() -> None:
         with torch.no_grad():
             batch.embeddings[batch.query[2]] = bad
         for loss in ("infonce", "sigmoid", "cosent", "cosine"):
-            assert not torch.isfinite(build_loss(config_of(loss=loss, use_mrl=True, mrl_dims=[4, 12]))(batch))
+            assert not torch.isfinite(
+                build_loss(config_of(loss=loss, use_mrl=True, mrl_dims=[4, 12]))(batch)
+            )
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
@@ -163,7 +199,13 @@ def test_autograd_contract(options: dict[str, object]) -> None:
     tripled = torch.autograd.grad(loss(batch) * 3.0, inputs)
     for name, one, two, three in zip(names, first, again, tripled, strict=True):
         assert torch.equal(one, two)
-        assert_close(three, 3.0 * one, 1e-14, f"gradient of {name} of three times the loss", 3.0 * terms[name])
+        assert_close(
+            three,
+            3.0 * one,
+            1e-14,
+            f"gradient of {name} of three times the loss",
+            3.0 * terms[name],
+        )
     with torch.no_grad():
         assert torch.equal(loss(batch), value)
     fixed = replace(batch, embeddings=batch.embeddings.detach())
@@ -173,7 +215,10 @@ def test_autograd_contract(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_two_runs_are_equal_to_the_bit(options: dict[str, object]) -> None:
-    batch, loss = make_batch(20, max_positives=2), build_loss(config_of(**options), **SIZES)
+    batch, loss = (
+        make_batch(20, max_positives=2),
+        build_loss(config_of(**options), **SIZES),
+    )
     assert torch.equal(loss(batch), loss(batch))
     assert torch.equal(*(gradients(loss(batch), batch.embeddings)[0] for _ in range(2)))
 
@@ -183,7 +228,9 @@ class LargestTensor(TorchDispatchMode):
 
     num_elements = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
@@ -192,14 +239,20 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_memory_grows_with_the_rows_and_not_with_their_square(options: dict[str, object]) -> None:
+def test_memory_grows_with_the_rows_and_not_with_their_square(
+    options: dict[str, object],
+) -> None:
     loss = build_loss(config_of(**options), **SIZES)
     for term in loss.modules():
-        if isinstance(term, InfoNCE | SigmoidLoss | BatchDivergence | Relational | SpreadOut):
+        if isinstance(
+            term, InfoNCE | SigmoidLoss | BatchDivergence | Relational | SpreadOut
+        ):
             term.tiling = Tiling(8, 4000)
     largest = []
     for num_examples in (300, 600):
-        batch = make_batch(num_examples, max_positives=1, max_negatives=1, num_contents=50)
+        batch = make_batch(
+            num_examples, max_positives=1, max_negatives=1, num_contents=50
+        )
         with LargestTensor() as seen:
             loss(batch).backward()
         largest.append(seen.num_elements)
@@ -210,24 +263,41 @@ def test_memory_grows_with_the_rows_and_not_with_their_square(options: dict[str,
 def test_tiles_keep_to_their_share_of_memory() -> None:
     embeddings = torch.empty(0, 1024)
     for scores_per_row in (1, 500, 3 * 131_072, 10_000_000):
-        for make, block, tile in ((Tiling.for_scores, 192, 32), (Tiling.for_ring, 64, 1)):
+        for make, block, tile in (
+            (Tiling.for_scores, 192, 32),
+            (Tiling.for_ring, 64, 1),
+        ):
             tiling = make(scores_per_row, embeddings)
-            assert tiling.rows == 16 or tiling.rows * scores_per_row * 4 <= block * MEBIBYTE
+            assert (
+                tiling.rows == 16
+                or tiling.rows * scores_per_row * 4 <= block * MEBIBYTE
+            )
             assert tiling.rows * tiling.columns * 4 <= tile * MEBIBYTE
 
 
 @pytest.mark.parametrize("num_contents", [3, 40, 4000])
 @pytest.mark.parametrize("slots", [(1, 1), (2, 1), (4, 3)])
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_what_is_left_out_by_places_is_what_all_keys_say(num_contents: int, slots: tuple[int, int], size: int) -> None:
+def test_what_is_left_out_by_places_is_what_all_keys_say(
+    num_contents: int, slots: tuple[int, int], size: int
+) -> None:
     draw = torch.Generator().manual_seed(0)
     row_keys, column_keys = (
-        torch.randint(0, num_contents, (50, width), generator=draw, dtype=torch.int32) for width in slots
+        torch.randint(0, num_contents, (50, width), generator=draw, dtype=torch.int32)
+        for width in slots
     )
     row_keys[::3, 1:], column_keys[::2, 1:] = -1, -2
     rule = ExclusionMask(row_keys, column_keys)
-    for rows, columns in ((slice(0, 50), slice(0, 50)), (slice(7, 30), slice(20, 21)), (slice(3, 3), slice(0, 9))):
-        expected = (row_keys[rows, None, :, None] == column_keys[None, columns, None, :]).flatten(2).any(2)
+    for rows, columns in (
+        (slice(0, 50), slice(0, 50)),
+        (slice(7, 30), slice(20, 21)),
+        (slice(3, 3), slice(0, 9)),
+    ):
+        expected = (
+            (row_keys[rows, None, :, None] == column_keys[None, columns, None, :])
+            .flatten(2)
+            .any(2)
+        )
         found = torch.zeros_like(expected)
         parts = found.split(size, dim=1)
         for part, given in zip(parts, rule.left_out(rows, columns, size), strict=True):

@@ -20,12 +20,15 @@ from vembed.config.schema import TrainConfig
 from vembed.losses.build import build_loss
 
 
-@pytest.mark.parametrize("loss", ["infonce", "circle", "cosent", "angle", "cosine", "triplet", "sigmoid"])
+@pytest.mark.parametrize(
+    "loss", ["infonce", "circle", "cosent", "angle", "cosine", "triplet", "sigmoid"]
+)
 def test_every_loss_falls_by_gradient_descent(loss: str) -> None:
     batch = make_batch(12, num_contents=None, max_negatives=2)
     objective = build_loss(config_of(loss=loss, learn_temperature=True)).double()
     optimizer = torch.optim.SGD(
-        [batch.embeddings, *objective.parameters()], lr=1.0 if loss in ("cosine", "triplet") else 0.05
+        [batch.embeddings, *objective.parameters()],
+        lr=1.0 if loss in ("cosine", "triplet") else 0.05,
     )
     losses = []
     for _ in range(20):
@@ -42,20 +45,36 @@ def test_temperature_is_fixed_unless_it_is_to_be_learned() -> None:
     assert not list(build_loss(config_of()).parameters())
     assert build_loss(config_of()).scale_and_bias() is None
     learned = build_loss(config_of(learn_temperature=True))
-    assert [(name, float(value.detach())) for name, value in learned.named_parameters()] == [
-        ("temperature", pytest.approx(0.05))
-    ]
+    assert [
+        (name, float(value.detach())) for name, value in learned.named_parameters()
+    ] == [("temperature", pytest.approx(0.05))]
     assert learned.scale_and_bias() == (pytest.approx(20.0), 0.0)
 
 
 @pytest.mark.parametrize(
     ("options", "start", "said"),
     [
-        ({"learn_temperature": True}, 0.01, "learned, starting at 0.01, with which this model was trained"),
-        ({"learn_temperature": True, "temperature": 0.2}, 0.2, "learned, starting at 0.2 as given, not at 0.01"),
-        ({"loss": "sigmoid", "temperature": 0.2}, 0.2, "learned, starting at 0.2 as given, not at 0.01"),
         (
-            {"losses": [{"loss": "infonce", "learn_temperature": True, "temperature": 0.2}]},
+            {"learn_temperature": True},
+            0.01,
+            "learned, starting at 0.01, with which this model was trained",
+        ),
+        (
+            {"learn_temperature": True, "temperature": 0.2},
+            0.2,
+            "learned, starting at 0.2 as given, not at 0.01",
+        ),
+        (
+            {"loss": "sigmoid", "temperature": 0.2},
+            0.2,
+            "learned, starting at 0.2 as given, not at 0.01",
+        ),
+        (
+            {
+                "losses": [
+                    {"loss": "infonce", "learn_temperature": True, "temperature": 0.2}
+                ]
+            },
             0.2,
             "learned, starting at 0.2 as given, not at 0.01",
         ),
@@ -65,7 +84,11 @@ def test_a_given_temperature_is_where_a_learned_one_starts_and_that_is_said(
     options: dict[str, Any], start: float, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="vembed")
-    loss = build_loss(TrainConfig(model_name="", data_path="", **options), start_scale=100.0, start_bias=-10.0)
+    loss = build_loss(
+        TrainConfig(model_name="", data_path="", **options),
+        start_scale=100.0,
+        start_bias=-10.0,
+    )
     scale_and_bias = loss.scale_and_bias()
     assert scale_and_bias is not None and 1 / scale_and_bias[0] == pytest.approx(start)
     assert f"temperature: {said}" in caplog.text
@@ -83,10 +106,19 @@ def test_temperature_starts_from_the_model_and_stays_in_its_range() -> None:
 
 
 def test_sigmoid_starts_from_the_model_and_stays_in_its_range() -> None:
-    assert build_loss(config_of(loss="sigmoid")).scale_and_bias() == (pytest.approx(20.0), -10.0)
-    given = build_loss(config_of(loss="sigmoid", temperature=0.5), start_scale=117.0, start_bias=-12.5)
-    assert given.scale_and_bias() == pytest.approx((2.0, -12.5)), "the user's own temperature is where it starts"
-    given = build_loss(config_of(learn_temperature=True, temperature=0.5), start_scale=117.0)
+    assert build_loss(config_of(loss="sigmoid")).scale_and_bias() == (
+        pytest.approx(20.0),
+        -10.0,
+    )
+    given = build_loss(
+        config_of(loss="sigmoid", temperature=0.5), start_scale=117.0, start_bias=-12.5
+    )
+    assert given.scale_and_bias() == pytest.approx((2.0, -12.5)), (
+        "the user's own temperature is where it starts"
+    )
+    given = build_loss(
+        config_of(learn_temperature=True, temperature=0.5), start_scale=117.0
+    )
     assert given.scale_and_bias() == pytest.approx((2.0, 0.0))
     loss = build_loss(config_of(loss="sigmoid"), start_scale=117.0, start_bias=-12.5)
     assert loss.scale_and_bias() == (pytest.approx(117.0, rel=1e-6), -12.5)
@@ -100,13 +132,23 @@ def test_sigmoid_starts_from_the_model_and_stays_in_its_range() -> None:
 
 def test_bidirectional_changes_nothing_in_the_sigmoid_loss() -> None:
     batch = make_batch(6)
-    assert torch.equal(*(build_loss(config_of(loss="sigmoid", bidirectional=both))(batch) for both in (True, False)))
+    assert torch.equal(
+        *(
+            build_loss(config_of(loss="sigmoid", bidirectional=both))(batch)
+            for both in (True, False)
+        )
+    )
 
 
 def test_matryoshka_sizes_come_from_the_config_or_the_model() -> None:
     batch = make_batch(6)
     named = build_loss(config_of(use_mrl=True, mrl_dims=[4, 12]))(batch)
-    assert_close(build_loss(config_of(use_mrl=True), mrl_dims=(12, 4))(batch), named, 1e-14, "loss")
+    assert_close(
+        build_loss(config_of(use_mrl=True), mrl_dims=(12, 4))(batch),
+        named,
+        1e-14,
+        "loss",
+    )
     check(batch, config_of(), build_loss(config_of(), mrl_dims=(12, 4)))
     with pytest.raises(ValueError, match="use_mrl without mrl_dims"):
         build_loss(config_of(use_mrl=True))
@@ -118,9 +160,21 @@ def test_matryoshka_sizes_come_from_the_config_or_the_model() -> None:
 def test_each_matryoshka_size_keeps_its_own_weight_in_any_order() -> None:
     batch = make_batch(6)
     weights = {4: 1.0, 12: 2.0, 8: 3.0}
-    alone = {dim: build_loss(config_of(use_mrl=True, mrl_dims=[dim]))(batch) for dim in weights}
-    together = build_loss(config_of(use_mrl=True, mrl_dims=list(weights), mrl_weights=list(weights.values())))(batch)
-    assert_close(together, sum(weight * alone[dim] for dim, weight in weights.items()), 1e-14, "loss")
+    alone = {
+        dim: build_loss(config_of(use_mrl=True, mrl_dims=[dim]))(batch)
+        for dim in weights
+    }
+    together = build_loss(
+        config_of(
+            use_mrl=True, mrl_dims=list(weights), mrl_weights=list(weights.values())
+        )
+    )(batch)
+    assert_close(
+        together,
+        sum(weight * alone[dim] for dim, weight in weights.items()),
+        1e-14,
+        "loss",
+    )
 
 
 def run_benchmark(*options: str) -> str:
@@ -128,7 +182,9 @@ def run_benchmark(*options: str) -> str:
     command = [sys.executable, "-m", "benchmarks.loss", *options]
     root = Path(__file__).parents[2]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=root, env=one_thread, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        command, cwd=root, env=one_thread, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_the_benchmark_compares_times() -> None:
@@ -141,8 +197,13 @@ def test_peak_memory_of_a_process() -> None:
     """Beside the embeddings and their gradient there is never more than about one further copy of what is scored."""
 
     def fits() -> bool:
-        printed = run_benchmark("--repeats", "0", "--memory-rows", "16384", "--memory-own-rows", "64")
-        found = re.search(r"([\d.]+) GiB beyond the embeddings and their gradient \(([\d.]+) GiB each\)", printed)
+        printed = run_benchmark(
+            "--repeats", "0", "--memory-rows", "16384", "--memory-own-rows", "64"
+        )
+        found = re.search(
+            r"([\d.]+) GiB beyond the embeddings and their gradient \(([\d.]+) GiB each\)",
+            printed,
+        )
         assert found is not None
         beyond, gradient = (float(number) for number in found.groups())
         return beyond < 1.3 * gradient

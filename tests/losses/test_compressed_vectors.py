@@ -30,14 +30,24 @@ def stored(vectors: Tensor, form: StoredForm) -> Tensor:
     """The definition, row by row."""
     unit = vectors / vectors.norm(dim=1, keepdim=True)
     if form == "binary":
-        signs = torch.tensor([[1.0 if value > 0 else -1.0 for value in row] for row in unit.tolist()]).double()
+        signs = torch.tensor(
+            [[1.0 if value > 0 else -1.0 for value in row] for row in unit.tolist()]
+        ).double()
         return signs / unit.shape[1] ** 0.5
     low, high = unit.min(0).values, unit.max(0).values
     rows = [
-        [lo + (min(max(math.floor((value - lo) / ((hi - lo) / 255) + EDGE), 0), 255) + 0.5) * (hi - lo) / 255
-         for value, lo, hi in zip(row, low.tolist(), high.tolist(), strict=True)]
+        [
+            lo
+            + (
+                min(max(math.floor((value - lo) / ((hi - lo) / 255) + EDGE), 0), 255)
+                + 0.5
+            )
+            * (hi - lo)
+            / 255
+            for value, lo, hi in zip(row, low.tolist(), high.tolist(), strict=True)
+        ]
         for row in unit.tolist()
-    ]  # fmt: skip
+    ]
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -47,7 +57,12 @@ def test_value_and_gradient(options: dict[str, Any], form: StoredForm) -> None:
     batch = make_batch(8, max_positives=2, num_contents=30)
     loss = build_loss(config_of(**options, quantize_embeddings=form), **SIZES).double()
     plain = build_loss(config_of(**options), **SIZES).double()
-    plain.load_state_dict({name.removeprefix("inner."): value for name, value in loss.state_dict().items()})
+    plain.load_state_dict(
+        {
+            name.removeprefix("inner."): value
+            for name, value in loss.state_dict().items()
+        }
+    )
     (found,) = gradients(loss(batch), batch.embeddings)
 
     given = batch.embeddings.detach()
@@ -69,7 +84,9 @@ def test_value_and_gradient(options: dict[str, Any], form: StoredForm) -> None:
 @pytest.mark.parametrize("form", ["int8", "binary"])
 def test_shares_of_ranks_add_up(form: StoredForm) -> None:
     batch = make_batch(10, max_positives=2, num_contents=40)
-    loss = build_loss(config_of(use_mrl=True, mrl_dims=[4, 12], quantize_embeddings=form)).double()
+    loss = build_loss(
+        config_of(use_mrl=True, mrl_dims=[4, 12], quantize_embeddings=form)
+    ).double()
     whole = loss(batch)
     shares = [loss(part) for part in rank_batches(batch, [2, 3, 7])]
     assert_close(torch.stack(shares).sum(), whole, 1e-12, "loss", 1.0)
@@ -79,7 +96,9 @@ def test_shares_of_ranks_add_up(form: StoredForm) -> None:
 
 
 def test_levels_are_those_of_stored_vectors() -> None:
-    unit = torch.nn.functional.normalize(torch.randn(40, 12, generator=torch.Generator().manual_seed(1)), dim=1)
+    unit = torch.nn.functional.normalize(
+        torch.randn(40, 12, generator=torch.Generator().manual_seed(1)), dim=1
+    )
     low, high = unit.min(0).values, unit.max(0).values
     levels = torch.from_numpy(quantized(unit.numpy(), "uint8").astype(np.float32))
     found = (as_stored(unit, "int8", cosine=True) - low) / (high - low) * 255 - 0.5
@@ -92,10 +111,17 @@ def test_levels_are_those_of_stored_vectors() -> None:
 
 
 def test_every_size_of_signs_and_extremes() -> None:
-    vectors = torch.tensor([[3.0, -1.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0], [1e-30, -5.0, 1e30, -1e-9]]).double()
+    vectors = torch.tensor(
+        [[3.0, -1.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0], [1e-30, -5.0, 1e30, -1e-9]]
+    ).double()
     found = as_stored(vectors, "binary", cosine=True)
-    assert (found > 0).tolist() == (vectors > 0).tolist() and torch.isfinite(found).all()
+    assert (found > 0).tolist() == (vectors > 0).tolist() and torch.isfinite(
+        found
+    ).all()
     np.testing.assert_allclose(found.norm(dim=1), 1.0)
     for form in ("int8", "binary"):
         same = as_stored(torch.ones(3, 4).double(), form, cosine=False)  # type: ignore[arg-type]
-        np.testing.assert_allclose(same, 1.0), "coordinates without a range keep their value"
+        (
+            np.testing.assert_allclose(same, 1.0),
+            "coordinates without a range keep their value",
+        )

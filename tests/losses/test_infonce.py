@@ -45,9 +45,14 @@ OPTIONS = [
 @pytest.mark.parametrize("loss", ["infonce", "sigmoid"])
 @pytest.mark.parametrize("num_contents", [None, 7])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_each_option_equals_the_reference(options: dict[str, object], num_contents: int | None, loss: str) -> None:
+def test_each_option_equals_the_reference(
+    options: dict[str, object], num_contents: int | None, loss: str
+) -> None:
     for max_positives in (1, 3):
-        check(make_batch(9, max_positives=max_positives, num_contents=num_contents), config_of(loss=loss, **options))
+        check(
+            make_batch(9, max_positives=max_positives, num_contents=num_contents),
+            config_of(loss=loss, **options),
+        )
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -86,7 +91,12 @@ def test_any_combination_equals_the_reference(
 ) -> None:
     if mrl_dims:
         weights = [1.0 + 0.5 * n for n in range(len(mrl_dims))]
-        options = {**options, "use_mrl": True, "mrl_dims": mrl_dims, "mrl_weights": weights}
+        options = {
+            **options,
+            "use_mrl": True,
+            "mrl_dims": mrl_dims,
+            "mrl_weights": weights,
+        }
     batch = make_batch(
         num_examples,
         dim=6,
@@ -102,9 +112,15 @@ def test_any_combination_equals_the_reference(
     check(batch, config, loss)
 
 
-@pytest.mark.parametrize("options", [{}, MRL, EVERYTHING, {"loss": "sigmoid", **MRL}], ids=str)
-@pytest.mark.parametrize("tiling", [Tiling(1, 1), Tiling(5, 7), Tiling(16, 1000), Tiling(1000, 3)], ids=str)
-def test_tiles_of_any_size_give_the_same(tiling: Tiling, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, MRL, EVERYTHING, {"loss": "sigmoid", **MRL}], ids=str
+)
+@pytest.mark.parametrize(
+    "tiling", [Tiling(1, 1), Tiling(5, 7), Tiling(16, 1000), Tiling(1000, 3)], ids=str
+)
+def test_tiles_of_any_size_give_the_same(
+    tiling: Tiling, options: dict[str, object]
+) -> None:
     config = config_of(**options)
     loss = build_loss(config)
     assert isinstance(loss, InfoNCE | SigmoidLoss)

@@ -20,11 +20,17 @@ MRL = {"use_mrl": True, "mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 @pytest.mark.parametrize("loss", ["cosent", "angle", "cosine", "triplet"])
 @pytest.mark.parametrize("num_contents", [None, 4])
 @pytest.mark.parametrize(
-    "options", [{}, {"similarity": "dot", "temperature": 2.0}, MRL, {**MRL, "similarity": "dot"}], ids=str
+    "options",
+    [{}, {"similarity": "dot", "temperature": 2.0}, MRL, {**MRL, "similarity": "dot"}],
+    ids=str,
 )
-def test_equals_the_reference(options: dict[str, object], num_contents: int | None, loss: str) -> None:
+def test_equals_the_reference(
+    options: dict[str, object], num_contents: int | None, loss: str
+) -> None:
     for max_positives in (1, 3):
-        batch = make_batch(11, max_positives=max_positives, max_negatives=3, num_contents=num_contents)
+        batch = make_batch(
+            11, max_positives=max_positives, max_negatives=3, num_contents=num_contents
+        )
         check(batch, config_of(loss=loss, **options))
 
 
@@ -50,9 +56,20 @@ def test_any_size_equals_the_reference(
     seed: int,
 ) -> None:
     config = config_of(
-        loss=loss, triplet_margin=margin, mask_duplicates=mask_duplicates, learn_temperature=learn_temperature
+        loss=loss,
+        triplet_margin=margin,
+        mask_duplicates=mask_duplicates,
+        learn_temperature=learn_temperature,
     )
-    check(make_batch(num_examples, seed=seed, max_negatives=max_negatives, num_contents=num_contents), config)
+    check(
+        make_batch(
+            num_examples,
+            seed=seed,
+            max_negatives=max_negatives,
+            num_contents=num_contents,
+        ),
+        config,
+    )
 
 
 def test_many_pairs_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +97,22 @@ def test_scores_are_asked_for(loss: str) -> None:
 
 def test_scores_of_another_scale_are_named() -> None:
     batch = make_batch(4)
-    batch = replace(batch, scores=torch.linspace(0, 5, batch.num_rows, dtype=torch.float64))
-    with pytest.raises(UserError, match=r"scores from 0 to 5: scale them into \[-1, 1\], or use loss: cosent"):
+    batch = replace(
+        batch, scores=torch.linspace(0, 5, batch.num_rows, dtype=torch.float64)
+    )
+    with pytest.raises(
+        UserError,
+        match=r"scores from 0 to 5: scale them into \[-1, 1\], or use loss: cosent",
+    ):
         build_loss(config_of(loss="cosine"))(batch)
     check(batch, config_of(loss="cosine", similarity="dot"))
 
 
 def test_angle_needs_even_sizes() -> None:
-    with pytest.raises(UserError, match=r"loss: angle reads halves of a vector .* 3 dimensions have none"):
-        build_loss(config_of(loss="angle", use_mrl=True, mrl_dims=[3, 12]))(make_batch(4))
+    with pytest.raises(
+        UserError,
+        match=r"loss: angle reads halves of a vector .* 3 dimensions have none",
+    ):
+        build_loss(config_of(loss="angle", use_mrl=True, mrl_dims=[3, 12]))(
+            make_batch(4)
+        )

@@ -7,14 +7,30 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.losses.batches import assert_close, check, config_of, gradients, make_batch, term_sizes
+from tests.losses.batches import (
+    assert_close,
+    check,
+    config_of,
+    gradients,
+    make_batch,
+    term_sizes,
+)
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 
 CASES = [
     {},
-    {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True},
-    {"use_mrl": True, "mrl_dims": [4, 12], "false_negative_margin": 0.1, "learn_temperature": True},
+    {
+        "bidirectional": True,
+        "query_query_negatives": True,
+        "document_document_negatives": True,
+    },
+    {
+        "use_mrl": True,
+        "mrl_dims": [4, 12],
+        "false_negative_margin": 0.1,
+        "learn_temperature": True,
+    },
     {"hard_negatives_scope": "own", "document_document_negatives": True},
     {"mask_duplicates": False, "bidirectional": True},
     {"loss": "sigmoid", "use_mrl": True, "mrl_dims": [4, 12]},
@@ -31,8 +47,14 @@ def rank_batches(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
     parts = []
     for first, last in zip([0, *cuts], [*cuts, len(examples)], strict=True):
         mine = torch.tensor(examples[first:last], dtype=torch.int64)
-        rows, negatives = (torch.isin(x, mine).nonzero().flatten() for x in (batch.example, batch.negative_example))
-        row_start, negative_start = (int(rows[0]) if len(rows) else 0), (int(negatives[0]) if len(negatives) else 0)
+        rows, negatives = (
+            torch.isin(x, mine).nonzero().flatten()
+            for x in (batch.example, batch.negative_example)
+        )
+        row_start, negative_start = (
+            (int(rows[0]) if len(rows) else 0),
+            (int(negatives[0]) if len(negatives) else 0),
+        )
         parts.append(
             replace(
                 batch,
@@ -57,18 +79,26 @@ def test_shares_add_up(options: dict[str, object], cuts: list[int]) -> None:
     wanted = gradients(whole, *inputs)
     found = [loss(part) for part in rank_batches(batch, cuts)]
     assert_close(torch.stack(found).sum(), whole, 1e-12, "loss", terms["loss"])
-    by_rank = zip(*(gradients(rank_batch, *inputs) for rank_batch in found), strict=True)
+    by_rank = zip(
+        *(gradients(rank_batch, *inputs) for rank_batch in found), strict=True
+    )
     for name, parts, want in zip(names, by_rank, wanted, strict=True):
-        assert_close(torch.stack(parts).sum(0), want, 1e-12, f"gradient of {name}", terms[name])
+        assert_close(
+            torch.stack(parts).sum(0), want, 1e-12, f"gradient of {name}", terms[name]
+        )
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_each_share_is_that_of_the_definition(options: dict[str, object]) -> None:
-    for part in rank_batches(make_batch(9, max_positives=2, num_contents=50), [3, 3, 7]):
+    for part in rank_batches(
+        make_batch(9, max_positives=2, num_contents=50), [3, 3, 7]
+    ):
         check(part, config_of(**options))
 
 
-@pytest.mark.parametrize("options", [case for case in CASES if "loss" not in case], ids=str)
+@pytest.mark.parametrize(
+    "options", [case for case in CASES if "loss" not in case], ids=str
+)
 def test_negatives_from_the_own_rank_alone(options: dict[str, object]) -> None:
     config = config_of(negatives_from="own_rank", **options)
     batch = make_batch(9, max_positives=2, num_contents=50)

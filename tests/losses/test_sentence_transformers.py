@@ -27,7 +27,12 @@ Columns = list[Tensor]
 
 def columns(num: int, seed: int) -> Columns:
     draw = torch.Generator().manual_seed(seed)
-    return [(torch.randn(N, DIM, generator=draw, dtype=torch.float64) + 1.0).requires_grad_() for _ in range(num)]
+    return [
+        (
+            torch.randn(N, DIM, generator=draw, dtype=torch.float64) + 1.0
+        ).requires_grad_()
+        for _ in range(num)
+    ]
 
 
 def batch_of(embeddings: Columns, teachers: dict[str, Any]) -> LossBatch:
@@ -52,22 +57,36 @@ def batch_of(embeddings: Columns, teachers: dict[str, Any]) -> LossBatch:
 def teacher_vectors(guides: Columns) -> TeacherVectors:
     numbers = torch.arange(N)
     vectors = F.normalize(torch.cat(guides), dim=1)
-    return TeacherVectors(vectors, numbers, N + numbers, 2 * N + torch.arange(N * (len(guides) - 2)))
+    return TeacherVectors(
+        vectors, numbers, N + numbers, 2 * N + torch.arange(N * (len(guides) - 2))
+    )
 
 
 def guides(num: int) -> Columns:
     draw = torch.Generator().manual_seed(5)
-    return [torch.randn(N, TEACHER_DIM, generator=draw, dtype=torch.float64) + 0.5 for _ in range(num)]
+    return [
+        torch.randn(N, TEACHER_DIM, generator=draw, dtype=torch.float64) + 0.5
+        for _ in range(num)
+    ]
 
 
 def compare(
-    embeddings: Columns, options: dict[str, Any], teachers: dict[str, Any], theirs: Tensor, factor: float
+    embeddings: Columns,
+    options: dict[str, Any],
+    teachers: dict[str, Any],
+    theirs: Tensor,
+    factor: float,
 ) -> None:
     """Our loss times `factor` equals theirs, and so does the gradient of every column."""
     wanted = torch.autograd.grad(theirs, embeddings)
-    ours = build_loss(config_of(**options)).double()(batch_of(embeddings, teachers)) * factor
+    ours = (
+        build_loss(config_of(**options)).double()(batch_of(embeddings, teachers))
+        * factor
+    )
     assert_close(ours, theirs, 1e-10, "loss")
-    for found, gradient in zip(torch.autograd.grad(ours, embeddings), wanted, strict=True):
+    for found, gradient in zip(
+        torch.autograd.grad(ours, embeddings), wanted, strict=True
+    ):
         assert_close(found, gradient, 1e-10, "gradient")
 
 
@@ -83,30 +102,61 @@ def peer(kind: type[nn.Module], **settings: Any) -> Any:
 @pytest.mark.parametrize("strategy", ["absolute", "relative"])
 @pytest.mark.parametrize("contrast", [False, True])
 @pytest.mark.parametrize("cached", [False, True])
-def test_gist(strategy: str, contrast: bool, cached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gist(
+    strategy: str, contrast: bool, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their positives are contrasted with positives alone, ours with hard negatives too: compared without negatives.
     The query itself is masked there by the guide's score of 1, here by its content."""
-    from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss, GISTEmbedLoss, gist_embed
+    from sentence_transformers.sentence_transformer.losses import (
+        CachedGISTEmbedLoss,
+        GISTEmbedLoss,
+        gist_embed,
+    )
 
     num = 2 if contrast else 3
     embeddings, guided = columns(num, 1), guides(num)
     settings = {
-        "temperature": 0.05, "margin_strategy": strategy, "margin": 0.05, "contrast_anchors": contrast,
-        "contrast_positives": contrast, "similarity_fct": nn.CosineSimilarity(dim=-1),
-        "cross_entropy_loss": nn.CrossEntropyLoss(), "mini_batch_size": 3, "show_progress_bar": False,
-    }  # fmt: skip
+        "temperature": 0.05,
+        "margin_strategy": strategy,
+        "margin": 0.05,
+        "contrast_anchors": contrast,
+        "contrast_positives": contrast,
+        "similarity_fct": nn.CosineSimilarity(dim=-1),
+        "cross_entropy_loss": nn.CrossEntropyLoss(),
+        "mini_batch_size": 3,
+        "show_progress_bar": False,
+    }
     if cached:
         loss = peer(CachedGISTEmbedLoss, **settings)
-        theirs = loss.calculate_loss([[one] for one in embeddings], [[one] for one in guided])
+        theirs = loss.calculate_loss(
+            [[one] for one in embeddings], [[one] for one in guided]
+        )
     else:
-        loss = peer(GISTEmbedLoss, model="student", guide="guide", must_retokenize=False, **settings)
-        monkeypatch.setattr(gist_embed, "embed_columns", lambda model, features: [one[model] for one in features])
-        features = [{"student": one, "guide": two} for one, two in zip(embeddings, guided, strict=True)]
+        loss = peer(
+            GISTEmbedLoss,
+            model="student",
+            guide="guide",
+            must_retokenize=False,
+            **settings,
+        )
+        monkeypatch.setattr(
+            gist_embed,
+            "embed_columns",
+            lambda model, features: [one[model] for one in features],
+        )
+        features = [
+            {"student": one, "guide": two}
+            for one, two in zip(embeddings, guided, strict=True)
+        ]
         theirs = loss(features, torch.empty(0))
     options = {
-        "guide": "guide", "guide_margin": 0.05, "guide_margin_kind": strategy, "temperature": 0.05,
-        "query_query_negatives": contrast, "document_document_negatives": contrast,
-    }  # fmt: skip
+        "guide": "guide",
+        "guide_margin": 0.05,
+        "guide_margin_kind": strategy,
+        "temperature": 0.05,
+        "query_query_negatives": contrast,
+        "document_document_negatives": contrast,
+    }
     compare(embeddings, options, {"guide": teacher_vectors(guided)}, theirs, 1.0)
 
 
@@ -115,11 +165,19 @@ def test_margin_mse() -> None:
     from sentence_transformers.util import pairwise_dot_score
 
     embeddings = columns(1 + WAYS, 2)
-    scores = torch.randn(N, WAYS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    scores = torch.randn(
+        N, WAYS, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     loss = peer(MarginMSELoss, similarity_fct=pairwise_dot_score, loss_fct=nn.MSELoss())
     theirs = loss.compute_loss_from_embeddings(embeddings, scores)
     options = {"loss": "margin_mse", "teacher": "scores_of", "similarity": "dot"}
-    compare(embeddings, options, {"scores_of": TeacherScores(scores[:, 0], scores[:, 1:].T.flatten())}, theirs, 1.0)
+    compare(
+        embeddings,
+        options,
+        {"scores_of": TeacherScores(scores[:, 0], scores[:, 1:].T.flatten())},
+        theirs,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -129,30 +187,44 @@ def test_kl(temperature: float) -> None:
     from sentence_transformers.util import pairwise_dot_score
 
     embeddings = columns(1 + WAYS, 4)
-    scores = torch.randn(N, WAYS, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    scores = torch.randn(
+        N, WAYS, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
     loss = peer(
-        DistillKLDivLoss, similarity_fct=pairwise_dot_score, student_temperature=temperature, teacher_temperature=0.5,
-        loss_fct=nn.KLDivLoss(reduction="batchmean"), _checked_teacher_scale=True,
-    )  # fmt: skip
+        DistillKLDivLoss,
+        similarity_fct=pairwise_dot_score,
+        student_temperature=temperature,
+        teacher_temperature=0.5,
+        loss_fct=nn.KLDivLoss(reduction="batchmean"),
+        _checked_teacher_scale=True,
+    )
     theirs = loss.compute_loss_from_embeddings(embeddings, scores)
     options = {
-        "loss": "kl", "teacher": "scores_of", "similarity": "dot", "temperature": temperature,
+        "loss": "kl",
+        "teacher": "scores_of",
+        "similarity": "dot",
+        "temperature": temperature,
         "teacher_temperature": 0.5,
-    }  # fmt: skip
+    }
     teachers = {"scores_of": TeacherScores(scores[:, 0], scores[:, 1:].T.flatten())}
     compare(embeddings, options, teachers, theirs, temperature**2)
 
 
 def test_spread_out() -> None:
     """Theirs is max(0, mean of squares - 1/d) per column: the same gradient, and the loss differs by that constant."""
-    from sentence_transformers.sentence_transformer.losses import GlobalOrthogonalRegularizationLoss
+    from sentence_transformers.sentence_transformer.losses import (
+        GlobalOrthogonalRegularizationLoss,
+    )
     from sentence_transformers.util import cos_sim
 
     embeddings = columns(2, 6)
     loss = peer(
-        GlobalOrthogonalRegularizationLoss, similarity_fct=cos_sim, mean_weight=None, second_moment_weight=1.0,
+        GlobalOrthogonalRegularizationLoss,
+        similarity_fct=cos_sim,
+        mean_weight=None,
+        second_moment_weight=1.0,
         aggregation="sum",
-    )  # fmt: skip
+    )
     theirs = loss.compute_loss_from_embeddings(embeddings)["gor_second_moment"]
     compare(embeddings, {"loss": "spread_out"}, {}, theirs + 2 / DIM, 1.0)
 
@@ -164,41 +236,62 @@ def test_angle() -> None:
 
     embeddings = columns(2, 9)
     labels = torch.arange(N, dtype=torch.float64).remainder(4) / 3
-    theirs = peer(AnglELoss, similarity_fct=pairwise_angle_sim, scale=20.0).compute_loss_from_embeddings(
-        embeddings, labels
-    )
+    theirs = peer(
+        AnglELoss, similarity_fct=pairwise_angle_sim, scale=20.0
+    ).compute_loss_from_embeddings(embeddings, labels)
     batch = replace(batch_of(embeddings, {}), scores=labels)
     ours = build_loss(config_of(loss="angle")).double()(batch)
     assert_close(ours, theirs, 1e-10, "loss")
     wanted = torch.autograd.grad(theirs, embeddings)
-    for found, gradient in zip(torch.autograd.grad(ours, embeddings), wanted, strict=True):
+    for found, gradient in zip(
+        torch.autograd.grad(ours, embeddings), wanted, strict=True
+    ):
         assert_close(found, gradient, 1e-10, "gradient")
 
 
 @pytest.mark.parametrize("loss", ["margin_mse", "spread_out"])
 def test_matryoshka_over_them(loss: str) -> None:
-    from sentence_transformers.sentence_transformer.losses import GlobalOrthogonalRegularizationLoss, MarginMSELoss
+    from sentence_transformers.sentence_transformer.losses import (
+        GlobalOrthogonalRegularizationLoss,
+        MarginMSELoss,
+    )
     from sentence_transformers.sentence_transformer.losses.matryoshka import shrink
     from sentence_transformers.util import cos_sim, pairwise_cos_sim
 
     weights = {4: 0.5, 12: 2.0}
     embeddings = columns(2 if loss == "spread_out" else 1 + WAYS, 8)
-    scores = torch.randn(N, WAYS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    scores = torch.randn(
+        N, WAYS, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     margin = peer(MarginMSELoss, similarity_fct=pairwise_cos_sim, loss_fct=nn.MSELoss())
     spread = peer(
-        GlobalOrthogonalRegularizationLoss, similarity_fct=cos_sim, mean_weight=None, second_moment_weight=1.0,
+        GlobalOrthogonalRegularizationLoss,
+        similarity_fct=cos_sim,
+        mean_weight=None,
+        second_moment_weight=1.0,
         aggregation="sum",
-    )  # fmt: skip
+    )
     theirs = torch.zeros((), dtype=torch.float64)
     for dim, weight in weights.items():
         short = [shrink(one, dim) for one in embeddings]
         if loss == "margin_mse":
-            theirs = theirs + weight * margin.compute_loss_from_embeddings(short, scores)
+            theirs = theirs + weight * margin.compute_loss_from_embeddings(
+                short, scores
+            )
         else:
             value = spread.compute_loss_from_embeddings(short)["gor_second_moment"]
             theirs = theirs + weight * (value + 2 / dim)
     options = {
-        "loss": loss, "use_mrl": True, "mrl_dims": list(weights), "mrl_weights": list(weights.values()),
+        "loss": loss,
+        "use_mrl": True,
+        "mrl_dims": list(weights),
+        "mrl_weights": list(weights.values()),
         **({"teacher": "scores_of"} if loss == "margin_mse" else {}),
-    }  # fmt: skip
-    compare(embeddings, options, {"scores_of": TeacherScores(scores[:, 0], scores[:, 1:].T.flatten())}, theirs, 1.0)
+    }
+    compare(
+        embeddings,
+        options,
+        {"scores_of": TeacherScores(scores[:, 0], scores[:, 1:].T.flatten())},
+        theirs,
+        1.0,
+    )

@@ -20,38 +20,79 @@ from vembed.losses.mixing import draw_mixtures, uniform_numbers
 from vembed.losses.tiles import Tiling
 
 MRL = {"use_mrl": True, "mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
-ALL_TERMS = {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True}
+ALL_TERMS = {
+    "bidirectional": True,
+    "query_query_negatives": True,
+    "document_document_negatives": True,
+}
 TERMS: dict[str, dict[str, Any]] = {
     "infonce": {"loss": "infonce"},
     "guide": {"loss": "infonce", "guide": "vectors", "guide_margin": 0.1},
-    "relative-guide": {"loss": "infonce", "guide": "vectors", "guide_margin": 0.2, "guide_margin_kind": "relative"},
+    "relative-guide": {
+        "loss": "infonce",
+        "guide": "vectors",
+        "guide_margin": 0.2,
+        "guide_margin_kind": "relative",
+    },
     "guide-own": {"loss": "infonce", "guide": "vectors", "hard_negatives_scope": "own"},
     "hardness": {"loss": "infonce", "hardness_alpha": 4.0},
-    "hardness-learned": {"loss": "infonce", "hardness_alpha": 4.0, "learn_temperature": True},
+    "hardness-learned": {
+        "loss": "infonce",
+        "hardness_alpha": 4.0,
+        "learn_temperature": True,
+    },
     "focal": {"loss": "infonce", "focal_gamma": 1.5},
     "focal-half": {"loss": "infonce", "focal_gamma": 0.5, "temperature": 0.5},
     "mixtures": {"loss": "infonce", "mix_negatives": 3},
-    "mixtures-own": {"loss": "infonce", "mix_negatives": 2, "hard_negatives_scope": "own"},
+    "mixtures-own": {
+        "loss": "infonce",
+        "mix_negatives": 2,
+        "hard_negatives_scope": "own",
+    },
     "all-of-infonce": {
-        "loss": "infonce", "guide": "vectors", "hardness_alpha": 2.0, "focal_gamma": 2.0, "mix_negatives": 2,
-        "false_negative_margin": 0.3, **ALL_TERMS,
+        "loss": "infonce",
+        "guide": "vectors",
+        "hardness_alpha": 2.0,
+        "focal_gamma": 2.0,
+        "mix_negatives": 2,
+        "false_negative_margin": 0.3,
+        **ALL_TERMS,
     },
     "all-of-infonce-own": {
-        "loss": "infonce", "guide": "vectors", "hardness_alpha": 2.0, "focal_gamma": 2.0, "mix_negatives": 2,
-        "hard_negatives_scope": "own", **ALL_TERMS,
+        "loss": "infonce",
+        "guide": "vectors",
+        "hardness_alpha": 2.0,
+        "focal_gamma": 2.0,
+        "mix_negatives": 2,
+        "hard_negatives_scope": "own",
+        **ALL_TERMS,
     },
     "circle": {"loss": "circle", "temperature": 0.1},
     "circle-guided": {
-        "loss": "circle", "guide": "vectors", "guide_margin": 0.1, "circle_margin": 0.4, "temperature": 0.2,
-        "hard_negatives_scope": "own", "false_negative_margin": 0.3, **ALL_TERMS,
+        "loss": "circle",
+        "guide": "vectors",
+        "guide_margin": 0.1,
+        "circle_margin": 0.4,
+        "temperature": 0.2,
+        "hard_negatives_scope": "own",
+        "false_negative_margin": 0.3,
+        **ALL_TERMS,
     },
     "guided-sigmoid": {"loss": "sigmoid", "guide": "vectors", "guide_margin": -0.1},
     "kl": {"loss": "kl", "teacher": "vectors", "teacher_temperature": 0.3},
     "kl-reranker": {"loss": "kl", "teacher": "reranker", "temperature": 0.2},
     "kl-scores": {"loss": "kl", "teacher": "scores", "learn_temperature": True},
-    "kl-batch": {"loss": "kl", "teacher": "vectors", "distill_candidates": "batch", "teacher_temperature": 0.2},
+    "kl-batch": {
+        "loss": "kl",
+        "teacher": "vectors",
+        "distill_candidates": "batch",
+        "teacher_temperature": 0.2,
+    },
     "kl-batch-own": {
-        "loss": "kl", "teacher": "vectors", "distill_candidates": "batch", "hard_negatives_scope": "own",
+        "loss": "kl",
+        "teacher": "vectors",
+        "distill_candidates": "batch",
+        "hard_negatives_scope": "own",
         "learn_temperature": True,
     },
     "score-mse": {"loss": "score_mse", "teacher": "vectors", "temperature": 0.3},
@@ -65,10 +106,20 @@ TERMS: dict[str, dict[str, Any]] = {
     "embedding": {"loss": "embedding", "teacher": "vectors"},
     "anchor": {"loss": "anchor"},
     "anchor-weight": {"anchor_weight": 0.7},
-}  # fmt: skip
+}
 PAIRS = list(
     itertools.combinations(
-        ["all-of-infonce", "kl-batch", "kl", "margin-mse", "ranknet", "relational", "spread-out", "embedding"], 2
+        [
+            "all-of-infonce",
+            "kl-batch",
+            "kl",
+            "margin-mse",
+            "ranknet",
+            "relational",
+            "spread-out",
+            "embedding",
+        ],
+        2,
     )
 )
 
@@ -81,7 +132,9 @@ class LiveMemory(TorchDispatchMode):
         self.peak = self.now = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
@@ -105,7 +158,13 @@ class LiveMemory(TorchDispatchMode):
 @pytest.mark.parametrize("mrl", [{}, MRL], ids=["whole", "mrl"])
 def test_each_loss_equals_its_formula(name: str, mrl: dict[str, Any]) -> None:
     for max_positives, num_contents, seed in ((1, None, 0), (3, None, 1), (3, 9, 2)):
-        batch = make_batch(7, max_positives=max_positives, max_negatives=4, num_contents=num_contents, seed=seed)
+        batch = make_batch(
+            7,
+            max_positives=max_positives,
+            max_negatives=4,
+            num_contents=num_contents,
+            seed=seed,
+        )
         check(batch, config_of(**TERMS[name], **mrl))
 
 
@@ -119,7 +178,10 @@ def test_without_masking_and_with_dot_products(name: str) -> None:
         "mrl_dims": [5, 12],
     }
     options["temperature"] = 1.0
-    check(make_batch(6, max_positives=2, max_negatives=3, num_contents=20), config_of(use_mrl=True, **options))
+    check(
+        make_batch(6, max_positives=2, max_negatives=3, num_contents=20),
+        config_of(use_mrl=True, **options),
+    )
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
@@ -132,14 +194,18 @@ def test_each_pair_of_losses_equals_the_sum(one: str, other: str) -> None:
 
 @pytest.mark.parametrize("cuts", [[3], [1, 6]], ids=["two-ranks", "three-ranks"])
 @pytest.mark.parametrize("name", TERMS)
-def test_each_share_is_that_of_the_formula_and_they_add_up(name: str, cuts: list[int]) -> None:
+def test_each_share_is_that_of_the_formula_and_they_add_up(
+    name: str, cuts: list[int]
+) -> None:
     batch = make_batch(7, max_positives=2, max_negatives=3, num_contents=60, seed=3)
     config = config_of(**TERMS[name], **MRL)
     parts = rank_views(batch, cuts)
     for part in parts:
         check(part, config)
     loss = build_loss(config, **SIZES).double()
-    assert float(sum(loss(part).detach() for part in parts)) == pytest.approx(float(loss(batch).detach()), rel=1e-12)
+    assert float(sum(loss(part).detach() for part in parts)) == pytest.approx(
+        float(loss(batch).detach()), rel=1e-12
+    )
 
 
 def test_mixtures_are_a_function_of_seed_batch_and_example() -> None:
@@ -153,8 +219,13 @@ def test_mixtures_are_a_function_of_seed_batch_and_example() -> None:
     # Beta(2, 2): mean 1/2, variance 1/20.
     assert float(drawn.share.mean()) == pytest.approx(0.5, abs=0.02)
     assert float(drawn.share.var()) == pytest.approx(0.05, abs=0.005)
-    numbers = uniform_numbers(1, 2, torch.arange(4000), torch.zeros(4000, dtype=torch.int64))
-    assert float(numbers.mean()) == pytest.approx(0.5, abs=0.02) and len(numbers.unique()) == 4000
+    numbers = uniform_numbers(
+        1, 2, torch.arange(4000), torch.zeros(4000, dtype=torch.int64)
+    )
+    assert (
+        float(numbers.mean()) == pytest.approx(0.5, abs=0.02)
+        and len(numbers.unique()) == 4000
+    )
 
 
 def test_scores_of_pairs_are_no_vectors() -> None:
@@ -164,7 +235,9 @@ def test_scores_of_pairs_are_no_vectors() -> None:
         {"loss": "relational", "teacher": "reranker"},
         {"loss": "kl", "teacher": "reranker", "distill_candidates": "batch"},
     ):
-        with pytest.raises(UserError, match="needs the teacher's vectors, and reranker gives scores"):
+        with pytest.raises(
+            UserError, match="needs the teacher's vectors, and reranker gives scores"
+        ):
             build_loss(config_of(**options))(batch)
     with pytest.raises(UserError, match="teacher nobody says nothing about this batch"):
         build_loss(config_of(loss="kl", teacher="nobody"))(batch)
@@ -187,7 +260,11 @@ def test_several_losses_hold_one_gradient() -> None:
     """The peak of a guided InfoNCE with kl over the batch and spread_out is below twice that of InfoNCE alone."""
     peaks = []
     options = {"use_mrl": True, "mrl_dims": [16, 32, 48, 64]}
-    guided = [{"loss": "infonce", "guide": "vectors"}, TERMS["kl-batch"], {"loss": "spread_out"}]
+    guided = [
+        {"loss": "infonce", "guide": "vectors"},
+        TERMS["kl-batch"],
+        {"loss": "spread_out"},
+    ]
     for losses in ([{"loss": "infonce"}], guided):
         batch = make_batch(1500, dim=64, max_negatives=0, dtype=torch.float32)
         loss = build_loss(config_of(losses=losses, **options))

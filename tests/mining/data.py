@@ -23,7 +23,9 @@ def model() -> str:
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+    )
     return path
 
 
@@ -39,7 +41,10 @@ def write_data(folder: Path) -> dict[str, Any]:
     """Rows whose positives are in a corpus of 300 documents, and the options that name both."""
     found = documents()
     queries = [text.rpartition(" ")[0] for text in found[:NUM_ROWS]]
-    rows = [{"query": query, "positive": found[number], "id": f"r{number}"} for number, query in enumerate(queries)]
+    rows = [
+        {"query": query, "positive": found[number], "id": f"r{number}"}
+        for number, query in enumerate(queries)
+    ]
     corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(found)]
     return {
         "model_name": model(),
@@ -52,18 +57,25 @@ def write_data(folder: Path) -> dict[str, Any]:
     }
 
 
-def run(options: dict[str, Any], **changes: Any) -> tuple[list[dict[str, Any]], MineResult]:
+def run(
+    options: dict[str, Any], **changes: Any
+) -> tuple[list[dict[str, Any]], MineResult]:
     """Mine in this process, and read what was written."""
     lines: list[str] = []
     result = mine({**options, **changes}, say=lines.append)
     assert lines
-    return read_lines(result.output_path) if result.output_path.suffix == ".jsonl" else [], result
+    return read_lines(
+        result.output_path
+    ) if result.output_path.suffix == ".jsonl" else [], result
 
 
 def score_matrix(queries: list[str], found: list[str]) -> np.ndarray:
     """[Q, N] similarities, in float64."""
     embedder = Embedder(model(), device="cpu")
-    sides = (embedder.encode(queries, kind="query"), embedder.encode(found, kind="document"))
+    sides = (
+        embedder.encode(queries, kind="query"),
+        embedder.encode(found, kind="document"),
+    )
     a, b = (side.astype(np.float64) for side in sides)
     return a @ b.T
 
@@ -74,4 +86,8 @@ def assert_same_rows(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) 
     for one, other in zip(found, wanted, strict=True):
         assert one.keys() == other.keys()
         for name, value in one.items():
-            assert value == (pytest.approx(other[name], abs=5e-6) if name.endswith("scores") else other[name]), name
+            assert value == (
+                pytest.approx(other[name], abs=5e-6)
+                if name.endswith("scores")
+                else other[name]
+            ), name

@@ -11,11 +11,11 @@ from PIL import Image
 from tests.mining.data import documents, model, read_lines, write_lines
 from vembed import UserError, audit
 from vembed.config.loading import load_config
+from vembed.data_tools.init.data_page import as_html, sections
+from vembed.data_tools.init.datasets import open_sets
 from vembed.mining import minhash
 from vembed.mining.duplicates import ngrams
 from vembed.mining.minhash import near_pairs
-from vembed.start.data_page import as_html, sections
-from vembed.start.datasets import open_sets
 from vembed.tools.mine_command import run_audit
 
 LONG = "the quick way to sort a list of numbers in place without a copy of the list"
@@ -26,11 +26,16 @@ def options(tmp_path):
     found = documents()
     rows = [{"query": text.rpartition(" ")[0], "positive": text} for text in found[:40]]
     rows.append({"query": rows[3]["query"].upper(), "positive": rows[3]["positive"]})
-    rows.append({"query": LONG, "positive": f"{LONG} and more of it", "negatives": [found[60]]})
+    rows.append(
+        {"query": LONG, "positive": f"{LONG} and more of it", "negatives": [found[60]]}
+    )
     rows.append({"query": f"Now {LONG}", "positive": f"{LONG} and more of it"})
     rows.append({"query": found[50], "positive": found[60]})
     rows.append({"query": found[50], "positive": found[61], "negatives": [found[60]]})
-    validation = [{"query": rows[5]["query"], "positive": "anything"}, {"query": f"{LONG}!", "positive": "anything"}]
+    validation = [
+        {"query": rows[5]["query"], "positive": "anything"},
+        {"query": f"{LONG}!", "positive": "anything"},
+    ]
     return {
         "data_path": str(write_lines(tmp_path / "train.jsonl", rows)),
         "val_data_path": str(write_lines(tmp_path / "val.jsonl", validation)),
@@ -61,23 +66,33 @@ class Text(HTMLParser):
 
 
 def test_pairs_with_a_column_that_says_which_match(options, tmp_path):
-    rows = [{"query": f"q {one}", "positive": f"p {one}", "is_duplicate": number % 2}
-            for number, one in enumerate(documents()[:6])]  # fmt: skip
+    rows = [
+        {"query": f"q {one}", "positive": f"p {one}", "is_duplicate": number % 2}
+        for number, one in enumerate(documents()[:6])
+    ]
     pairs = write_lines(tmp_path / "pairs.jsonl", rows)
     _, found = run(options, data_path=str(pairs), val_data_path=None)
     one = found["unread_judgement"]
     assert (one.severity, one.count, one.share) == ("warning", 6, 1.0)
     assert "is_duplicate is not read, and every pair is taken for a match" in one.text
     assert [example["is_duplicate"] for example in one.examples] == ["0", "1"] * 3
-    _, found = run(options, data_path=str(pairs), val_data_path=None, column_mapping={"is_duplicate": "score"})
+    _, found = run(
+        options,
+        data_path=str(pairs),
+        val_data_path=None,
+        column_mapping={"is_duplicate": "score"},
+    )
     assert "unread_judgement" not in found, "it is read"
 
 
 def test_findings_without_a_model(options):
     result, found = run(options)
     assert {kind: one.count for kind, one in found.items()} == {
-        "duplicates": 1, "near_duplicates": 1, "leakage": 4 - 1, "contradictions": 1,
-    }  # fmt: skip
+        "duplicates": 1,
+        "near_duplicates": 1,
+        "leakage": 4 - 1,
+        "contradictions": 1,
+    }
     assert found["leakage"].severity == "error"
     assert found["duplicates"].examples[0]["the same as row"] == "4"
     assert all(one.mend.startswith("vembed ") for one in result.findings)
@@ -89,19 +104,30 @@ def test_findings_without_a_model(options):
     assert not page.foreign
     text = " ".join(page.words)
     assert "Rows that occur more than once" in text
-    assert text.index("Samples, without prompts and special tokens, since no model is named") < text.index("Findings")
+    assert text.index(
+        "Samples, without prompts and special tokens, since no model is named"
+    ) < text.index("Findings")
 
 
 def test_the_page_begins_with_what_vembed_data_shows(options):
     result, _ = run(options, model_name=model())
     begin, _, rest = result.output_path.read_text().partition("<h2>Findings</h2>")
-    names = {"model_name": model(), "data_path": options["data_path"], "val_data_path": options["val_data_path"]}
+    names = {
+        "model_name": model(),
+        "data_path": options["data_path"],
+        "val_data_path": options["val_data_path"],
+    }
     config = load_config(names)
     sets = open_sets(config, compares=True)
-    shown = sections(sets.examples, [], config)[1:]  # the first one is on what was read, in the words of each command
+    shown = sections(sets.examples, [], config)[
+        1:
+    ]  # the first one is on what was read, in the words of each command
     assert [one.title.partition(",")[0] for one in shown] == [
-        "repetitions", "negatives", "lengths in tokens", "samples",
-    ]  # fmt: skip
+        "repetitions",
+        "negatives",
+        "lengths in tokens",
+        "samples",
+    ]
     assert as_html(shown) in begin and rest
     (overlap,) = sets.warnings[:1]
     assert escape(f"warning: {overlap}") in begin
@@ -111,9 +137,13 @@ def test_the_page_begins_with_what_vembed_data_shows(options):
 def test_cleaned_data_have_none_of_it(options, tmp_path):
     cleaned = tmp_path / "cleaned.jsonl"
     result, _ = run(
-        options, cleaned_path=str(cleaned), drop=["duplicates", "near_duplicates", "leakage", "contradictions"]
+        options,
+        cleaned_path=str(cleaned),
+        drop=["duplicates", "near_duplicates", "leakage", "contradictions"],
     )
-    assert result.num_cleaned == len(read_lines(cleaned)) == 45 - len({40, 41, 42, 5, 44})
+    assert (
+        result.num_cleaned == len(read_lines(cleaned)) == 45 - len({40, 41, 42, 5, 44})
+    )
     _, again = run(options, data_path=str(cleaned))
     assert not again
 
@@ -124,7 +154,9 @@ def test_findings_with_a_model(options, tmp_path):
     rows[7]["positive"] = "zzz"
     write_lines(tmp_path / "train.jsonl", rows)
     corpus = write_lines(tmp_path / "corpus.jsonl", found)
-    result, kinds = run(options, model_name=model(), corpus_path=str(corpus), val_data_path=None)
+    result, kinds = run(
+        options, model_name=model(), corpus_path=str(corpus), val_data_path=None
+    )
     assert "8" in {example["row"] for example in kinds["low_positives"].examples}
     assert "8" in {example["row"] for example in kinds["weak_queries"].examples}
     assert kinds["false_negatives"].examples
@@ -133,7 +165,13 @@ def test_findings_with_a_model(options, tmp_path):
     assert source["rows"] == 40
     assert source["found_first"] < source["found_in_10"] <= 1.0
     cleaned = tmp_path / "cleaned.jsonl"
-    run(options, model_name=model(), corpus_path=str(corpus), cleaned_path=str(cleaned), drop=["weak_queries"])
+    run(
+        options,
+        model_name=model(),
+        corpus_path=str(corpus),
+        cleaned_path=str(cleaned),
+        drop=["weak_queries"],
+    )
     assert rows[7] not in read_lines(cleaned)
 
 
@@ -141,24 +179,37 @@ def test_bad_records_and_images(tmp_path):
     for name, colour in (("a", "red"), ("b", "red"), ("c", "blue")):
         Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
-    rows = [{"query": f"picture {name}", "positive": {"image": f"{name}.png"}} for name in ("a", "b", "c", "broken")]
+    rows = [
+        {"query": f"picture {name}", "positive": {"image": f"{name}.png"}}
+        for name in ("a", "b", "c", "broken")
+    ]
     path = write_lines(tmp_path / "rows.jsonl", [*rows, {"query": "", "positive": "x"}])
-    _, found = run({"data_path": str(path), "output_path": str(tmp_path / "audit.html")})
+    _, found = run(
+        {"data_path": str(path), "output_path": str(tmp_path / "audit.html")}
+    )
     assert found["bad_records"].count == 2
-    assert {example["place"] for example in found["bad_records"].examples} == {f"{path}:4", f"{path}:5"}
+    assert {example["place"] for example in found["bad_records"].examples} == {
+        f"{path}:4",
+        f"{path}:5",
+    }
     assert found["repeated_images"].count == 1
 
 
 def test_ngrams_of_near_texts_are_made_twice_at_most(monkeypatch):
     made = []
-    monkeypatch.setattr(minhash, "ngrams", lambda text: made.append(text) or ngrams(text))
+    monkeypatch.setattr(
+        minhash, "ngrams", lambda text: made.append(text) or ngrams(text)
+    )
     near_pairs(["one two three four five six seven eight nine"] * 20, 0.9)
     assert len(made) == 40  # for the signatures, and for the comparison
 
 
 def test_near_pairs_are_those_of_a_full_comparison():
     base = documents()[:200]
-    texts = [f"{one} {two} {three}" for one, two, three in zip(base, base[1:], base[2:], strict=False)]
+    texts = [
+        f"{one} {two} {three}"
+        for one, two, three in zip(base, base[1:], base[2:], strict=False)
+    ]
     texts += [f"Note: {text}" for text in texts[:50]]
     pairs = near_pairs(texts, 0.9)
     assert pairs == [(number, len(base) - 2 + number) for number in range(50)]
@@ -169,6 +220,9 @@ def test_the_command(options, tmp_path, capsys):
     assert run_audit([*words, "--dry-run"]) == 0
     assert "45 rows" in capsys.readouterr().out
     assert run_audit(words) == 0
-    assert "error: Queries of the validation data in the training data: 3" in capsys.readouterr().err
+    assert (
+        "error: Queries of the validation data in the training data: 3"
+        in capsys.readouterr().err
+    )
     with pytest.raises(UserError, match=r"must end in .html"):
         run_audit([*words, "output_path=audit.txt"])

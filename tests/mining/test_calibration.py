@@ -18,7 +18,9 @@ def drawn(num_known, num_unknown, seed=0):
     level = random.normal(0.0, 0.05, (NUM_QUERIES, 1))
     relevant = level + random.normal(0.6, 0.12, (NUM_QUERIES, num_known + num_unknown))
     others = level + random.normal(0.2, 0.12, (NUM_QUERIES, NUM_OTHERS))
-    scores = np.concatenate([relevant[:, num_known:], others], axis=1).astype(np.float32)
+    scores = np.concatenate([relevant[:, num_known:], others], axis=1).astype(
+        np.float32
+    )
     order = np.argsort(-scores, axis=1)[:, :TOP_K]
     queries = np.repeat(np.arange(NUM_QUERIES), num_known)
     positives = Pairs.of(queries, 1000 + np.tile(np.arange(num_known), NUM_QUERIES))
@@ -49,5 +51,8 @@ def test_the_true_rate_is_near_what_was_asked_for(count, wanted):
     found = calibrate([candidates], config)
     assert found.is_reached
     assert found.rate <= wanted
-    assert true_rate(candidates, is_relevant, Limits(None, None, None, None), config) > 2 * wanted
+    assert (
+        true_rate(candidates, is_relevant, Limits(None, None, None, None), config)
+        > 2 * wanted
+    )
     assert true_rate(candidates, is_relevant, found.limits, config) <= 1.4 * wanted

@@ -6,12 +6,12 @@ import pytest
 from tests.harness import run_ranks
 from tests.mining.data import assert_same_rows, read_lines, run, write_data
 from tests.mining.test_ranks import mined
-from vembed.distributed.session import Session
 from vembed.mining.claims import CONSIDERED, MARGIN, NEAREST, ClaimFinder
 from vembed.mining.config import MineConfig
 from vembed.mining.known import Pairs
 from vembed.mining.mining_run import open_session
 from vembed.mining.vectors import VectorStore
+from vembed.parallel.session import Session
 
 NUM_QUERIES, NUM_DOCUMENTS, DIM = 60, 400, 6
 
@@ -27,7 +27,10 @@ def data():
     random = np.random.default_rng(0)
     queries, documents = (
         one / np.linalg.norm(one, axis=1, keepdims=True)
-        for one in (random.normal(size=(count, DIM)).astype(np.float32) for count in (NUM_QUERIES, NUM_DOCUMENTS))
+        for one in (
+            random.normal(size=(count, DIM)).astype(np.float32)
+            for count in (NUM_QUERIES, NUM_DOCUMENTS)
+        )
     )
     pairs = random.integers(0, [NUM_QUERIES, NUM_DOCUMENTS], (90, 2))
     return queries, documents, Pairs.of(pairs[:, 0], pairs[:, 1])
@@ -35,7 +38,9 @@ def data():
 
 def expected(queries, documents, positives):
     """[Q, N] by the definition, in float64: how much nearer the nearest other pair is than it has to be."""
-    sums = queries[positives.queries].astype(np.float64) + documents[positives.documents]
+    sums = (
+        queries[positives.queries].astype(np.float64) + documents[positives.documents]
+    )
     scores = sums @ documents.T.astype(np.float64)  # [pairs, N]
     room = np.zeros((len(queries), len(documents)))
     for query in range(len(queries)):
@@ -54,14 +59,22 @@ def test_claims_are_those_of_the_definition(tmp_path):
     with open_session(None, None) as (session, _):
         assert isinstance(session, Session)
         finder = ClaimFinder(
-            store(tmp_path, "query", queries), store(tmp_path, "document", documents), positives, tmp_path / "pairs",
+            store(tmp_path, "query", queries),
+            store(tmp_path, "document", documents),
+            positives,
+            tmp_path / "pairs",
             session,
-        )  # fmt: skip
+        )
         found = finder.claimed(10, order[10:], scores[10:], np.full(50, np.inf))
         limit = scores[10:, 20] - 1e-6
         limited = finder.claimed(10, order[10:], scores[10:], limit)
-    room = np.take_along_axis(expected(queries, documents, positives), order, axis=1)[10:]
-    wanted, is_clear = room >= 0, np.abs(room) > 1e-5  # sums in float32 do not decide between less
+    room = np.take_along_axis(expected(queries, documents, positives), order, axis=1)[
+        10:
+    ]
+    wanted, is_clear = (
+        room >= 0,
+        np.abs(room) > 1e-5,
+    )  # sums in float32 do not decide between less
     num_own = np.bincount(positives.queries, minlength=NUM_QUERIES).max()
     assert num_own < NEAREST
     assert 0.2 < wanted.mean() < 0.999
@@ -84,12 +97,20 @@ def test_claimed_candidates_come_first_where_no_limit_is_given(options):
     strict, _ = run(options, scores=True, relative_margin=0.05)
     assert by_default != strict
     for row in (*asked, *strict):
-        assert all(score <= 0.95 * min(row["positive_scores"]) + 1e-5 for score in row["negative_scores"])
-    highest = [max(row["negative_scores"], default=-1) / min(row["positive_scores"]) for row in by_default]
+        assert all(
+            score <= 0.95 * min(row["positive_scores"]) + 1e-5
+            for score in row["negative_scores"]
+        )
+    highest = [
+        max(row["negative_scores"], default=-1) / min(row["positive_scores"])
+        for row in by_default
+    ]
     assert 0.95 < max(highest) <= 1.05 + 1e-5
 
 
-@pytest.mark.parametrize("given", ["relative_margin", "margin", "max_score", "threshold"])
+@pytest.mark.parametrize(
+    "given", ["relative_margin", "margin", "max_score", "threshold"]
+)
 def test_a_limit_that_is_given_leaves_claims_out(given):
     base = {"model_name": "m", "data_path": "d", "output_path": "o.jsonl"}
     assert MineConfig(**base).takes_claimed

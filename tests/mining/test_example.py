@@ -16,16 +16,29 @@ from vembed.mining.mining_options import load_options
 FOLDER = ROOT / "examples" / "mine"
 
 
-def test_one_command_mines_and_a_second_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_command_mines_and_a_second_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo" / "data").mkdir(parents=True)
-    rows = [{"query": text.rpartition(" ")[0], "positive": text} for text in documents()[:80]]
+    rows = [
+        {"query": text.rpartition(" ")[0], "positive": text}
+        for text in documents()[:80]
+    ]
     write_lines(tmp_path / "demo" / "data" / "train.jsonl", rows[:64])
     write_lines(tmp_path / "demo" / "data" / "val.jsonl", rows[64:])
-    config = load_options(MineConfig, FOLDER / "mine.yaml", [f"model_name={model()}", "relative_margin=0.012"])
+    config = load_options(
+        MineConfig,
+        FOLDER / "mine.yaml",
+        [f"model_name={model()}", "relative_margin=0.012"],
+    )
     mined = vembed.mine(config)
     assert mined.num_negatives > 64
-    result = vembed.train(FOLDER / "train.yaml", [f"model_name={model()}", "report_to=none"])
+    result = vembed.train(
+        FOLDER / "train.yaml", [f"model_name={model()}", "report_to=none"]
+    )
     assert result.steps == 2
-    line = json.loads((tmp_path / "runs" / "mined" / "metrics.jsonl").read_text().splitlines()[0])
+    line = json.loads(
+        (tmp_path / "runs" / "mined" / "metrics.jsonl").read_text().splitlines()[0]
+    )
     assert line

@@ -33,8 +33,15 @@ FUNCTION = '''def area(width, height):
 RECORDS = [
     {"_id": "f", "text": FUNCTION},
     {"_id": "i", "text": "a red square", "image": "red.png"},
-    {"_id": "t", "title": "Sorting", "text": "Python sorts lists in place with a method."},
-    {"_id": "h", "text": "# Files\nOpen a file and read its lines.\n\n## Errors\nA missing file raises an error here."},
+    {
+        "_id": "t",
+        "title": "Sorting",
+        "text": "Python sorts lists in place with a method.",
+    },
+    {
+        "_id": "h",
+        "text": "# Files\nOpen a file and read its lines.\n\n## Errors\nA missing file raises an error here.",
+    },
     {"_id": "s", "text": "Cats sleep a lot. They do so because they hunt at night."},
     {"_id": "c", "text": " ".join(f"word{number}" for number in range(40))},
     {"_id": "n", "text": "short"},
@@ -47,7 +54,11 @@ WANTED = {
     ),
     "i": ("caption_image", "a red square", {"image": "red.png"}),
     "t": ("title_body", "Sorting", "Python sorts lists in place with a method."),
-    "s": ("first_sentence", "Cats sleep a lot.", "They do so because they hunt at night."),
+    "s": (
+        "first_sentence",
+        "Cats sleep a lot.",
+        "They do so because they hunt at night.",
+    ),
 }
 
 
@@ -70,23 +81,32 @@ def test_each_document_gets_the_first_kind_that_fits(options, tmp_path):
     rows, result = run(options)
     by_id = {}
     for row in rows:
-        by_id.setdefault(row["document_id"], []).append((row["kind"], row["query"], row["positive"]))
+        by_id.setdefault(row["document_id"], []).append(
+            (row["kind"], row["query"], row["positive"])
+        )
     for identity, wanted in WANTED.items():
         assert by_id[identity] == [wanted]
-    assert [one[:2] for one in by_id["h"]] == [("heading_section", "Files"), ("heading_section", "Errors")]
+    assert [one[:2] for one in by_id["h"]] == [
+        ("heading_section", "Files"),
+        ("heading_section", "Errors"),
+    ]
     ((kind, query, positive),) = by_id["c"]
     assert kind == "crop"
     assert query != positive
     assert all(span in RECORDS[5]["text"] for span in (query, positive))
     assert result.left_out == {"no kind fits": 1}
     assert sum(result.kept.values()) == result.num_rows == 7
-    store = open_examples(TrainConfig(model_name="m", data_path="x"), str(tmp_path / "pairs.jsonl"))
+    store = open_examples(
+        TrainConfig(model_name="m", data_path="x"), str(tmp_path / "pairs.jsonl")
+    )
     assert len(store) == 7
 
 
 @pytest.mark.parametrize("before", ["import os\n\x0c\n", 'A = "one\u2028two"\r\n'])
 def test_lines_of_a_source_are_those_that_python_counts(before):
-    (query, positive), *_ = docstring_function({}, Item(text=before + FUNCTION), np.random.default_rng(0))
+    (query, positive), *_ = docstring_function(
+        {}, Item(text=before + FUNCTION), np.random.default_rng(0)
+    )
     assert (query, positive.strip()) == WANTED["f"][1:]
 
 
@@ -103,15 +123,26 @@ def test_an_endpoint_writes_queries(options, serve, tmp_path):
         return f'Question: "what about {prompt.rpartition("Document: ")[2][:9]}?"'
 
     server = serve(decide)
-    examples = write_lines(tmp_path / "mine.jsonl", [{"query": "my own query", "positive": "my own text"}])
-    more = {"language": "German", "personas": ["a student", "a lawyer"], "examples_path": str(examples)}
+    examples = write_lines(
+        tmp_path / "mine.jsonl", [{"query": "my own query", "positive": "my own text"}]
+    )
+    more = {
+        "language": "German",
+        "personas": ["a student", "a lawyer"],
+        "examples_path": str(examples),
+    }
     rows, result = run(options, writer=endpoint(server), **more)
     assert {row["kind"] for row in rows} == {"question"}
-    assert next(row["query"] for row in rows if row["document_id"] == "s") == "what about Cats slee?"
+    assert (
+        next(row["query"] for row in rows if row["document_id"] == "s")
+        == "what about Cats slee?"
+    )
     assert result.left_out == {"question: nothing usable was written": 1}
     prompts = [prompt for prompt, _ in server.asked]
     assert all("German" in prompt and "my own query" in prompt for prompt in prompts)
-    assert {"a student", "a lawyer"} == {name for name in more["personas"] for prompt in prompts if name in prompt}
+    assert {"a student", "a lawyer"} == {
+        name for name in more["personas"] for prompt in prompts if name in prompt
+    }
     num_asked = len(prompts)
     assert run(options, writer=endpoint(server), **more)[0] == rows
     assert len(server.asked) == num_asked, "what is written is kept"
@@ -136,7 +167,11 @@ def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
     lives = []
 
     def decide(prompt, number):
-        return f"what about {prompt.rpartition('Document: ')[2][:9]}?" if number <= 3 or lives else None
+        return (
+            f"what about {prompt.rpartition('Document: ')[2][:9]}?"
+            if number <= 3 or lives
+            else None
+        )
 
     server = serve(decide)
     writer = endpoint(server, max_retries=0, concurrency=1)
@@ -159,18 +194,31 @@ def test_a_local_model_writes_queries(options, tmp_path):
     corpus = write_lines(tmp_path / "texts.jsonl", documents()[:10])
     loaded = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3))
     loaded.save_pretrained(tmp_path / "writer")
-    AutoTokenizer.from_pretrained(shared(tiny_qwen3)).save_pretrained(tmp_path / "writer")
-    writer = {"model": str(tmp_path / "writer"), "max_new_tokens": 6, "max_length": 100, "batch_size": 4}
+    AutoTokenizer.from_pretrained(shared(tiny_qwen3)).save_pretrained(
+        tmp_path / "writer"
+    )
+    writer = {
+        "model": str(tmp_path / "writer"),
+        "max_new_tokens": 6,
+        "max_length": 100,
+        "batch_size": 4,
+    }
     own = {**options, "corpus_path": str(corpus), "writer": writer}
     rows, result = run(own)
     assert len(rows) + sum(result.left_out.values()) == 10
     own["writer"] = {**writer, "temperature": 1.0}
-    assert run(own, work_dir=str(tmp_path / "a"))[0] == run(own, work_dir=str(tmp_path / "b"))[0]
+    assert (
+        run(own, work_dir=str(tmp_path / "a"))[0]
+        == run(own, work_dir=str(tmp_path / "b"))[0]
+    )
 
 
 def test_the_round_trip_keeps_what_is_found(options, tmp_path):
     found = documents()[:60]
-    corpus = [{"_id": f"d{number}", "title": text, "text": f"{text} and so on"} for number, text in enumerate(found)]
+    corpus = [
+        {"_id": f"d{number}", "title": text, "text": f"{text} and so on"}
+        for number, text in enumerate(found)
+    ]
     corpus[9]["title"] = "zzz"
     options["corpus_path"] = str(write_lines(tmp_path / "titled.jsonl", corpus))
     rows, result = run(options, model_name=model(), round_trip_top_k=5)
@@ -186,8 +234,13 @@ def made(options):
 
 
 def test_the_same_for_any_number_of_ranks(options, tmp_path):
-    corpus = [{"title": text, "text": f"{text} and so on"} for text in documents()[:150]]
-    options |= {"corpus_path": str(write_lines(tmp_path / "c.jsonl", corpus)), "model_name": model()}
+    corpus = [
+        {"title": text, "text": f"{text} and so on"} for text in documents()[:150]
+    ]
+    options |= {
+        "corpus_path": str(write_lines(tmp_path / "c.jsonl", corpus)),
+        "model_name": model(),
+    }
     found = []
     for world_size in (1, 2):
         own = {**options, "output_path": str(tmp_path / f"{world_size}.jsonl")}
@@ -198,7 +251,12 @@ def test_the_same_for_any_number_of_ranks(options, tmp_path):
 
 @pytest.mark.parametrize(
     "text, wanted",
-    [(' "What is it?" \nBecause ...', "What is it?"), ("Query: red cats", "red cats"), ("\n \n", ""), ("x" * 999, "")],
+    [
+        (' "What is it?" \nBecause ...', "What is it?"),
+        ("Query: red cats", "red cats"),
+        ("\n \n", ""),
+        ("x" * 999, ""),
+    ],
 )
 def test_what_models_write_is_cleaned(text, wanted):
     assert cleaned(text) == wanted
@@ -210,7 +268,10 @@ def test_what_models_write_is_cleaned(text, wanted):
         ({"kinds": ["question"]}, "kinds: question needs writer"),
         ({"kinds": ["questions"]}, "did you mean|must be"),
         ({"prompts": {"poem": "x"}}, "prompts: poem is none of question"),
-        ({"prompts": {"claim": 'As {"q": 1}: {document}'}}, "prompts: claim holds braces .*as {{ and }}"),
+        (
+            {"prompts": {"claim": 'As {"q": 1}: {document}'}},
+            "prompts: claim holds braces .*as {{ and }}",
+        ),
         ({"prompts": {"claim": "A { of {document}"}}, "prompts: claim holds braces"),
         ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     ],
@@ -225,6 +286,10 @@ def test_the_command(options, capsys):
     assert run_generate([*words, "--dry-run"]) == 0
     assert "would write" in capsys.readouterr().out
     assert run_generate([*words, "kinds=title_body,first_sentence"]) == 0
-    assert {json.loads(line)["kind"] for line in Path(options["output_path"]).read_text().splitlines()} == {
-        "title_body", "first_sentence",
-    }  # fmt: skip
+    assert {
+        json.loads(line)["kind"]
+        for line in Path(options["output_path"]).read_text().splitlines()
+    } == {
+        "title_body",
+        "first_sentence",
+    }

@@ -19,8 +19,13 @@ COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "purple
 def options(tmp_path: Path) -> dict[str, object]:
     (tmp_path / "images").mkdir()
     for number, colour in enumerate(COLOURS):
-        Image.new("RGB", (40, 30 + number), colour).save(tmp_path / "images" / f"{colour}.png")
-    rows = [{"query": f"a {colour} wall", "positive": {"image": f"images/{colour}.png"}} for colour in COLOURS]
+        Image.new("RGB", (40, 30 + number), colour).save(
+            tmp_path / "images" / f"{colour}.png"
+        )
+    rows = [
+        {"query": f"a {colour} wall", "positive": {"image": f"images/{colour}.png"}}
+        for colour in COLOURS
+    ]
     return {
         "model_name": str(shared(tiny_clip)),
         "data_path": str(write_lines(tmp_path / "captions.jsonl", rows)),
@@ -30,21 +35,42 @@ def options(tmp_path: Path) -> dict[str, object]:
     }
 
 
-def test_captions_get_images_as_negatives(options: dict[str, object], tmp_path: Path) -> None:
+def test_captions_get_images_as_negatives(
+    options: dict[str, object], tmp_path: Path
+) -> None:
     rows, _ = run(options)
     for row in rows:
         assert len(row["negatives"]) == 3
         assert row["positive"] not in row["negatives"]
         assert all(one["image"].startswith("images/") for one in row["negatives"])
-    store = open_examples(TrainConfig(model_name="m", data_path="d"), str(tmp_path / "mined.jsonl"))
-    assert [len(store[number].negatives) for number in range(len(store))] == [3] * len(COLOURS)
+    store = open_examples(
+        TrainConfig(model_name="m", data_path="d"), str(tmp_path / "mined.jsonl")
+    )
+    assert [len(store[number].negatives) for number in range(len(store))] == [3] * len(
+        COLOURS
+    )
 
 
-def test_a_corpus_of_images_and_bare_paths(options: dict[str, object], tmp_path: Path) -> None:
-    corpus = write_lines(tmp_path / "corpus.jsonl", [{"_id": one, "image": f"images/{one}.png"} for one in COLOURS])
-    rows = [{"query": f"a {colour} wall", "positive": f"images/{colour}.png"} for colour in COLOURS]
+def test_a_corpus_of_images_and_bare_paths(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    corpus = write_lines(
+        tmp_path / "corpus.jsonl",
+        [{"_id": one, "image": f"images/{one}.png"} for one in COLOURS],
+    )
+    rows = [
+        {"query": f"a {colour} wall", "positive": f"images/{colour}.png"}
+        for colour in COLOURS
+    ]
     path = write_lines(tmp_path / "bare.jsonl", rows)
-    made, _ = run({**options, "data_path": str(path), "corpus_path": str(corpus), "retrieval_mode": "t2i"})
+    made, _ = run(
+        {
+            **options,
+            "data_path": str(path),
+            "corpus_path": str(corpus),
+            "retrieval_mode": "t2i",
+        }
+    )
     for row, colour in zip(made, COLOURS, strict=True):
         assert len(row["negative_ids"]) == 3
         assert colour not in row["negative_ids"]

@@ -23,10 +23,21 @@ ROWS = [
         "negative_ids": [1, 2, 3],
         "id": 7,
     },
-    {"anchor": "q2", "pos": ["p2", "p3"], "neg": [GOOD], "negative_1": "a fish", "neg_scores": [0.9, 0.1]},
+    {
+        "anchor": "q2",
+        "pos": ["p2", "p3"],
+        "neg": [GOOD],
+        "negative_1": "a fish",
+        "neg_scores": [0.9, 0.1],
+    },
     {"query": "q3", "positive": "p4"},
     {"query": "q1", "positive": "p5", "negative": "a dog", "note": "none is relevant"},
-    {"query": "q4", "positive": "p6", "negatives": [GOOD, "a dog"], "scores": [1.0, 0.8, 0.2]},
+    {
+        "query": "q4",
+        "positive": "p6",
+        "negatives": [GOOD, "a dog"],
+        "scores": [1.0, 0.8, 0.2],
+    },
 ]
 
 
@@ -44,41 +55,82 @@ def options(tmp_path, monkeypatch):
 
 def test_relevant_negatives_are_left_out_and_every_field_stays(options, serve):  # noqa: F811
     server = serve(says)
-    result = judge({**options, "judges": [endpoint(server, timeout_seconds=60)], "scores": True})
+    result = judge(
+        {**options, "judges": [endpoint(server, timeout_seconds=60)], "scores": True}
+    )
     assert read_lines(result.output_path) == [
         {
-            "query": "q1", "positive": "p1", "negatives": ["a dog"], "negative_ids": [1], "id": 7,
+            "query": "q1",
+            "positive": "p1",
+            "negatives": ["a dog"],
+            "negative_ids": [1],
+            "id": 7,
             "negative_judge_scores": [0.0],
         },
         {
-            "anchor": "q2", "pos": ["p2", "p3"], "negatives": ["a fish"], "negative_scores": [0.1],
+            "anchor": "q2",
+            "pos": ["p2", "p3"],
+            "negatives": ["a fish"],
+            "negative_scores": [0.1],
             "negative_judge_scores": [0.0],
         },
         ROWS[2],
         {**ROWS[3], "negative_judge_scores": [0.0]},
         {
-            "query": "q4", "positive": "p6", "negatives": ["a dog"], "positive_scores": [1.0], "negative_scores": [0.2],
+            "query": "q4",
+            "positive": "p6",
+            "negatives": ["a dog"],
+            "positive_scores": [1.0],
+            "negative_scores": [0.2],
             "negative_judge_scores": [0.0],
         },
-    ]  # fmt: skip
+    ]
     assert len({prompt for prompt, _ in server.asked}) == 7
     assert (result.num_rows, result.num_negatives, result.num_judged) == (5, 8, 7)
     assert (result.num_relevant, result.num_undecided, result.num_kept) == (3, 1, 4)
-    store = open_examples(TrainConfig(model_name="m", data_path="x"), str(result.output_path))
+    store = open_examples(
+        TrainConfig(model_name="m", data_path="x"), str(result.output_path)
+    )
     assert [len(store[number].negatives) for number in range(5)] == [1, 1, 0, 1, 1]
 
 
 def test_relevant_negatives_become_positives_or_stay(options, serve):  # noqa: F811
     server = serve(says)
-    judge({**options, "judges": [endpoint(server, timeout_seconds=60)], "false_negatives": "relabel"})
+    judge(
+        {
+            **options,
+            "judges": [endpoint(server, timeout_seconds=60)],
+            "false_negatives": "relabel",
+        }
+    )
     made = read_lines(Path(options["output_path"]))
-    assert [row.get("positive") for row in made] == [["p1", GOOD], ["p2", "p3", GOOD], "p4", "p5", "p6"]
+    assert [row.get("positive") for row in made] == [
+        ["p1", GOOD],
+        ["p2", "p3", GOOD],
+        "p4",
+        "p5",
+        "p6",
+    ]
     assert "pos" not in made[1]
-    assert [row.get("negatives") for row in made] == [["a dog"], ["a fish"], None, None, ["a dog"]]
+    assert [row.get("negatives") for row in made] == [
+        ["a dog"],
+        ["a fish"],
+        None,
+        None,
+        ["a dog"],
+    ]
     server.asked.clear()
-    judge({**options, "judges": [endpoint(server, timeout_seconds=60)], "false_negatives": "keep"})
+    judge(
+        {
+            **options,
+            "judges": [endpoint(server, timeout_seconds=60)],
+            "false_negatives": "keep",
+        }
+    )
     assert read_lines(Path(options["output_path"])) == ROWS
-    assert {"bird" in prompt for prompt, _ in server.asked} == {True}, "the others are known"
+    assert {"bird" in prompt for prompt, _ in server.asked} == {True}, (
+        "the others are known"
+    )
 
 
 def judged(options):
@@ -93,9 +145,19 @@ def test_the_command_and_two_ranks(options, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "5 rows with 8 negatives, 7 distinct pairs" in out and "would write" in out
     assert not Path(options["output_path"]).exists()
-    assert run_judge([*words, f"judges={json.dumps(judges)}", "--false-negatives", "relabel"]) == 0
+    assert (
+        run_judge(
+            [*words, f"judges={json.dumps(judges)}", "--false-negatives", "relabel"]
+        )
+        == 0
+    )
     alone = read_lines(Path(options["output_path"]))
-    own = {**options, "judges": judges, "false_negatives": "relabel", "output_path": str(tmp_path / "2.jsonl")}
+    own = {
+        **options,
+        "judges": judges,
+        "false_negatives": "relabel",
+        "output_path": str(tmp_path / "2.jsonl"),
+    }
     outcomes = run_ranks(judged, 2, own)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][1] + outcomes[0][2] == 8
@@ -108,7 +170,11 @@ def test_the_command_and_two_ranks(options, tmp_path, capsys):
         ({}, ROWS, "judges is missing: add `judges: ...`"),
         ({"judges": []}, ROWS, "judges .* at least 1 item"),
         ({"judges": [{"model": "m"}]}, ROWS[2:3], "no row has a negative to judge"),
-        ({"judges": [{"model": "m"}], "output_path": "x.csv"}, ROWS, r"write .jsonl or .parquet"),
+        (
+            {"judges": [{"model": "m"}], "output_path": "x.csv"},
+            ROWS,
+            r"write .jsonl or .parquet",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(options, tmp_path, changes, rows, message):

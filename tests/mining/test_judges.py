@@ -26,12 +26,16 @@ class Server(ThreadingHTTPServer):
     """An endpoint whose answers a function decides: text, a status, or None for a closed connection."""
 
     daemon_threads = True
-    request_queue_size = 64  # a connection that finds the queue full tries again after a second
+    request_queue_size = (
+        64  # a connection that finds the queue full tries again after a second
+    )
 
     def __init__(self, decide):
         self.decide, self.asked, self.lock = decide, [], threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     @property
     def base_url(self):
@@ -39,7 +43,9 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    disable_nagle_algorithm = True  # head and body are two packets, and the second would wait for an answer
+    disable_nagle_algorithm = (
+        True  # head and body are two packets, and the second would wait for an answer
+    )
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -51,7 +57,11 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, text = answer if isinstance(answer, tuple) else (200, answer)
-        payload = json.dumps({"choices": [{"message": {"content": text}}]}).encode() if status == 200 else text.encode()
+        payload = (
+            json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+            if status == 200
+            else text.encode()
+        )
         self.send_response(status)
         self.send_header("Retry-After", "0")
         self.end_headers()
@@ -82,11 +92,21 @@ def options(tmp_path, monkeypatch):
 
 
 def endpoint(server, **changes):
-    return {"model": "m", "base_url": server.base_url, "retry_seconds": 0.01, "timeout_seconds": 5.0, **changes}
+    return {
+        "model": "m",
+        "base_url": server.base_url,
+        "retry_seconds": 0.01,
+        "timeout_seconds": 5.0,
+        **changes,
+    }
 
 
 def says_cat(prompt, _):
-    return "Yes, it is." if "cat" in prompt.partition("Document:")[2].split("\n")[0] else "no"
+    return (
+        "Yes, it is."
+        if "cat" in prompt.partition("Document:")[2].split("\n")[0]
+        else "no"
+    )
 
 
 def is_relevant(text):
@@ -100,20 +120,28 @@ def test_relevant_ones_are_left_out_relabelled_or_kept(options, serve, monkeypat
     plain, _ = run(options, num_negatives=8)
     dropped, result = run(options, judges=judges)
     for row, before in zip(dropped, plain, strict=True):
-        assert row["negatives"] == [one for one in before["negatives"] if not is_relevant(one)][:4]
+        assert (
+            row["negatives"]
+            == [one for one in before["negatives"] if not is_relevant(one)][:4]
+        )
     assert result.counts["judged_relevant"] > 0
     assert {key for _, key in server.asked} == {"Bearer secret"}
     num_asked = len(server.asked)
     relabelled, _ = run(options, judges=judges, false_negatives="relabel", scores=True)
     for row, before in zip(relabelled, plain, strict=True):
         found = [one for one in before["negatives"] if is_relevant(one)]
-        assert row["positive"] == ([before["positive"], *found] if found else before["positive"])
+        assert row["positive"] == (
+            [before["positive"], *found] if found else before["positive"]
+        )
         assert len(row["positive_scores"]) == 1 + len(found)
         assert row["negative_judge_scores"] == [0.0] * len(row["negatives"])
     kept, _ = run(options, judges=judges, false_negatives="keep")
     assert [row["negatives"] for row in kept] == [row["negatives"][:4] for row in plain]
     assert len(server.asked) == num_asked, "a second run asks nothing"
-    assert "secret" not in "".join(path.read_text() for path in Path(options["output_path"]).parent.rglob("*.jsonl"))
+    assert "secret" not in "".join(
+        path.read_text()
+        for path in Path(options["output_path"]).parent.rglob("*.jsonl")
+    )
 
 
 def test_an_endpoint_that_misbehaves_now_and_then(options, serve):
@@ -121,17 +149,24 @@ def test_an_endpoint_that_misbehaves_now_and_then(options, serve):
     expected, _ = run(options, judges=[endpoint(serve(says_cat))])
 
     def decide(prompt, number):
-        return {0: (429, "slow down"), 1: (500, "oops"), 2: None, 3: (200, None)}.get(number % 9, says_cat(prompt, 0))
+        return {0: (429, "slow down"), 1: (500, "oops"), 2: None, 3: (200, None)}.get(
+            number % 9, says_cat(prompt, 0)
+        )
 
     server = serve(decide)
-    found, result = run(options, judges=[endpoint(server, max_retries=30, retry_seconds=1e-4)])
+    found, result = run(
+        options, judges=[endpoint(server, max_retries=30, retry_seconds=1e-4)]
+    )
     assert found == expected
     assert result.counts["undecided"] == 0
     assert max(Counter(prompt for prompt, _ in server.asked).values()) > 1
 
 
 def test_nonsense_is_counted_and_no_negative(options, serve):
-    rows, result = run(options, judges=[endpoint(serve(lambda *_: "As a language model, I cannot say."))])
+    rows, result = run(
+        options,
+        judges=[endpoint(serve(lambda *_: "As a language model, I cannot say."))],
+    )
     assert result.counts["undecided"] > 0
     assert not any(row["negatives"] for row in rows)
 
@@ -146,7 +181,8 @@ def test_a_dead_endpoint_is_named_and_nothing_done_is_lost(options, serve):
     server = serve(decide)
     judges = [endpoint(server, max_retries=1, concurrency=2)]
     with pytest.raises(
-        RunError, match=f"127.0.0.1:{server.server_port}/v1/chat/completions gave no answer in 2 attempts"
+        RunError,
+        match=f"127.0.0.1:{server.server_port}/v1/chat/completions gave no answer in 2 attempts",
     ):
         run(options, judges=judges)
     assert not Path(options["output_path"]).exists()
@@ -164,7 +200,9 @@ def test_a_request_that_takes_too_long(options, serve):
             time.sleep(0.5)
         return says_cat(prompt, 0)
 
-    rows, _ = run(options, judges=[endpoint(serve(decide), timeout_seconds=0.2, concurrency=1)])
+    rows, _ = run(
+        options, judges=[endpoint(serve(decide), timeout_seconds=0.2, concurrency=1)]
+    )
     assert any(row["negatives"] for row in rows)
 
 
@@ -176,14 +214,25 @@ def test_a_refusal_is_the_users_mistake(options, serve):
 def test_the_second_judge_sees_what_the_first_is_unsure_of(options, serve, tmp_path):
     reranker = tiny_reranker(tmp_path / "reranker")
     server = serve(says_cat)
-    run(options, judges=[{"model": str(reranker), "unsure": [0.0, 1.0]}, endpoint(server)])
+    run(
+        options,
+        judges=[{"model": str(reranker), "unsure": [0.0, 1.0]}, endpoint(server)],
+    )
     everything = len(server.asked)
     server.asked.clear()
-    other = endpoint(server, instruction="another question, so that nothing is known yet")
+    other = endpoint(
+        server, instruction="another question, so that nothing is known yet"
+    )
     run(options, judges=[{"model": str(reranker), "unsure": [0.45, 0.55]}, other])
     assert 0 <= len(server.asked) < everything
     server.asked.clear()
-    run(options, judges=[{"model": str(reranker), "unsure": [0.5, 0.5]}, endpoint(server, instruction="a third one")])
+    run(
+        options,
+        judges=[
+            {"model": str(reranker), "unsure": [0.5, 0.5]},
+            endpoint(server, instruction="a third one"),
+        ],
+    )
     assert not server.asked
 
 
@@ -192,9 +241,16 @@ def tiny_reranker(folder):
 
     tokenizer = wordpiece_tokenizer()
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=MAX_POSITIONS, initializer_range=0.5, pad_token_id=0, num_labels=1,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.5,
+        pad_token_id=0,
+        num_labels=1,
+    )
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -211,14 +267,20 @@ def test_a_cross_encoder_scores_each_pair(tmp_path):
     found = dict(judge.judge(PAIRS))
     for number, (query, document) in enumerate(PAIRS):
         with torch.inference_mode():
-            alone = judge._reranker.model(**judge._reranker.tokenizer(query, document, return_tensors="pt")).logits
+            alone = judge._reranker.model(
+                **judge._reranker.tokenizer(query, document, return_tensors="pt")
+            ).logits
         assert found[number] == pytest.approx(float(torch.sigmoid(alone)), abs=1e-5)
 
 
-def test_a_reranker_truncates_a_query_that_is_too_long_and_reads_no_pickled_weights(tmp_path):
+def test_a_reranker_truncates_a_query_that_is_too_long_and_reads_no_pickled_weights(
+    tmp_path,
+):
     folder = tiny_reranker(tmp_path)
     options = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
-    judge = CrossEncoder(Judge(model=str(folder), max_length=16), options, torch.device("cpu"))
+    judge = CrossEncoder(
+        Judge(model=str(folder), max_length=16), options, torch.device("cpu")
+    )
     assert len(dict(judge.judge([("the cat " * 30, "the dog")]))) == 1
     assert dict(judge.judge([])) == {}
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
@@ -234,7 +296,9 @@ def test_a_decoder_answers_yes_or_no(tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     options = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
-    judge = YesNoDecoder(Judge(model=str(tmp_path), max_length=400), options, torch.device("cpu"))
+    judge = YesNoDecoder(
+        Judge(model=str(tmp_path), max_length=400), options, torch.device("cpu")
+    )
     found = dict(judge.judge(PAIRS[:4]))
     for number, (query, document) in enumerate(PAIRS[:4]):
         body = f"<Instruct>: {judge.reranker.instruction}\n<Query>: {query}\n<Document>: {document}"
@@ -244,13 +308,23 @@ def test_a_decoder_answers_yes_or_no(tmp_path):
             for one in judge.reranker.tokenizer.encode(part, add_special_tokens=False)
         ]
         with torch.inference_mode():
-            logits = judge.reranker.model(torch.tensor([ids])).logits[0, -1, judge.reranker.answers]
-        assert found[number] == pytest.approx(float(torch.softmax(logits, 0)[1]), abs=1e-5)
+            logits = judge.reranker.model(torch.tensor([ids])).logits[
+                0, -1, judge.reranker.answers
+            ]
+        assert found[number] == pytest.approx(
+            float(torch.softmax(logits, 0)[1]), abs=1e-5
+        )
 
 
 @pytest.mark.parametrize(
     "text, answer",
-    [("Yes", 1.0), ("no.", 0.0), ("**No**, because yes would be wrong", 0.0), ("Not relevant", 0.0), ("maybe", None)],
+    [
+        ("Yes", 1.0),
+        ("no.", 0.0),
+        ("**No**, because yes would be wrong", 0.0),
+        ("Not relevant", 0.0),
+        ("maybe", None),
+    ],
 )
 def test_answers(text, answer):
     assert answer_of(text) == answer
@@ -262,13 +336,24 @@ def judged(options):
 
 def test_ranks_share_the_judging(options, tmp_path):
     folder = str(tiny_reranker(tmp_path / "reranker"))
-    judge = CrossEncoder(Judge(model=folder), MineConfig(**options), torch.device("cpu"))
+    judge = CrossEncoder(
+        Judge(model=folder), MineConfig(**options), torch.device("cpu")
+    )
     scores = sorted(dict(judge.judge(PAIRS)).values())
     judges = [{"model": folder, "unsure": [scores[10], scores[10]]}]
     found = []
     for world_size in (1, 2):
-        own = {**options, "judges": judges, "output_path": str(tmp_path / f"{world_size}.jsonl")}
-        found.append((run_ranks(judged, world_size, own)[0], read_lines(Path(own["output_path"]))))
+        own = {
+            **options,
+            "judges": judges,
+            "output_path": str(tmp_path / f"{world_size}.jsonl"),
+        }
+        found.append(
+            (
+                run_ranks(judged, world_size, own)[0],
+                read_lines(Path(own["output_path"])),
+            )
+        )
     assert found[0] == found[1]
     assert found[0][0]["judged_relevant"] > 0
 

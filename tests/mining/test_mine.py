@@ -39,18 +39,27 @@ def expected(options, highest, num_negatives=4):
     wanted = []
     for number, row_scores in enumerate(scores):
         order = [one for one in np.argsort(-row_scores, kind="stable") if one != number]
-        allowed = [one for one in order[:50] if row_scores[one] <= highest(row_scores[number])]
+        allowed = [
+            one for one in order[:50] if row_scores[one] <= highest(row_scores[number])
+        ]
         wanted.append([found[one] for one in allowed[:num_negatives]])
     return wanted
 
 
 def test_the_best_below_the_margin(options):
     rows, result = run(options)
-    assert [row["negatives"] for row in rows] == expected(options, lambda positive: positive - MARGIN * abs(positive))
+    assert [row["negatives"] for row in rows] == expected(
+        options, lambda positive: positive - MARGIN * abs(positive)
+    )
     before = read_lines(Path(options["data_path"]))
-    assert [{name: row[name] for name in ("query", "positive", "id")} for row in rows] == before
+    assert [
+        {name: row[name] for name in ("query", "positive", "id")} for row in rows
+    ] == before
     found = documents()
-    assert all(row["negative_ids"] == [f"d{found.index(one)}" for one in row["negatives"]] for row in rows)
+    assert all(
+        row["negative_ids"] == [f"d{found.index(one)}" for one in row["negatives"]]
+        for row in rows
+    )
     assert result.num_rows == 40
     assert result.num_negatives == sum(len(row["negatives"]) for row in rows)
     assert result.num_encoded == 340
@@ -63,7 +72,10 @@ def test_the_best_below_the_margin(options):
         ({"relative_margin": None, "margin": 0.015}, lambda positive: positive - 0.015),
         ({"relative_margin": None, "max_score": 0.97}, lambda positive: 0.97),
         ({"relative_margin": 0.02}, lambda positive: positive - 0.02 * abs(positive)),
-        ({"relative_margin": 0.02, "margin": 0.01}, lambda positive: positive - 0.02 * abs(positive)),
+        (
+            {"relative_margin": 0.02, "margin": 0.01},
+            lambda positive: positive - 0.02 * abs(positive),
+        ),
     ],
 )
 def test_limits(options, changes, highest):
@@ -74,11 +86,19 @@ def test_limits(options, changes, highest):
 def test_first_ones_are_skipped_and_low_ones_left_out(options):
     plain, _ = run(options, relative_margin=None, num_negatives=6, scores=True)
     skipped, _ = run(options, relative_margin=None, num_negatives=4, skip_first=2)
-    assert [row["negatives"] for row in skipped] == [row["negatives"][2:] for row in plain]
+    assert [row["negatives"] for row in skipped] == [
+        row["negatives"][2:] for row in plain
+    ]
     lowest = float(np.median([row["negative_scores"][3] for row in plain]))
-    kept, result = run(options, relative_margin=None, num_negatives=6, min_score=lowest, scores=True)
+    kept, result = run(
+        options, relative_margin=None, num_negatives=6, min_score=lowest, scores=True
+    )
     assert [row["negatives"] for row in kept] == [
-        [one for one, score in zip(row["negatives"], row["negative_scores"], strict=True) if score >= lowest]
+        [
+            one
+            for one, score in zip(row["negatives"], row["negative_scores"], strict=True)
+            if score >= lowest
+        ]
         for row in plain
     ]
     assert result.counts["too_low"] > 0
@@ -90,7 +110,9 @@ def test_scores_are_those_of_the_model(options):
     scores = score_matrix([row["query"] for row in rows], documents())
     found = documents()
     for number, row in enumerate(rows):
-        assert row["positive_scores"] == pytest.approx([scores[number, number]], abs=1e-5)
+        assert row["positive_scores"] == pytest.approx(
+            [scores[number, number]], abs=1e-5
+        )
         wanted = [scores[number, found.index(one)] for one in row["negatives"]]
         assert row["negative_scores"] == pytest.approx(wanted, abs=1e-5)
 
@@ -116,7 +138,12 @@ def test_known_positives_are_never_negatives(tmp_path):
     rows = [
         {"query": query, "positive": found[1]},
         {"query": f"  {query.upper()} ", "positive": found[2].upper()},
-        {"query": query, "positive": "something else", "positive_ids": ["d3", "d4"], "query_id": "q"},
+        {
+            "query": query,
+            "positive": "something else",
+            "positive_ids": ["d3", "d4"],
+            "query_id": "q",
+        },
     ]
     qrels = tmp_path / "qrels.tsv"
     qrels.write_text("query-id\tcorpus-id\tscore\nq\td5\t1\nq\td6\t0\n")
@@ -139,13 +166,24 @@ def test_known_positives_are_never_negatives(tmp_path):
 
 
 def test_near_duplicates_of_a_positive_are_no_negatives(tmp_path):
-    positive = "the quick way to sort a list of numbers in place without a copy of the list"
+    positive = (
+        "the quick way to sort a list of numbers in place without a copy of the list"
+    )
     near = f"Note: {positive}, really!"
-    far = "a slow way to read a file of letters into a string with a loop over all lines"
+    far = (
+        "a slow way to read a file of letters into a string with a loop over all lines"
+    )
     options = {
         "model_name": model(),
-        "data_path": str(write_lines(tmp_path / "rows.jsonl", [{"query": "sort a list", "positive": positive}])),
-        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", [positive, near, far])),
+        "data_path": str(
+            write_lines(
+                tmp_path / "rows.jsonl",
+                [{"query": "sort a list", "positive": positive}],
+            )
+        ),
+        "corpus_path": str(
+            write_lines(tmp_path / "corpus.jsonl", [positive, near, far])
+        ),
         "output_path": str(tmp_path / "mined.jsonl"),
         "relative_margin": None,
     }
@@ -158,18 +196,29 @@ def test_near_duplicates_of_a_positive_are_no_negatives(tmp_path):
 
 def test_the_documents_of_the_data_are_the_corpus_by_default(tmp_path):
     found = documents()[:30]
-    rows = [{"question": f"find {number}", "answer": text} for number, text in enumerate(found)]
+    rows = [
+        {"question": f"find {number}", "answer": text}
+        for number, text in enumerate(found)
+    ]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     made, _ = run(
         {
-            "model_name": model(), "data_path": str(path), "output_path": str(tmp_path / "mined.jsonl"),
-            "relative_margin": None, "num_negatives": 2,
+            "model_name": model(),
+            "data_path": str(path),
+            "output_path": str(tmp_path / "mined.jsonl"),
+            "relative_margin": None,
+            "num_negatives": 2,
         }
-    )  # fmt: skip
+    )
     assert all(set(row["negatives"]) < set(found) - {row["positive"]} for row in made)
-    assert all(row["query"] == row["question"] and row["positive"] == row["answer"] for row in made)
+    assert all(
+        row["query"] == row["question"] and row["positive"] == row["answer"]
+        for row in made
+    )
     # Training reads the result as it is, and finds everything in it.
-    store = open_examples(TrainConfig(model_name="", data_path="x"), str(tmp_path / "mined.jsonl"))
+    store = open_examples(
+        TrainConfig(model_name="", data_path="x"), str(tmp_path / "mined.jsonl")
+    )
     assert [len(store[number].negatives) for number in range(len(store))] == [2] * 30
 
 
@@ -180,31 +229,57 @@ def test_negatives_that_are_there_stay_or_are_replaced(tmp_path):
     write_lines(tmp_path / "train.jsonl", own)
     kept, _ = run(options, scores=True)
     assert all(row["negatives"][0] == "my own negative text" for row in kept)
-    assert all(len(row["negative_scores"]) == len(row["negatives"]) == len(row["negative_ids"]) for row in kept)
+    assert all(
+        len(row["negative_scores"]) == len(row["negatives"]) == len(row["negative_ids"])
+        for row in kept
+    )
     replaced, _ = run(options, keep_negatives=False)
-    assert [row["negatives"] for row in replaced] == [row["negatives"][1:] for row in kept]
+    assert [row["negatives"] for row in replaced] == [
+        row["negatives"][1:] for row in kept
+    ]
 
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("kind", ["mapped", "conversations"])
 def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
     found, own = documents()[:30], "an own negative"
-    rows = [{"query": f"find {n}", "positive": one, "bad": own} for n, one in enumerate(found)]
+    rows = [
+        {"query": f"find {n}", "positive": one, "bad": own}
+        for n, one in enumerate(found)
+    ]
     if kind == "conversations":
-        names = (("messages", "query"), ("positive_messages", "positive"), ("negative_messages", "bad"))
-        rows = [{name: [{"role": "user", "content": row[field]}] for name, field in names} for row in rows]
+        names = (
+            ("messages", "query"),
+            ("positive_messages", "positive"),
+            ("negative_messages", "bad"),
+        )
+        rows = [
+            {name: [{"role": "user", "content": row[field]}] for name, field in names}
+            for row in rows
+        ]
     mapping = {"bad": "negative"} if kind == "mapped" else None
     options = {
-        "model_name": model(), "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)), "column_mapping": mapping,
-        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", found)), "relative_margin": None, "num_negatives": 2,
+        "model_name": model(),
+        "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)),
+        "column_mapping": mapping,
+        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", found)),
+        "relative_margin": None,
+        "num_negatives": 2,
         "output_path": str(tmp_path / "mined.jsonl"),
-    }  # fmt: skip
+    }
     for scores in (False, True):
         run(options, keep_negatives=keep, scores=scores)
         # With scores all negatives are in one column, in the order of the scores.
-        settings = TrainConfig(model_name="", data_path="x", column_mapping=mapping if keep and not scores else None)
+        settings = TrainConfig(
+            model_name="",
+            data_path="x",
+            column_mapping=mapping if keep and not scores else None,
+        )
         store = open_examples(settings, str(tmp_path / "mined.jsonl"))
-        negatives = [[item.text for item in store[number].negatives] for number in range(len(store))]
+        negatives = [
+            [item.text for item in store[number].negatives]
+            for number in range(len(store))
+        ]
         expected = {(2 + keep, 2 + keep, keep)}
         assert {(len(one), len(set(one)), own in one) for one in negatives} == expected
 
@@ -228,28 +303,59 @@ def test_rows_of_one_query_take_turns(tmp_path):
 
 def test_a_beir_folder_is_data_and_corpus(tmp_path):
     found = documents()[:60]
-    write_lines(tmp_path / "corpus.jsonl", [{"_id": f"d{n}", "title": "t", "text": one} for n, one in enumerate(found)])
-    write_lines(tmp_path / "queries.jsonl", [{"_id": f"q{n}", "text": one} for n, one in enumerate(texts(8, seed=5))])
+    write_lines(
+        tmp_path / "corpus.jsonl",
+        [{"_id": f"d{n}", "title": "t", "text": one} for n, one in enumerate(found)],
+    )
+    write_lines(
+        tmp_path / "queries.jsonl",
+        [{"_id": f"q{n}", "text": one} for n, one in enumerate(texts(8, seed=5))],
+    )
     (tmp_path / "qrels").mkdir()
-    lines = [f"q{number}\td{2 * number + place}\t1" for number in range(8) for place in range(2)]
-    (tmp_path / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(lines) + "\n")
+    lines = [
+        f"q{number}\td{2 * number + place}\t1"
+        for number in range(8)
+        for place in range(2)
+    ]
+    (tmp_path / "qrels" / "train.tsv").write_text(
+        "query-id\tcorpus-id\tscore\n" + "\n".join(lines) + "\n"
+    )
     rows, _ = run(
-        {"model_name": model(), "data_path": str(tmp_path), "output_path": str(tmp_path / "m.jsonl"),
-         "relative_margin": None, "top_k": 58, "num_negatives": 58, "near_duplicate": None}
-    )  # fmt: skip
+        {
+            "model_name": model(),
+            "data_path": str(tmp_path),
+            "output_path": str(tmp_path / "m.jsonl"),
+            "relative_margin": None,
+            "top_k": 58,
+            "num_negatives": 58,
+            "near_duplicate": None,
+        }
+    )
     for number, row in enumerate(rows):
-        assert row["positive"] == [f"t {found[2 * number]}", f"t {found[2 * number + 1]}"]
+        assert row["positive"] == [
+            f"t {found[2 * number]}",
+            f"t {found[2 * number + 1]}",
+        ]
         assert row["query_id"] == f"q{number}"
-        assert set(row["negatives"]) == {f"t {one}" for one in found} - set(row["positive"])
+        assert set(row["negatives"]) == {f"t {one}" for one in found} - set(
+            row["positive"]
+        )
     for part in ("corpus", "queries"):  # as the Hub has them
         (tmp_path / part).mkdir()
         table = pa.Table.from_pylist(read_lines(tmp_path / f"{part}.jsonl"))
         pq.write_table(table, tmp_path / part / f"{part}-00000-of-00001.parquet")
         (tmp_path / f"{part}.jsonl").unlink()
     again, _ = run(
-        {"model_name": model(), "data_path": str(tmp_path), "output_path": str(tmp_path / "n.jsonl"),
-         "relative_margin": None, "top_k": 58, "num_negatives": 58, "near_duplicate": None}
-    )  # fmt: skip
+        {
+            "model_name": model(),
+            "data_path": str(tmp_path),
+            "output_path": str(tmp_path / "n.jsonl"),
+            "relative_margin": None,
+            "top_k": 58,
+            "num_negatives": 58,
+            "near_duplicate": None,
+        }
+    )
     assert again == rows
 
 
@@ -258,20 +364,32 @@ def test_parquet_in_and_out_keeps_every_column(tmp_path):
     lines, _ = run(options)
     rows = [{**row, "extra": [1, 2]} for row in read_lines(Path(options["data_path"]))]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    run(options, data_path=str(tmp_path / "train.parquet"), output_path=str(tmp_path / "mined.parquet"))
+    run(
+        options,
+        data_path=str(tmp_path / "train.parquet"),
+        output_path=str(tmp_path / "mined.parquet"),
+    )
     found = pq.read_table(tmp_path / "mined.parquet").to_pylist()
     assert [{**row, "extra": [1, 2]} for row in lines] == found
-    store = open_examples(TrainConfig(model_name="", data_path="x"), str(tmp_path / "mined.parquet"))
+    store = open_examples(
+        TrainConfig(model_name="", data_path="x"), str(tmp_path / "mined.parquet")
+    )
     assert len(store) == 40
 
 
 def test_bm25_alone_and_fused(options):
     rows, result = run(options, model_name="bm25", relative_margin=None, scores=True)
     for row in rows[:10]:
-        assert all(set(row["query"].split()) & set(one.split()) for one in row["negatives"])
+        assert all(
+            set(row["query"].split()) & set(one.split()) for one in row["negatives"]
+        )
         assert row["negative_scores"] == sorted(row["negative_scores"], reverse=True)
     assert result.num_encoded == 0
-    fused = {**options, "retrievers": ["bm25", {"model": model(), "weight": 2.0}], "relative_margin": None}
+    fused = {
+        **options,
+        "retrievers": ["bm25", {"model": model(), "weight": 2.0}],
+        "relative_margin": None,
+    }
     del fused["model_name"]
     for fusion in ("rrf", "scores"):
         both, _ = run(fused, fusion=fusion, scores=True)
@@ -279,37 +397,58 @@ def test_bm25_alone_and_fused(options):
         assert both != dense
         # Scores are the model's, whoever found the document.
         scores = score_matrix([row["query"] for row in both], documents())
-        wanted = [[scores[n, documents().index(one)] for one in row["negatives"]] for n, row in enumerate(both)]
-        assert [row["negative_scores"] for row in both] == [pytest.approx(one, abs=1e-5) for one in wanted]
+        wanted = [
+            [scores[n, documents().index(one)] for one in row["negatives"]]
+            for n, row in enumerate(both)
+        ]
+        assert [row["negative_scores"] for row in both] == [
+            pytest.approx(one, abs=1e-5) for one in wanted
+        ]
 
 
 def test_documents_that_no_tokenizer_takes_are_named(options):
     corpus = Path(options["corpus_path"])
-    write_lines(corpus, [*read_lines(corpus), {"_id": "half", "text": "half an emoji \ud83d"}])
-    with pytest.raises(UserError, match=r"corpus.jsonl:301: the text has a lone surrogate in it"):
+    write_lines(
+        corpus, [*read_lines(corpus), {"_id": "half", "text": "half an emoji \ud83d"}]
+    )
+    with pytest.raises(
+        UserError, match=r"corpus.jsonl:301: the text has a lone surrogate in it"
+    ):
         run(options)
 
 
 def test_vowel_signs_are_part_of_the_words_of_bm25_and_of_near_duplicates(tmp_path):
-    positive, other = "दिन में पानी मिला फिर काम किया और सब लोग घर गए", "दान में पानी मिला फिर काम किया और सब लोग घर गए"
+    positive, other = (
+        "दिन में पानी मिला फिर काम किया और सब लोग घर गए",
+        "दान में पानी मिला फिर काम किया और सब लोग घर गए",
+    )
     unlike = "दानी मेला पुन फूर कोम कूया ओर सूब लूग घूर गूए"  # the consonants of the positive
-    write_lines(tmp_path / "train.jsonl", [{"query": "दिन में मेला", "positive": positive}])
+    write_lines(
+        tmp_path / "train.jsonl", [{"query": "दिन में मेला", "positive": positive}]
+    )
     rows, _ = run(
         {
             "model_name": "bm25",
             "data_path": str(tmp_path / "train.jsonl"),
             "corpus_path": str(
-                write_lines(tmp_path / "corpus.jsonl", [{"text": one} for one in (positive, other, unlike, "दा न")])
+                write_lines(
+                    tmp_path / "corpus.jsonl",
+                    [{"text": one} for one in (positive, other, unlike, "दा न")],
+                )
             ),
             "output_path": str(tmp_path / "mined.jsonl"),
             "relative_margin": None,
             "near_duplicate": 0.8,
         }
     )
-    assert rows[0]["negatives"] == [unlike], "one copy but for a word, one other text, one without a word in common"
+    assert rows[0]["negatives"] == [unlike], (
+        "one copy but for a word, one other text, one without a word in common"
+    )
 
 
-def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(options, tmp_path):
+def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(
+    options, tmp_path
+):
     first, result = run(options)
     assert result.num_encoded == 340
     _, result = run(options, num_negatives=2)
@@ -335,14 +474,25 @@ def test_short_vectors(options, dtype):
     short, _ = run(options, vector_dtype=dtype, scores=True)
     tolerance = {"float16": 2e-3, "bfloat16": 2e-2}[dtype]
     for row, other in zip(rows, short, strict=True):
-        assert row["positive_scores"] == pytest.approx(other["positive_scores"], abs=tolerance)
-    assert sum(row["negatives"] == other["negatives"] for row, other in zip(rows, short, strict=True)) > 5
+        assert row["positive_scores"] == pytest.approx(
+            other["positive_scores"], abs=tolerance
+        )
+    assert (
+        sum(
+            row["negatives"] == other["negatives"]
+            for row, other in zip(rows, short, strict=True)
+        )
+        > 5
+    )
 
 
 def test_the_threshold_is_calibrated(tmp_path):
     """Queries with two positives of nearly equal score: without a threshold the hidden one would be mined."""
     found = documents()
-    rows = [{"query": found[n], "positive": [f"{found[n]} red", f"{found[n]} blue"]} for n in range(60)]
+    rows = [
+        {"query": found[n], "positive": [f"{found[n]} red", f"{found[n]} blue"]}
+        for n in range(60)
+    ]
     options = {
         "model_name": model(),
         "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)),
@@ -367,15 +517,24 @@ def test_the_threshold_is_calibrated(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"num_negative": 3}, "unknown key 'num_negative', did you mean 'num_negatives'"),
-        ({"sampling": "tops"}, "sampling must be 'top', 'random' or 'softmax', but is 'tops'; did you mean 'top'"),
+        (
+            {"num_negative": 3},
+            "unknown key 'num_negative', did you mean 'num_negatives'",
+        ),
+        (
+            {"sampling": "tops"},
+            "sampling must be 'top', 'random' or 'softmax', but is 'tops'; did you mean 'top'",
+        ),
         ({"top_k": 3}, "top_k: 3 must be at least skip_first . num_negatives: 0 . 4"),
         ({"retrievers": ["bm25"]}, "give model_name or retrievers, one of them"),
         ({"output_path": "x.csv"}, r"write .jsonl or .parquet"),
         ({"output_path": "no/folder/x.jsonl"}, "is no folder"),
         ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
         ({"query_id_field": "nope"}, "query_id_field: nope is a field that no row has"),
-        ({"relative_margin": 1.5}, "relative_margin must be less than or equal to 1, but is 1.5"),
+        (
+            {"relative_margin": 1.5},
+            "relative_margin must be less than or equal to 1, but is 1.5",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(options, changes, message):
@@ -387,7 +546,11 @@ def test_the_command(options, tmp_path, monkeypatch, capsys):
     from vembed.tools.mine_command import run_mine
 
     monkeypatch.chdir(tmp_path)
-    lines = [f"{name}: {json.dumps(value)}" for name, value in options.items() if name != "num_negatives"]
+    lines = [
+        f"{name}: {json.dumps(value)}"
+        for name, value in options.items()
+        if name != "num_negatives"
+    ]
     Path("mine.yaml").write_text("\n".join(lines))
     assert run_mine(["mine.yaml", "num_negatives=3", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -397,7 +560,10 @@ def test_the_command(options, tmp_path, monkeypatch, capsys):
     assert run_mine(["mine.yaml", "--num-negatives", "3"]) == 0
     assert max(len(row["negatives"]) for row in read_lines(Path("mined.jsonl"))) == 3
     Path("mine.yaml").write_text("\n".join([*lines, "relative_margn: 0.1"]))
-    with pytest.raises(UserError, match=r"mine.yaml, line 7: unknown key 'relative_margn', did you mean"):
+    with pytest.raises(
+        UserError,
+        match=r"mine.yaml, line 7: unknown key 'relative_margn', did you mean",
+    ):
         run_mine(["mine.yaml"])
 
 
@@ -405,19 +571,41 @@ def test_scores_are_read_by_training(tmp_path):
     """Negatives of several columns keep their scores in the order in which they are read."""
     options = write_data(tmp_path)
     rows = [
-        {**row, "neg": ["my own negative text"], "negative_1": "another one", "neg_scores": [0.5, 0.5]}
+        {
+            **row,
+            "neg": ["my own negative text"],
+            "negative_1": "another one",
+            "neg_scores": [0.5, 0.5],
+        }
         for row in read_lines(Path(options["data_path"]))
     ]
     write_lines(tmp_path / "train.jsonl", rows)
     made, _ = run(options, scores=True)
-    store = open_examples(TrainConfig(model_name="m", data_path="x"), str(tmp_path / "mined.jsonl"))
+    store = open_examples(
+        TrainConfig(model_name="m", data_path="x"), str(tmp_path / "mined.jsonl")
+    )
     for number, row in enumerate(made):
         example = store[number]
-        assert [item.text for item in example.negatives[:2]] == ["my own negative text", "another one"]
-        assert len(example.negative_scores) == len(example.negatives) == len(row["negatives"])
+        assert [item.text for item in example.negatives[:2]] == [
+            "my own negative text",
+            "another one",
+        ]
+        assert (
+            len(example.negative_scores)
+            == len(example.negatives)
+            == len(row["negatives"])
+        )
         assert len(example.scores) == 1
     run(options)
-    assert len(open_examples(TrainConfig(model_name="m", data_path="x"), str(tmp_path / "mined.jsonl"))) == 40
+    assert (
+        len(
+            open_examples(
+                TrainConfig(model_name="m", data_path="x"),
+                str(tmp_path / "mined.jsonl"),
+            )
+        )
+        == 40
+    )
 
 
 def test_an_index_of_the_same_documents_in_another_order_is_not_used(options, tmp_path):
@@ -435,7 +623,10 @@ def test_other_queries_with_the_same_positives_are_searched_for_anew(tmp_path):
     options = {**write_data(tmp_path), "work_dir": str(tmp_path / "work")}
     run(options)
     found = documents()
-    rows = [{"query": found[-number - 1].partition(" ")[2], "positive": found[number]} for number in range(NUM_ROWS)]
+    rows = [
+        {"query": found[-number - 1].partition(" ")[2], "positive": found[number]}
+        for number in range(NUM_ROWS)
+    ]
     write_lines(tmp_path / "train.jsonl", rows)
     assert_same_rows(run(options)[0], run(options, work_dir=str(tmp_path / "empty"))[0])
 
@@ -447,5 +638,7 @@ def test_columns_that_parquet_cannot_hold(tmp_path, value):
     rows[3]["note"] = value
     write_lines(tmp_path / "train.jsonl", rows)
     assert run(options)[0][3]["note"] == value
-    with pytest.raises(UserError, match=r"Parquet cannot hold a value of the rows .*: write \.jsonl"):
+    with pytest.raises(
+        UserError, match=r"Parquet cannot hold a value of the rows .*: write \.jsonl"
+    ):
         run(options, output_path=str(tmp_path / "mined.parquet"))

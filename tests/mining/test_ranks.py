@@ -48,7 +48,13 @@ def killed_in_the_search(options):
 def options(tmp_path):
     base = write_data(tmp_path)
     retrievers = ["bm25", base.pop("model_name")]
-    return {**base, "retrievers": retrievers, "scores": True, "sampling": "random", "work_dir": str(tmp_path / "work")}
+    return {
+        **base,
+        "retrievers": retrievers,
+        "scores": True,
+        "sampling": "random",
+        "work_dir": str(tmp_path / "work"),
+    }
 
 
 def test_the_same_for_any_number_of_ranks(options, tmp_path):
@@ -70,14 +76,23 @@ def test_the_same_for_any_number_of_ranks(options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "killed, chunk, num_missing", [(killed_at_the_third_shard, 40, 340 - 40 - 128), (killed_in_the_search, 16, 0)]
+    "killed, chunk, num_missing",
+    [(killed_at_the_third_shard, 40, 340 - 40 - 128), (killed_in_the_search, 16, 0)],
 )
-def test_a_killed_run_goes_on_where_it_was(options, tmp_path, killed, chunk, num_missing):
-    whole = {**options, "output_path": str(tmp_path / "whole.jsonl"), "work_dir": str(tmp_path / "other")}
+def test_a_killed_run_goes_on_where_it_was(
+    options, tmp_path, killed, chunk, num_missing
+):
+    whole = {
+        **options,
+        "output_path": str(tmp_path / "whole.jsonl"),
+        "work_dir": str(tmp_path / "other"),
+    }
     ((counts, num_all),) = run_ranks(mined, 1, whole)
     assert num_all == 340
     (outcome,) = rank_outcomes(killed, 1, options)
     assert outcome.exitcode == -signal.SIGKILL
     assert not Path(options["output_path"]).exists()
     assert run_ranks(mined, 2, options, chunk) == [(counts, num_missing)] * 2
-    assert_same_rows(read_lines(Path(options["output_path"])), read_lines(tmp_path / "whole.jsonl"))
+    assert_same_rows(
+        read_lines(Path(options["output_path"])), read_lines(tmp_path / "whole.jsonl")
+    )

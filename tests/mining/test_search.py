@@ -22,7 +22,9 @@ def found_by_sort(scores, k, excluded):
     """Best first, of equal scores the lower number first."""
     scores = scores.copy()
     scores[excluded.queries, excluded.documents] = -np.inf
-    order = np.lexsort((np.broadcast_to(np.arange(scores.shape[1]), scores.shape), -scores), axis=1)[:, :k]
+    order = np.lexsort(
+        (np.broadcast_to(np.arange(scores.shape[1]), scores.shape), -scores), axis=1
+    )[:, :k]
     found = np.take_along_axis(scores, order, axis=1)
     order = np.where(found > -np.inf, order, -1)
     if order.shape[1] < k:
@@ -45,12 +47,16 @@ def test_equal_to_a_sort(num_queries, num_documents, k, first, monkeypatch):
     documents = draw.integers(-2, 3, (num_documents, 6)).astype(np.float32)
     pairs = draw.integers(0, [num_queries, num_documents], (num_queries * 4, 2))
     excluded = Pairs.of(pairs[:, 0], pairs[:, 1])
-    found, scores = found_by_tiles(torch.from_numpy(queries), torch.from_numpy(documents), k, excluded, 70)
+    found, scores = found_by_tiles(
+        torch.from_numpy(queries), torch.from_numpy(documents), k, excluded, 70
+    )
     wanted = found_by_sort((queries @ documents.T).astype(np.float64), k, excluded)
     np.testing.assert_array_equal(found, wanted)
     known = found >= 0
     row = np.nonzero(known)[0]
-    np.testing.assert_array_equal(scores[known], np.einsum("nd,nd->n", queries[row], documents[found[known]]))
+    np.testing.assert_array_equal(
+        scores[known], np.einsum("nd,nd->n", queries[row], documents[found[known]])
+    )
     assert np.isneginf(scores[~known]).all()
 
 
@@ -65,14 +71,18 @@ def test_nothing_is_lost_where_later_documents_are_better(monkeypatch):
     """Scores that rise: every block passes the threshold."""
     monkeypatch.setattr(search, "FIRST", 1)
     documents = torch.linspace(-1, 1, 3000)[:, None]
-    found, _ = found_by_tiles(torch.ones(3, 1), documents, 20, Pairs.of(np.zeros(0), np.zeros(0)), 512)
+    found, _ = found_by_tiles(
+        torch.ones(3, 1), documents, 20, Pairs.of(np.zeros(0), np.zeros(0)), 512
+    )
     assert found.tolist() == [list(range(2999, 2979, -1))] * 3
 
 
 @pytest.mark.parametrize("document_tile", [32, 500])
 @pytest.mark.parametrize("too_many", [0, 4])
 @pytest.mark.parametrize("instructions", ["of this machine", None])
-def test_exact_whatever_the_first_pass_rounds(document_tile, too_many, instructions, monkeypatch):
+def test_exact_whatever_the_first_pass_rounds(
+    document_tile, too_many, instructions, monkeypatch
+):
     """Scores that bfloat16 and the float32 of a product in tiles do not tell apart, lengths that differ, and queries
     whose best score is negative: the result is that of a sort of all float32 scores, bit by bit."""
     monkeypatch.setattr(search, "QUERY_TILE", 8)
@@ -89,9 +99,13 @@ def test_exact_whatever_the_first_pass_rounds(document_tile, too_many, instructi
     documents[:, 0] = documents[:, 0].abs() + 0.1
     queries[0] = -torch.eye(24)[0]  # every score is negative
     k = 30
-    found, scores = found_by_tiles(queries, documents, k, Pairs.of(np.arange(20), np.arange(20)), 700)
+    found, scores = found_by_tiles(
+        queries, documents, k, Pairs.of(np.arange(20), np.arange(20)), 700
+    )
     row, column = torch.arange(len(queries)), torch.arange(len(documents))
-    exact = search.products(queries, row.repeat_interleave(len(column)), documents, column.repeat(len(row)))
+    exact = search.products(
+        queries, row.repeat_interleave(len(column)), documents, column.repeat(len(row))
+    )
     exact = exact.view(len(row), len(column)).numpy()
     wanted = found_by_sort(exact, k, Pairs.of(np.arange(20), np.arange(20)))
     np.testing.assert_array_equal(found, wanted)

@@ -16,23 +16,43 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests import tiny
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.families.decisions import describe
-from vembed.families.description import ModelDescription
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.families.decisions import describe
+from vembed.models.families.description import ModelDescription
 
 TEXT_ENCODERS = [
-    tiny.tiny_bert, tiny.tiny_distilbert, tiny.tiny_roberta, tiny.tiny_xlmr, tiny.tiny_mpnet, tiny.tiny_modernbert,
+    tiny.tiny_bert,
+    tiny.tiny_distilbert,
+    tiny.tiny_roberta,
+    tiny.tiny_xlmr,
+    tiny.tiny_mpnet,
+    tiny.tiny_modernbert,
     tiny.tiny_t5,
-]  # fmt: skip
+]
 TEXT_DECODERS = [
-    tiny.tiny_qwen3, tiny.tiny_qwen2, tiny.tiny_llama, tiny.tiny_mistral, tiny.tiny_gemma, tiny.tiny_gpt2,
-]  # fmt: skip
-IMAGE_ENCODERS = [tiny.tiny_vit, tiny.tiny_dinov2, tiny.tiny_dinov3, tiny.tiny_convnext, tiny.tiny_vitmae]
+    tiny.tiny_qwen3,
+    tiny.tiny_qwen2,
+    tiny.tiny_llama,
+    tiny.tiny_mistral,
+    tiny.tiny_gemma,
+    tiny.tiny_gpt2,
+]
+IMAGE_ENCODERS = [
+    tiny.tiny_vit,
+    tiny.tiny_dinov2,
+    tiny.tiny_dinov3,
+    tiny.tiny_convnext,
+    tiny.tiny_vitmae,
+]
 TWO_TOWERS = [tiny.tiny_clip, tiny.tiny_siglip, tiny.tiny_siglip2]
 VISION_LANGUAGE = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
 EVERY = [*TEXT_ENCODERS, *TEXT_DECODERS, *IMAGE_ENCODERS, *TWO_TOWERS, *VISION_LANGUAGE]
 COMPOSED = "composed"
-SENTENCES = ["red cat", "the list of every old house in this city, first and last", "parse"]
+SENTENCES = [
+    "red cat",
+    "the list of every old house in this city, first and last",
+    "parse",
+]
 IMAGE_TOKEN = 5
 
 Make = Callable[..., Path]
@@ -44,7 +64,9 @@ def config_for(make: Make | str, **options: Any) -> TrainConfig:
         options.setdefault("image_model_name", str(tiny.shared(tiny.tiny_dinov2)))
         make = tiny.tiny_bert
     assert not isinstance(make, str)
-    return TrainConfig(**{"model_name": str(tiny.shared(make)), "data_path": "unused", **options})
+    return TrainConfig(
+        **{"model_name": str(tiny.shared(make)), "data_path": "unused", **options}
+    )
 
 
 def built(make: Make | str, **options: Any) -> EmbeddingModel:
@@ -54,32 +76,53 @@ def built(make: Make | str, **options: Any) -> EmbeddingModel:
 
 def build_case(config: TrainConfig) -> EmbeddingModel:
     """The model of a config."""
-    recompute = resolve_run(config.model_copy(update={"data_path": "unused"})).recomputation.value
+    recompute = resolve_run(
+        config.model_copy(update={"data_path": "unused"})
+    ).recomputation.value
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     compute_dtype = halves.get(config.mixed_precision, torch.float32)
-    return build_model(config, describe(config), recompute=recompute, compute_dtype=compute_dtype)
+    return build_model(
+        config, describe(config), recompute=recompute, compute_dtype=compute_dtype
+    )
 
 
 def pictures(count: int = 3) -> list[Image.Image]:
     """Different pictures of different shapes."""
     draw = np.random.default_rng(5)
     shapes = [(64, 96), (64, 64), (32, 96), (96, 64)]
-    return [Image.fromarray(draw.integers(0, 256, (*shapes[index % 4], 3), dtype=np.uint8)) for index in range(count)]
+    return [
+        Image.fromarray(draw.integers(0, 256, (*shapes[index % 4], 3), dtype=np.uint8))
+        for index in range(count)
+    ]
 
 
-def text_inputs(description: ModelDescription, texts: Sequence[str] = SENTENCES) -> dict[str, Tensor]:
+def text_inputs(
+    description: ModelDescription, texts: Sequence[str] = SENTENCES
+) -> dict[str, Tensor]:
     """Token ids of texts, padded as the description says."""
-    tokenizer = AutoTokenizer.from_pretrained(description.source, padding_side=description.padding_side)
+    tokenizer = AutoTokenizer.from_pretrained(
+        description.source, padding_side=description.padding_side
+    )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     padding = "max_length" if description.family == "siglip" else True
-    tensors = tokenizer(list(texts), padding=padding, truncation=True, return_tensors="pt")
-    return {name: tensor for name, tensor in tensors.items() if name in ("input_ids", "attention_mask")}
+    tensors = tokenizer(
+        list(texts), padding=padding, truncation=True, return_tensors="pt"
+    )
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in ("input_ids", "attention_mask")
+    }
 
 
-def image_inputs(description: ModelDescription, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+def image_inputs(
+    description: ModelDescription, images: Sequence[Image.Image]
+) -> dict[str, Tensor]:
     """Pixels of images."""
-    processor = AutoImageProcessor.from_pretrained(description.image_source or description.source)
+    processor = AutoImageProcessor.from_pretrained(
+        description.image_source or description.source
+    )
     return dict(processor(list(images), return_tensors="pt"))
 
 
@@ -90,10 +133,20 @@ def vision_inputs(
     images = [image for _, group in items for image in group]
     pixels = image_inputs(description, images)
     sizes = iter((pixels["image_grid_thw"].prod(dim=1) // 4).tolist())
-    texts = ["".join("<|vision_start|>" + "<|image_pad|>" * next(sizes) + "<|vision_end|>" for _ in group) + text
-             for text, group in items]  # fmt: skip
+    texts = [
+        "".join(
+            "<|vision_start|>" + "<|image_pad|>" * next(sizes) + "<|vision_end|>"
+            for _ in group
+        )
+        + text
+        for text, group in items
+    ]
     inputs = text_inputs(description, texts)
-    return {**inputs, **pixels, "mm_token_type_ids": (inputs["input_ids"] == IMAGE_TOKEN).int()}
+    return {
+        **inputs,
+        **pixels,
+        "mm_token_type_ids": (inputs["input_ids"] == IMAGE_TOKEN).int(),
+    }
 
 
 def modality_items(modality: str) -> list[Any]:
@@ -103,21 +156,32 @@ def modality_items(modality: str) -> list[Any]:
     first, second, third = pictures()
     if modality == "image":
         return [first, second, third]
-    return [("red", [first]), ("the list of every old house", [second, third]), ("", [third])]
+    return [
+        ("red", [first]),
+        ("the list of every old house", [second, third]),
+        ("", [third]),
+    ]
 
 
-def inputs_for(description: ModelDescription, modality: str, items: Sequence[Any]) -> dict[str, Tensor]:
+def inputs_for(
+    description: ModelDescription, modality: str, items: Sequence[Any]
+) -> dict[str, Tensor]:
     """The tensors of one forward pass over items of a modality."""
-    makers: dict[str, Callable[[ModelDescription, Sequence[Any]], dict[str, Tensor]]] = {
-        "text": text_inputs, "image": image_inputs, "multimodal": vision_inputs,
-    }  # fmt: skip
+    makers: dict[
+        str, Callable[[ModelDescription, Sequence[Any]], dict[str, Tensor]]
+    ] = {
+        "text": text_inputs,
+        "image": image_inputs,
+        "multimodal": vision_inputs,
+    }
     return makers[modality](description, items)
 
 
 def parts_for(description: ModelDescription) -> list[tuple[str, dict[str, Tensor]]]:
     """Inputs for every modality of a model."""
     return [
-        (modality, inputs_for(description, modality, modality_items(modality))) for modality in description.modalities
+        (modality, inputs_for(description, modality, modality_items(modality)))
+        for modality in description.modalities
     ]
 
 
@@ -125,11 +189,15 @@ def loss_of(outputs: Sequence[Tensor]) -> Tensor:
     """A number that depends on every coordinate of every output differently."""
     total = torch.zeros((), dtype=outputs[0].dtype)
     for output in outputs:
-        weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(output.shape)
+        weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).reshape(
+            output.shape
+        )
         total = total + (output * weights).sum()
     return total
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Gradients by name."""
-    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return {
+        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+    }

@@ -14,23 +14,45 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
 from tests import tiny
-from tests.models.families import COMPOSED, EVERY, built, config_for, gradients_of, loss_of, parts_for
+from tests.models.families import (
+    COMPOSED,
+    EVERY,
+    built,
+    config_for,
+    gradients_of,
+    loss_of,
+    parts_for,
+)
 from vembed.errors import UserError
-from vembed.families.decisions import describe
-from vembed.families.description import DESCRIPTION_FILE
 from vembed.models import adapters, joint_adapters
-from vembed.models.adapters import has_adapters, merged_state, name_pattern, save_adapter
+from vembed.models.adapters import (
+    has_adapters,
+    merged_state,
+    name_pattern,
+    save_adapter,
+)
 from vembed.models.building import empty_backbone
 from vembed.models.embedding_model import EmbeddingModel, build_model, load_embedder
+from vembed.models.families.decisions import describe
+from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.quantized import is_quantized
 
 ADAPTED_LAYERS = {  # linear layers inside the transformer layers, and the projections behind them
     **{make.__name__: 2 * 6 for make in EVERY},
-    **dict.fromkeys(("tiny_qwen3", "tiny_qwen2", "tiny_llama", "tiny_mistral", "tiny_gemma"), 2 * 7),
-    "tiny_gpt2": 2 * 4, "tiny_modernbert": 3 * 4, "tiny_convnext": 3 * 2, "tiny_clip": 4 * 6 + 2,
-    "tiny_siglip": 4 * 6 + 1, "tiny_siglip2": 4 * 6 + 1, "tiny_qwen3_vl": 2 * 7 + 2 * 4, "tiny_qwen2_vl": 2 * 7 + 2 * 4,
-    "tiny_qwen2_5_vl": 2 * 7 + 2 * 5, COMPOSED: 4 * 6,
-}  # fmt: skip
+    **dict.fromkeys(
+        ("tiny_qwen3", "tiny_qwen2", "tiny_llama", "tiny_mistral", "tiny_gemma"), 2 * 7
+    ),
+    "tiny_gpt2": 2 * 4,
+    "tiny_modernbert": 3 * 4,
+    "tiny_convnext": 3 * 2,
+    "tiny_clip": 4 * 6 + 2,
+    "tiny_siglip": 4 * 6 + 1,
+    "tiny_siglip2": 4 * 6 + 1,
+    "tiny_qwen3_vl": 2 * 7 + 2 * 4,
+    "tiny_qwen2_vl": 2 * 7 + 2 * 4,
+    "tiny_qwen2_5_vl": 2 * 7 + 2 * 5,
+    COMPOSED: 4 * 6,
+}
 
 
 def _name(make):
@@ -44,33 +66,53 @@ def _trained(model: EmbeddingModel) -> EmbeddingModel:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 noise = torch.randn(parameter.shape, generator=draw)
-                parameter.mul_(1.2) if "magnitude" in name else parameter.add_(0.1 * noise)
+                parameter.mul_(1.2) if "magnitude" in name else parameter.add_(
+                    0.1 * noise
+                )
     return model.eval()
 
 
 def _backbone_state(model):
-    return {name.removeprefix("backbone."): one for name, one in model.state_dict().items()}
+    return {
+        name.removeprefix("backbone."): one for name, one in model.state_dict().items()
+    }
 
 
 def _adapted_names(model):
-    return {match[1] for name, _ in model.named_parameters() if (match := re.match(r"backbone\.(.*)\.lora_A", name))}
+    return {
+        match[1]
+        for name, _ in model.named_parameters()
+        if (match := re.match(r"backbone\.(.*)\.lora_A", name))
+    }
 
 
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 def test_adapters_alone_are_trained_and_all_of_them_are(make):
     model = built(make, use_lora=True, lora_r=4)
     assert len(_adapted_names(model)) == ADAPTED_LAYERS[_name(make)]
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    new = {"backbone.text_projection.weight", "backbone.visual_projection.weight"} if make == COMPOSED else set()
+    trained = {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    new = (
+        {"backbone.text_projection.weight", "backbone.visual_projection.weight"}
+        if make == COMPOSED
+        else set()
+    )
     assert {name for name in trained if ".lora_" not in name} == new
     model.train()
     loss_of(model(parts_for(model.description))).backward()
-    assert [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None] == []
+    assert [
+        name
+        for name, one in model.named_parameters()
+        if one.requires_grad and one.grad is None
+    ] == []
 
 
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 @pytest.mark.parametrize(
-    "options", [{"use_dora": True, "use_rslora": True}, {"use_qlora": True}], ids=["dora", "qlora"]
+    "options",
+    [{"use_dora": True, "use_rslora": True}, {"use_qlora": True}],
+    ids=["dora", "qlora"],
 )
 def test_merged_weights_score_as_the_adapter_does(make, options):
     if make is tiny.tiny_gpt2 and "use_qlora" in options:
@@ -90,30 +132,42 @@ def test_merged_weights_score_as_the_adapter_does(make, options):
             torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"use_qlora": True}])
-@pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3, tiny.tiny_clip, tiny.tiny_qwen3_vl])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dora": True}, {"use_rslora": True}, {"use_qlora": True}]
+)
+@pytest.mark.parametrize(
+    "make", [tiny.tiny_bert_st, tiny.tiny_qwen3, tiny.tiny_clip, tiny.tiny_qwen3_vl]
+)
 def test_an_adapter_saved_alone_loads_and_scores_the_same(make, options, tmp_path):
     model = _trained(built(make, use_lora=True, **options))
     save_adapter(tmp_path, model.backbone, _backbone_state(model))
     tiny.write_json(tmp_path / DESCRIPTION_FILE, model.description.to_dict())
     loaded = load_embedder(tmp_path)
     assert loaded.description.pooling == model.description.pooling
-    assert not loaded.training and not any(one.requires_grad for one in loaded.parameters())
+    assert not loaded.training and not any(
+        one.requires_grad for one in loaded.parameters()
+    )
     parts = parts_for(model.description)
     with torch.no_grad():
         for one, other in zip(model(parts), loaded(parts), strict=True):
             torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's use of an older name
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing.:FutureWarning"
+)  # peft's use of an older name
 def test_the_saved_adapter_is_one_that_peft_reads(tmp_path):
     model = _trained(built(tiny.tiny_qwen3, use_lora=True, use_dora=True))
     save_adapter(tmp_path, model.backbone, _backbone_state(model))
-    read = PeftModel.from_pretrained(AutoModel.from_pretrained(tiny.shared(tiny.tiny_qwen3)), tmp_path).eval()
+    read = PeftModel.from_pretrained(
+        AutoModel.from_pretrained(tiny.shared(tiny.tiny_qwen3)), tmp_path
+    ).eval()
     (_, inputs), *_ = parts_for(model.description)
     with torch.no_grad():
         expected = model.backbone(**inputs).last_hidden_state
-        torch.testing.assert_close(read(**inputs).last_hidden_state, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            read(**inputs).last_hidden_state, expected, atol=1e-5, rtol=1e-5
+        )
 
 
 def _of_peft(folder, **options):
@@ -131,7 +185,14 @@ def _of_peft(folder, **options):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"rank_pattern": {"query": 8}, "alpha_pattern": {r"layer\.1\..*query": 32}, "use_rslora": True}],
+    [
+        {},
+        {
+            "rank_pattern": {"query": 8},
+            "alpha_pattern": {r"layer\.1\..*query": 32},
+            "use_rslora": True,
+        },
+    ],
     ids=["plain", "patterns"],
 )
 def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
@@ -142,10 +203,14 @@ def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-@pytest.mark.parametrize("options", [{"modules_to_save": ["word_embeddings"]}, {"bias": "lora_only"}])
+@pytest.mark.parametrize(
+    "options", [{"modules_to_save": ["word_embeddings"]}, {"bias": "lora_only"}]
+)
 def test_parts_of_an_adapter_that_cannot_be_merged_are_refused(options, tmp_path):
     _of_peft(tmp_path, **options)
-    with pytest.raises(UserError, match="no low-rank matrices of a linear layer of BertModel"):
+    with pytest.raises(
+        UserError, match="no low-rank matrices of a linear layer of BertModel"
+    ):
         load_embedder(tmp_path)
 
 
@@ -155,7 +220,9 @@ def test_training_may_go_on_from_an_adapter_saved_alone(tmp_path):
     again = built(tiny.tiny_bert, model_name=str(tmp_path), use_lora=True).eval()
     parts = parts_for(model.description)
     with torch.no_grad():
-        torch.testing.assert_close(again(parts)[0], model(parts)[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            again(parts)[0], model(parts)[0], atol=1e-5, rtol=1e-5
+        )
     with pytest.raises(UserError, match="merge it first"):
         describe(config_for(tiny.tiny_bert, model_name=str(tmp_path), use_qlora=True))
 
@@ -163,17 +230,25 @@ def test_training_may_go_on_from_an_adapter_saved_alone(tmp_path):
 def test_towers_choose_where_adapters_go_and_the_others_stay_frozen():
     model = built(tiny.tiny_clip, use_lora=True, lora_towers="text")
     names = _adapted_names(model)
-    assert len(names) == 2 * 6 + 1 and all(name.startswith(("text_model.", "text_projection")) for name in names)
+    assert len(names) == 2 * 6 + 1 and all(
+        name.startswith(("text_model.", "text_projection")) for name in names
+    )
     assert model.frozen_modalities() == ["image"]
     model = built(tiny.tiny_qwen3_vl, use_lora=True, lora_towers="vision")
     assert all(name.startswith("visual.blocks.") for name in _adapted_names(model))
-    with pytest.raises(UserError, match=r"lora_towers: vision is not a tower of .* it has text"):
+    with pytest.raises(
+        UserError, match=r"lora_towers: vision is not a tower of .* it has text"
+    ):
         built(tiny.tiny_bert, use_lora=True, lora_towers="vision")
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_qwen3, tiny.tiny_bert, tiny.tiny_clip])
-@pytest.mark.parametrize("options", [{}, {"torch_dtype": "bfloat16"}], ids=["float32", "frozen-bf16"])
-def test_adapters_of_one_input_are_computed_together_and_give_the_same(make, options, monkeypatch):
+@pytest.mark.parametrize(
+    "options", [{}, {"torch_dtype": "bfloat16"}], ids=["float32", "frozen-bf16"]
+)
+def test_adapters_of_one_input_are_computed_together_and_give_the_same(
+    make, options, monkeypatch
+):
     joined = _trained(built(make, use_lora=True, lora_r=4, **options)).train()
     monkeypatch.setattr(adapters, "join_adapters", lambda *_: 0)
     apart = _trained(built(make, use_lora=True, lora_r=4, **options)).train()
@@ -182,7 +257,11 @@ def test_adapters_of_one_input_are_computed_together_and_give_the_same(make, opt
 
     class Count(TorchFunctionMode):
         def __torch_function__(self, function, kinds, arguments=(), keywords=None):
-            if function is torch.nn.functional.linear and arguments[1].shape[0] in (4, 8, 12):
+            if function is torch.nn.functional.linear and arguments[1].shape[0] in (
+                4,
+                8,
+                12,
+            ):
                 products[-1] += 1
             return function(*arguments, **(keywords or {}))
 
@@ -200,11 +279,16 @@ def test_adapters_of_one_input_are_computed_together_and_give_the_same(make, opt
     fewer = 3 if make is tiny.tiny_qwen3 else 2  # q, k and v in one, and gate and up
     assert products[0] - products[1] == layers * fewer
     assert gradients[0].keys() == gradients[1].keys()
-    closeness = {"rtol": 5e-2, "atol": 5e-2} if options else {"rtol": 1e-4, "atol": 1e-5}
+    closeness = (
+        {"rtol": 5e-2, "atol": 5e-2} if options else {"rtol": 1e-4, "atol": 1e-5}
+    )
     for name, one in gradients[0].items():
         scale = one.abs().max()
         torch.testing.assert_close(gradients[1][name] / scale, one / scale, **closeness)
-    assert all(torch.equal(*pair) for pair in zip(model(parts), copy.deepcopy(joined)(parts), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(model(parts), copy.deepcopy(joined)(parts), strict=True)
+    )
 
 
 def test_adapters_with_dropout_or_of_other_inputs_are_computed_apart():
@@ -216,7 +300,13 @@ def test_adapters_with_dropout_or_of_other_inputs_are_computed_apart():
     assert not any("forward" in vars(one) for one in model.modules())
     group = joint_adapters._Group([torch.nn.Linear(4, 2, bias=False) for _ in range(2)])
     first, second = torch.randn(3, 4), torch.randn(3, 4)
-    for number, values in ((0, first), (1, second), (0, second), (1, second), (1, second.add_(1))):
+    for number, values in (
+        (0, first),
+        (1, second),
+        (0, second),
+        (1, second),
+        (1, second.add_(1)),
+    ):
         group.see(group.members[number], (values,))
         expected = torch.nn.functional.linear(values, group.members[number].weight)
         torch.testing.assert_close(group.product(number, values), expected)
@@ -224,37 +314,66 @@ def test_adapters_with_dropout_or_of_other_inputs_are_computed_apart():
 
 def test_targets_by_name_and_all_linear():
     names = _adapted_names(
-        built(tiny.tiny_qwen3, use_lora=True, lora_target_modules=["q_proj", "layers.1.mlp.up_proj"])
+        built(
+            tiny.tiny_qwen3,
+            use_lora=True,
+            lora_target_modules=["q_proj", "layers.1.mlp.up_proj"],
+        )
     )
-    assert names == {"layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "layers.1.mlp.up_proj"}
-    every = _adapted_names(built(tiny.tiny_qwen3_vl, use_lora=True, lora_target_modules="all-linear"))
-    assert {name for name in every if not name.startswith(("language_model.layers.", "visual.blocks."))} == {
-        f"visual.{merger}.linear_fc{index}" for merger in ("merger", "deepstack_merger_list.0") for index in (1, 2)
+    assert names == {
+        "layers.0.self_attn.q_proj",
+        "layers.1.self_attn.q_proj",
+        "layers.1.mlp.up_proj",
+    }
+    every = _adapted_names(
+        built(tiny.tiny_qwen3_vl, use_lora=True, lora_target_modules="all-linear")
+    )
+    assert {
+        name
+        for name in every
+        if not name.startswith(("language_model.layers.", "visual.blocks."))
+    } == {
+        f"visual.{merger}.linear_fc{index}"
+        for merger in ("merger", "deepstack_merger_list.0")
+        for index in (1, 2)
     }
     with pytest.raises(UserError, match=r"q_porj is not a linear layer .* q_proj"):
         built(tiny.tiny_qwen3, use_lora=True, lora_target_modules=["q_porj"])
 
 
 def test_frozen_parts_get_no_adapter():
-    names = _adapted_names(built(tiny.tiny_bert, use_lora=True, freeze=["first_n_layers=1"]))
-    assert len(names) == 6 and all(name.startswith("encoder.layer.1.") for name in names)
+    names = _adapted_names(
+        built(tiny.tiny_bert, use_lora=True, freeze=["first_n_layers=1"])
+    )
+    assert len(names) == 6 and all(
+        name.startswith("encoder.layer.1.") for name in names
+    )
     with pytest.raises(UserError, match="freeze less of it"):
         built(tiny.tiny_bert, use_lora=True, freeze=["text"])
 
 
 def test_adapters_are_float32_above_frozen_half_precision_weights():
     model = built(tiny.tiny_qwen3, use_lora=True, torch_dtype="bfloat16")
-    assert {one.dtype for one in model.parameters() if one.requires_grad} == {torch.float32}
-    assert {one.dtype for one in model.parameters() if not one.requires_grad} == {torch.bfloat16}
+    assert {one.dtype for one in model.parameters() if one.requires_grad} == {
+        torch.float32
+    }
+    assert {one.dtype for one in model.parameters() if not one.requires_grad} == {
+        torch.bfloat16
+    }
     assert model(parts_for(model.description))[0].dtype == torch.float32
 
 
 def test_the_same_seed_gives_the_same_adapters_and_leaves_the_generator_alone():
     state = torch.random.get_rng_state()
-    one, same, other = (built(tiny.tiny_bert, use_lora=True, seed=seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (
+        built(tiny.tiny_bert, use_lora=True, seed=seed).state_dict()
+        for seed in (1, 1, 2)
+    )
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(one[name], same[name]) for name in one)
-    assert any(not torch.equal(one[name], other[name]) for name in one if "lora_A" in name)
+    assert any(
+        not torch.equal(one[name], other[name]) for name in one if "lora_A" in name
+    )
 
 
 def test_four_bit_weights_are_stored_in_the_dtype_that_is_computed_in():
@@ -262,7 +381,9 @@ def test_four_bit_weights_are_stored_in_the_dtype_that_is_computed_in():
     packed = [module for module in model.modules() if is_quantized(module)]
     assert len(packed) == 2 * 7
     assert {module.weight.dtype for module in packed} == {torch.bfloat16}
-    assert packed[0].weight.numel() * 2 == 32 * 32 / 2  # half a byte for each of the layer's weights
+    assert (
+        packed[0].weight.numel() * 2 == 32 * 32 / 2
+    )  # half a byte for each of the layer's weights
 
 
 def test_evaluation_leaves_four_bit_weights_ready_for_training():
@@ -271,26 +392,44 @@ def test_evaluation_leaves_four_bit_weights_ready_for_training():
     before = {name: one.clone() for name, one in model.state_dict().items()}
     with torch.no_grad():
         model.eval()(parts)
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(
+        torch.equal(one, before[name]) for name, one in model.state_dict().items()
+    )
 
 
 def test_patterns_match_the_names_and_no_others():
-    every = [f"layers.{index}.{part}" for index in range(12) for part in ("q", "k", "q_norm")] + ["q", "head.q"]
-    assert name_pattern([f"layers.{index}.q" for index in range(12)], every) == r"(?:layers\.\d+\.q)"
+    every = [
+        f"layers.{index}.{part}" for index in range(12) for part in ("q", "k", "q_norm")
+    ] + ["q", "head.q"]
+    assert (
+        name_pattern([f"layers.{index}.q" for index in range(12)], every)
+        == r"(?:layers\.\d+\.q)"
+    )
     chosen = ["layers.1.q", "layers.11.q"]
-    assert [name for name in every if re.fullmatch(name_pattern(chosen, every), name)] == chosen
+    assert [
+        name for name in every if re.fullmatch(name_pattern(chosen, every), name)
+    ] == chosen
 
 
 def test_meta_models_have_the_same_names_and_no_values():
     config = config_for(tiny.tiny_qwen3, use_lora=True)
     description = describe(config)
-    empty, whole = build_model(config, description, meta=True), build_model(config, description)
-    assert {name for name, one in empty.backbone.named_parameters() if one.device.type != "meta"} == set()
-    assert {n: (p.shape, p.dtype, p.requires_grad) for n, p in empty.named_parameters()} == {
-        n: (p.shape, p.dtype, p.requires_grad) for n, p in whole.named_parameters()
-    }
+    empty, whole = (
+        build_model(config, description, meta=True),
+        build_model(config, description),
+    )
+    assert {
+        name
+        for name, one in empty.backbone.named_parameters()
+        if one.device.type != "meta"
+    } == set()
+    assert {
+        n: (p.shape, p.dtype, p.requires_grad) for n, p in empty.named_parameters()
+    } == {n: (p.shape, p.dtype, p.requires_grad) for n, p in whole.named_parameters()}
     buffers = dict(empty.named_buffers())
-    assert buffers and all(torch.equal(buffers[name], one) for name, one in whole.named_buffers())
+    assert buffers and all(
+        torch.equal(buffers[name], one) for name, one in whole.named_buffers()
+    )
 
 
 def test_8_bit_optimizers_and_adapters_say_nothing_of_kernels(tmp_path):
@@ -301,7 +440,7 @@ from tests.tiny import shared, tiny_bert
 from tests.training.tiny_run import TinyLoss, TinyModel, config_for
 from transformers import BertModel
 from vembed.config.schema import TrainConfig
-from vembed.families.table import FAMILIES
+from vembed.models.families.table import FAMILIES
 from vembed.models.adapters import add_adapters
 from vembed.training.optim import build_optimizer
 assert "bitsandbytes" not in sys.modules
@@ -318,7 +457,13 @@ add_adapters(model, FAMILIES["text_encoder"], TrainConfig(model_name=str(folder)
 assert "bitsandbytes" in sys.modules
 """
     # A process that has imported nothing yet.
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     for said in (done.stdout, done.stderr):
         optimizer, _, adapters = said.partition("ADAPTERS\n")
         assert optimizer == "" and "kernels" not in adapters

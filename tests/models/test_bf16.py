@@ -15,21 +15,38 @@ from torch import Tensor, nn
 
 import vembed
 from tests import tiny
-from tests.models.families import COMPOSED, EVERY, Make, built, config_for, gradients_of, loss_of, parts_for
+from tests.models.families import (
+    COMPOSED,
+    EVERY,
+    Make,
+    built,
+    config_for,
+    gradients_of,
+    loss_of,
+    parts_for,
+)
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.distributed import placement
-from vembed.distributed.environment import RankInfo
-from vembed.families.backbones import layers_of
 from vembed.models import bf16, cpu_kernels
-from vembed.models.bf16 import Bf16LayerNorm, Bf16Linear, WeightCopies, holding_copies, use_bf16
+from vembed.models.bf16 import (
+    Bf16LayerNorm,
+    Bf16Linear,
+    WeightCopies,
+    holding_copies,
+    use_bf16,
+)
+from vembed.models.families.backbones import layers_of
+from vembed.parallel import placement
+from vembed.parallel.environment import RankInfo
 
 STEP = 2.0**-8
 """Largest relative rounding error of one number in bfloat16."""
 CPU = torch.device("cpu")
 
 
-def assert_close(found: Tensor, wanted: Tensor, terms: Tensor, roundings: float) -> None:
+def assert_close(
+    found: Tensor, wanted: Tensor, terms: Tensor, roundings: float
+) -> None:
     """Compare with the float64 result. `terms`: the sum of the absolute values of what each number is a sum of."""
     assert ((found.double() - wanted).abs() <= roundings * STEP * terms + 1e-12).all()
 
@@ -68,12 +85,16 @@ def test_layer_norms_have_float32_statistics() -> None:
     nn.init.normal_(norm.weight)
     use_bf16(nn.Sequential(norm))
     values = (torch.randn(9, 64) + 3).bfloat16()
-    wanted = nn.functional.layer_norm(values.double(), (64,), norm.weight.double(), norm.bias.double())
+    wanted = nn.functional.layer_norm(
+        values.double(), (64,), norm.weight.double(), norm.bias.double()
+    )
     assert norm(values).dtype == norm(values.float()).dtype == torch.bfloat16
     assert_close(norm(values), wanted, wanted.abs(), 1)
 
 
-def test_layer_norms_went_through_float32_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_norms_went_through_float32_on_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bf16, "_is_on_gpu", lambda values: True)
     torch.manual_seed(0)
     norm = nn.LayerNorm(64)
@@ -89,22 +110,34 @@ def test_layer_norms_went_through_float32_on_gpus(monkeypatch: pytest.MonkeyPatc
         kept.append(one)
         return one
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), torch.autocast("cpu", torch.bfloat16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
         found = norm(values)
     assert found.dtype == torch.bfloat16
-    assert all(one.dtype == torch.bfloat16 for one in kept if one.numel() >= values.numel()), "half of the memory"
+    assert all(
+        one.dtype == torch.bfloat16 for one in kept if one.numel() >= values.numel()
+    ), "half of the memory"
     # Weight and output are rounded to 8 bits each, the products between them to none.
-    assert float((found.detach().double() - wanted).abs().max()) < 2 * STEP * float(wanted.abs().max())
+    assert float((found.detach().double() - wanted).abs().max()) < 2 * STEP * float(
+        wanted.abs().max()
+    )
     found.sum().backward()
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_attention_with_dropout(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_with_dropout(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     rows, heads, length, size, p = 5, 3, 33, 16, 0.3
     monkeypatch.setattr(cpu_kernels, "SCORE_BYTES", 2 * 2 * heads * length * length)
-    inputs = [torch.randn(rows, heads, length, size).bfloat16().requires_grad_() for _ in "qkv"]
+    inputs = [
+        torch.randn(rows, heads, length, size).bfloat16().requires_grad_()
+        for _ in "qkv"
+    ]
     mask = torch.rand(rows, 1, length, length) > 0.2
     mask[..., 0] = True
     gradient = torch.randn(rows, length, heads, size).bfloat16()
@@ -119,7 +152,9 @@ def test_attention_with_dropout(autocast: bool, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(1)
     kept = torch.cat(
         [
-            cpu_kernels.keep_mask(torch.Size([len(part) * heads, length, length]), p, torch.bfloat16).ne(0)
+            cpu_kernels.keep_mask(
+                torch.Size([len(part) * heads, length, length]), p, torch.bfloat16
+            ).ne(0)
             for part in torch.arange(rows).split(2)
         ]
     ).view(rows, heads, length, length)
@@ -130,7 +165,12 @@ def test_attention_with_dropout(autocast: bool, monkeypatch: pytest.MonkeyPatch)
     wanted.backward(gradient.double())
     # A score is rounded to bfloat16, and its error is a relative one of the probability.
     worst = float(scores.detach()[mask.expand_as(scores)].abs().max())
-    assert_close(output, wanted.detach(), (dropped @ value.abs()).transpose(1, 2).detach(), 4 + 2 * worst)
+    assert_close(
+        output,
+        wanted.detach(),
+        (dropped @ value.abs()).transpose(1, 2).detach(),
+        4 + 2 * worst,
+    )
     for mine, exact in zip(inputs, (query, key, value), strict=True):
         assert mine.grad is not None
         assert exact.grad is not None
@@ -138,7 +178,9 @@ def test_attention_with_dropout(autocast: bool, monkeypatch: pytest.MonkeyPatch)
         assert error < 4 * STEP
 
 
-def test_weights_are_converted_once_while_they_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_converted_once_while_they_are_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     assert use_bf16(model) == 2
     copies = model[0].copies
@@ -149,12 +191,18 @@ def test_weights_are_converted_once_while_they_are_held(monkeypatch: pytest.Monk
         model(torch.randn(2, 8))
         assert copies.of(model[0].weight) is first
         with torch.no_grad():
-            model[0].weight.add_(1.0)  # even where they must not change, a change is seen
+            model[0].weight.add_(
+                1.0
+            )  # even where they must not change, a change is seen
         assert copies.of(model[0].weight) is not first
-    assert copies.of(model[0].weight) is not copies.of(model[0].weight)  # nothing is kept outside
+    assert copies.of(model[0].weight) is not copies.of(
+        model[0].weight
+    )  # nothing is kept outside
 
 
-def results(make: Make | str, arrange: Callable[[Any], None]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def results(
+    make: Make | str, arrange: Callable[[Any], None]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Embeddings and gradients of a tiny model after `arrange`."""
     model = built(make, mixed_precision="no").train()
     arrange(model)
@@ -171,8 +219,14 @@ def test_every_family_computes_in_bf16(make: Make | str) -> None:
         assert output.dtype == torch.float32
         assert torch.cosine_similarity(output, exact).min() > 0.99
     assert found.keys() == gradients.keys()
-    assert all(one.dtype == torch.float32 and torch.isfinite(one).all() for one in found.values())
-    whole, exact = (torch.cat([one[name].flatten() for name in sorted(gradients)]) for one in (found, gradients))
+    assert all(
+        one.dtype == torch.float32 and torch.isfinite(one).all()
+        for one in found.values()
+    )
+    whole, exact = (
+        torch.cat([one[name].flatten() for name in sorted(gradients)])
+        for one in (found, gradients)
+    )
     assert torch.cosine_similarity(whole, exact, dim=0) > 0.98
 
 
@@ -193,7 +247,9 @@ def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast() -> None:
     def arrange(model: Any) -> None:
         model.compute_in_bf16()
         for layer in layers_of(model.backbone):
-            layer.register_forward_hook(lambda _, given, out: seen.update({given[0].dtype, out.dtype}))
+            layer.register_forward_hook(
+                lambda _, given, out: seen.update({given[0].dtype, out.dtype})
+            )
 
     _, exact = results(tiny.tiny_qwen3, lambda _: None)
     _, found = results(tiny.tiny_qwen3, arrange)
@@ -207,12 +263,26 @@ def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast() -> None:
 def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes() -> None:
     texts = tiny.texts(12)
     folder = tiny.shared(tiny.tiny_bert)
-    plain, half = vembed.Embedder(folder, mixed_precision="no"), vembed.Embedder(folder, mixed_precision="bf16")
-    assert vembed.Embedder(folder).precision.value == "no"  # too small for bfloat16 to pay
-    assert vembed.Embedder(folder, torch_dtype="float32", mixed_precision="bf16").precision.value == "no"
+    plain, half = (
+        vembed.Embedder(folder, mixed_precision="no"),
+        vembed.Embedder(folder, mixed_precision="bf16"),
+    )
+    assert (
+        vembed.Embedder(folder).precision.value == "no"
+    )  # too small for bfloat16 to pay
+    assert (
+        vembed.Embedder(
+            folder, torch_dtype="float32", mixed_precision="bf16"
+        ).precision.value
+        == "no"
+    )
     exact, found = plain.encode(texts), half.encode(texts)
     assert not np.array_equal(exact, found)
-    cosines = (exact * found).sum(1) / np.linalg.norm(exact, axis=1) / np.linalg.norm(found, axis=1)
+    cosines = (
+        (exact * found).sum(1)
+        / np.linalg.norm(exact, axis=1)
+        / np.linalg.norm(found, axis=1)
+    )
     assert cosines.min() > 0.999
     kinds = {type(module) for module in half.model.modules()}
     assert {Bf16Linear, Bf16LayerNorm} <= kinds
@@ -223,9 +293,15 @@ def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes() -> None:
     assert not np.allclose(found, half.encode(texts), atol=1e-3)
 
 
-def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(tmp_path: Path) -> None:
-    rows = [{"query": text, "positive": f"{text} parse list"} for text in tiny.texts(32)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"query": text, "positive": f"{text} parse list"} for text in tiny.texts(32)
+    ]
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     common = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": str(tmp_path / "data.jsonl"),
@@ -239,10 +315,16 @@ def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(tmp_
     for name, options in {
         "float32": {"mixed_precision": "no"},
         "bf16": {"mixed_precision": "bf16"},
-        "cached": {"mixed_precision": "bf16", "use_gradient_cache": True, "micro_batch_tokens": 64},
+        "cached": {
+            "mixed_precision": "bf16",
+            "use_gradient_cache": True,
+            "micro_batch_tokens": 64,
+        },
     }.items():
         run = vembed.train({**common, **options, "output_dir": str(tmp_path / name)})
-        lines = map(json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines())
+        lines = map(
+            json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines()
+        )
         losses[name] = [line["loss"] for line in lines if "loss" in line]
     assert losses["bf16"] != losses["float32"]
     assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.02)
@@ -253,18 +335,43 @@ def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(tmp_
     ("instructions", "options", "value", "reason"),
     [
         (None, {}, "no", "auto: the CPU computes in the dtype of the weights"),
-        ("AMX", {}, "bf16", "auto: the CPU has AMX, and the hidden size of 32 is at least 32"),
-        ("AVX512-BF16", {}, "bf16", "auto: the CPU has AVX512-BF16, and the hidden size of 32 is at least 32"),
-        ("AMX", {"torch_compile": True}, "no", "auto: the CPU computes in the dtype of the weights (torch_compile; "),
+        (
+            "AMX",
+            {},
+            "bf16",
+            "auto: the CPU has AMX, and the hidden size of 32 is at least 32",
+        ),
+        (
+            "AVX512-BF16",
+            {},
+            "bf16",
+            "auto: the CPU has AVX512-BF16, and the hidden size of 32 is at least 32",
+        ),
+        (
+            "AMX",
+            {"torch_compile": True},
+            "no",
+            "auto: the CPU computes in the dtype of the weights (torch_compile; ",
+        ),
         ("AMX", {"mixed_precision": "no"}, "no", "mixed_precision: no"),
     ],
 )
 def test_auto_takes_bf16_where_it_pays(
-    instructions: str | None, options: dict[str, Any], value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    instructions: str | None,
+    options: dict[str, Any],
+    value: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def placed(**more: Any) -> placement.Placement:
         config: TrainConfig = config_for(tiny.tiny_bert, **options, **more)
-        return placement.place(resolve_run(config, env={}), RankInfo(0, 1, 0, 1), CPU, 2**34, instructions=instructions)
+        return placement.place(
+            resolve_run(config, env={}),
+            RankInfo(0, 1, 0, 1),
+            CPU,
+            2**34,
+            instructions=instructions,
+        )
 
     if instructions and not options:
         assert placed().precision.reason == (

@@ -18,14 +18,14 @@ from tests.measure import gradient_errors
 from tests.models.families import Make, config_for, gradients_of, loss_of, parts_for
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.distributed.environment import RankInfo
-from vembed.distributed.hardware import GPUS
-from vembed.distributed.placement import COMPILED_RATE, Placement, place
-from vembed.distributed.session import start_session
-from vembed.families.backbones import layers_of
-from vembed.families.decisions import describe
 from vembed.models import cpu_kernels, packing, precision
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.decisions import describe
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.hardware import GPUS
+from vembed.parallel.placement import COMPILED_RATE, Placement, place
+from vembed.parallel.session import start_session
 from vembed.training import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -41,7 +41,9 @@ def _fresh() -> Any:
     cpu_kernels.register(packing.IMPLEMENTATION, packing.attention)
 
 
-def run_once(make: Make, backend: str | None, **options: Any) -> tuple[Tensor, dict[str, Tensor], EmbeddingModel]:
+def run_once(
+    make: Make, backend: str | None, **options: Any
+) -> tuple[Tensor, dict[str, Tensor], EmbeddingModel]:
     """Loss and gradients of a tiny model, with compiled layers unless `backend` is None."""
     config = config_for(make, mixed_precision="no", **options)
     model = build_model(config, describe(config)).train()
@@ -58,11 +60,18 @@ def one_layer(folder: Path) -> Path:
     return tiny.tiny_bert(folder, layers=1, hidden=16)
 
 
-INDUCTOR = pytest.mark.skipif("INDUCTOR" not in os.environ, reason="a minute of the C++ compiler: INDUCTOR=1 runs it")
+INDUCTOR = pytest.mark.skipif(
+    "INDUCTOR" not in os.environ,
+    reason="a minute of the C++ compiler: INDUCTOR=1 runs it",
+)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
-def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend: str) -> None:
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)]
+)
+def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(
+    backend: str,
+) -> None:
     make = one_layer
     loss, gradients, model = run_once(make, None)
     # Without vectors, whose headers the C++ compiler reads for seconds.
@@ -74,46 +83,71 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend: str)
 
 
 def on_gpu(**options: Any) -> Placement:
-    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="-", **options)
+    config = TrainConfig(
+        model_name=str(tiny.shared(tiny.tiny_bert)), data_path="-", **options
+    )
     ranks = RankInfo(0, 1, 0, 1)
-    return place(resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100)
+    return place(
+        resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "minutes", "is_on", "reason"),
     [
-        ({}, 30.0, True, "auto: about 30.0 minutes of arithmetic; compiling takes about one"),
+        (
+            {},
+            30.0,
+            True,
+            "auto: about 30.0 minutes of arithmetic; compiling takes about one",
+        ),
         ({}, 1.0, False, "auto: about 1.0 minutes of arithmetic, less than 5"),
         ({"use_qlora": True}, 30.0, False, "auto: layers of 4 bits are not compiled"),
         ({"torch_compile": False}, 30.0, False, "torch_compile"),
         ({"torch_compile": True}, 1.0, True, "torch_compile"),
     ],
 )
-def test_long_runs_on_gpus_are_compiled(options: dict[str, Any], minutes: float, is_on: bool, reason: str) -> None:
+def test_long_runs_on_gpus_are_compiled(
+    options: dict[str, Any], minutes: float, is_on: bool, reason: str
+) -> None:
     placement = on_gpu(**options).for_work(minutes * 60 * COMPILED_RATE)
-    assert (placement.compilation.value, placement.compilation.reason) == (is_on, reason)
+    assert (placement.compilation.value, placement.compilation.reason) == (
+        is_on,
+        reason,
+    )
     assert placement.copies_weights is (not is_on and "use_qlora" not in options)
 
 
 def test_cpus_compile_only_where_asked() -> None:
     config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="-")
-    placement = place(resolve_run(config, env={}), RankInfo(0, 1, 0, 1), torch.device("cpu"), 2**34)
+    placement = place(
+        resolve_run(config, env={}), RankInfo(0, 1, 0, 1), torch.device("cpu"), 2**34
+    )
     assert placement.for_work(1e30).compilation.value is False
 
 
 def test_a_dry_run_says_what_is_left_to_a_gpu() -> None:
     folder = str(tiny.shared(tiny.tiny_bert))
-    lines = resolve_run(TrainConfig(model_name=folder, data_path="-", use_fsdp=True), env={}).left_to_gpus()
+    lines = resolve_run(
+        TrainConfig(model_name=folder, data_path="-", use_fsdp=True), env={}
+    ).left_to_gpus()
     assert [line.split(" where ")[0].split(" in runs")[0] for line in lines] == [
         "on a GPU gradient checkpointing is off",
         "on a GPU layers are compiled",
     ]
-    plain = TrainConfig(model_name=folder, data_path="-", torch_compile=False, gradient_checkpointing=True)
+    plain = TrainConfig(
+        model_name=folder,
+        data_path="-",
+        torch_compile=False,
+        gradient_checkpointing=True,
+    )
     assert resolve_run(plain, env={}).left_to_gpus() == []
 
 
 @pytest.mark.parametrize("kind", ["same", "other", "failing"])
-def test_layers_that_differ_or_do_not_compile_stay_plain(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_differ_or_do_not_compile_stay_plain(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     from torch._dynamo.exc import Unsupported
 
     config = config_for(tiny.tiny_bert, mixed_precision="no")
@@ -121,7 +155,10 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind: str, caplog: pyte
         session.placement = on_gpu().for_work(1e30)
         model = build_model(config, describe(config))
         layers = layers_of(model.backbone)
-        changes: dict[str, Callable[[Any], Any]] = {"same": lambda out: out, "other": lambda out: out.flip(-1)}
+        changes: dict[str, Callable[[Any], Any]] = {
+            "same": lambda out: out,
+            "other": lambda out: out.flip(-1),
+        }
 
         def call(layer: torch.nn.Module, *given: Any, **named: Any) -> Any:
             if kind == "failing":
@@ -129,23 +166,38 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind: str, caplog: pyte
             return changes[kind](layer._call_impl(*given, **named))
 
         for layer in layers:
-            layer._compiled_call_impl = lambda *given, _own=layer, **named: call(_own, *given, **named)
+            layer._compiled_call_impl = lambda *given, _own=layer, **named: call(
+                _own, *given, **named
+            )
         inputs = parts_for(model.description)
         problem = compiled.difference(model, layers, inputs, session)
-        expected = {"same": None, "other": "give other embeddings", "failing": "Unsupported: no such operation"}[kind]
+        expected = {
+            "same": None,
+            "other": "give other embeddings",
+            "failing": "Unsupported: no such operation",
+        }[kind]
         assert problem is None if expected is None else expected in (problem or "")
         assert all(layer._compiled_call_impl is not None for layer in layers)
         assert all(one.grad is None for one in model.parameters())
 
 
-def test_what_the_run_does_after_the_check(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_run_does_after_the_check(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_for(tiny.tiny_bert, mixed_precision="no")
-    monkeypatch.setattr(compiled, "difference", lambda *_: "compiled layers give other embeddings")
+    monkeypatch.setattr(
+        compiled, "difference", lambda *_: "compiled layers give other embeddings"
+    )
     monkeypatch.setattr(compiled, "inputs_of", lambda *_: [])
     with start_session(config) as session, caplog.at_level(logging.WARNING, "vembed"):
         session.placement = on_gpu().for_work(1e30)
         model = build_model(config, describe(config), compiles=True)
         compiled.check_compiled(model, model, None, [], session)  # type: ignore[arg-type]
         assert session.placement.compilation.value is False
-        assert all(layer._compiled_call_impl is None for layer in layers_of(model.backbone))
-    assert "compiled layers: false (auto: compiled layers give other embeddings)" in caplog.text
+        assert all(
+            layer._compiled_call_impl is None for layer in layers_of(model.backbone)
+        )
+    assert (
+        "compiled layers: false (auto: compiled layers give other embeddings)"
+        in caplog.text
+    )

@@ -10,7 +10,9 @@ from vembed.models import cpu_kernels
 from vembed.models.cpu_kernels import CpuDropout, attention, keep_mask, scale_of
 
 
-@pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.bfloat16), (0.5, torch.float32), (0.9, torch.float64)])
+@pytest.mark.parametrize(
+    ("p", "dtype"), [(0.1, torch.bfloat16), (0.5, torch.float32), (0.9, torch.float64)]
+)
 def test_share_of_kept_elements_and_expectation(p: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     bits = keep_mask(torch.Size([1001, 1003]), p, dtype)
@@ -27,7 +29,10 @@ def test_share_of_kept_elements_and_expectation(p: float, dtype: torch.dtype) ->
 
 
 def test_dropout_is_seeded_and_only_in_training() -> None:
-    layer, values = CpuDropout(0.3), torch.randn(17, 5, dtype=torch.float64, requires_grad=True)
+    layer, values = (
+        CpuDropout(0.3),
+        torch.randn(17, 5, dtype=torch.float64, requires_grad=True),
+    )
     torch.manual_seed(1)
     first = layer(values)
     torch.manual_seed(1)
@@ -42,16 +47,27 @@ def test_dropout_is_seeded_and_only_in_training() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 3, 8])
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "float", "shared"])
-def test_attention_is_that_of_the_formula(pieces: int, mask_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_that_of_the_formula(
+    pieces: int, mask_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, heads, length, size = 8, 3, 7, 5
-    monkeypatch.setattr(cpu_kernels, "SCORE_BYTES", 8 * heads * length * length * (rows // pieces))
+    monkeypatch.setattr(
+        cpu_kernels, "SCORE_BYTES", 8 * heads * length * length * (rows // pieces)
+    )
     torch.manual_seed(2)
-    query, key, value = (torch.randn(rows, heads, length, size, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    query, key, value = (
+        torch.randn(rows, heads, length, size, dtype=torch.float64, requires_grad=True)
+        for _ in "qkv"
+    )
     mask: torch.Tensor | None = None
     if mask_kind != "none":
         keep = torch.rand(1 if mask_kind == "shared" else rows, 1, length, length) > 0.3
         keep[..., 0] = True
-        mask = keep if mask_kind != "float" else torch.zeros(keep.shape).double().masked_fill(~keep, -1e30)
+        mask = (
+            keep
+            if mask_kind != "float"
+            else torch.zeros(keep.shape).double().masked_fill(~keep, -1e30)
+        )
     torch.manual_seed(3)
     output, _ = attention(nn.Module(), query, key, value, mask, dropout=0.2)
     weights = torch.randn_like(output)
@@ -60,7 +76,11 @@ def test_attention_is_that_of_the_formula(pieces: int, mask_kind: str, monkeypat
     torch.manual_seed(3)
     scores = query @ key.transpose(2, 3) * size**-0.5
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, -torch.inf)
+            if mask.dtype == torch.bool
+            else scores + mask
+        )
     step = max(1, cpu_kernels.SCORE_BYTES // (8 * heads * length * length))
     kept = [keep_mask(part.shape, 0.2, part.dtype) != 0 for part in scores.split(step)]
     dropped = scores.softmax(-1) * torch.cat(kept) * scale_of(0.2)
@@ -75,5 +95,7 @@ def test_without_dropout_it_is_sdpa() -> None:
     query, key, value = (torch.randn(2, 3, 4, 8) for _ in "qkv")
     module = nn.Module()
     output, _ = attention(module, query, key, value, None, dropout=0.0, is_causal=False)
-    wanted = nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+    wanted = nn.functional.scaled_dot_product_attention(query, key, value).transpose(
+        1, 2
+    )
     torch.testing.assert_close(output, wanted)

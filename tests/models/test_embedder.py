@@ -13,12 +13,20 @@ from torch import nn
 import vembed.models.precision as precision
 from tests import tiny
 from tests.measure import gradient_errors
-from tests.models.families import COMPOSED, built, config_for, gradients_of, loss_of, parts_for, text_inputs
+from tests.models.families import (
+    COMPOSED,
+    built,
+    config_for,
+    gradients_of,
+    loss_of,
+    parts_for,
+    text_inputs,
+)
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item
 from vembed.errors import UserError
-from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model, load_embedder
+from vembed.models.families.decisions import describe
 from vembed.models.heads import principal_components
 from vembed.training import setup
 
@@ -45,7 +53,10 @@ def test_dense_modules_of_the_model_are_kept_and_trained():
 def test_the_mrl_projection_starts_as_a_cut_and_stands_behind_the_models_own_modules():
     folder = tiny.shared(tiny.tiny_bert_st, dense_dim=12)
     options = {"model_name": str(folder), "use_mrl": True, "mrl_dims": [8, 4]}
-    model, whole = built(tiny.tiny_bert, **options), built(tiny.tiny_bert, model_name=str(folder))
+    model, whole = (
+        built(tiny.tiny_bert, **options),
+        built(tiny.tiny_bert, model_name=str(folder)),
+    )
     inputs = text_inputs(model.description)
     (cut,), (full,) = model([("text", inputs)]), whole([("text", inputs)])
     assert model.description.embedding_dim == 8 and torch.equal(cut, full[:, :8])
@@ -65,23 +76,35 @@ def test_principal_components_order_the_prefixes_by_what_they_carry():
     latent = torch.randn(400, 16, generator=draw) * torch.logspace(0, -2, 16).flip(0)
     sample = latent @ mixing + 3.0 * mixing[5]
     directions = principal_components(sample, 8)
-    torch.testing.assert_close(directions @ directions.T, torch.eye(8), atol=1e-5, rtol=0)
-    queries, documents = sample[:100], sample[:100] + 0.02 * torch.randn(100, 16, generator=draw)
+    torch.testing.assert_close(
+        directions @ directions.T, torch.eye(8), atol=1e-5, rtol=0
+    )
+    queries, documents = (
+        sample[:100],
+        sample[:100] + 0.02 * torch.randn(100, 16, generator=draw),
+    )
 
     def found(projected_queries, projected_documents):
-        scores = nn.functional.normalize(projected_queries) @ nn.functional.normalize(projected_documents).T
+        scores = (
+            nn.functional.normalize(projected_queries)
+            @ nn.functional.normalize(projected_documents).T
+        )
         return (scores.argmax(dim=1) == torch.arange(100)).float().mean().item()
 
     for dims in (2, 4):
         cut = found(queries[:, :dims], documents[:, :dims])
-        assert found(queries @ directions[:dims].T, documents @ directions[:dims].T) > cut
+        assert (
+            found(queries @ directions[:dims].T, documents @ directions[:dims].T) > cut
+        )
 
 
 def test_the_mrl_projection_starts_from_a_sample():
     model = built(tiny.tiny_bert, use_mrl=True, mrl_dims=[8])
     sample = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
     model.start_mrl_projection(sample)
-    assert torch.equal(model.mrl_projection.linear.weight, principal_components(sample, 8))
+    assert torch.equal(
+        model.mrl_projection.linear.weight, principal_components(sample, 8)
+    )
     with pytest.raises(UserError, match="needs an MRL projection"):
         built(tiny.tiny_bert).start_mrl_projection(sample)
 
@@ -91,12 +114,20 @@ def test_the_sample_is_of_the_whole_data(monkeypatch):
 
     def encode(model, featuriser, items, *arguments, **options):
         taken[:] = [one.text for one in items]
-        return torch.randn(len(items), 32, generator=torch.Generator().manual_seed(1)).numpy()
+        return torch.randn(
+            len(items), 32, generator=torch.Generator().manual_seed(1)
+        ).numpy()
 
     monkeypatch.setattr(setup, "SAMPLE", 10)
     monkeypatch.setattr(setup, "encode_items", encode)
     model = built(tiny.tiny_bert, use_mrl=True, mrl_dims=[8])
-    config = TrainConfig(model_name="m", data_path="d", mrl_projection_init="pca", use_mrl=True, mrl_dims=[8])
+    config = TrainConfig(
+        model_name="m",
+        data_path="d",
+        mrl_projection_init="pca",
+        use_mrl=True,
+        mrl_dims=[8],
+    )
     for num, last in ((19, "17"), (4, "3")):
         store = [Example(Item("q"), (Item(str(number)),)) for number in range(num)]
         setup.start_head(config, model, None, store, SimpleNamespace(is_main=True))
@@ -109,11 +140,20 @@ def test_the_sample_is_of_the_whole_data(monkeypatch):
 def test_parameters_without_use_are_frozen_and_named(caplog):
     with caplog.at_level("INFO", logger="vembed"):
         model = built(tiny.tiny_bert)
-    assert _frozen(model) == {"backbone.pooler.dense.weight", "backbone.pooler.dense.bias"}
+    assert _frozen(model) == {
+        "backbone.pooler.dense.weight",
+        "backbone.pooler.dense.bias",
+    }
     assert "pooler.dense.weight, pooler.dense.bias" in caplog.text
-    assert _frozen(built(tiny.tiny_siglip)) == {"backbone.logit_scale", "backbone.logit_bias"}
+    assert _frozen(built(tiny.tiny_siglip)) == {
+        "backbone.logit_scale",
+        "backbone.logit_bias",
+    }
     mean_of_convnext = built(tiny.tiny_convnext, pooling="mean")
-    assert _frozen(mean_of_convnext) == {"backbone.layernorm.weight", "backbone.layernorm.bias"}
+    assert _frozen(mean_of_convnext) == {
+        "backbone.layernorm.weight",
+        "backbone.layernorm.bias",
+    }
 
 
 @pytest.mark.parametrize(
@@ -125,28 +165,47 @@ def test_parameters_without_use_are_frozen_and_named(caplog):
         (tiny.tiny_bert, ["embeddings"], ("embeddings.", "pooler.")),
         (tiny.tiny_qwen3, ["embeddings"], ("embed_tokens.",)),
         (tiny.tiny_vit, ["first_n_layers=1"], ("layers.0.", "pooler.")),
-        (tiny.tiny_convnext, ["first_n_layers=2"], ("encoder.stages.0.layers.0.", "encoder.stages.1.layers.0.")),
+        (
+            tiny.tiny_convnext,
+            ["first_n_layers=2"],
+            ("encoder.stages.0.layers.0.", "encoder.stages.1.layers.0."),
+        ),
         (
             tiny.tiny_clip,
             ["first_n_layers=1", "visual_projection"],
-            ("text_model.encoder.layers.0.", "vision_model.encoder.layers.0.", "visual_projection.", "logit_scale"),
+            (
+                "text_model.encoder.layers.0.",
+                "vision_model.encoder.layers.0.",
+                "visual_projection.",
+                "logit_scale",
+            ),
         ),
         (tiny.tiny_qwen3, ["backbone.layers.1.mlp"], ("layers.1.mlp.",)),
     ],
 )
 def test_freeze_freezes_what_it_names(make, freeze, prefixes):
     model = built(make, freeze=freeze)
-    expected = {name for name, _ in model.named_parameters() if name.removeprefix("backbone.").startswith(prefixes)}
+    expected = {
+        name
+        for name, _ in model.named_parameters()
+        if name.removeprefix("backbone.").startswith(prefixes)
+    }
     assert _frozen(model) == expected and expected
     model.train()
     loss_of(model(parts_for(model.description))).backward()
-    assert {name for name, one in model.named_parameters() if one.grad is None} == expected
+    assert {
+        name for name, one in model.named_parameters() if one.grad is None
+    } == expected
 
 
 @pytest.mark.parametrize(
     ("make", "freeze", "said"),
     [
-        (tiny.tiny_bert, "vision", "freeze: vision is not a tower of this text_encoder model; it has text"),
+        (
+            tiny.tiny_bert,
+            "vision",
+            "freeze: vision is not a tower of this text_encoder model; it has text",
+        ),
         (tiny.tiny_bert, "first_n_layers=3", "N from 0 to 2"),
         (tiny.tiny_bert, "encoder.layers.0", r"the nearest is encoder\.layer\.0"),
         (tiny.tiny_bert, "text", "leaves nothing of .* to train"),
@@ -159,17 +218,29 @@ def test_what_cannot_be_frozen_is_said(make, freeze, said):
 
 @pytest.mark.parametrize("make", [tiny.tiny_clip, COMPOSED])
 def test_features_of_a_frozen_tower_stay_and_take_the_towers_place(make):
-    model = built(make, freeze=["vision"], **({} if make == COMPOSED else {"use_mrl": True, "mrl_dims": [8]}))
-    assert model.frozen_modalities() == ["image"] and built(make).frozen_modalities() == []
+    model = built(
+        make,
+        freeze=["vision"],
+        **({} if make == COMPOSED else {"use_mrl": True, "mrl_dims": [8]}),
+    )
+    assert (
+        model.frozen_modalities() == ["image"] and built(make).frozen_modalities() == []
+    )
     model.train()
-    assert model.training and not model.backbone.vision_model.training and model.backbone.text_model.training
+    assert (
+        model.training
+        and not model.backbone.vision_model.training
+        and model.backbone.text_model.training
+    )
     (text, image) = parts_for(model.description)
     assert (text[0], image[0]) == ("text", "image")
     (features,) = model([image], features_only=True)
     assert not features.requires_grad
     (direct,) = model([image])
     (through,) = model([("image", {"features": features})])
-    assert torch.equal(direct, through) and through.requires_grad  # the projection behind it is trained
+    assert (
+        torch.equal(direct, through) and through.requires_grad
+    )  # the projection behind it is trained
 
 
 def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
@@ -187,7 +258,9 @@ def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
 
 def test_scale_and_bias_are_read_and_written_back():
     clip, siglip = built(tiny.tiny_clip), built(tiny.tiny_siglip)
-    assert clip.initial_scale_and_bias() == pytest.approx((math.exp(clip.backbone.logit_scale.item()), 0.0))
+    assert clip.initial_scale_and_bias() == pytest.approx(
+        (math.exp(clip.backbone.logit_scale.item()), 0.0)
+    )
     assert built(tiny.tiny_bert).initial_scale_and_bias() is None
     state = siglip.state_dict()
     siglip.write_scale_and_bias(12.0, -3.0, state)
@@ -202,7 +275,10 @@ def test_scale_and_bias_are_read_and_written_back():
 
 def test_trained_weights_are_float32_masters_unless_the_user_wants_none():
     assert built(tiny.tiny_bert, torch_dtype="bfloat16").backbone.dtype == torch.float32
-    assert built(tiny.tiny_bert, torch_dtype="bfloat16", pure_dtype=True).backbone.dtype == torch.bfloat16
+    assert (
+        built(tiny.tiny_bert, torch_dtype="bfloat16", pure_dtype=True).backbone.dtype
+        == torch.bfloat16
+    )
 
 
 def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
@@ -210,8 +286,18 @@ def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
         built(tiny.tiny_bert, attn_implementation="flash_attention_2")
     with pytest.raises(UserError, match="MPNetModel has no sdpa; use auto or eager"):
         built(tiny.tiny_mpnet, attn_implementation="sdpa")
-    assert built(tiny.tiny_bert, attn_implementation="eager").backbone.config._attn_implementation == "eager"
-    assert built(tiny.tiny_bert, attn_implementation="sdpa").backbone.config._attn_implementation == "sdpa"
+    assert (
+        built(
+            tiny.tiny_bert, attn_implementation="eager"
+        ).backbone.config._attn_implementation
+        == "eager"
+    )
+    assert (
+        built(
+            tiny.tiny_bert, attn_implementation="sdpa"
+        ).backbone.config._attn_implementation
+        == "sdpa"
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,23 +309,31 @@ def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
         (True, (9, 0), {"half": False}, "sdpa", "does not support float32"),
     ],
 )
-def test_auto_takes_flash_attention_where_it_can(installed, capability, options, kernel, said, monkeypatch):
+def test_auto_takes_flash_attention_where_it_can(
+    installed, capability, options, kernel, said, monkeypatch
+):
     monkeypatch.setattr(precision, "is_flash_attn_2_available", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     backbone = type(built(tiny.tiny_bert).backbone)
     options = {"half": True, **options}
-    chosen, reason = precision.attention_kernel(config_for(tiny.tiny_bert), backbone, torch.device("cuda"), **options)
+    chosen, reason = precision.attention_kernel(
+        config_for(tiny.tiny_bert), backbone, torch.device("cuda"), **options
+    )
     assert chosen == kernel and said in reason
 
 
 def test_the_first_layers_are_those_of_each_tower_or_of_one():
     def frozen_layers(make, part):
-        names = {name for name in _frozen(built(make, freeze=[part])) if ".layers." in name}
+        names = {
+            name for name in _frozen(built(make, freeze=[part])) if ".layers." in name
+        }
         return {re.sub(r"(layers\.\d+)\..*", r"\1", name) for name in names}
 
     both = frozen_layers(tiny.tiny_clip, "first_n_layers=1")
     one = frozen_layers(tiny.tiny_clip, "vision.first_n_layers=1")
-    assert both == {f"backbone.{tower}_model.encoder.layers.0" for tower in ("text", "vision")}
+    assert both == {
+        f"backbone.{tower}_model.encoder.layers.0" for tower in ("text", "vision")
+    }
     assert one == {"backbone.vision_model.encoder.layers.0"}
     with pytest.raises(UserError, match=r"number of layers: text 2, vision 2"):
         built(tiny.tiny_clip, freeze=["first_n_layers=9"])
@@ -249,7 +343,9 @@ def test_gradient_checkpointing_replays_dropout():
     folder = str(tiny.shared(tiny.tiny_bert, dropout=0.3))
     gradients = []
     for saving in (False, True):
-        model = built(tiny.tiny_bert, model_name=folder, gradient_checkpointing=saving).train()
+        model = built(
+            tiny.tiny_bert, model_name=folder, gradient_checkpointing=saving
+        ).train()
         torch.manual_seed(5)
         loss_of(model(parts_for(model.description))).backward()
         gradients.append(gradients_of(model))
@@ -259,9 +355,15 @@ def test_gradient_checkpointing_replays_dropout():
 def test_no_class_of_ours_stops_fsdp():
     for make in (tiny.tiny_bert, COMPOSED):
         model = built(make, use_mrl=True, mrl_dims=[8])
-        ours = {type(module) for module in model.modules() if type(module).__module__.startswith("vembed.")}
+        ours = {
+            type(module)
+            for module in model.modules()
+            if type(module).__module__.startswith("vembed.")
+        }
         assert len(ours) >= 3
-        assert not [kind for kind in ours if "Norm" in kind.__name__ or type(kind) is not type]
+        assert not [
+            kind for kind in ours if "Norm" in kind.__name__ or type(kind) is not type
+        ]
 
 
 # ---- use -------------------------------------------------------------------------------------------------------
@@ -270,15 +372,22 @@ def test_no_class_of_ours_stops_fsdp():
 def test_a_loaded_embedder_is_ready_for_use():
     folder = tiny.shared(tiny.tiny_clip, dropout=0.1)
     model = load_embedder(folder)
-    assert not model.training and not any(one.requires_grad for one in model.parameters())
+    assert not model.training and not any(
+        one.requires_grad for one in model.parameters()
+    )
     assert model.description.name == str(folder)
 
 
 def test_weights_that_are_missing_are_said(tmp_path):
     folder = tiny.tiny_bert(tmp_path / "model")
     config = TrainConfig(model_name=str(folder), data_path=[])
-    tiny.write_json(folder / "config.json", {**_json(folder / "config.json"), "num_hidden_layers": 3})
-    with pytest.raises(UserError, match=r"lacks 16 of the weights of BertModel, encoder\.layer\.2"):
+    tiny.write_json(
+        folder / "config.json",
+        {**_json(folder / "config.json"), "num_hidden_layers": 3},
+    )
+    with pytest.raises(
+        UserError, match=r"lacks 16 of the weights of BertModel, encoder\.layer\.2"
+    ):
         build_model(config, describe(config))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="reads no pickled weights"):
@@ -303,22 +412,38 @@ class OwnModel(BertModel):
 
 
 def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     folder = tiny.tiny_bert(tmp_path / "model")
     (folder / "own.py").write_text(OWN_CODE)
     names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
     settings = _json(folder / "config.json")
-    tiny.write_json(folder / "config.json", settings | {"model_type": "a_kind_of_its_own", "auto_map": names})
-    with pytest.raises(UserError, match="set trust_remote_code: true if you trust this code"):
+    tiny.write_json(
+        folder / "config.json",
+        settings | {"model_type": "a_kind_of_its_own", "auto_map": names},
+    )
+    with pytest.raises(
+        UserError, match="set trust_remote_code: true if you trust this code"
+    ):
         built(tiny.tiny_bert, model_name=str(folder))
-    own, plain = built(tiny.tiny_bert, model_name=str(folder), trust_remote_code=True), built(tiny.tiny_bert)
-    assert type(own.backbone).__name__ == "OwnModel" and own.description.layer_classes == ("BertLayer",)
+    own, plain = (
+        built(tiny.tiny_bert, model_name=str(folder), trust_remote_code=True),
+        built(tiny.tiny_bert),
+    )
+    assert type(
+        own.backbone
+    ).__name__ == "OwnModel" and own.description.layer_classes == ("BertLayer",)
     parts = parts_for(plain.description)
     assert torch.equal(own.eval()(parts)[0], plain.eval()(parts)[0])
 
 
 def test_compilation_is_of_each_layer():
     model = built(tiny.tiny_bert, torch_compile=True)
-    compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    compiled = {
+        name
+        for name, module in model.named_modules()
+        if module._compiled_call_impl is not None
+    }
     assert compiled == {"backbone.encoder.layer.0", "backbone.encoder.layer.1"}

@@ -23,20 +23,22 @@ from tests.models.families import (
 from tests.tiny_tokenizers import wordpiece_tokenizer
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.families import backbones
-from vembed.families.decisions import describe
-from vembed.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.families.facts import published_prompts
 from vembed.models.embedding_model import build_model
+from vembed.models.families import backbones
+from vembed.models.families.decisions import describe
+from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.facts import published_prompts
 
 FAMILY = {
     **dict.fromkeys(TEXT_ENCODERS, ("text_encoder", "mean")),
     **dict.fromkeys(TEXT_DECODERS, ("text_decoder", "last")),
     **dict.fromkeys(IMAGE_ENCODERS, ("image_encoder", "cls")),
-    tiny.tiny_convnext: ("image_encoder", "own"), tiny.tiny_clip: ("clip", "own"), tiny.tiny_siglip: ("siglip", "own"),
+    tiny.tiny_convnext: ("image_encoder", "own"),
+    tiny.tiny_clip: ("clip", "own"),
+    tiny.tiny_siglip: ("siglip", "own"),
     tiny.tiny_siglip2: ("siglip", "own"),
     **dict.fromkeys(VISION_LANGUAGE, ("vision_language", "last")),
-}  # fmt: skip
+}
 
 
 def _st(**files):
@@ -72,13 +74,22 @@ def test_a_feature_map_is_pooled_by_its_mean():
 
 
 def test_composed_models_have_two_towers_in_the_smaller_space():
-    description = describe(config_for(COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_vit, hidden=48))))
-    assert (description.family, description.modalities) == ("composed", ("text", "image"))
+    description = describe(
+        config_for(
+            COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_vit, hidden=48))
+        )
+    )
+    assert (description.family, description.modalities) == (
+        "composed",
+        ("text", "image"),
+    )
     assert (description.text_hidden_dim, description.image_hidden_dim) == (32, 48)
     assert description.hidden_dim == description.embedding_dim == 32
     assert describe(config_for(COMPOSED, composed_dim=40)).embedding_dim == 40
     with pytest.raises(UserError, match="not an image encoder"):
-        describe(config_for(COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_bert))))
+        describe(
+            config_for(COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_bert)))
+        )
     with pytest.raises(UserError, match="adds an image tower to a text model"):
         describe(config_for(COMPOSED, model_name=str(tiny.shared(tiny.tiny_clip))))
     with pytest.raises(UserError, match="needs image_model_name"):
@@ -94,25 +105,42 @@ def test_model_family_may_be_said_and_must_fit():
 
 def test_sentence_transformers_files_decide():
     description = _st(
-        pooling="cls", max_seq_length=64, normalize=False, similarity="dot",
-        prompts={"query": "q: ", "passage": "p: "}, options={"similarity": "dot"},
-    )  # fmt: skip
-    assert (description.pooling, description.max_length, description.normalize) == ("cls", 64, False)
+        pooling="cls",
+        max_seq_length=64,
+        normalize=False,
+        similarity="dot",
+        prompts={"query": "q: ", "passage": "p: "},
+        options={"similarity": "dot"},
+    )
+    assert (description.pooling, description.max_length, description.normalize) == (
+        "cls",
+        64,
+        False,
+    )
     assert (description.query_prompt, description.document_prompt) == ("q: ", "p: ")
     assert description.reasons["pooling"] == "from 1_Pooling/config.json"
     assert _st(pooling="weighted_mean").pooling == "weighted_mean"
 
 
 def test_the_user_wins_and_a_conflict_is_said():
-    options = {"pooling": "mean", "max_length": 48, "query_prompt": "", "document_prompt": "d"}
-    description = _st(pooling="cls", prompts={"query": "q: "}, max_seq_length=64, options=options)
+    options = {
+        "pooling": "mean",
+        "max_length": 48,
+        "query_prompt": "",
+        "document_prompt": "d",
+    }
+    description = _st(
+        pooling="cls", prompts={"query": "q: "}, max_seq_length=64, options=options
+    )
     assert (description.pooling, description.max_length) == ("mean", 48)
     assert (description.query_prompt, description.document_prompt) == ("", "d")
     assert "although cls is the model's own" in description.reasons["pooling"]
     assert "the model's files say dot" in _st(similarity="dot").reasons["similarity"]
 
 
-@pytest.mark.parametrize(("pooling", "said"), [("cls", "same embedding"), ("mean", None), ("last", None)])
+@pytest.mark.parametrize(
+    ("pooling", "said"), [("cls", "same embedding"), ("mean", None), ("last", None)]
+)
 def test_the_first_token_of_a_causal_decoder_is_refused(pooling, said):
     if said is None:
         assert describe(config_for(tiny.tiny_qwen3, pooling=pooling)).pooling == pooling
@@ -122,13 +150,21 @@ def test_the_first_token_of_a_causal_decoder_is_refused(pooling, said):
     with pytest.raises(UserError, match=said):
         describe(config_for(tiny.tiny_qwen3_vl, pooling=pooling))
     with pytest.raises(UserError, match=r"first token of a causal decoder.*last"):
-        describe(config_for(tiny.tiny_qwen3, model_name=str(tiny.shared(tiny.tiny_qwen3_st, pooling="cls"))))
+        describe(
+            config_for(
+                tiny.tiny_qwen3,
+                model_name=str(tiny.shared(tiny.tiny_qwen3_st, pooling="cls")),
+            )
+        )
 
 
 def test_only_decoders_with_rotary_positions_pad_on_the_left():
     assert describe(config_for(tiny.tiny_qwen3)).padding_side == "left"
     description = describe(config_for(tiny.tiny_gpt2))
-    assert description.padding_side == "right" and "from the first token" in description.reasons["padding_side"]
+    assert (
+        description.padding_side == "right"
+        and "from the first token" in description.reasons["padding_side"]
+    )
 
 
 def test_mean_pooling_of_a_vision_language_model_is_never_silent():
@@ -141,15 +177,31 @@ def test_mean_pooling_of_a_vision_language_model_is_never_silent():
     ("make", "options", "said"),
     [
         (tiny.tiny_clip, {"pooling": "mean"}, "leave pooling out"),
-        (tiny.tiny_siglip, {"max_length": 8}, "SigLIP pads every text to the 16 tokens"),
+        (
+            tiny.tiny_siglip,
+            {"max_length": 8},
+            "SigLIP pads every text to the 16 tokens",
+        ),
         (tiny.tiny_vit, {"pooling": "last"}, "whose tokens have no order"),
         (tiny.tiny_convnext, {"pooling": "cls"}, "without a class token"),
         (tiny.tiny_resnet, {"pooling": "cls"}, "without a class token"),
         (tiny.tiny_bert, {"max_length": 257}, "257 is more than the 256 positions"),
         (tiny.tiny_roberta, {"max_length": 257}, "257 is more than the 256 positions"),
-        (tiny.tiny_bert, {"bidirectional_attention": True}, "is for decoder-only models"),
-        (tiny.tiny_bert, {"use_mrl": True, "mrl_dims": [16, 64]}, "mrl_dims: 64 is larger than the 32-dimensional"),
-        (tiny.tiny_bert, {"use_mrl": True, "mrl_dims": [16, 8], "mrl_weights": [1]}, "mrl_weights has 1 entries"),
+        (
+            tiny.tiny_bert,
+            {"bidirectional_attention": True},
+            "is for decoder-only models",
+        ),
+        (
+            tiny.tiny_bert,
+            {"use_mrl": True, "mrl_dims": [16, 64]},
+            "mrl_dims: 64 is larger than the 32-dimensional",
+        ),
+        (
+            tiny.tiny_bert,
+            {"use_mrl": True, "mrl_dims": [16, 8], "mrl_weights": [1]},
+            "mrl_weights has 1 entries",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_way_out(make, options, said):
@@ -162,29 +214,53 @@ def test_poolings_that_vembed_has_not_are_named(tmp_path):
     settings = json.loads((folder / "1_Pooling" / "config.json").read_text())
     for changes, said in (
         ({"pooling_mode_cls_token": True}, "pools by cls and mean"),
-        ({"pooling_mode_mean_tokens": False, "pooling_mode_mean_sqrt_len_tokens": True}, "mean_sqrt_len_tokens"),
+        (
+            {
+                "pooling_mode_mean_tokens": False,
+                "pooling_mode_mean_sqrt_len_tokens": True,
+            },
+            "mean_sqrt_len_tokens",
+        ),
         ({"include_prompt": False}, "leaves the prompt out of the pooling"),
     ):
         tiny.write_json(folder / "1_Pooling" / "config.json", settings | changes)
         with pytest.raises(UserError, match=said):
             describe(TrainConfig(model_name=str(folder), data_path=[]))
-        assert describe(TrainConfig(model_name=str(folder), data_path=[], pooling="mean")).pooling == "mean"
-    tiny.write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "lasttoken", "embedding_dimension": 32})
+        assert (
+            describe(
+                TrainConfig(model_name=str(folder), data_path=[], pooling="mean")
+            ).pooling
+            == "mean"
+        )
+    tiny.write_json(
+        folder / "1_Pooling" / "config.json",
+        {"pooling_mode": "lasttoken", "embedding_dimension": 32},
+    )
     assert describe(TrainConfig(model_name=str(folder), data_path=[])).pooling == "last"
 
 
 def test_prompts_of_published_models_are_known_by_name_unless_their_files_say():
-    assert published_prompts("intfloat/multilingual-e5-base")[:2] == ("query: ", "passage: ")
+    assert published_prompts("intfloat/multilingual-e5-base")[:2] == (
+        "query: ",
+        "passage: ",
+    )
     assert published_prompts("intfloat/e5-small-v2")[:2] == ("query: ", "passage: ")
-    assert published_prompts("BAAI/bge-base-en-v1.5")[0].startswith("Represent this sentence")
+    assert published_prompts("BAAI/bge-base-en-v1.5")[0].startswith(
+        "Represent this sentence"
+    )
     assert published_prompts("Qwen/Qwen3-Embedding-0.6B")[0].endswith("Query:")
-    assert published_prompts("BAAI/bge-m3") is published_prompts("me/note5-small") is None
+    assert (
+        published_prompts("BAAI/bge-m3") is published_prompts("me/note5-small") is None
+    )
 
 
 def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
     folder = tiny.tiny_bert(tmp_path / "e5-small")
     description = describe(TrainConfig(model_name=str(folder), data_path=[]))
-    assert (description.query_prompt, description.document_prompt) == ("query: ", "passage: ")
+    assert (description.query_prompt, description.document_prompt) == (
+        "query: ",
+        "passage: ",
+    )
     assert "E5 models were trained with it" in description.reasons["query_prompt"]
     tiny.add_sentence_transformers_files(folder, prompts={"query": "other: "})
     description = describe(TrainConfig(model_name=str(folder), data_path=[]))
@@ -198,15 +274,27 @@ def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
         ({"mrl_dims": [64]}, (), 128),
         ({"use_mrl": True}, (128, 64), 128),
         ({"use_mrl": True, "mrl_dims": [64, 96]}, (64, 96), 96),
-        ({"use_mrl": True, "mrl_dims": [64, 96], "mrl_projection": False}, (64, 96), 128),
-        ({"use_mrl": True, "mrl_dims": [128, 32], "mrl_projection": True}, (128, 32), 128),
+        (
+            {"use_mrl": True, "mrl_dims": [64, 96], "mrl_projection": False},
+            (64, 96),
+            128,
+        ),
+        (
+            {"use_mrl": True, "mrl_dims": [128, 32], "mrl_projection": True},
+            (128, 32),
+            128,
+        ),
     ],
 )
 @pytest.mark.promise("D24")
 def test_matryoshka_sizes(options, dims, size):
     folder = tiny.shared(tiny.tiny_bert, hidden=128)
     description = describe(TrainConfig(model_name=str(folder), data_path=[], **options))
-    assert (description.mrl_dims, description.embedding_dim, description.hidden_dim) == (dims, size, 128)
+    assert (
+        description.mrl_dims,
+        description.embedding_dim,
+        description.hidden_dim,
+    ) == (dims, size, 128)
 
 
 def test_dense_modules_of_the_model_count_in_its_size():
@@ -220,7 +308,11 @@ def test_a_saved_description_is_believed(tmp_path):
     folder = tiny.tiny_qwen3(tmp_path)
     config = TrainConfig(model_name=str(folder), data_path=[])
     saved = describe(config).with_(
-        pooling="mean", bidirectional_attention=True, query_prompt="ask: ", max_length=33, mrl_dims=(32, 16)
+        pooling="mean",
+        bidirectional_attention=True,
+        query_prompt="ask: ",
+        max_length=33,
+        mrl_dims=(32, 16),
     )
     tiny.write_json(folder / DESCRIPTION_FILE, saved.to_dict())
     again = describe(config)
@@ -266,7 +358,9 @@ def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeyp
     shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
     config, read = TrainConfig(model_name=str(folder), data_path="d"), []
     original = backbones._read_shape
-    monkeypatch.setattr(backbones, "_read_shape", lambda *given: read.append(given) or original(*given))
+    monkeypatch.setattr(
+        backbones, "_read_shape", lambda *given: read.append(given) or original(*given)
+    )
     assert describe(config) == describe(config)
     assert len(read) == 1
     os.utime(folder / "model.safetensors", ns=(1, 1))
@@ -274,17 +368,41 @@ def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeyp
     assert len(read) == 2
 
 
-@pytest.mark.parametrize("kind", ["roberta", "data2vec-text", "ibert", "longformer", "luke", "xmod", "esm", "markuplm"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "roberta",
+        "data2vec-text",
+        "ibert",
+        "longformer",
+        "luke",
+        "xmod",
+        "esm",
+        "markuplm",
+    ],
+)
 def test_positions_after_padding_leave_fewer_for_the_text(kind, tmp_path):
     settings = AutoConfig.for_model(
-        kind, max_position_embeddings=20, num_hidden_layers=1, hidden_size=32, intermediate_size=64, pad_token_id=1,
-        num_attention_heads=2, vocab_size=400, attention_window=4, languages=["en_XX"], default_language="en_XX",
-    )  # fmt: skip
+        kind,
+        max_position_embeddings=20,
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=64,
+        pad_token_id=1,
+        num_attention_heads=2,
+        vocab_size=400,
+        attention_window=4,
+        languages=["en_XX"],
+        default_language="en_XX",
+    )
     model = AutoModel.from_config(settings).eval()
     model.save_pretrained(tmp_path)
     wordpiece_tokenizer().save_pretrained(tmp_path)
     longest = describe(TrainConfig(model_name=str(tmp_path), data_path="-")).max_length
     with torch.no_grad():
-        assert model(input_ids=torch.full((1, longest), 5)).last_hidden_state.shape[1] >= longest
+        assert (
+            model(input_ids=torch.full((1, longest), 5)).last_hidden_state.shape[1]
+            >= longest
+        )
         with pytest.raises((IndexError, RuntimeError)):
             model(input_ids=torch.full((1, longest + 1), 5))

@@ -17,7 +17,12 @@ CUDA = torch.device("cuda")
     ("capability", "installed", "config", "said"),
     [
         ((9, 0), True, {"attention_dropout": 0.0}, None),
-        ((9, 0), True, {"text_config": {"attention_probs_dropout_prob": 0.1}}, "it has no attention dropout"),
+        (
+            (9, 0),
+            True,
+            {"text_config": {"attention_probs_dropout_prob": 0.1}},
+            "it has no attention dropout",
+        ),
         ((9, 0), False, {}, "it is not installed"),
         ((8, 0), True, {}, "it is for Hopper GPUs"),
         ((10, 0), True, {}, "it is for Hopper GPUs"),
@@ -31,16 +36,22 @@ def test_where_it_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(flash3, "find_spec", lambda name: ModuleSpec(name, None) if installed else None)
+    monkeypatch.setattr(
+        flash3, "find_spec", lambda name: ModuleSpec(name, None) if installed else None
+    )
     reason = flash3.why_not(config, CUDA)
     assert reason is None if said is None else (reason or "").startswith(said)
 
 
 def test_it_is_activated_once_through_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     activated: list[str] = []
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     monkeypatch.setattr(
-        torch.nn.attention, "current_flash_attention_impl", lambda: activated[-1] if activated else None
+        torch.nn.attention, "activate_flash_attention_impl", activated.append
+    )
+    monkeypatch.setattr(
+        torch.nn.attention,
+        "current_flash_attention_impl",
+        lambda: activated[-1] if activated else None,
     )
     assert not flash3.is_active()
     flash3.activate()

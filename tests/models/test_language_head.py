@@ -16,19 +16,29 @@ from transformers import AutoModelForCausalLM
 import vembed
 from tests import tiny
 from tests.harness import run_ranks
-from tests.parity.engine import Case, build, examples, full_gradients, step_on_rank, worst_error
+from tests.parity.engine import (
+    Case,
+    build,
+    examples,
+    full_gradients,
+    step_on_rank,
+    worst_error,
+)
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
-from vembed.distributed.session import start_session
-from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model
+from vembed.models.families.decisions import describe
 from vembed.models.language_head import IGNORED, Hidden, LanguageHead, has_language_head
+from vembed.parallel.session import start_session
 from vembed.training.auxiliary_losses import AuxiliaryLosses
 
 ROUNDED = 2e-5
 """Error in float64: the norms and rotary positions of these models round to float32 inside."""
-CASES = [Case("cached-rows", micro="row"), Case("kept-graphs", micro="odd", cache=False)]
+CASES = [
+    Case("cached-rows", micro="row"),
+    Case("kept-graphs", micro="odd", cache=False),
+]
 
 
 def tied_qwen(directory: Path) -> Path:
@@ -45,12 +55,18 @@ def tied_qwen(directory: Path) -> Path:
 
 def config_of(folder: Path, **more: Any) -> TrainConfig:
     """Training by the head alone."""
-    return load_config({"model_name": str(folder), "data_path": "none", "loss": "none", **more})
+    return load_config(
+        {"model_name": str(folder), "data_path": "none", "loss": "none", **more}
+    )
 
 
 def folders() -> list[Path]:
     """A head of its own, one that is the embedding matrix, and an encoder, whose head is new."""
-    return [tiny.shared(tiny.tiny_llama), tiny.shared(tied_qwen), tiny.shared(tiny.tiny_bert)]
+    return [
+        tiny.shared(tiny.tiny_llama),
+        tiny.shared(tied_qwen),
+        tiny.shared(tiny.tiny_bert),
+    ]
 
 
 DRAWN = LanguageHead.hidden
@@ -63,7 +79,10 @@ def hidden_by_content(head: LanguageHead, inputs: Mapping[str, Tensor]) -> Hidde
     ids = inputs["input_ids"]
     chosen = (ids % 3 == 0) & ~torch.isin(ids, torch.tensor(head.tokens.special))
     assert head.tokens.mask is not None
-    return Hidden({**inputs, "input_ids": ids.masked_fill(chosen, head.tokens.mask)}, ids.masked_fill(~chosen, IGNORED))
+    return Hidden(
+        {**inputs, "input_ids": ids.masked_fill(chosen, head.tokens.mask)},
+        ids.masked_fill(~chosen, IGNORED),
+    )
 
 
 def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
@@ -75,15 +94,23 @@ def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
     ):
         for folder in folders():
             for case in CASES:
-                config = config_of(folder, strategy=strategy, gradient_checkpointing=strategy == "fsdp")
-                found.append(step_on_rank(case, config, session, AuxiliaryLosses(config))[0])
+                config = config_of(
+                    folder, strategy=strategy, gradient_checkpointing=strategy == "fsdp"
+                )
+                found.append(
+                    step_on_rank(case, config, session, AuxiliaryLosses(config))[0]
+                )
     return found
 
 
 def wanted(folder: Path) -> dict[str, Tensor]:
     """The mean over the tokens of every text of the batch, as often as it occurs, by the head's matrix."""
     model, _, featuriser = build(CASES[0], config_of(folder, padding_free=False))
-    items = [(one, kind) for example in examples(CASES[0]) for one, kind in occurrences(example)]
+    items = [
+        (one, kind)
+        for example in examples(CASES[0])
+        for one, kind in occurrences(example)
+    ]
     inputs = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
     assert model.language is not None
     if not model.language.is_causal:  # its loss is compared with Transformers' below
@@ -94,15 +121,26 @@ def wanted(folder: Path) -> dict[str, Tensor]:
         mean.backward()
         return {**full_gradients(model), "loss": mean.detach()}
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
-    labels[:, 1:].masked_fill_(inputs["attention_mask"][:, :-1] == 0, IGNORED)  # no token tells the first of a text
+    labels[:, 1:].masked_fill_(
+        inputs["attention_mask"][:, :-1] == 0, IGNORED
+    )  # no token tells the first of a text
     states = model.backbone(**inputs).last_hidden_state
     assert not model.language.is_new
     own = dict(model.named_parameters())
-    logits = states @ own.get("language.whole.lm_head.weight", own["backbone.embed_tokens.weight"]).T
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    logits = (
+        states
+        @ own.get(
+            "language.whole.lm_head.weight", own["backbone.embed_tokens.weight"]
+        ).T
+    )
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
     loss.backward()
     # The same by Transformers, whose norms and losses are float32.
-    theirs = AutoModelForCausalLM.from_pretrained(folder)(**inputs, labels=labels).loss.detach()
+    theirs = AutoModelForCausalLM.from_pretrained(folder)(
+        **inputs, labels=labels
+    ).loss.detach()
     assert float(theirs) == pytest.approx(float(loss.detach()), rel=1e-5)
     return {**full_gradients(model), "loss": loss.detach()}
 
@@ -114,14 +152,18 @@ def occurrences(example: Any) -> list[tuple[Any, str]]:
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_gradients_are_those_of_the_mean_over_all_tokens(strategy: str) -> None:
-    ranks = [on_ranks(strategy)] if strategy == "single" else run_ranks(
-        on_ranks, 2, strategy, process_group=False
-    )  # fmt: skip
+    ranks = (
+        [on_ranks(strategy)]
+        if strategy == "single"
+        else run_ranks(on_ranks, 2, strategy, process_group=False)
+    )
     expected = [wanted(folder) for folder in folders() for _ in CASES]
     for number, one in enumerate(expected):
         name, error = worst_error(ranks[0][number], one)
         assert error < ROUNDED, (number, name, error)
-        assert sum(float(rank[number]["loss"]) for rank in ranks) == pytest.approx(float(one["loss"]), rel=1e-7)
+        assert sum(float(rank[number]["loss"]) for rank in ranks) == pytest.approx(
+            float(one["loss"]), rel=1e-7
+        )
 
 
 def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
@@ -133,26 +175,53 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
     model = build_model(config, description).double().eval()
     assert model.language is not None and model.language.is_new
     featuriser = Featuriser(description)
-    inputs = featuriser.collate(featuriser.features([(one, kind) for one, kind in occurrences(examples(CASES[0])[0])]))
+    inputs = featuriser.collate(
+        featuriser.features(
+            [(one, kind) for one, kind in occurrences(examples(CASES[0])[0])]
+        )
+    )
     torch.manual_seed(4)
     (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
     torch.manual_seed(4)
     hidden = model.language.hidden(inputs)
     shown, asked = hidden.inputs["input_ids"], hidden.targets != IGNORED
-    special = torch.isin(inputs["input_ids"], torch.tensor(model.language.tokens.special))
-    assert 0.2 < float(asked.sum() / (inputs["attention_mask"].bool() & ~special).sum()) < 0.6
-    assert not bool((asked & special).any()) and bool((shown[~asked] == inputs["input_ids"][~asked]).all())
+    special = torch.isin(
+        inputs["input_ids"], torch.tensor(model.language.tokens.special)
+    )
+    assert (
+        0.2
+        < float(asked.sum() / (inputs["attention_mask"].bool() & ~special).sum())
+        < 0.6
+    )
+    assert not bool((asked & special).any()) and bool(
+        (shown[~asked] == inputs["input_ids"][~asked]).all()
+    )
     whole = AutoModelForMaskedLM.from_pretrained(folder).double().eval()
-    own = {name.removeprefix("language.whole."): one for name, one in model.state_dict().items()}
-    own |= {name.replace("backbone.", "bert."): one for name, one in own.items() if name.startswith("backbone.")}
-    own["cls.predictions.decoder.weight"] = own["bert.embeddings.word_embeddings.weight"]
+    own = {
+        name.removeprefix("language.whole."): one
+        for name, one in model.state_dict().items()
+    }
+    own |= {
+        name.replace("backbone.", "bert."): one
+        for name, one in own.items()
+        if name.startswith("backbone.")
+    }
+    own["cls.predictions.decoder.weight"] = own[
+        "bert.embeddings.word_embeddings.weight"
+    ]
     own["cls.predictions.decoder.bias"] = own["cls.predictions.bias"]
-    whole.load_state_dict({name: one for name, one in own.items() if name in whole.state_dict()})
+    whole.load_state_dict(
+        {name: one for name, one in own.items() if name in whole.state_dict()}
+    )
     with torch.no_grad():
         logits = whole(input_ids=shown, attention_mask=inputs["attention_mask"]).logits
-        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), hidden.targets.flatten())
+        expected = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), hidden.targets.flatten()
+        )
     sums, counts = losses["masked_token"]
-    assert float((sums.sum() / counts.sum()).detach()) == pytest.approx(float(expected), rel=1e-9)
+    assert float((sums.sum() / counts.sum()).detach()) == pytest.approx(
+        float(expected), rel=1e-9
+    )
     assert counts.tolist() == asked.sum(1).tolist()
 
 
@@ -160,24 +229,47 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An encoder that was trained on texts alone."""
     folder = tmp_path_factory.mktemp("adapted")
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in tiny.texts(40, seed=2)))
-    pairs = [{"query": one, "positive": other} for one, other in zip(*[iter(tiny.texts(40, seed=3))] * 2, strict=True)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in pairs))
-    vembed.train(settings(folder, "first", model_name=str(tiny.shared(tiny.tiny_bert)), max_steps=40))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": one}) + "\n" for one in tiny.texts(40, seed=2))
+    )
+    pairs = [
+        {"query": one, "positive": other}
+        for one, other in zip(*[iter(tiny.texts(40, seed=3))] * 2, strict=True)
+    ]
+    (folder / "pairs.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in pairs)
+    )
+    vembed.train(
+        settings(
+            folder, "first", model_name=str(tiny.shared(tiny.tiny_bert)), max_steps=40
+        )
+    )
     return folder
 
 
 def settings(folder: Path, name: str, **more: Any) -> dict[str, Any]:
     """A short run on texts."""
     return {
-        "data_path": str(folder / "texts.jsonl"), "loss": "none", "batch_size": 8, "max_steps": 2, "report_to": [],
-        "output_dir": str(folder / name), "learning_rate": 1e-2, "logging_steps": 1, "console": "quiet", **more,
-    }  # fmt: skip
+        "data_path": str(folder / "texts.jsonl"),
+        "loss": "none",
+        "batch_size": 8,
+        "max_steps": 2,
+        "report_to": [],
+        "output_dir": str(folder / name),
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "console": "quiet",
+        **more,
+    }
 
 
 def losses_of(folder: Path) -> list[float]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss/masked_token"] for line in lines if "loss/masked_token" in json.loads(line)]
+    return [
+        json.loads(line)["loss/masked_token"]
+        for line in lines
+        if "loss/masked_token" in json.loads(line)
+    ]
 
 
 def test_an_adapted_model_has_learned_and_keeps_its_head(adapted: Path) -> None:
@@ -185,28 +277,45 @@ def test_an_adapted_model_has_learned_and_keeps_its_head(adapted: Path) -> None:
 
     first = losses_of(adapted / "first")
     assert sum(first[-5:]) < 0.85 * sum(first[:5])
-    _, info = AutoModelForMaskedLM.from_pretrained(adapted / "first" / "final", output_loading_info=True)
+    _, info = AutoModelForMaskedLM.from_pretrained(
+        adapted / "first" / "final", output_loading_info=True
+    )
     assert not info["missing_keys"]
-    vembed.train(settings(adapted, "second", model_name=str(adapted / "first" / "final")))
-    assert losses_of(adapted / "second")[0] < 0.9 * first[0], "it goes on with the head of the first stage"
+    vembed.train(
+        settings(adapted, "second", model_name=str(adapted / "first" / "final"))
+    )
+    assert losses_of(adapted / "second")[0] < 0.9 * first[0], (
+        "it goes on with the head of the first stage"
+    )
 
 
 def test_a_contrastive_stage_follows(adapted: Path) -> None:
-    given = settings(adapted, "pairs", model_name=str(adapted / "first" / "final"), loss="infonce")
+    given = settings(
+        adapted, "pairs", model_name=str(adapted / "first" / "final"), loss="infonce"
+    )
     result = vembed.train({**given, "data_path": str(adapted / "pairs.jsonl")})
     assert vembed.Embedder(result.model_dir).encode(["a red cat"]).shape == (1, 32)
     assert "language" not in (adapted / "pairs" / "training_log.txt").read_text()
 
 
 def test_what_cannot_be_is_refused() -> None:
-    bert, qwen, vit = (tiny.shared(one) for one in (tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_vit))
+    bert, qwen, vit = (
+        tiny.shared(one) for one in (tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_vit)
+    )
 
     def asks(folder: Path, **options: Any) -> bool:
         config = config_of(folder, **options)
         return has_language_head(config, describe(config))
 
-    assert asks(bert) and asks(qwen) and not asks(bert, language_modelling=False) and not asks(vit)
-    assert asks(qwen, loss="infonce", language_modelling=True) and not asks(qwen, loss="infonce")
+    assert (
+        asks(bert)
+        and asks(qwen)
+        and not asks(bert, language_modelling=False)
+        and not asks(vit)
+    )
+    assert asks(qwen, loss="infonce", language_modelling=True) and not asks(
+        qwen, loss="infonce"
+    )
     for folder, options, said in (
         (bert, {"loss": "infonce"}, "is an encoder, and tokens that are hidden"),
         (qwen, {"bidirectional_attention": True}, "each token sees the next one"),

@@ -31,10 +31,14 @@ from tests.models.families import (
     text_inputs,
     vision_inputs,
 )
-from vembed.families.backbones import layers_of
-from vembed.families.decisions import describe
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.decisions import describe
 
-NUM_LAYERS = {tiny.tiny_modernbert: 3, tiny.tiny_convnext: 3, **dict.fromkeys([*TWO_TOWERS, *VISION_LANGUAGE], 4)}
+NUM_LAYERS = {
+    tiny.tiny_modernbert: 3,
+    tiny.tiny_convnext: 3,
+    **dict.fromkeys([*TWO_TOWERS, *VISION_LANGUAGE], 4),
+}
 
 
 def _plain(make: Make) -> PreTrainedModel:
@@ -49,7 +53,10 @@ def test_text_encoders_are_the_mean_of_their_tokens(make):
     with torch.no_grad():
         hidden = plain(**inputs).last_hidden_state
         expected = torch.stack(
-            [row[mask.bool()].mean(dim=0) for row, mask in zip(hidden, inputs["attention_mask"], strict=True)]
+            [
+                row[mask.bool()].mean(dim=0)
+                for row, mask in zip(hidden, inputs["attention_mask"], strict=True)
+            ]
         )
         (found,) = model([("text", inputs)])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -62,7 +69,9 @@ def test_decoders_are_their_last_token(make):
     with torch.no_grad():
         (found,) = model([("text", text_inputs(model.description))])
         for row, text in zip(found, SENTENCES, strict=True):
-            alone = plain(**text_inputs(model.description, [text])).last_hidden_state[0, -1]
+            alone = plain(**text_inputs(model.description, [text])).last_hidden_state[
+                0, -1
+            ]
             torch.testing.assert_close(row, alone, atol=1e-5, rtol=1e-5)
 
 
@@ -74,7 +83,9 @@ def test_image_encoders_are_what_their_model_offers(make):
         if make is tiny.tiny_vitmae:
             plain.config.mask_ratio = 0.0
             expected = plain(**inputs).last_hidden_state[:, 0]
-        elif make is tiny.tiny_vit:  # its pooler is another layer, trained for another task
+        elif (
+            make is tiny.tiny_vit
+        ):  # its pooler is another layer, trained for another task
             expected = plain(**inputs).last_hidden_state[:, 0]
         else:
             expected = plain(**inputs).pooler_output
@@ -89,9 +100,21 @@ def test_two_towers_are_their_projected_features(make):
     (_, text), (_, image) = parts = parts_for(model.description)
     with torch.no_grad():
         found_text, found_image = model(parts)
-        torch.testing.assert_close(found_text, plain.get_text_features(**text).pooler_output, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(found_image, plain.get_image_features(**image).pooler_output, atol=1e-5, rtol=1e-5)
-    assert found_text.shape[1] == found_image.shape[1] == model.description.embedding_dim
+        torch.testing.assert_close(
+            found_text,
+            plain.get_text_features(**text).pooler_output,
+            atol=1e-5,
+            rtol=1e-5,
+        )
+        torch.testing.assert_close(
+            found_image,
+            plain.get_image_features(**image).pooler_output,
+            atol=1e-5,
+            rtol=1e-5,
+        )
+    assert (
+        found_text.shape[1] == found_image.shape[1] == model.description.embedding_dim
+    )
 
 
 @pytest.mark.parametrize("make", VISION_LANGUAGE)
@@ -118,14 +141,20 @@ def test_an_item_is_the_same_whatever_it_is_batched_with(make):
             items = modality_items(modality)
             (together,) = model([(modality, inputs_for(description, modality, items))])
             for row, item in zip(together, items, strict=True):
-                (alone,) = model([(modality, inputs_for(description, modality, [item]))])
+                (alone,) = model(
+                    [(modality, inputs_for(description, modality, [item]))]
+                )
                 torch.testing.assert_close(alone[0], row, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("make", [tiny.tiny_qwen3, tiny.tiny_mistral, tiny.tiny_gemma, tiny.tiny_qwen3_vl])
+@pytest.mark.parametrize(
+    "make", [tiny.tiny_qwen3, tiny.tiny_mistral, tiny.tiny_gemma, tiny.tiny_qwen3_vl]
+)
 def test_padding_on_the_left_and_on_the_right_give_the_same(make):
     model = built(make).eval()
-    right, left = (model.description.with_(padding_side=side) for side in ("right", "left"))
+    right, left = (
+        model.description.with_(padding_side=side) for side in ("right", "left")
+    )
     with torch.no_grad():
         model.description = right
         (one,) = model([("text", text_inputs(right))])
@@ -140,7 +169,11 @@ def test_bidirectional_attention_lets_the_first_token_see_the_last(make):
     open_ = built(make, bidirectional_attention=True, pooling="cls").eval()
     assert describe(config_for(make, bidirectional_attention=True)).pooling == "mean"
     first_tokens = ["red cat of the house", "red dog over the bridge"]
-    for texts in (first_tokens, [first_tokens[0]], ["red", first_tokens[1]]):  # without padding and with it
+    for texts in (
+        first_tokens,
+        [first_tokens[0]],
+        ["red", first_tokens[1]],
+    ):  # without padding and with it
         inputs = text_inputs(open_.description, texts)
         with torch.no_grad():
             hidden = causal.backbone(**inputs).last_hidden_state
@@ -149,7 +182,10 @@ def test_bidirectional_attention_lets_the_first_token_see_the_last(make):
         unseen = hidden[torch.arange(len(texts)), start]
         assert not torch.allclose(seen, unseen, atol=1e-3)
     with torch.no_grad():
-        (one,), (other,) = (open_([("text", text_inputs(open_.description, [text]))]) for text in first_tokens)
+        (one,), (other,) = (
+            open_([("text", text_inputs(open_.description, [text]))])
+            for text in first_tokens
+        )
     assert not torch.allclose(one, other, atol=1e-3)
 
 
@@ -177,28 +213,45 @@ def test_a_masked_autoencoder_sees_all_patches():
 def test_every_trained_parameter_gets_a_gradient_and_each_layer_is_a_unit(make):
     model = built(make).train()
     loss_of(model(parts_for(model.description))).backward()
-    assert [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None] == []
+    assert [
+        name
+        for name, one in model.named_parameters()
+        if one.requires_grad and one.grad is None
+    ] == []
     layers = layers_of(model.backbone)
     assert len(layers) == (4 if make == COMPOSED else NUM_LAYERS.get(make, 2))
-    assert {type(layer).__name__ for layer in layers} == set(model.description.layer_classes)
+    assert {type(layer).__name__ for layer in layers} == set(
+        model.description.layer_classes
+    )
 
 
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 def test_gradient_checkpointing_recomputes_each_layer_and_changes_nothing(make):
-    plain, saving = built(make).train(), built(make, gradient_checkpointing=True).train()
+    plain, saving = (
+        built(make).train(),
+        built(make, gradient_checkpointing=True).train(),
+    )
     parts = parts_for(plain.description)
     micro_batches = Counter()
     for number, layer in enumerate(layers_of(saving.backbone)):
         for inner in list(layer.modules())[1:]:
-            inner.register_forward_hook(lambda module, *_, of=number: micro_batches.update([(of, id(module))]))
+            inner.register_forward_hook(
+                lambda module, *_, of=number: micro_batches.update([(of, id(module))])
+            )
     outputs = saving(parts)
     before = micro_batches.copy()
     loss_of(outputs).backward()
     for number in range(len(layers_of(saving.backbone))):
         # The recomputation ends with the last thing that the backward pass wants, so not every inner module runs again.
-        assert any(micro_batches[key] == 2 * before[key] for key in micro_batches if key[0] == number)
+        assert any(
+            micro_batches[key] == 2 * before[key]
+            for key in micro_batches
+            if key[0] == number
+        )
     loss_of(plain(parts)).backward()
-    assert max(gradient_errors(gradients_of(saving), gradients_of(plain)).values()) < 1e-5
+    assert (
+        max(gradient_errors(gradients_of(saving), gradients_of(plain)).values()) < 1e-5
+    )
 
 
 def test_parts_of_one_call_are_the_calls_by_themselves():
@@ -212,7 +265,10 @@ def test_parts_of_one_call_are_the_calls_by_themselves():
 
 
 def test_embeddings_are_float32_from_half_precision_and_float64_from_double():
-    half, double = built(tiny.tiny_bert, torch_dtype="bfloat16", pure_dtype=True), built(tiny.tiny_bert).double()
+    half, double = (
+        built(tiny.tiny_bert, torch_dtype="bfloat16", pure_dtype=True),
+        built(tiny.tiny_bert).double(),
+    )
     inputs = text_inputs(half.description)
     assert half.backbone.dtype == torch.bfloat16
     assert half([("text", inputs)])[0].dtype == torch.float32

@@ -14,9 +14,9 @@ from tests.features.test_image_features import image, of_images
 from tests.models.families import Make, config_for
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.families.decisions import describe
 from vembed.models import packed_vision
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.families.decisions import describe
 from vembed.models.image_positions import LONGEST, POSITIONS, VISION, token_positions
 
 SIZES = ((64, 64), (96, 64), (64, 128), (160, 64))
@@ -29,21 +29,39 @@ def made(make: Make, **options: Any) -> tuple[EmbeddingModel, dict[str, Tensor]]
     description = describe(config)
     model = build_model(config, description).double().train()
     images = [image(*size, seed=number) for number, size in enumerate(SIZES)]
-    items = [of_images(images[0]), of_images(images[1], text="red house"), of_images(images[2], images[3])]
+    items = [
+        of_images(images[0]),
+        of_images(images[1], text="red house"),
+        of_images(images[2], images[3]),
+    ]
     featuriser = Featuriser(description)
     batch = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
-    return model, {name: one.double() if one.is_floating_point() else one for name, one in batch.items()}
+    return model, {
+        name: one.double() if one.is_floating_point() else one
+        for name, one in batch.items()
+    }
 
 
 def published(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inputs from which the model computes everything by itself."""
-    return {name: one for name, one in batch.items() if name != POSITIONS and not name.startswith(VISION)}
+    return {
+        name: one
+        for name, one in batch.items()
+        if name != POSITIONS and not name.startswith(VISION)
+    }
 
 
-def results(model: EmbeddingModel, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def results(
+    model: EmbeddingModel, batch: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
     (output,) = model([("multimodal", batch)])
-    (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)).sum().backward()
-    return output.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    (
+        output
+        * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    ).sum().backward()
+    return output.detach(), {
+        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+    }
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -58,7 +76,9 @@ def test_embeddings_and_gradients_are_those_of_the_published_model(make: Make) -
     assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
     assert others.keys() == gradients.keys()
     for name, one in gradients.items():
-        assert torch.allclose(others[name], one, rtol=1e-7, atol=1e-7 * float(one.abs().max() + 1e-9)), name
+        assert torch.allclose(
+            others[name], one, rtol=1e-7, atol=1e-7 * float(one.abs().max() + 1e-9)
+        ), name
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -72,7 +92,9 @@ def test_positions_are_those_of_the_published_model(make: Make) -> None:
     )
     real = batch["attention_mask"].bool()
     assert torch.equal(batch[POSITIONS][:, real], wanted[:, real])
-    whole = token_positions(batch["mm_token_type_ids"][:1], None, batch["image_grid_thw"][:1], 2)
+    whole = token_positions(
+        batch["mm_token_type_ids"][:1], None, batch["image_grid_thw"][:1], 2
+    )
     assert whole.shape == (3, *batch["mm_token_type_ids"][:1].shape)
 
 
@@ -83,7 +105,9 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.num_reads = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         names = ("_local_scalar_dense", "nonzero", "repeat_interleave.Tensor")
         self.num_reads += any(name in str(func) for name in names)
         return func(*args, **(kwargs or {}))
@@ -95,18 +119,29 @@ def reads_of(model: EmbeddingModel, batch: dict[str, Tensor]) -> int:
     return reads.num_reads
 
 
-def test_each_image_was_waited_for_in_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_image_was_waited_for_in_every_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, batch = made(tiny.tiny_qwen3_vl)
-    assert batch[LONGEST].shape[0] == max((height // 16) * (width // 16) for width, height in SIZES)
+    assert batch[LONGEST].shape[0] == max(
+        (height // 16) * (width // 16) for width, height in SIZES
+    )
 
-    def by_kernel(module: Any, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        return query.transpose(1, 2), None  # a GPU's kernel reads nothing; that of CPUs cuts the row by the lengths
+    def by_kernel(
+        module: Any, query: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        return (
+            query.transpose(1, 2),
+            None,
+        )  # a GPU's kernel reads nothing; that of CPUs cuts the row by the lengths
 
     monkeypatch.setattr(packed_vision.packing, "attention", by_kernel)
     own = reads_of(model, batch)
     assert own < reads_of(model, published(batch)) / 3
     # What is left is in the language model: the check of placeholders, and the layers that images are added to.
-    assert own <= 4 + 2 * len(model.backbone.config.vision_config.deepstack_visual_indexes)
+    assert own <= 4 + 2 * len(
+        model.backbone.config.vision_config.deepstack_visual_indexes
+    )
 
 
 def test_texts_alone_need_no_images() -> None:

@@ -15,51 +15,89 @@ from torch.nn import functional
 from tests import tiny
 from tests.models.families import Make, built, config_for, text_inputs
 from vembed.errors import UserError
-from vembed.families.backbones import read_config
 from vembed.models import cpu_kernels, packing, precision
+from vembed.models.families.backbones import read_config
 
 PACKED = [
-    tiny.tiny_bert, tiny.tiny_distilbert, tiny.tiny_roberta, tiny.tiny_xlmr, tiny.tiny_qwen3, tiny.tiny_qwen2,
-    tiny.tiny_llama, tiny.tiny_mistral,
-]  # fmt: skip
-SENTENCES = ["red cat", "the list of every old house in this city, first and last", "parse", "a b c d e f g h i j k"]
+    tiny.tiny_bert,
+    tiny.tiny_distilbert,
+    tiny.tiny_roberta,
+    tiny.tiny_xlmr,
+    tiny.tiny_qwen3,
+    tiny.tiny_qwen2,
+    tiny.tiny_llama,
+    tiny.tiny_mistral,
+]
+SENTENCES = [
+    "red cat",
+    "the list of every old house in this city, first and last",
+    "parse",
+    "a b c d e f g h i j k",
+]
 Gradients = dict[str, Tensor]
 
 
-def embedded(make: Make, inputs_of: Any = text_inputs, **options: Any) -> tuple[Tensor, Gradients]:
+def embedded(
+    make: Make, inputs_of: Any = text_inputs, **options: Any
+) -> tuple[Tensor, Gradients]:
     """Embeddings in float64 and the gradient of every parameter."""
     model = built(make, **options).double().train()
     (found,) = model([("text", inputs_of(model.description, SENTENCES))])
     torch.manual_seed(0)
     (found * torch.randn(found.shape, dtype=torch.float64)).sum().backward()
-    return found.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return found.detach(), {
+        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+    }
 
 
-def assert_same(first: tuple[Tensor, Gradients], second: tuple[Tensor, Gradients]) -> None:
+def assert_same(
+    first: tuple[Tensor, Gradients], second: tuple[Tensor, Gradients]
+) -> None:
     torch.testing.assert_close(first[0], second[0], rtol=1e-9, atol=1e-12)
     assert first[1].keys() == second[1].keys()
     for name, gradient in first[1].items():
-        torch.testing.assert_close(gradient, second[1][name], rtol=1e-8, atol=1e-11, msg=name)
+        torch.testing.assert_close(
+            gradient, second[1][name], rtol=1e-8, atol=1e-11, msg=name
+        )
 
 
 def test_every_model_that_is_named_is_tried_here() -> None:
-    tried = {read_config(tiny.shared(make), trust_remote_code=False).model_type for make in PACKED}
+    tried = {
+        read_config(tiny.shared(make), trust_remote_code=False).model_type
+        for make in PACKED
+    }
     assert tried == set(packing.MODEL_TYPES)
 
 
 @pytest.mark.parametrize("make", PACKED)
 @pytest.mark.parametrize(
-    "options", [{}, {"pooling": "mean"}, {"gradient_checkpointing": True}, {"use_lora": True, "lora_dropout": 0.0}]
+    "options",
+    [
+        {},
+        {"pooling": "mean"},
+        {"gradient_checkpointing": True},
+        {"use_lora": True, "lora_dropout": 0.0},
+    ],
 )
-def test_numbers_and_gradients_are_those_of_padded_texts(make: Make, options: dict[str, Any]) -> None:
-    assert_same(embedded(make, padding_free=True, **options), embedded(make, padding_free=False, **options))
+def test_numbers_and_gradients_are_those_of_padded_texts(
+    make: Make, options: dict[str, Any]
+) -> None:
+    assert_same(
+        embedded(make, padding_free=True, **options),
+        embedded(make, padding_free=False, **options),
+    )
 
 
 def test_decoders_that_see_all_tokens() -> None:
     options = {"bidirectional_attention": True, "pooling": "mean"}
-    both = [embedded(tiny.tiny_qwen3, padding_free=free, **options) for free in (True, False)]
+    both = [
+        embedded(tiny.tiny_qwen3, padding_free=free, **options)
+        for free in (True, False)
+    ]
     assert_same(*both)
-    assert not torch.allclose(both[0][0], embedded(tiny.tiny_qwen3, padding_free=True, pooling="mean")[0])
+    assert not torch.allclose(
+        both[0][0], embedded(tiny.tiny_qwen3, padding_free=True, pooling="mean")[0]
+    )
 
 
 def test_a_sliding_window_shorter_than_the_texts(tmp_path: Any) -> None:
@@ -67,10 +105,14 @@ def test_a_sliding_window_shorter_than_the_texts(tmp_path: Any) -> None:
         made = tiny.tiny_mistral(folder)
         text = (made / "config.json").read_text()
         assert '"sliding_window": 64' in text
-        (made / "config.json").write_text(text.replace('"sliding_window": 64', '"sliding_window": 4'))
+        (made / "config.json").write_text(
+            text.replace('"sliding_window": 64', '"sliding_window": 4')
+        )
         return made
 
-    assert_same(embedded(narrow, padding_free=True), embedded(narrow, padding_free=False))
+    assert_same(
+        embedded(narrow, padding_free=True), embedded(narrow, padding_free=False)
+    )
     assert not torch.allclose(embedded(narrow)[0], embedded(tiny.tiny_mistral)[0])
 
 
@@ -81,8 +123,23 @@ def test_padding_on_either_side_and_none(side: str) -> None:
     inputs = text_inputs(description, SENTENCES)
     with torch.no_grad():
         (whole,) = model([("text", inputs)])
-        (with_index,) = model([("text", {**inputs, packing.TOKENS: packing.token_index(inputs["attention_mask"])})])
-        alone = torch.cat([model([("text", text_inputs(description, [text]))])[0] for text in SENTENCES])
+        (with_index,) = model(
+            [
+                (
+                    "text",
+                    {
+                        **inputs,
+                        packing.TOKENS: packing.token_index(inputs["attention_mask"]),
+                    },
+                )
+            ]
+        )
+        alone = torch.cat(
+            [
+                model([("text", text_inputs(description, [text]))])[0]
+                for text in SENTENCES
+            ]
+        )
     assert torch.equal(whole, with_index)
     torch.testing.assert_close(whole, alone, rtol=1e-5, atol=1e-6)
 
@@ -91,12 +148,19 @@ def test_padding_on_either_side_and_none(side: str) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("scores_at_once", [1, 150, 10_000])
 def test_attention_is_that_of_the_formula(
-    causal: bool, window: int | None, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
+    causal: bool,
+    window: int | None,
+    scores_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths, heads, size, p = [7, 7, 4, 6, 1, 3], 2, 5, 0.3
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    starts = torch.tensor(
+        [0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32
+    )
     torch.manual_seed(1)
-    query, key, value = (torch.randn(sum(lengths), heads, size).double().requires_grad_() for _ in "qkv")
+    query, key, value = (
+        torch.randn(sum(lengths), heads, size).double().requires_grad_() for _ in "qkv"
+    )
     pieces = packing.cut(tuple(starts.tolist()), scores_at_once, causal, window)
     assert len(pieces) == {1: len(lengths), 10_000: 1}.get(scores_at_once, len(pieces))
     draws: list[Tensor] = []
@@ -111,7 +175,10 @@ def test_attention_is_that_of_the_formula(
     dropped = cpu_kernels.dropped_attention(query, key, value, pieces, p, size**-0.5)
     plain = packing._by_sdpa(query, key, value, pieces, 0.0, size**-0.5)
     weights = torch.randn_like(dropped)
-    ours = [torch.autograd.grad((one * weights).sum(), (query, key, value)) for one in (dropped, plain)]
+    ours = [
+        torch.autograd.grad((one * weights).sum(), (query, key, value))
+        for one in (dropped, plain)
+    ]
 
     for p_used, output, gradients in ((p, dropped, ours[0]), (0.0, plain, ours[1])):
         expected = []
@@ -120,9 +187,13 @@ def test_attention_is_that_of_the_formula(
             for row in range(piece.num_texts):
                 part = slice(int(starts[text]), int(starts[text + 1]))
                 length = part.stop - part.start
-                scores = torch.einsum("qhd,khd->hqk", query[part], key[part]) * size**-0.5
+                scores = (
+                    torch.einsum("qhd,khd->hqk", query[part], key[part]) * size**-0.5
+                )
                 ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
-                hidden = (ahead > 0) if causal else torch.zeros_like(ahead, dtype=torch.bool)
+                hidden = (
+                    (ahead > 0) if causal else torch.zeros_like(ahead, dtype=torch.bool)
+                )
                 if window is not None:
                     hidden |= ahead.abs() >= window
                 weight = scores.masked_fill(hidden, -torch.inf).softmax(-1)
@@ -133,67 +204,134 @@ def test_attention_is_that_of_the_formula(
         wanted = torch.cat(expected)
         torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(
-            gradients, torch.autograd.grad((wanted * weights).sum(), (query, key, value)), strict=True
+            gradients,
+            torch.autograd.grad((wanted * weights).sum(), (query, key, value)),
+            strict=True,
         ):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def text_by_text(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, sides: Any) -> Tensor:
+def text_by_text(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, sides: Any
+) -> Tensor:
     """What a GPU's kernel computes, by its documentation."""
     parts = []
     for start, end in pairwise(starts.tolist()):
-        queries, keys, values = (one[start:end].transpose(0, 1) for one in (query, key, value))
+        queries, keys, values = (
+            one[start:end].transpose(0, 1) for one in (query, key, value)
+        )
         ahead = torch.arange(end - start)[None, :] - torch.arange(end - start)[:, None]
         left, right = (len(ahead) if side < 0 else side for side in sides)
         visible = (ahead <= right) & (ahead >= -left)
         parts.append(
-            functional.scaled_dot_product_attention(queries, keys, values, visible, scale=scale, enable_gqa=True)
+            functional.scaled_dot_product_attention(
+                queries, keys, values, visible, scale=scale, enable_gqa=True
+            )
         )
     return torch.cat([part.transpose(0, 1) for part in parts])
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_mistral])
 @pytest.mark.parametrize("kernel", ["flash-attn", "torch", "torch without groups"])
-def test_kernels_of_gpus_are_asked_for_the_same(make: Make, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_gpus_are_asked_for_the_same(
+    make: Make, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No GPU is needed: the kernels are stood in for by attention text by text, with the signatures they have."""
     micro_batches: list[str] = []
     if kernel == "flash-attn":
 
-        def flash(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Tensor:
+        def flash(
+            q: Any,
+            k: Any,
+            v: Any,
+            cu_q: Any,
+            cu_k: Any,
+            max_q: int,
+            max_k: int,
+            **options: Any,
+        ) -> Tensor:
             micro_batches.append(kernel)
-            assert cu_q is cu_k and cu_q.dtype == torch.int32 and max_q == max_k == int(cu_q.diff().max())
-            assert set(options) == {"dropout_p", "softmax_scale", "causal", "window_size"}
+            assert (
+                cu_q is cu_k
+                and cu_q.dtype == torch.int32
+                and max_q == max_k == int(cu_q.diff().max())
+            )
+            assert set(options) == {
+                "dropout_p",
+                "softmax_scale",
+                "causal",
+                "window_size",
+            }
             left, right = options["window_size"]
             sides = (left, 0) if options["causal"] else (left, right)
             return text_by_text(q, k, v, cu_q, options["softmax_scale"], sides)
 
-        monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash))
+        monkeypatch.setitem(
+            sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash)
+        )
         monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: True)
     else:
 
-        def varlen(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: float,
-                   window_size: Any, enable_gqa: bool = False) -> Tensor:  # fmt: skip
+        def varlen(
+            q: Any,
+            k: Any,
+            v: Any,
+            cu_q: Any,
+            cu_k: Any,
+            max_q: int,
+            max_k: int,
+            *,
+            scale: float,
+            window_size: Any,
+            enable_gqa: bool = False,
+        ) -> Tensor:
             micro_batches.append(kernel)
             assert enable_gqa or q.shape[1] == k.shape[1]
             assert cu_q is cu_k and max_q == max_k == int(cu_q.diff().max())
             return text_by_text(q, k, v, cu_q, scale, window_size)
 
-        def older(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: float,
-                  window_size: Any) -> Tensor:  # fmt: skip
-            return varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
+        def older(
+            q: Any,
+            k: Any,
+            v: Any,
+            cu_q: Any,
+            cu_k: Any,
+            max_q: int,
+            max_k: int,
+            *,
+            scale: float,
+            window_size: Any,
+        ) -> Tensor:
+            return varlen(
+                q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size
+            )
 
         # Without its memory: each of the two kernels is asked.
-        monkeypatch.setattr(packing, "_varlen_groups", packing._varlen_groups.__wrapped__)
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen if kernel == "torch" else older)
+        monkeypatch.setattr(
+            packing, "_varlen_groups", packing._varlen_groups.__wrapped__
+        )
+        monkeypatch.setattr(
+            "torch.nn.attention.varlen.varlen_attn",
+            varlen if kernel == "torch" else older,
+        )
     expected = embedded(make, padding_free=False)
 
-    def on_gpu(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any) -> Any:
+    def on_gpu(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _mask: Any,
+        **options: Any,
+    ) -> Any:
         parts = (one[0].transpose(0, 1) for one in (query, key, value))
         causal, packed = bool(vars(module).get("is_causal", False)), options["packed"]
         window = options.get("sliding_window")
         window = window if window and window < packed.longest else None
         scaling = options["scaling"]
-        return packing._by_kernel(*parts, packed, 0.0, scaling, causal, window)[None], None
+        return packing._by_kernel(*parts, packed, 0.0, scaling, causal, window)[
+            None
+        ], None
 
     monkeypatch.setattr(packing, "attention", on_gpu)
     assert_same(embedded(make, padding_free=True), expected)
@@ -205,11 +343,17 @@ def test_kernels_of_gpus_are_asked_for_the_same(make: Make, kernel: str, monkeyp
     [
         (tiny.tiny_bert, {}, None),
         (tiny.tiny_bert, {"padding_free": False}, "padding_free: false"),
-        (tiny.tiny_bert, {"attn_implementation": "eager"}, "attn_implementation: eager"),
+        (
+            tiny.tiny_bert,
+            {"attn_implementation": "eager"},
+            "attn_implementation: eager",
+        ),
         (tiny.tiny_modernbert, {}, "modernbert is not among the models"),
     ],
 )
-def test_when_texts_are_padded(make: Make, options: dict[str, Any], said: str | None) -> None:
+def test_when_texts_are_padded(
+    make: Make, options: dict[str, Any], said: str | None
+) -> None:
     config = config_for(make, **options)
     model = read_config(tiny.shared(make), trust_remote_code=False)
     reason = packing.why_padded(config, model, torch.device("cpu"), half=False)
@@ -228,9 +372,14 @@ def test_when_texts_are_padded(make: Make, options: dict[str, Any], said: str | 
     ],
 )
 def test_when_texts_are_padded_on_gpus(
-    capability: tuple[int, int], flash: bool, varlen: bool, held: torch.dtype, dropout: float, said: str | None,
+    capability: tuple[int, int],
+    flash: bool,
+    varlen: bool,
+    held: torch.dtype,
+    dropout: float,
+    said: str | None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: flash)
@@ -238,7 +387,9 @@ def test_when_texts_are_padded_on_gpus(
     config = config_for(tiny.tiny_bert)
     model = read_config(tiny.shared(tiny.tiny_bert), trust_remote_code=False)
     model.attention_probs_dropout_prob = dropout
-    reason = packing.why_padded(config, model, torch.device("cuda"), half=precision.is_half(torch.float32, held))
+    reason = packing.why_padded(
+        config, model, torch.device("cuda"), half=precision.is_half(torch.float32, held)
+    )
     assert reason is None if said is None else said in (reason or "")
 
 
@@ -247,5 +398,8 @@ def test_torchs_kernel_is_the_one_that_is_meant() -> None:
 
 
 def test_what_cannot_be_had_is_said() -> None:
-    with pytest.raises(UserError, match=r"padding_free: true is not possible: modernbert is not.*leave it out"):
+    with pytest.raises(
+        UserError,
+        match=r"padding_free: true is not possible: modernbert is not.*leave it out",
+    ):
         built(tiny.tiny_modernbert, padding_free=True)

@@ -31,7 +31,9 @@ class Marker:
         return open, (self.path, "w")
 
 
-@pytest.fixture(params=["x.bin", "../outside.bin", "../outside.safetensors", "sub/x.safetensors", 5])
+@pytest.fixture(
+    params=["x.bin", "../outside.bin", "../outside.safetensors", "sub/x.safetensors", 5]
+)
 def indexed(request, tmp_path):
     """A model whose index names a pickle or a file elsewhere, and the file that unpickling makes."""
     folder, trace = tmp_path / "model", tmp_path / "trace"
@@ -49,22 +51,36 @@ def indexed(request, tmp_path):
     return folder, trace
 
 
-def test_an_index_that_names_anything_but_safetensors_files_of_its_folder_is_refused(indexed, tmp_path):
+def test_an_index_that_names_anything_but_safetensors_files_of_its_folder_is_refused(
+    indexed, tmp_path
+):
     folder, trace = indexed
     data = tmp_path / "data.jsonl"
     data.write_text('{"query": "a", "positive": "b"}\n' * 4)
     options = MineConfig(
-        data_path=str(data), output_path="mined.jsonl", model_name="m", judges=[{"model": str(folder)}]
+        data_path=str(data),
+        output_path="mined.jsonl",
+        model_name="m",
+        judges=[{"model": str(folder)}],
     )
     readers = {
         "training": lambda: vembed.train(
-            {"model_name": str(folder), "data_path": str(data), "output_dir": str(tmp_path / "out"), "batch_size": 2}
+            {
+                "model_name": str(folder),
+                "data_path": str(data),
+                "output_dir": str(tmp_path / "out"),
+                "batch_size": 2,
+            }
         ),
         "Embedder": lambda: vembed.Embedder(folder),
         "export": lambda: run_export(str(folder), str(tmp_path / "copy")),
-        "export --merge": lambda: run_export(str(folder), str(tmp_path / "copy"), merge=True),
+        "export --merge": lambda: run_export(
+            str(folder), str(tmp_path / "copy"), merge=True
+        ),
         "merge": lambda: open_source(str(folder)),
-        "mining": lambda: SentenceTransformersEncoder(Retriever(model=str(folder)), options, torch.device("cpu")),
+        "mining": lambda: SentenceTransformersEncoder(
+            Retriever(model=str(folder)), options, torch.device("cpu")
+        ),
         "a judge": lambda: load_judge(options.judges[0], options, torch.device("cpu")),
     }
     for name, read in readers.items():
@@ -81,19 +97,31 @@ def test_the_commands_say_it_in_one_sentence_with_code_2(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     data = tmp_path / "data.jsonl"
     data.write_text('{"query": "a", "positive": "b"}\n')
-    for words in (["eval", str(folder), str(data)], ["export", str(folder), str(tmp_path / "copy")]):
+    for words in (
+        ["eval", str(folder), str(data)],
+        ["export", str(folder), str(tmp_path / "copy")],
+    ):
         result = CliRunner().invoke(app, words)
-        assert result.exit_code == 2 and "model.safetensors.index.json: weight_map names" in result.output, words
+        assert (
+            result.exit_code == 2
+            and "model.safetensors.index.json: weight_map names" in result.output
+        ), words
 
 
 def test_other_ways_to_a_pickle_are_closed_too(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, "transformers_weights": "adapter_model.bin"}))
-    with pytest.raises(UserError, match=r"transformers_weights names 'adapter_model\.bin'"):
+    (folder / "config.json").write_text(
+        json.dumps({**settings, "transformers_weights": "adapter_model.bin"})
+    )
+    with pytest.raises(
+        UserError, match=r"transformers_weights names 'adapter_model\.bin'"
+    ):
         vembed.Embedder(folder)
     (folder / "config.json").write_text(json.dumps(settings))
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "../elsewhere", "r": 1}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "../elsewhere", "r": 1})
+    )
     with pytest.raises(UserError, match="stands beside whole weights"):
         vembed.Embedder(folder)

@@ -12,7 +12,8 @@ LOOPS = {
     "last": lambda tokens: tokens[-1],
     "mean": lambda tokens: sum(tokens) / len(tokens),
     "weighted_mean": lambda tokens: (
-        sum((place + 1) * token for place, token in enumerate(tokens)) / sum(range(1, len(tokens) + 1))
+        sum((place + 1) * token for place, token in enumerate(tokens))
+        / sum(range(1, len(tokens) + 1))
     ),
     "max": lambda tokens: torch.stack(list(tokens)).max(dim=0).values,
 }
@@ -20,11 +21,20 @@ LENGTHS = [5, 1, 9, 3]
 
 
 def _padded(side, dtype=torch.float64):
-    texts = [torch.randn(length, 6, dtype=dtype, generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
+    texts = [
+        torch.randn(
+            length, 6, dtype=dtype, generator=torch.Generator().manual_seed(length)
+        )
+        for length in LENGTHS
+    ]
     hidden = torch.full((len(texts), max(LENGTHS), 6), 1e3, dtype=dtype)
     mask = torch.zeros(len(texts), max(LENGTHS), dtype=torch.int64)
     for row, text in enumerate(texts):
-        place = slice(0, len(text)) if side == "right" else slice(max(LENGTHS) - len(text), None)
+        place = (
+            slice(0, len(text))
+            if side == "right"
+            else slice(max(LENGTHS) - len(text), None)
+        )
         hidden[row, place], mask[row, place] = text, 1
     return texts, hidden, mask
 
@@ -34,13 +44,20 @@ def _padded(side, dtype=torch.float64):
 def test_pooling_is_the_loop_over_real_tokens(pooling, side):
     texts, hidden, mask = _padded(side)
     expected = torch.stack([LOOPS[pooling](text) for text in texts])
-    torch.testing.assert_close(pool(pooling, hidden, mask), expected, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(
+        pool(pooling, hidden, mask), expected, atol=1e-9, rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize("pooling", LOOPS)
 def test_no_mask_is_a_mask_of_ones(pooling):
-    hidden = torch.randn(3, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(pool(pooling, hidden, None), pool(pooling, hidden, torch.ones(3, 7, dtype=torch.int64)))
+    hidden = torch.randn(
+        3, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    torch.testing.assert_close(
+        pool(pooling, hidden, None),
+        pool(pooling, hidden, torch.ones(3, 7, dtype=torch.int64)),
+    )
 
 
 @pytest.mark.parametrize("pooling", LOOPS)

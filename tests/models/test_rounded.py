@@ -30,26 +30,40 @@ def test_values_and_gradients_are_those_of_the_rounded_weight() -> None:
     layer.__class__ = RoundedLinear
     values = torch.randn(3, 6, dtype=torch.float64)
     for one in (layer, plain):
-        functional.mse_loss(one(values), torch.ones(3, 4, dtype=torch.float64)).backward()
+        functional.mse_loss(
+            one(values), torch.ones(3, 4, dtype=torch.float64)
+        ).backward()
     torch.testing.assert_close(layer(values), plain(values))
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
     scale = layer.weight.detach().abs().amax(dim=1, keepdim=True) / LEVELS
-    steps = (plain.weight.detach() / torch.where(scale > 0, scale, torch.ones_like(scale))).numpy()
+    steps = (
+        plain.weight.detach() / torch.where(scale > 0, scale, torch.ones_like(scale))
+    ).numpy()
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-9)
     assert np.abs(steps).max() == pytest.approx(LEVELS) and not steps[1].any()
-    assert (layer.weight - plain.weight).abs().max() <= 0.5001 * scale.max(), "the nearest level"
+    assert (layer.weight - plain.weight).abs().max() <= 0.5001 * scale.max(), (
+        "the nearest level"
+    )
     torch.testing.assert_close(rounded(plain.weight), plain.weight.detach())
 
 
 def test_a_run_ends_with_the_weights_it_was_scored_with(tmp_path: Path) -> None:
-    result = vembed.train(settings(tmp_path, quantize_weights="int8", max_steps=3, save_steps=2))
+    result = vembed.train(
+        settings(tmp_path, quantize_weights="int8", max_steps=3, save_steps=2)
+    )
     weights = load_file(result.model_dir / "model.safetensors")
-    names = [name for name in weights if ".layer." in name and name.endswith("dense.weight")]
+    names = [
+        name for name in weights if ".layer." in name and name.endswith("dense.weight")
+    ]
     assert names
     for name in names:
-        torch.testing.assert_close(rounded(weights[name]), weights[name], rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            rounded(weights[name]), weights[name], rtol=1e-6, atol=0
+        )
     embeddings = weights[next(name for name in weights if "word_embeddings" in name)]
-    assert not torch.allclose(rounded(embeddings), embeddings, rtol=1e-6, atol=0), "lookups are no matrix products"
+    assert not torch.allclose(rounded(embeddings), embeddings, rtol=1e-6, atol=0), (
+        "lookups are no matrix products"
+    )
     scores = vembed.evaluate(result.model_dir, tmp_path / "val.jsonl")
     assert scores["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"], abs=1e-6)
     log = (result.output_dir / "training_log.txt").read_text()
@@ -58,9 +72,17 @@ def test_a_run_ends_with_the_weights_it_was_scored_with(tmp_path: Path) -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match="quantize_weights: int8 rounds the weights that are trained, and use_lora: true"
+        UserError,
+        match="quantize_weights: int8 rounds the weights that are trained, and use_lora: true",
     ):
-        load_config({"model_name": "m", "data_path": "d", "quantize_weights": "int8", "use_lora": True})
+        load_config(
+            {
+                "model_name": "m",
+                "data_path": "d",
+                "quantize_weights": "int8",
+                "use_lora": True,
+            }
+        )
     from transformers import AutoModel
 
     with pytest.raises(UserError, match="and the model has none"):

@@ -31,7 +31,9 @@ def gradient(table: nn.Embedding, micro_batches: list[Tensor], *, tied: bool) ->
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("padding", [None, 3])
-def test_gradients_match_a_float64_reference(padding: int | None, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_match_a_float64_reference(
+    padding: int | None, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(row_gradients, "FEWEST_ROWS", 40)
     torch.manual_seed(0)
     table = nn.Embedding(40, 6, padding_idx=padding)
@@ -48,13 +50,17 @@ def test_gradients_match_a_float64_reference(padding: int | None, tied: bool, mo
 
 
 def test_small_and_frozen_tables_stay_as_they_are() -> None:
-    large, small, frozen = (nn.Embedding(rows, 2) for rows in (row_gradients.FEWEST_ROWS, 512, 30_000))
+    large, small, frozen = (
+        nn.Embedding(rows, 2) for rows in (row_gradients.FEWEST_ROWS, 512, 30_000)
+    )
     frozen.requires_grad_(False)
     assert use_row_gradients(nn.Sequential(large, small, frozen)) == 1
     assert [large.sparse, small.sparse, frozen.sparse] == [True, False, False]
 
 
-def test_a_run_is_the_run_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_the_run_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: set[tuple[str, torch.layout]] = set()
     apply = Update.apply
 
@@ -62,7 +68,9 @@ def test_a_run_is_the_run_without_them(tmp_path: Path, monkeypatch: pytest.Monke
         seen.update(
             (name, module.weight.grad.layout)
             for name, module in self.model.named_modules()
-            if isinstance(module, nn.Embedding) and module.sparse and module.weight.grad is not None
+            if isinstance(module, nn.Embedding)
+            and module.sparse
+            and module.weight.grad is not None
         )
         return apply(self, loss_share)
 
@@ -71,8 +79,12 @@ def test_a_run_is_the_run_without_them(tmp_path: Path, monkeypatch: pytest.Monke
     for fewest in (50, 2**40):
         monkeypatch.setattr(row_gradients, "FEWEST_ROWS", fewest)
         (tmp_path / str(fewest)).mkdir()
-        runs[fewest] = vembed.train(settings(tmp_path / str(fewest), micro_batch_tokens=120, val_data_path=None))
+        runs[fewest] = vembed.train(
+            settings(tmp_path / str(fewest), micro_batch_tokens=120, val_data_path=None)
+        )
     assert {layout for _, layout in seen} == {torch.strided}
     by_rows, as_ever = (run.output_dir for run in runs.values())
     assert metrics(by_rows) == pytest.approx(metrics(as_ever), rel=1e-5)
-    assert metrics(by_rows, "grad_norm") == pytest.approx(metrics(as_ever, "grad_norm"), rel=1e-5)
+    assert metrics(by_rows, "grad_norm") == pytest.approx(
+        metrics(as_ever, "grad_norm"), rel=1e-5
+    )

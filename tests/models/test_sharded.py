@@ -10,12 +10,27 @@ from torch.distributed.tensor import DTensor
 from tests import tiny
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
-from tests.models.families import COMPOSED, EVERY, build_case, config_for, inputs_for, loss_of, modality_items
-from vembed.distributed.session import start_session
+from tests.models.families import (
+    COMPOSED,
+    EVERY,
+    build_case,
+    config_for,
+    inputs_for,
+    loss_of,
+    modality_items,
+)
+from vembed.parallel.session import start_session
 
 FULL = [(make, {}) for make in [*EVERY, COMPOSED]]
 LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
-KINDS = [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_convnext, tiny.tiny_siglip, tiny.tiny_qwen2_5_vl, COMPOSED]
+KINDS = [
+    tiny.tiny_bert,
+    tiny.tiny_qwen3,
+    tiny.tiny_convnext,
+    tiny.tiny_siglip,
+    tiny.tiny_qwen2_5_vl,
+    COMPOSED,
+]
 OTHERS = [
     *((make, LORA) for make in KINDS),
     (tiny.tiny_qwen3, {**LORA, "use_qlora": True}),
@@ -63,13 +78,16 @@ def _sharded_gradients(configs):
             prepared = session.prepare(model, description.layer_classes).train()
             loss_of(prepared(_parts(description, session.rank))).backward()
             gradients = {
-                _one_name(name): one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+                _one_name(name): one.grad.full_tensor()
+                if isinstance(one.grad, DTensor)
+                else one.grad
                 for name, one in prepared.named_parameters()
                 if one.grad is not None
             }
             units = sum(
                 isinstance(module, FSDPModule)
-                and type(module).__name__.removeprefix("FSDP") in description.layer_classes
+                and type(module).__name__.removeprefix("FSDP")
+                in description.layer_classes
                 for module in prepared.modules()
             )
             results.append((units, gradients))
@@ -78,15 +96,31 @@ def _sharded_gradients(configs):
 
 @pytest.mark.parametrize("cases", [FULL, OTHERS], ids=["full", "others"])
 def test_gradients_of_two_shards_are_those_of_one_process(cases):
-    configs = [config_for(make, use_fsdp=True, mixed_precision="no", **options) for make, options in cases]
-    (first, second) = run_ranks(_sharded_gradients, 2, configs, timeout=300, process_group=False)
-    for case, config, (units, gradients), (other_units, others) in zip(cases, configs, first, second, strict=True):
+    configs = [
+        config_for(make, use_fsdp=True, mixed_precision="no", **options)
+        for make, options in cases
+    ]
+    (first, second) = run_ranks(
+        _sharded_gradients, 2, configs, timeout=300, process_group=False
+    )
+    for case, config, (units, gradients), (other_units, others) in zip(
+        cases, configs, first, second, strict=True
+    ):
         model = build_case(config)
         _adapters_not_at_zero(model)
         model.train()
-        (sum(loss_of(model(_parts(model.description, rank))) for rank in (0, 1)) / 2).backward()
-        expected = {_one_name(name): one.grad for name, one in model.named_parameters() if one.grad is not None}
-        layers = sum(type(module).__name__ in model.description.layer_classes for module in model.modules())
+        (
+            sum(loss_of(model(_parts(model.description, rank))) for rank in (0, 1)) / 2
+        ).backward()
+        expected = {
+            _one_name(name): one.grad
+            for name, one in model.named_parameters()
+            if one.grad is not None
+        }
+        layers = sum(
+            type(module).__name__ in model.description.layer_classes
+            for module in model.modules()
+        )
         assert units == other_units == layers > 0, _name(case)
         assert set(gradients) == set(others) == set(expected), _name(case)
         for name in expected:

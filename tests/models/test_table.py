@@ -15,10 +15,10 @@ from tests.docs.pages import ROOT
 from tests.files.saving import save
 from vembed.config.entries import FamilyName
 from vembed.config.schema import TrainConfig
-from vembed.families import table
-from vembed.families.decisions import describe
-from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.inference.embedder import Embedder
+from vembed.models.families import table
+from vembed.models.families.decisions import describe
+from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 
 NAMED_ELSEWHERE = {
     "cli_start.py": "default of --family",
@@ -36,11 +36,17 @@ def test_every_name_has_one_record():
     assert len(types) == len(set(types))
 
 
-@pytest.mark.parametrize("family", table.FAMILIES.values(), ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", table.FAMILIES.values(), ids=lambda family: family.name
+)
 def test_a_record_agrees_with_itself(family):
     towers = {"text": {"text"}, "image": {"vision"}, "multimodal": {"text", "vision"}}
-    assert set(family.towers) == set().union(*(towers[modality] for modality in family.modalities))
-    assert set(family.projections) <= set(family.modalities) and set(family.adapter_targets) <= set(family.towers)
+    assert set(family.towers) == set().union(
+        *(towers[modality] for modality in family.modalities)
+    )
+    assert set(family.projections) <= set(family.modalities) and set(
+        family.adapter_targets
+    ) <= set(family.towers)
     assert bool(family.model_types) == (family.evidence == "model_type")
     assert family.pools_itself == (family.pooling == "own")
     assert (family.starter.image_model_name is not None) == family.has_two_models
@@ -68,22 +74,40 @@ def test_a_family_is_added_by_its_record_alone(tmp_path, monkeypatch):
     source = tiny.shared(tiny.tiny_bert)
     added = replace(
         table.FAMILIES["text_encoder"],
-        name="added", evidence="model_type", model_types=frozenset({"bert"}), pooling="max", pooling_reason="a test",
+        name="added",
+        evidence="model_type",
+        model_types=frozenset({"bert"}),
+        pooling="max",
+        pooling_reason="a test",
         longest_by_default=9,
-    )  # fmt: skip
+    )
     monkeypatch.setitem(table.FAMILIES, "added", added)
     description = describe(TrainConfig(model_name=str(source), data_path="unused"))
-    assert (description.family, description.pooling, description.max_length) == ("added", "max", 9)
+    assert (description.family, description.pooling, description.max_length) == (
+        "added",
+        "max",
+        9,
+    )
     assert description.reasons["pooling"] == "a test"
     folder = save(source, tmp_path / "final")
     assert json.loads((folder / DESCRIPTION_FILE).read_text())["family"] == "added"
-    same = save(source, tmp_path / "asked", model_family="text_encoder", pooling="max", max_length=9)
+    same = save(
+        source,
+        tmp_path / "asked",
+        model_family="text_encoder",
+        pooling="max",
+        max_length=9,
+    )
     assert np.array_equal(Embedder(folder).encode(texts), Embedder(same).encode(texts))
 
 
 def test_a_description_saved_by_version_01_is_read():
-    description = describe(TrainConfig(model_name=str(tiny.shared(tiny.tiny_qwen3_vl)), data_path="unused"))
+    description = describe(
+        TrainConfig(model_name=str(tiny.shared(tiny.tiny_qwen3_vl)), data_path="unused")
+    )
     saved = description.to_dict()
-    saved["lanes"] = ["vision" if one == "multimodal" else one for one in saved.pop("modalities")]
+    saved["lanes"] = [
+        "vision" if one == "multimodal" else one for one in saved.pop("modalities")
+    ]
     assert saved["lanes"] == ["text", "vision"]
     assert ModelDescription.from_dict(saved).modalities == ("text", "multimodal")

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 class Bag(nn.Module):
     """One vector for each text."""
 
-    def __init__(self, vocab_size: int = 400, hidden_dim: int = 16, dropout: float = 0.0) -> None:
+    def __init__(
+        self, vocab_size: int = 400, hidden_dim: int = 16, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.hidden_dim = hidden_dim
         self.words = nn.Embedding(vocab_size, hidden_dim)

@@ -7,7 +7,13 @@ from torch import Tensor, nn
 class Both(nn.Module):
     """One vector for each token of a text, or for each patch of an image."""
 
-    def __init__(self, vocab_size: int = 400, width: int = 16, image_size: int = 16, patch: int = 4) -> None:
+    def __init__(
+        self,
+        vocab_size: int = 400,
+        width: int = 16,
+        image_size: int = 16,
+        patch: int = 4,
+    ) -> None:
         super().__init__()
         self.image_size = image_size
         self.words = nn.Embedding(vocab_size, width)
@@ -15,7 +21,10 @@ class Both(nn.Module):
         self.shared = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, width)])
 
     def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, pixel_values: Tensor | None = None
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
     ) -> Tensor:
         """Return [n, tokens or patches, width]."""
         if input_ids is not None:

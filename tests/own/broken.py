@@ -29,7 +29,11 @@ class Hidden(Bag):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, dict]:
         """Add noise in training."""
         vectors, losses = super().forward(input_ids, attention_mask)
-        return (vectors + float(np.random.default_rng().normal()) if self.training else vectors), losses
+        return (
+            vectors + float(np.random.default_rng().normal())
+            if self.training
+            else vectors
+        ), losses
 
 
 class AlwaysDropped(Bag):

@@ -13,19 +13,28 @@ class PackedBag(nn.Module):
         self.out = nn.Linear(hidden_dim, hidden_dim)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, dict]:
         """Return one vector for each text, and the mean square of the words."""
         words = self.words(input_ids)
         if cu_seqlens is None:
-            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            real = (
+                torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            )
             words = words * real.unsqueeze(-1)
             counts = real.sum(1)
             sums = words.sum(1)
         else:
             counts = cu_seqlens.diff().long()
-            text = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-            sums = words.new_zeros(len(counts), words.shape[2]).index_add(0, text, words[0])
+            text = torch.arange(len(counts), device=counts.device).repeat_interleave(
+                counts
+            )
+            sums = words.new_zeros(len(counts), words.shape[2]).index_add(
+                0, text, words[0]
+            )
         vectors = self.out(sums / counts.unsqueeze(1))
         return vectors, {"word_size": (words.square().sum(), counts.sum())}
 
@@ -34,7 +43,10 @@ class Mixed(PackedBag):
     """Takes texts in one row, and sees all of them at once."""
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Return the same vector for all."""
         if cu_seqlens is None:

@@ -129,7 +129,9 @@ def test_the_model_as_printed() -> None:
     names: dict[str, Any] = {}
     with torch.device("meta"):
         exec(compile(MODEL, "document", "exec"), names)
-        logits, z_logits = names["model"](torch.ones(2, 5, dtype=torch.int64), mode="training")
+        logits, z_logits = names["model"](
+            torch.ones(2, 5, dtype=torch.int64), mode="training"
+        )
     assert (tuple(logits.shape), tuple(z_logits.shape)) == ((2, 5, 50000), (2, 5, 6))
     assert names["config"].latent_bits == 6, "64 classes are 6 bits"
     small = names["FreeTransformer"](names["ModelConfig"](40, 16, 2, 2, 64))
@@ -140,7 +142,9 @@ def test_the_model_as_printed() -> None:
         optimizer.zero_grad()
         logits, z_logits = small(ids, mode="training")
         loss = (
-            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+            )
             + z_logits.square().mean()
         )
         loss.backward()
@@ -154,13 +158,22 @@ def test_the_model_as_printed() -> None:
 def run_script() -> tuple[str, int]:
     """Called on every rank: the document's script, with the names that it does not import, gloo for NCCL, the CPU for
     the GPU, and a smaller model. Returns what it printed and the number of sharded units."""
-    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        FullyShardedDataParallel,
+        MixedPrecision,
+        ShardingStrategy,
+    )
 
     sys.path.insert(0, str(PACKAGE))
     from free_transformer.model import kl_to_uniform
 
-    def compute_loss(logits: torch.Tensor, z_logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        entropy = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    def compute_loss(
+        logits: torch.Tensor, z_logits: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        entropy = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+        )
         return entropy + (kl_to_uniform(z_logits) - 0.35).clamp(min=0).mean()
 
     draw = torch.Generator().manual_seed(int(os.environ["RANK"]))
@@ -173,16 +186,28 @@ def run_script() -> tuple[str, int]:
         wrap(self, *given, **options)
 
     names = {
-        "__name__": "__main__", "os": os, "ShardingStrategy": ShardingStrategy, "BackwardPrefetch": BackwardPrefetch,
-        "MixedPrecision": MixedPrecision, "compute_loss": compute_loss, "dataloader": [batch] * 3,
-    }  # fmt: skip
+        "__name__": "__main__",
+        "os": os,
+        "ShardingStrategy": ShardingStrategy,
+        "BackwardPrefetch": BackwardPrefetch,
+        "MixedPrecision": MixedPrecision,
+        "compute_loss": compute_loss,
+        "dataloader": [batch] * 3,
+    }
     script = SCRIPT
-    for given, smaller in (("50000", "50"), ("=1024", "=32"), ("=24", "=2"), ("=16", "=2")):
+    for given, smaller in (
+        ("50000", "50"),
+        ("=1024", "=32"),
+        ("=24", "=2"),
+        ("=16", "=2"),
+    ):
         assert script.count(given) == 1
         script = script.replace(given, smaller)
     printed = io.StringIO()
     with (
-        mock.patch.object(dist, "init_process_group", lambda backend: start({"nccl": "gloo"}[backend])),
+        mock.patch.object(
+            dist, "init_process_group", lambda backend: start({"nccl": "gloo"}[backend])
+        ),
         mock.patch.object(torch.cuda, "set_device"),
         mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         mock.patch.object(FullyShardedDataParallel, "__init__", init),
@@ -196,7 +221,10 @@ def run_script() -> tuple[str, int]:
 @pytest.mark.promise("E40", "E41")
 def test_the_script_as_printed() -> None:
     (first, units), (second, _) = run_ranks(run_script, 2, process_group=False)
-    assert len(re.findall(r"^Loss: \d+\.\d{4}$", first, re.MULTILINE)) == 3 and second == ""
+    assert (
+        len(re.findall(r"^Loss: \d+\.\d{4}$", first, re.MULTILINE)) == 3
+        and second == ""
+    )
     assert units == 4, "two blocks, the encoder's, and the rest"
 
 
@@ -209,15 +237,24 @@ def test_the_paths_of_the_latent() -> None:
     ids = torch.arange(6)[None]
     other = ids.clone()
     other[0, 5] = 9
-    latent = torch.nn.functional.one_hot(torch.zeros(1, 6, dtype=torch.int64), 8).float()
-    (one, _), (two, _) = (model(given, mode="training", latent=latent) for given in (ids, other))
+    latent = torch.nn.functional.one_hot(
+        torch.zeros(1, 6, dtype=torch.int64), 8
+    ).float()
+    (one, _), (two, _) = (
+        model(given, mode="training", latent=latent) for given in (ids, other)
+    )
     assert torch.equal(one[:, :5], two[:, :5])
     model.train()
     logits, _ = model(ids, mode="training")
     logits.square().sum().backward()
-    assert model.to_bits.weight.grad is not None and float(model.to_bits.weight.grad.abs().sum()) > 0
+    assert (
+        model.to_bits.weight.grad is not None
+        and float(model.to_bits.weight.grad.abs().sum()) > 0
+    )
     losses = model(ids)[1]
-    assert losses.keys() == {"next_token", "kl"} and all(sums.shape == (1,) for sums, _ in losses.values())
+    assert losses.keys() == {"next_token", "kl"} and all(
+        sums.shape == (1,) for sums, _ in losses.values()
+    )
 
 
 def test_the_free_bits_count_for_each_token() -> None:
@@ -226,9 +263,12 @@ def test_the_free_bits_count_for_each_token() -> None:
 
     model = FreeTransformer(ModelConfig(40, 16, 2, 2, 4, free_bits=0.5))
     z_logits = torch.tensor([[[0.0, 0.0], [40.0, -40.0], [40.0, 40.0]]])
-    sums, counts = model.losses(torch.zeros(1, 3, 16), z_logits, torch.ones(1, 3).long(), torch.tensor([[1, 1, 0]]))[
-        "kl"
-    ]
+    sums, counts = model.losses(
+        torch.zeros(1, 3, 16),
+        z_logits,
+        torch.ones(1, 3).long(),
+        torch.tensor([[1, 1, 0]]),
+    )["kl"]
     assert float(sums) == pytest.approx(2 * math.log(2) - 0.5) and int(counts) == 2
 
 
@@ -236,7 +276,11 @@ def test_losses_are_no_views() -> None:
     """FSDP follows the results of its modules, and warns of views."""
     ones = torch.ones(3, requires_grad=True)
     found = Collected()
-    found.values = {"each": (2 * ones, torch.ones(3)), "one": (ones.sum(), 4), "mean": ones.mean()}
+    found.values = {
+        "each": (2 * ones, torch.ones(3)),
+        "one": (ones.sum(), 4),
+        "mean": ones.mean(),
+    }
     normal = found.in_normal_form(3)
     assert [list(one.shape) for one in normal.values()] == [[2, 3], [2, 1], [2, 1]]
     assert not any(one._is_view() for one in normal.values())
@@ -253,8 +297,15 @@ def test_the_gradient_of_the_mapper() -> None:
     assert sorted(latent.detach().round(decimals=9).tolist()) == [0, 0, 0, 1]
     (found,) = torch.autograd.grad(latent @ worth, logits)
     low, high = torch.sigmoid(logits)
-    probabilities = torch.stack([(1 - low) * (1 - high), low * (1 - high), (1 - low) * high, low * high])
-    torch.testing.assert_close(found, torch.autograd.grad(probabilities @ worth, logits)[0], rtol=1e-12, atol=1e-12)
+    probabilities = torch.stack(
+        [(1 - low) * (1 - high), low * (1 - high), (1 - low) * high, low * high]
+    )
+    torch.testing.assert_close(
+        found,
+        torch.autograd.grad(probabilities @ worth, logits)[0],
+        rtol=1e-12,
+        atol=1e-12,
+    )
 
 
 @pytest.mark.promise("E02", "E03")
@@ -273,20 +324,43 @@ def test_make_targets_start_two_processes_on_a_cpu(target: str) -> None:
 def test_the_documents_command_trains(tmp_path: Path) -> None:
     """`torchrun ... examples/train_free.py --config configs/free_transformer.yaml --use-fsdp`, all stages."""
     words = [
-        "--nproc_per_node=2", "examples/train_free.py", "--config", "configs/free_transformer.yaml", "--use-fsdp",
-        "--output", str(tmp_path), "--pairs", "200", "max_steps=3", "max_length=16", "global_batch_size=8",
-    ]  # fmt: skip
+        "--nproc_per_node=2",
+        "examples/train_free.py",
+        "--config",
+        "configs/free_transformer.yaml",
+        "--use-fsdp",
+        "--output",
+        str(tmp_path),
+        "--pairs",
+        "200",
+        "max_steps=3",
+        "max_length=16",
+        "global_batch_size=8",
+    ]
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = command(*words, module="torch.distributed.run", folder=ROOT, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(re.findall(r"^Loss: \d+\.\d{4}$", done.stdout, re.MULTILINE)) == 9, "one line per step, from rank 0"
-    assert re.search(r"^embedding: nDCG@10 0\.\d{4}, and 0\.\d{4} before all training$", done.stdout, re.MULTILINE)
+    assert len(re.findall(r"^Loss: \d+\.\d{4}$", done.stdout, re.MULTILINE)) == 9, (
+        "one line per step, from rank 0"
+    )
+    assert re.search(
+        r"^embedding: nDCG@10 0\.\d{4}, and 0\.\d{4} before all training$",
+        done.stdout,
+        re.MULTILINE,
+    )
     for stage in ("open", "pretrain", "embed"):
         losses = r"KL [\d.]+ nats per token \(0\.347 are free\); next-token loss [\d.]+ with Z, [\d.]+ with the Z of"
         assert re.search(f"^{stage}: {losses}", done.stdout, re.MULTILINE), done.stdout
-    assert "returned a view tensor" not in done.stderr, "torch's warning of a result that FSDP cannot follow"
+    assert "returned a view tensor" not in done.stderr, (
+        "torch's warning of a result that FSDP cannot follow"
+    )
     log = (tmp_path / "pretrain" / "training_log.txt").read_text()
     assert "FSDP2: 5 units (5 DecoderBlock) and the rest of the model" in log
-    logged = [json.loads(line) for line in (tmp_path / "pretrain" / "metrics.jsonl").read_text().splitlines()]
-    assert {"loss/next_token", "loss/kl"} <= next(line for line in logged if "loss" in line).keys()
+    logged = [
+        json.loads(line)
+        for line in (tmp_path / "pretrain" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert {"loss/next_token", "loss/kl"} <= next(
+        line for line in logged if "loss" in line
+    ).keys()
     assert (tmp_path / "embed" / "final" / "modules.json").is_file()

@@ -13,7 +13,13 @@ from vembed.cli import app
 from vembed.tools.model_check import check_model
 
 FREE = f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
-SMALL = {"vocab_size": 300, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "latent_dim": 8}
+SMALL = {
+    "vocab_size": 300,
+    "hidden_dim": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "latent_dim": 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,11 @@ def test_good_classes_pass(named: str, arguments: dict[str, object]) -> None:
     }.items(),
 )
 def test_a_broken_rule_gets_one_sentence(name: str, said: str) -> None:
-    broken = [sentence for _, sentence in check_model(f"{ROOT / 'tests/own/broken.py'}:{name}", {}) if sentence]
+    broken = [
+        sentence
+        for _, sentence in check_model(f"{ROOT / 'tests/own/broken.py'}:{name}", {})
+        if sentence
+    ]
     assert re.search(said, broken[0]) and "\n" not in broken[0]
     assert len(broken) == 1 or name == "AlwaysDropped"
 
@@ -55,20 +65,47 @@ def test_texts_in_one_row_are_tried_where_the_class_takes_them() -> None:
     rules = dict(check_model(f"{ROOT / 'tests/own/packed.py'}:PackedBag", {}))
     assert len(rules) == 11 and not any(rules.values())
     assert "texts in one row, without padding, give the same result" in rules
-    broken = [one for _, one in check_model(f"{ROOT / 'tests/own/packed.py'}:Mixed", {}) if one]
-    assert len(broken) == 1 and "Mixed takes cu_seqlens, and texts in one row change each other" in broken[0]
+    broken = [
+        one
+        for _, one in check_model(f"{ROOT / 'tests/own/packed.py'}:Mixed", {})
+        if one
+    ]
+    assert (
+        len(broken) == 1
+        and "Mixed takes cu_seqlens, and texts in one row change each other"
+        in broken[0]
+    )
 
 
 def test_the_command(tmp_path: Path) -> None:
     runner = CliRunner()
     bag = f"{ROOT / 'tests/own/bag.py'}:Bag"
-    done = runner.invoke(app, ["doctor", "--model-class", bag, "--model-config", "{hidden_dim: 8}"])
-    assert done.exit_code == 0 and "10. layers for FSDP units and recomputation: none found" in done.output
-    done = runner.invoke(app, ["doctor", "--model-class", f"{ROOT / 'tests/own/broken.py'}:Padded"])
+    done = runner.invoke(
+        app, ["doctor", "--model-class", bag, "--model-config", "{hidden_dim: 8}"]
+    )
+    assert (
+        done.exit_code == 0
+        and "10. layers for FSDP units and recomputation: none found" in done.output
+    )
+    done = runner.invoke(
+        app, ["doctor", "--model-class", f"{ROOT / 'tests/own/broken.py'}:Padded"]
+    )
     assert done.exit_code == 1 and "FAIL: padding changes the result" in done.output
-    done = runner.invoke(app, ["doctor", "--model-class", bag, "--model-config", "{size: 8}"])
+    done = runner.invoke(
+        app, ["doctor", "--model-class", bag, "--model-config", "{size: 8}"]
+    )
     assert done.exit_code == 2
-    (tmp_path / "texts.jsonl").write_text('{"text": "a red cat"}\n{"text": "two dogs"}\n')
-    words = ["init", "--data", str(tmp_path / "texts.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")]
+    (tmp_path / "texts.jsonl").write_text(
+        '{"text": "a red cat"}\n{"text": "two dogs"}\n'
+    )
+    words = [
+        "init",
+        "--data",
+        str(tmp_path / "texts.jsonl"),
+        "--tokenizer",
+        str(tmp_path / "tokenizer"),
+    ]
     done = runner.invoke(app, [*words, "--vocab-size", "300"])
-    assert done.exit_code == 0 and (tmp_path / "tokenizer" / "tokenizer.json").is_file(), done.output
+    assert (
+        done.exit_code == 0 and (tmp_path / "tokenizer" / "tokenizer.json").is_file()
+    ), done.output

@@ -22,12 +22,20 @@ from tests.harness import run_ranks
 from tests.losses.reference import reference_loss
 from tests.own.bag import Bag
 from tests.own.conv import Convolutions
-from tests.parity.engine import Case, build, examples, full_gradients, plain_batch, step_on_rank, worst_error
+from tests.parity.engine import (
+    Case,
+    build,
+    examples,
+    full_gradients,
+    plain_batch,
+    step_on_rank,
+    worst_error,
+)
 from tests.tiny_tokenizers import texts, wordpiece_tokenizer
 from vembed.cli import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
-from vembed.distributed.session import start_session
+from vembed.parallel.session import start_session
 from vembed.training.auxiliary_losses import AuxiliaryLosses
 
 BAG = f"{ROOT / 'tests/own/bag.py'}:Bag"
@@ -35,7 +43,13 @@ PACKED = f"{ROOT / 'tests/own/packed.py'}:PackedBag"
 BOTH = f"{ROOT / 'tests/own/both.py'}:Both"
 CONVOLUTIONS = f"{ROOT / 'tests/own/conv.py'}:Convolutions"
 FREE = f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
-SMALL = {"vocab_size": 400, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "latent_dim": 8}
+SMALL = {
+    "vocab_size": 400,
+    "hidden_dim": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "latent_dim": 8,
+}
 WEIGHTS = {"word_size": 0.7, "vector_size": 1.3}
 CASES = [
     Case("cached-rows", micro="row"),
@@ -60,28 +74,50 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     wordpiece_tokenizer().save_pretrained(folder / "tokenizer")
     words = texts(64, seed=1)
-    pairs = [{"query": words[2 * row], "positive": words[2 * row + 1]} for row in range(32)]
+    pairs = [
+        {"query": words[2 * row], "positive": words[2 * row + 1]} for row in range(32)
+    ]
     draw = np.random.default_rng(0)
     images = []
     for row in range(16):
         for side in "ab":
             pixels = draw.integers(0, 255, (18, 18, 3), np.uint8)
             Image.fromarray(pixels).save(folder / f"{row}{side}.png")
-        images.append({"query": {"image": f"{row}a.png"}, "positive": {"image": f"{row}b.png"}})
-    both = [{"query": pairs[row]["query"], "positive": one["positive"]} for row, one in enumerate(images)]
-    rows_of = {"pairs": pairs, "images": images, "both": both, "texts": [{"text": one} for one in words]}
+        images.append(
+            {"query": {"image": f"{row}a.png"}, "positive": {"image": f"{row}b.png"}}
+        )
+    both = [
+        {"query": pairs[row]["query"], "positive": one["positive"]}
+        for row, one in enumerate(images)
+    ]
+    rows_of = {
+        "pairs": pairs,
+        "images": images,
+        "both": both,
+        "texts": [{"text": one} for one in words],
+    }
     for name, rows in rows_of.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return folder
 
 
 def options(place: Path, name: str, **more: Any) -> dict[str, Any]:
     """A short run."""
     return {
-        "tokenizer_name": str(place / "tokenizer"), "data_path": str(place / "pairs.jsonl"), "batch_size": 4,
-        "max_steps": 2, "report_to": [], "output_dir": str(place / name), "gradient_cache_chunk_size": 3,
-        "use_gradient_cache": True, "learning_rate": 1e-2, "logging_steps": 1, **more,
-    }  # fmt: skip
+        "tokenizer_name": str(place / "tokenizer"),
+        "data_path": str(place / "pairs.jsonl"),
+        "batch_size": 4,
+        "max_steps": 2,
+        "report_to": [],
+        "output_dir": str(place / name),
+        "gradient_cache_chunk_size": 3,
+        "use_gradient_cache": True,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        **more,
+    }
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -99,10 +135,15 @@ def config_of(case: Case, place: Path, **more: Any) -> TrainConfig:
     """The bag, in float64 later, with the weights of both losses."""
     return load_config(
         {
-            "model_class": BAG, "tokenizer_name": str(place / "tokenizer"), "data_path": "none",
-            "auxiliary_losses": WEIGHTS, "gradient_checkpointing": False, **case.options, **more,
+            "model_class": BAG,
+            "tokenizer_name": str(place / "tokenizer"),
+            "data_path": "none",
+            "auxiliary_losses": WEIGHTS,
+            "gradient_checkpointing": False,
+            **case.options,
+            **more,
         }
-    )  # fmt: skip
+    )
 
 
 def on_ranks(place: Path, strategy: str) -> Found:
@@ -112,7 +153,9 @@ def on_ranks(place: Path, strategy: str) -> Found:
     with start_session(config_of(CASES[0], place, **more)) as session:
         for case in CASES:
             config = config_of(case, place, **more)
-            gradients, result = step_on_rank(case, config, session, AuxiliaryLosses(config))
+            gradients, result = step_on_rank(
+                case, config, session, AuxiliaryLosses(config)
+            )
             found.gradients.append(gradients)
             found.auxiliary.append(dict(result.auxiliary))
     return found
@@ -124,16 +167,27 @@ def wanted(case: Case, place: Path) -> tuple[dict[str, torch.Tensor], dict[str, 
     model, _, featuriser = build(case, config)
     batch = plain_batch(case, model, featuriser)
     used = torch.cat([batch.query, batch.positive, batch.negative])
-    inputs = [(item, kind) for example in examples(case) for item, kind in occurrences(example)]
+    inputs = [
+        (item, kind)
+        for example in examples(case)
+        for item, kind in occurrences(example)
+    ]
     features = featuriser.features(inputs)  # type: ignore[arg-type]
     _, losses = model([("text", featuriser.collate(features))], with_auxiliary=True)
     assert len(features) == len(batch.embeddings) and used.max() < len(features)
-    means = {name: (one[0, used].sum() / one[1, used].sum()) for name, one in losses[0].items()}
+    means = {
+        name: (one[0, used].sum() / one[1, used].sum())
+        for name, one in losses[0].items()
+    }
     value = sum(WEIGHTS[name] * one for name, one in means.items())
     if config.loss != "none":
-        value = value + reference_loss(batch, config, mrl_dims=model.description.mrl_dims)
+        value = value + reference_loss(
+            batch, config, mrl_dims=model.description.mrl_dims
+        )
     value.backward()
-    return {**full_gradients(model), "loss": value.detach()}, {name: float(one.detach()) for name, one in means.items()}
+    return {**full_gradients(model), "loss": value.detach()}, {
+        name: float(one.detach()) for name, one in means.items()
+    }
 
 
 def occurrences(example: Any) -> list[tuple[Any, str]]:
@@ -176,16 +230,41 @@ def train_all(place: Path) -> list[dict[str, float]]:
     found = []
     for name, values in {
         "bag": {"model_class": BAG, "auxiliary_losses": WEIGHTS},
-        "convolutions": {"model_class": CONVOLUTIONS, "data_path": str(place / "images.jsonl")},
-        "free": {"model_class": FREE, "model_config": SMALL, "use_mrl": True, "mrl_dims": [16, 8]},
+        "convolutions": {
+            "model_class": CONVOLUTIONS,
+            "data_path": str(place / "images.jsonl"),
+        },
+        "free": {
+            "model_class": FREE,
+            "model_config": SMALL,
+            "use_mrl": True,
+            "mrl_dims": [16, 8],
+        },
         "packed": {"model_class": PACKED, "learning_rate": "auto"},
         "both": {"model_class": BOTH, "data_path": str(place / "both.jsonl")},
         "bag1": {"model_class": BAG, "auxiliary_losses": WEIGHTS, "fsdp_version": 1},
-        "free1": {"model_class": FREE, "model_config": SMALL, "use_mrl": True, "mrl_dims": [16, 8], "fsdp_version": 1},
+        "free1": {
+            "model_class": FREE,
+            "model_config": SMALL,
+            "use_mrl": True,
+            "mrl_dims": [16, 8],
+            "fsdp_version": 1,
+        },
     }.items():
         vembed.train(options(place, name, **sharded, **values))
-        lines = (place / name / "metrics.jsonl").read_text().splitlines() if (place / name).is_dir() else []
-        found.append({key: one for line in lines for key, one in json.loads(line).items() if key.startswith("loss")})
+        lines = (
+            (place / name / "metrics.jsonl").read_text().splitlines()
+            if (place / name).is_dir()
+            else []
+        )
+        found.append(
+            {
+                key: one
+                for line in lines
+                for key, one in json.loads(line).items()
+                if key.startswith("loss")
+            }
+        )
     return found
 
 
@@ -195,54 +274,86 @@ def trained(place: Path) -> list[dict[str, float]]:
     return run_ranks(train_all, 2, place, process_group=False)[0]
 
 
-def test_models_train_in_shards_with_gradient_cache(trained: list[dict[str, float]], place: Path) -> None:
+def test_models_train_in_shards_with_gradient_cache(
+    trained: list[dict[str, float]], place: Path
+) -> None:
     assert {"loss/word_size", "loss/vector_size"} <= trained[0].keys()
     assert {"loss/next_token", "loss/kl"} <= trained[2].keys()
     log = (place / "free" / "training_log.txt").read_text()
     assert "FSDP2: 3 units (3 DecoderBlock) and the rest of the model" in log
-    assert "2 units (2 Block)" in (place / "convolutions" / "training_log.txt").read_text()
+    assert (
+        "2 units (2 Block)" in (place / "convolutions" / "training_log.txt").read_text()
+    )
 
 
-def test_fsdp1_gives_the_losses_of_fsdp2(trained: list[dict[str, float]], place: Path) -> None:
+def test_fsdp1_gives_the_losses_of_fsdp2(
+    trained: list[dict[str, float]], place: Path
+) -> None:
     assert "FSDP1" in (place / "bag1" / "training_log.txt").read_text()
     for two, one in ((0, 5), (2, 6)):
         assert trained[one] == pytest.approx(trained[two], rel=1e-4)
 
 
-def test_a_module_takes_texts_in_one_row(trained: list[dict[str, float]], place: Path) -> None:
+def test_a_module_takes_texts_in_one_row(
+    trained: list[dict[str, float]], place: Path
+) -> None:
     """Its vectors are those of padded texts, and the first loss of weights from nothing is compared."""
     assert trained[3].keys() >= {"loss/word_size"}
     log = (place / "packed" / "training_log.txt").read_text()
-    assert "texts: without padding" in log and "step 1: loss" in log and "candidates is" in log
-    assert "learning_rate: 0.002 (auto; from scratch: initial weights of 16 dimensions)" in log
+    assert (
+        "texts: without padding" in log
+        and "step 1: loss" in log
+        and "candidates is" in log
+    )
+    assert (
+        "learning_rate: 0.002 (auto; from scratch: initial weights of 16 dimensions)"
+        in log
+    )
     model = vembed.Embedder(place / "packed" / "final", trust_remote_code=True)
     some = tiny.texts(3, seed=4)
     one_by_one = np.concatenate([model.encode([text]) for text in some])
     assert np.abs(model.encode(some) - one_by_one).max() < 1e-6
 
 
-def test_a_module_takes_texts_and_images(trained: list[dict[str, float]], place: Path) -> None:
+def test_a_module_takes_texts_and_images(
+    trained: list[dict[str, float]], place: Path
+) -> None:
     del trained
     model = vembed.Embedder(place / "both" / "final", trust_remote_code=True)
-    assert model.encode([place / "0a.png"]).shape == model.encode(["a red cat"]).shape == (1, 16)
+    assert (
+        model.encode([place / "0a.png"]).shape
+        == model.encode(["a red cat"]).shape
+        == (1, 16)
+    )
 
 
 @pytest.mark.parametrize("name", ["bag", "free"])
-def test_saved_models_load_elsewhere(trained: list[dict[str, float]], place: Path, name: str) -> None:
+def test_saved_models_load_elsewhere(
+    trained: list[dict[str, float]], place: Path, name: str
+) -> None:
     from sentence_transformers import SentenceTransformer
 
     del trained
-    folder, some = place / name / "final", ["a red cat", "two dogs in the snow and a very long road home", "rain"]
+    folder, some = (
+        place / name / "final",
+        ["a red cat", "two dogs in the snow and a very long road home", "rain"],
+    )
     with pytest.raises(vembed.UserError, match="trust_remote_code is false"):
         vembed.Embedder(folder)
     mine = vembed.Embedder(folder, trust_remote_code=True).encode(some)
-    theirs = SentenceTransformer(str(folder), trust_remote_code=True, device="cpu").encode(some)
+    theirs = SentenceTransformer(
+        str(folder), trust_remote_code=True, device="cpu"
+    ).encode(some)
     assert np.abs(mine - theirs).max() < 1e-5
     assert "trust_remote_code=True" in (folder / "README.md").read_text()
 
 
-def test_a_saved_model_is_exported_without_a_question(place: Path, tmp_path: Path) -> None:
-    values = options(place, "bag-alone", model_class=Bag, max_steps=1, strategy="single")
+def test_a_saved_model_is_exported_without_a_question(
+    place: Path, tmp_path: Path
+) -> None:
+    values = options(
+        place, "bag-alone", model_class=Bag, max_steps=1, strategy="single"
+    )
     vembed.train(values)
     words = [
         "export",
@@ -272,7 +383,13 @@ def test_a_module_starts_from_its_weights(place: Path) -> None:
     """One that was given in Python: with a step of no size, the saved model has its weights."""
     torch.manual_seed(3)
     module = Bag(hidden_dim=8)
-    given = options(place, "module", learning_rate=1e-30, weight_decay=0.0, model_config={"hidden_dim": 8})
+    given = options(
+        place,
+        "module",
+        learning_rate=1e-30,
+        weight_decay=0.0,
+        model_config={"hidden_dim": 8},
+    )
     vembed.train({**given, "model_class": module})
     from safetensors.torch import load_file
 
@@ -280,25 +397,39 @@ def test_a_module_starts_from_its_weights(place: Path) -> None:
     assert torch.equal(saved["own.words.weight"], module.words.weight.detach())
     text = tiny.texts(1, seed=4)[0]
     ids = wordpiece_tokenizer()(text, return_tensors="pt")
-    expected = module.eval()(ids["input_ids"], ids["attention_mask"])[0][0].detach().numpy()
-    vector = vembed.Embedder(place / "module" / "final", trust_remote_code=True).encode([text])[0]
+    expected = (
+        module.eval()(ids["input_ids"], ids["attention_mask"])[0][0].detach().numpy()
+    )
+    vector = vembed.Embedder(place / "module" / "final", trust_remote_code=True).encode(
+        [text]
+    )[0]
     assert np.abs(vector - expected / np.linalg.norm(expected)).max() < 1e-6
 
 
-def test_a_later_stage_starts_from_a_saved_folder(trained: list[dict[str, float]], place: Path) -> None:
+def test_a_later_stage_starts_from_a_saved_folder(
+    trained: list[dict[str, float]], place: Path
+) -> None:
     del trained
-    values = options(place, "later", model_class=Bag, model_name=str(place / "bag" / "final"))
+    values = options(
+        place, "later", model_class=Bag, model_name=str(place / "bag" / "final")
+    )
     result = vembed.train(values)
     assert result.steps == 2
 
 
-def test_an_import_that_no_saved_model_could_make_is_refused(place: Path, tmp_path: Path) -> None:
+def test_an_import_that_no_saved_model_could_make_is_refused(
+    place: Path, tmp_path: Path
+) -> None:
     (tmp_path / "layers.py").write_text("from torch import nn\n")
     code = "from torch import nn\n\nfrom . import layers\n\n\nclass Bag(nn.Module):\n"
     code += "    def forward(self, input_ids):\n        return input_ids\n"
     (tmp_path / "bag_of_layers.py").write_text(code)
-    given = options(place, "refused") | {"model_class": f"{tmp_path / 'bag_of_layers.py'}:Bag"}
-    with pytest.raises(vembed.UserError, match=r"imports a file as `from \. import name`"):
+    given = options(place, "refused") | {
+        "model_class": f"{tmp_path / 'bag_of_layers.py'}:Bag"
+    }
+    with pytest.raises(
+        vembed.UserError, match=r"imports a file as `from \. import name`"
+    ):
         vembed.train(given)
 
 
@@ -309,23 +440,41 @@ def test_a_class_without_a_file_is_refused(place: Path) -> None:
     with pytest.raises(vembed.UserError, match="top of a Python file"):
         vembed.train(options(place, "local", model_class=Local))
     with pytest.raises(vembed.UserError, match="reads texts and needs a tokenizer"):
-        vembed.train({**options(place, "none", model_class=Bag), "tokenizer_name": None})
+        vembed.train(
+            {**options(place, "none", model_class=Bag), "tokenizer_name": None}
+        )
     with pytest.raises(vembed.UserError, match=r"is not a class of torch\.nn\.Module"):
-        vembed.train(options(place, "wrong", model_class=f"{ROOT / 'tests/own/bag.py'}:Tensor"))
-    assert Convolutions  # imported: a class of a file is the same object however it is named
+        vembed.train(
+            options(place, "wrong", model_class=f"{ROOT / 'tests/own/bag.py'}:Tensor")
+        )
+    assert (
+        Convolutions
+    )  # imported: a class of a file is the same object however it is named
 
 
 def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place: Path) -> None:
     """The other ways into a run: adapters on a module without layers, `plan`, a checkpoint, `eval`."""
-    values = options(place, "adapted", model_class=BAG, use_lora=True, lora_r=2, save_steps=1, eval_before=False)
+    values = options(
+        place,
+        "adapted",
+        model_class=BAG,
+        use_lora=True,
+        lora_r=2,
+        save_steps=1,
+        eval_before=False,
+    )
     vembed.train(values)
     folder = place / "adapted" / "final"
     assert (folder / "adapter").is_dir()
     vector = vembed.Embedder(folder, trust_remote_code=True).encode(["a red cat"])
     assert vector.shape == (1, 16)
-    result = vembed.train({**values, "max_steps": 3, "resume": True, "resume_anyway": True})
+    result = vembed.train(
+        {**values, "max_steps": 3, "resume": True, "resume_anyway": True}
+    )
     assert result.steps == 3
-    (place / "cfg.yaml").write_text(yaml.safe_dump({**values, "output_dir": str(place / "planned")}))
+    (place / "cfg.yaml").write_text(
+        yaml.safe_dump({**values, "output_dir": str(place / "planned")})
+    )
     runner = CliRunner()
     planned = runner.invoke(app, ["plan", str(place / "cfg.yaml")])
     assert planned.exit_code == 0 and "fits" in planned.output, planned.output

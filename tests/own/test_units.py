@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import vembed
@@ -19,39 +24,58 @@ from tests.docs.pages import ROOT
 from vembed.config.fsdp import FsdpConfig
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.distributed.sharding import choose_units
-from vembed.families.decisions import describe
+from vembed.models.custom.classes import find_class
+from vembed.models.custom.objects import as_options
 from vembed.models.embedding_model import build_model
-from vembed.own.classes import find_class
-from vembed.own.objects import as_options
+from vembed.models.families.decisions import describe
+from vembed.parallel.sharding import choose_units
 
-SIZES = {"vocab_size": 400, "hidden_dim": 16, "num_layers": 4, "num_heads": 2, "latent_dim": 8}
+SIZES = {
+    "vocab_size": 400,
+    "hidden_dim": 16,
+    "num_layers": 4,
+    "num_heads": 2,
+    "latent_dim": 8,
+}
 
 
 @pytest.fixture(scope="module")
 def free() -> Any:
     """The module of the example."""
-    find_class(f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer")
+    find_class(
+        f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
+    )
     return sys.modules["free_transformer.model"]
 
 
 def fsdp_of(config: dict[str, Any]) -> FsdpConfig:
     """The settings of a sharded run."""
-    found = resolve_run({"model_name": "m", "data_path": "d", "use_fsdp": True, **as_options(config)}, env={}).fsdp
+    found = resolve_run(
+        {"model_name": "m", "data_path": "d", "use_fsdp": True, **as_options(config)},
+        env={},
+    ).fsdp
     assert found is not None
     return found
 
 
-def units(module: torch.nn.Module, fsdp: FsdpConfig, names: tuple[str, ...] = ("DecoderBlock",)) -> dict[str, int]:
+def units(
+    module: torch.nn.Module,
+    fsdp: FsdpConfig,
+    names: tuple[str, ...] = ("DecoderBlock",),
+) -> dict[str, int]:
     """Classes of the units, and how many there are of each."""
-    return dict(Counter(type(unit).__name__ for unit in choose_units(module, fsdp, names)))
+    return dict(
+        Counter(type(unit).__name__ for unit in choose_units(module, fsdp, names))
+    )
 
 
 @pytest.mark.promise("E22")
 def test_a_policy_of_torch_names_the_classes(free: Any) -> None:
     model = torch.nn.Sequential(free.FreeTransformer(free.ModelConfig(**SIZES)))
     fsdp = fsdp_of({"auto_wrap_policy": ModuleWrapPolicy({free.DecoderBlock})})
-    assert fsdp.layer_classes == ("DecoderBlock",) and units(model, fsdp, ()) == {"DecoderBlock": 5}
+    assert fsdp.layer_classes == ("DecoderBlock",) and units(model, fsdp, ()) == {
+        "DecoderBlock": 5
+    }
     by_name = fsdp_of({"fsdp_transformer_layer_cls_to_wrap": "Attention"})
     assert units(model, by_name) == {"Attention": 5}
 
@@ -65,22 +89,33 @@ def test_the_objects_of_the_documents_script_are_options(free: Any) -> None:
         "sharding_strategy": ShardingStrategy.FULL_SHARD,
         "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
         "mixed_precision": MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            buffer_dtype=torch.float32,
         ),
         "device_id": 0,
     }
     fsdp = fsdp_of({"fsdp": config})
     assert (fsdp.sharding_strategy, fsdp.backward_prefetch, fsdp.layer_classes) == (
-        "FULL_SHARD", "BACKWARD_PRE", ("DecoderBlock",)
-    )  # fmt: skip
-    assert (fsdp.param_dtype, fsdp.reduce_dtype, fsdp.buffer_dtype) == ("bfloat16", "float32", "float32")
+        "FULL_SHARD",
+        "BACKWARD_PRE",
+        ("DecoderBlock",),
+    )
+    assert (fsdp.param_dtype, fsdp.reduce_dtype, fsdp.buffer_dtype) == (
+        "bfloat16",
+        "float32",
+        "float32",
+    )
 
 
 def test_a_function_of_a_file_chooses(free: Any) -> None:
     model = torch.nn.Sequential(free.FreeTransformer(free.ModelConfig(**SIZES)))
     fsdp = fsdp_of({"wrap_policy": f"{ROOT / 'tests/own/policies.py'}:linear"})
     assert units(model, fsdp) == {"Linear": 32}
-    with pytest.raises(vembed.UserError, match=r"wrap_policy: .*policies\.py has no tree; it has linear"):
+    with pytest.raises(
+        vembed.UserError,
+        match=r"wrap_policy: .*policies\.py has no tree; it has linear",
+    ):
         units(model, fsdp_of({"wrap_policy": f"{ROOT / 'tests/own/policies.py'}:tree"}))
 
 
@@ -99,7 +134,9 @@ def test_from_scratch_draws_weights_by_the_seed() -> None:
 
     def weights(**options: Any) -> torch.Tensor:
         config = load_config({"model_name": folder, "data_path": "d", **options})
-        return build_model(config, describe(config)).state_dict()["backbone.encoder.layer.0.output.dense.weight"]
+        return build_model(config, describe(config)).state_dict()[
+            "backbone.encoder.layer.0.output.dense.weight"
+        ]
 
     saved, new = weights(), weights(from_scratch=True)
     assert not torch.equal(saved, new) and torch.equal(new, weights(from_scratch=True))

@@ -24,19 +24,24 @@ from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
 from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import RankBatch, make_rank_batch
-from vembed.distributed.session import Session, start_session
-from vembed.families.decisions import describe
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.families.decisions import describe
 from vembed.models.names import plain_name
+from vembed.parallel.session import Session, start_session
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.budget import Budget
 from vembed.training.embedding_exchange import InRing, LossExchange, loss_exchange
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
-from vembed.training.step import BatchResult, ContrastiveStep, order_micro_batches, seed_of
+from vembed.training.step import (
+    BatchResult,
+    ContrastiveStep,
+    order_micro_batches,
+    seed_of,
+)
 from vembed.training.update import synchronise
 
 SEED, BATCH_NUMBER = 5, 3
@@ -59,7 +64,9 @@ class Case:
 
     def config(self, folder: Path, **more: Any) -> TrainConfig:
         """The run that this case stands for."""
-        return TrainConfig(model_name=str(folder), data_path="none", **{**self.options, **more})
+        return TrainConfig(
+            model_name=str(folder), data_path="none", **{**self.options, **more}
+        )
 
     def folder(self) -> Path:
         """The model that is trained."""
@@ -80,7 +87,9 @@ def examples(case: Case) -> list[Example]:
         if row % 3 == 2:
             positive = words[1]  # the positive of row 0, also on another rank
         if row % 5 == 4:
-            negative = words[5]  # the positive of row 1: a negative that another row must not be pushed from
+            negative = words[
+                5
+            ]  # the positive of row 1: a negative that another row must not be pushed from
         positives, negatives, scores, negative_scores = [positive], [], None, None
         if case.data in ("negatives", "several", "graded"):
             negatives = [negative, other] if row % 3 == 0 else [negative]
@@ -89,10 +98,22 @@ def examples(case: Case) -> list[Example]:
         if case.data == "scored":
             scores = (((7 * row) % 5) / 5,)
         if case.data == "graded":
-            scores = tuple(1.0 - 0.3 * place + 0.01 * row for place in range(len(positives)))
-            negative_scores = tuple(0.2 * place - 0.1 * row for place in range(len(negatives)))
+            scores = tuple(
+                1.0 - 0.3 * place + 0.01 * row for place in range(len(positives))
+            )
+            negative_scores = tuple(
+                0.2 * place - 0.1 * row for place in range(len(negatives))
+            )
         items = tuple(map(Item, positives)), tuple(map(Item, negatives))
-        made.append(Example(Item(query), *items, scores, where=f"row {row}", negative_scores=negative_scores))
+        made.append(
+            Example(
+                Item(query),
+                *items,
+                scores,
+                where=f"row {row}",
+                negative_scores=negative_scores,
+            )
+        )
     return made
 
 
@@ -101,7 +122,9 @@ def build(
 ) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = describe(config)
-    model = build_model(config, description, recompute=resolve_run(config).recomputation.value).double()
+    model = build_model(
+        config, description, recompute=resolve_run(config).recomputation.value
+    ).double()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -115,7 +138,9 @@ def build(
     return model.train(), loss, Featuriser(description)
 
 
-def gradients_on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any]) -> list[dict[str, Tensor]]:
+def gradients_on_ranks(
+    cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any]
+) -> list[dict[str, Tensor]]:
     """Called on every rank: each case, with its model's folder, through the real step; the whole gradients by name."""
     results = []
     first, folder = cases[0]
@@ -135,18 +160,26 @@ def step_on_rank(
     teachers: Teachers | None = None,
 ) -> tuple[dict[str, Tensor], BatchResult]:
     """This rank's part of the case's batch through the real step: the whole gradients by name, and the result."""
-    embedder, loss, featuriser = build(case, config, {} if teachers is None else teachers.dims)
+    embedder, loss, featuriser = build(
+        case, config, {} if teachers is None else teachers.dims
+    )
     model = session.prepare(embedder, embedder.description.layer_classes)
     rows = examples(case)
     own = rank_rows(len(rows), session.rank, session.world_size)
     rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
     source = InputSource(model, Feeder(featuriser, session.device), session)
     guard = MemoryGuard(session)
-    step = ContrastiveStep(model, loss, source, session, case.budget(), guard, SEED, teachers, auxiliary)
+    step = ContrastiveStep(
+        model, loss, source, session, case.budget(), guard, SEED, teachers, auxiliary
+    )
     step.exchange = exchange_of(config, session)
     result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
     synchronise(model, loss, session)
-    return {**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share}, result
+    return {
+        **full_gradients(model),
+        **loss_gradients(loss),
+        "loss": result.loss_share,
+    }, result
 
 
 def exchange_of(config: TrainConfig, session: Session) -> LossExchange:
@@ -160,8 +193,17 @@ def reference(case: Case, world_size: int) -> dict[str, Tensor]:
     """The same in one process, from the formula: every occurrence encoded by itself, one dense loss, autograd."""
     config = case.config(case.folder(), gradient_checkpointing=False)
     model, loss, featuriser = build(case, config)
-    batch = drawn_batch(case, model, featuriser, world_size) if case.dropout else plain_batch(case, model, featuriser)
-    value = reference_loss(batch, config, parameters=dict(loss.named_parameters()), mrl_dims=model.description.mrl_dims)
+    batch = (
+        drawn_batch(case, model, featuriser, world_size)
+        if case.dropout
+        else plain_batch(case, model, featuriser)
+    )
+    value = reference_loss(
+        batch,
+        config,
+        parameters=dict(loss.named_parameters()),
+        mrl_dims=model.description.mrl_dims,
+    )
     value.backward()
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
 
@@ -179,12 +221,19 @@ def plain_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser) -> Lo
 
     for number, example in enumerate(examples(case)):
         for place, positive in enumerate(example.positives):
-            rows.append((add(example.query, "query"), add(positive, "document"), number))
+            rows.append(
+                (add(example.query, "query"), add(positive, "document"), number)
+            )
             scores += [example.scores[place]] if example.scores else []
-        negatives += [(add(negative, "document"), number) for negative in example.negatives]
+        negatives += [
+            (add(negative, "document"), number) for negative in example.negatives
+        ]
     features = featuriser.features(items)  # type: ignore[arg-type]
     embeddings = model([("text", featuriser.collate(features))])[0]
-    table, extra = torch.tensor(rows), torch.tensor(negatives, dtype=torch.int64).reshape(-1, 2)
+    table, extra = (
+        torch.tensor(rows),
+        torch.tensor(negatives, dtype=torch.int64).reshape(-1, 2),
+    )
     return LossBatch(
         embeddings=embeddings,
         content=torch.tensor([feature.content for feature in features]),
@@ -199,23 +248,36 @@ def plain_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser) -> Lo
     )
 
 
-def drawn_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser, world_size: int) -> LossBatch:
+def drawn_batch(
+    case: Case, model: EmbeddingModel, featuriser: Featuriser, world_size: int
+) -> LossBatch:
     """With dropout the draws depend on the micro-batches: the same ones, with graphs kept, of all ranks in turn."""
     rows, budget = examples(case), case.budget()
     rank_batches: list[RankBatch] = []
     for rank in range(world_size):
         own = rank_rows(len(rows), rank, world_size)
         rank_batches.append(make_rank_batch(rows[own], own.start, 0, 0, featuriser))
-    lengths = [[feature.length for feature in rank_batch.features] for rank_batch in rank_batches]
-    count = max(len(microbatches.split(one, budget.micro_batch_tokens)) for one in lengths)
+    lengths = [
+        [feature.length for feature in rank_batch.features]
+        for rank_batch in rank_batches
+    ]
+    count = max(
+        len(microbatches.split(one, budget.micro_batch_tokens)) for one in lengths
+    )
     embeddings, offsets = [], [0]
     for rank, rank_batch in enumerate(rank_batches):
-        batch_schedule = microbatches.split(lengths[rank], budget.micro_batch_tokens, at_least=count)
+        batch_schedule = microbatches.split(
+            lengths[rank], budget.micro_batch_tokens, at_least=count
+        )
         parts: list[Tensor | None] = [None] * len(rank_batch.features)
-        for number, micro_batch in enumerate(order_micro_batches({"text": batch_schedule})):
+        for number, micro_batch in enumerate(
+            order_micro_batches({"text": batch_schedule})
+        ):
             ((modality, places),) = micro_batch
             torch.manual_seed(seed_of(SEED, BATCH_NUMBER, rank, number))
-            chosen = [rank_batch.features[place] for place in places] or [featuriser.dummy("text")]
+            chosen = [rank_batch.features[place] for place in places] or [
+                featuriser.dummy("text")
+            ]
             output = model([(modality, featuriser.collate(chosen))])[0]
             for place, row in zip(places, output, strict=False):
                 parts[place] = row
@@ -230,8 +292,18 @@ def drawn_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser, world
             ]
         )
 
-    content = torch.tensor([feature.content for rank_batch in rank_batches for feature in rank_batch.features])
-    scores = [torch.from_numpy(rank_batch.scores) for rank_batch in rank_batches if rank_batch.scores is not None]
+    content = torch.tensor(
+        [
+            feature.content
+            for rank_batch in rank_batches
+            for feature in rank_batch.features
+        ]
+    )
+    scores = [
+        torch.from_numpy(rank_batch.scores)
+        for rank_batch in rank_batches
+        if rank_batch.scores is not None
+    ]
     return LossBatch(
         embeddings=torch.cat(embeddings),
         content=content,
@@ -242,7 +314,9 @@ def drawn_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser, world
         negative_example=joined("negative_example", False),
         scores=torch.cat(scores) if scores else None,
         own_rows=slice(0, sum(len(rank_batch.query) for rank_batch in rank_batches)),
-        own_negatives=slice(0, sum(len(rank_batch.negative) for rank_batch in rank_batches)),
+        own_negatives=slice(
+            0, sum(len(rank_batch.negative) for rank_batch in rank_batches)
+        ),
     )
 
 
@@ -256,7 +330,9 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
                 if one.requires_grad and one.grad is not None
             }
     return {
-        plain_name(name): one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+        plain_name(name): one.grad.full_tensor()
+        if isinstance(one.grad, DTensor)
+        else one.grad
         for name, one in model.named_parameters()
         if one.grad is not None
     }
@@ -264,12 +340,23 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def loss_gradients(loss: nn.Module) -> dict[str, Tensor]:
     """Gradients of learned temperatures, scales and biases."""
-    return {f"loss.{name}": one.grad for name, one in loss.named_parameters() if one.grad is not None}
+    return {
+        f"loss.{name}": one.grad
+        for name, one in loss.named_parameters()
+        if one.grad is not None
+    }
 
 
-def worst_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[str, float]:
+def worst_error(
+    found: dict[str, Tensor], wanted: dict[str, Tensor]
+) -> tuple[str, float]:
     """Return the parameter whose gradient is farthest off, and how far, as `tests.measure` measures it."""
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    errors = gradient_errors(*({name: one for name, one in of.items() if name != "loss"} for of in (found, wanted)))
+    errors = gradient_errors(
+        *(
+            {name: one for name, one in of.items() if name != "loss"}
+            for of in (found, wanted)
+        )
+    )
     name = max(errors, key=errors.__getitem__)
     return name, errors[name]

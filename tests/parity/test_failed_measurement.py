@@ -15,14 +15,21 @@ from tests.parity.engine import Case, build, examples, full_gradients, worst_err
 from vembed.data.batches import rank_rows
 from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import make_rank_batch
-from vembed.distributed import parameters
-from vembed.distributed.session import start_session
+from vembed.parallel import parameters
+from vembed.parallel.session import start_session
 from vembed.training.budget import PeakMeter, measure_demand
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 
-FAILURES = ("none", "no measurement", "forward", "backward", "second backward", "backward before torch 2.13")
+FAILURES = (
+    "none",
+    "no measurement",
+    "forward",
+    "backward",
+    "second backward",
+    "backward before torch 2.13",
+)
 
 
 class Failing:
@@ -43,7 +50,9 @@ class Failing:
     def backward(self, gradient: Tensor) -> Tensor:
         """Fail in the first or the second backward pass."""
         self.backwards += 1
-        if self.where.startswith("backward") or (self.where == "second backward" and self.backwards == 2):
+        if self.where.startswith("backward") or (
+            self.where == "second backward" and self.backwards == 2
+        ):
             raise torch.cuda.OutOfMemoryError("simulated")
         return gradient
 
@@ -63,7 +72,9 @@ class Straight(PeakMeter):
         return 1000 + 7 * self.tokens
 
 
-def steps_after(folder: Path) -> list[tuple[tuple[float, float], dict[str, Tensor], dict[str, Tensor]]]:
+def steps_after(
+    folder: Path,
+) -> list[tuple[tuple[float, float], dict[str, Tensor], dict[str, Tensor]]]:
     """On every rank, for each failure: the demand, and the gradients of two steps after it."""
     case = Case("budget", num_examples=6)
     config = case.config(folder, use_fsdp=True, gradient_checkpointing=False)
@@ -80,20 +91,32 @@ def steps_after(folder: Path) -> list[tuple[tuple[float, float], dict[str, Tenso
                 layer = embedder.backbone.encoder.layer[1]
                 hook = layer.register_forward_hook(Failing(failure))
                 count = embedder.register_forward_pre_hook(
-                    lambda _, given, meter=meter: setattr(meter, "tokens", given[0][0][1]["input_ids"].numel())
+                    lambda _, given, meter=meter: setattr(
+                        meter, "tokens", given[0][0][1]["input_ids"].numel()
+                    )
                 )
-                with patch.object(parameters, "_RESETS", parameters._RESETS and "before" not in failure):
-                    demand = measure_demand(model, featuriser, session, rank_batch.features, meter)
+                with patch.object(
+                    parameters,
+                    "_RESETS",
+                    parameters._RESETS and "before" not in failure,
+                ):
+                    demand = measure_demand(
+                        model, featuriser, session, rank_batch.features, meter
+                    )
                 hook.remove()
                 count.remove()
             source = InputSource(model, Feeder(featuriser, session.device), session)
-            step = ContrastiveStep(model, loss, source, session, case.budget(), MemoryGuard(session), 5)
+            step = ContrastiveStep(
+                model, loss, source, session, case.budget(), MemoryGuard(session), 5
+            )
             gradients = []
             for number in range(2):
                 step.accumulate(rank_batch, number, weight=1.0, last=True)
                 gradients.append(full_gradients(model))
                 model.zero_grad(set_to_none=True)
-            found.append(((demand.fixed, demand.per_token) if demand else (0.0, 0.0), *gradients))
+            found.append(
+                ((demand.fixed, demand.per_token) if demand else (0.0, 0.0), *gradients)
+            )
     return found
 
 
@@ -102,7 +125,9 @@ def test_a_failed_trial_left_every_later_gradient_at_none() -> None:
     for rank in run_ranks(steps_after, 2, Case("budget").folder(), process_group=False):
         by_failure = dict(zip(FAILURES, rank, strict=True))
         _, *wanted = by_failure["no measurement"]
-        assert by_failure["none"][0] == pytest.approx((1000.0, 7.0)), "the line through two sizes"
+        assert by_failure["none"][0] == pytest.approx((1000.0, 7.0)), (
+            "the line through two sizes"
+        )
         for failure, (demand, *gradients) in by_failure.items():
             for ours, theirs in zip(gradients, wanted, strict=True):
                 name, error = worst_error(ours, theirs)

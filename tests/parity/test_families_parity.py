@@ -26,11 +26,11 @@ from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import make_rank_batch
-from vembed.distributed.session import start_session
-from vembed.families.decisions import describe
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.families.decisions import describe
+from vembed.parallel.session import start_session
 from vembed.training.budget import Budget
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
@@ -58,7 +58,12 @@ class Family:
         options = {"gradient_checkpointing": False, **self.options, **more}
         if self.image_model is not None:
             options["image_model_name"] = str(shared(self.image_model))
-        return TrainConfig(model_name=str(shared(self.make)), data_path="none", mixed_precision="no", **options)
+        return TrainConfig(
+            model_name=str(shared(self.make)),
+            data_path="none",
+            mixed_precision="no",
+            **options,
+        )
 
 
 FAMILIES = [
@@ -66,7 +71,9 @@ FAMILIES = [
     Family("clip-frozen-images", tiny.tiny_clip, {"freeze": ["vision"]}),
     Family("clip-lora", tiny.tiny_clip, LORA),
     Family("siglip", tiny.tiny_siglip, {"loss": "sigmoid"}),
-    Family("siglip-frozen-texts", tiny.tiny_siglip, {"loss": "sigmoid", "freeze": ["text"]}),
+    Family(
+        "siglip-frozen-texts", tiny.tiny_siglip, {"loss": "sigmoid", "freeze": ["text"]}
+    ),
     Family("siglip2", tiny.tiny_siglip2, tolerance=ROUNDED),
     Family("vit", tiny.tiny_vit),
     Family("dinov2", tiny.tiny_dinov2),
@@ -74,12 +81,29 @@ FAMILIES = [
     Family("convnext", tiny.tiny_convnext),
     Family("mae", tiny.tiny_vitmae),
     Family("qwen3-vl", tiny.tiny_qwen3_vl, tolerance=ROUNDED),
-    Family("qwen3-vl-frozen-images", tiny.tiny_qwen3_vl, {"freeze": ["vision"]}, tolerance=ROUNDED),
-    Family("qwen3-vl-lora", tiny.tiny_qwen3_vl, {**LORA, "lora_towers": "text"}, tolerance=ROUNDED),
+    Family(
+        "qwen3-vl-frozen-images",
+        tiny.tiny_qwen3_vl,
+        {"freeze": ["vision"]},
+        tolerance=ROUNDED,
+    ),
+    Family(
+        "qwen3-vl-lora",
+        tiny.tiny_qwen3_vl,
+        {**LORA, "lora_towers": "text"},
+        tolerance=ROUNDED,
+    ),
     Family("qwen2-vl", tiny.tiny_qwen2_vl, tolerance=ROUNDED),
-    Family("qwen2.5-vl", tiny.tiny_qwen2_5_vl, {"freeze": ["vision"]}, tolerance=ROUNDED),
+    Family(
+        "qwen2.5-vl", tiny.tiny_qwen2_5_vl, {"freeze": ["vision"]}, tolerance=ROUNDED
+    ),
     Family("composed", tiny.tiny_bert, image_model=tiny.tiny_dinov2),
-    Family("composed-frozen-texts", tiny.tiny_bert, {"freeze": ["text"]}, image_model=tiny.tiny_dinov2),
+    Family(
+        "composed-frozen-texts",
+        tiny.tiny_bert,
+        {"freeze": ["text"]},
+        image_model=tiny.tiny_dinov2,
+    ),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}
 GROUPS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -98,7 +122,12 @@ SHARDED = (
     "composed",
 )
 """What runs sharded too; tests/models/test_sharded.py has the gradients of every family's units."""
-TABLE = [(group, family) for group in GROUPS for family in BY_NAME if group != "fsdp2-2" or family in SHARDED]
+TABLE = [
+    (group, family)
+    for group in GROUPS
+    for family in BY_NAME
+    if group != "fsdp2-2" or family in SHARDED
+]
 
 
 def examples(modalities: tuple[str, ...]) -> list[Example]:
@@ -112,10 +141,14 @@ def examples(modalities: tuple[str, ...]) -> list[Example]:
     made = []
     for row in range(NUM_EXAMPLES):
         text, other, third = (Item(words[3 * row + place]) for place in range(3))
-        image, second, last = (Item(images=(refs[3 * row + place],)) for place in range(3))
+        image, second, last = (
+            Item(images=(refs[3 * row + place],)) for place in range(3)
+        )
         if "multimodal" in modalities:
             both = Item(words[3 * row + 1], images=(refs[3 * row], refs[3 * row + 1]))
-            query, positive, negative = (text, other, third) if row < 4 else (text, both, image)
+            query, positive, negative = (
+                (text, other, third) if row < 4 else (text, both, image)
+            )
         elif modalities == ("image",):
             query, positive, negative = image, second, last
         else:
@@ -127,13 +160,17 @@ def examples(modalities: tuple[str, ...]) -> list[Example]:
 def build(config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = describe(config)
-    model = build_model(config, description, recompute=resolve_run(config).recomputation.value).double()
+    model = build_model(
+        config, description, recompute=resolve_run(config).recomputation.value
+    ).double()
     draw = torch.Generator().manual_seed(9)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.05, generator=draw)
     scale, bias = model.initial_scale_and_bias() or (None, None)
-    loss = build_loss(config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias).double()
+    loss = build_loss(
+        config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias
+    ).double()
     return model.train(), loss, Featuriser(description)
 
 
@@ -144,12 +181,21 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
     with start_session(configs[0]) as session:
         for config in configs:
             embedder, loss, featuriser = build(config)
-            frozen, image_bytes = embedder.frozen_modalities(), embedder.bytes_of_frozen_images()
-            modalities, classes = embedder.description.modalities, embedder.description.layer_classes
-            num_layers = sum(type(module).__name__ in classes for module in embedder.modules())
+            frozen, image_bytes = (
+                embedder.frozen_modalities(),
+                embedder.bytes_of_frozen_images(),
+            )
+            modalities, classes = (
+                embedder.description.modalities,
+                embedder.description.layer_classes,
+            )
+            num_layers = sum(
+                type(module).__name__ in classes for module in embedder.modules()
+            )
             model = session.prepare(embedder, classes)
             units = sum(
-                isinstance(module, FSDPModule) and type(module).__name__.removeprefix("FSDP") in classes
+                isinstance(module, FSDPModule)
+                and type(module).__name__.removeprefix("FSDP") in classes
                 for module in model.modules()
             )
             rows = examples(modalities)
@@ -157,14 +203,22 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             for cached in (False, True):
                 feeder = Feeder(featuriser, session.device)
-                source = InputSource(model, feeder, session, frozen=frozen, image_bytes=image_bytes)
+                source = InputSource(
+                    model, feeder, session, frozen=frozen, image_bytes=image_bytes
+                )
                 budget, guard = Budget(45, None, 10**9, cached), MemoryGuard(session)
-                step = ContrastiveStep(model, loss, source, session, budget, guard, seed=5)
+                step = ContrastiveStep(
+                    model, loss, source, session, budget, guard, seed=5
+                )
                 result = step.accumulate(rank_batch, 3, weight=1.0, last=True)
                 synchronise(model, loss, session)
                 results.append(
                     {
-                        "gradients": {**full_gradients(model), **loss_gradients(loss), "loss": result.loss_share},
+                        "gradients": {
+                            **full_gradients(model),
+                            **loss_gradients(loss),
+                            "loss": result.loss_share,
+                        },
                         "units": (units, num_layers),
                         "kept": result.kept_graphs,
                         "calls": result.num_forwards,
@@ -191,12 +245,29 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
     """From the formula: one padded batch of each modality, one dense loss, autograd."""
     config = BY_NAME[name].config()
     model, loss, featuriser = build(config)
-    rank_batch = make_rank_batch(examples(model.description.modalities), 0, 0, 0, featuriser)
-    embeddings = torch.zeros(len(rank_batch.features), model.description.embedding_dim, dtype=torch.float64)
+    rank_batch = make_rank_batch(
+        examples(model.description.modalities), 0, 0, 0, featuriser
+    )
+    embeddings = torch.zeros(
+        len(rank_batch.features), model.description.embedding_dim, dtype=torch.float64
+    )
     for modality in model.description.modalities:
-        places = [place for place, one in enumerate(rank_batch.features) if one.modality == modality]
+        places = [
+            place
+            for place, one in enumerate(rank_batch.features)
+            if one.modality == modality
+        ]
         if places:
-            (rows,) = model([(modality, featuriser.collate([rank_batch.features[place] for place in places]))])
+            (rows,) = model(
+                [
+                    (
+                        modality,
+                        featuriser.collate(
+                            [rank_batch.features[place] for place in places]
+                        ),
+                    )
+                ]
+            )
             embeddings = embeddings.index_put((torch.tensor(places),), rows)
     batch = LossBatch(
         embeddings=embeddings,
@@ -210,14 +281,21 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
         own_rows=slice(0, len(rank_batch.query)),
         own_negatives=slice(0, len(rank_batch.negative)),
     )
-    value = reference_loss(batch, config, parameters=dict(loss.named_parameters()), mrl_dims=model.description.mrl_dims)
+    value = reference_loss(
+        batch,
+        config,
+        parameters=dict(loss.named_parameters()),
+        mrl_dims=model.description.mrl_dims,
+    )
     value.backward()
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["kept-graphs", "cached"])
 @pytest.mark.parametrize(("group", "name"), TABLE)
-def test_gradient_of_every_family_is_that_of_the_formula(group: str, name: str, cached: bool) -> None:
+def test_gradient_of_every_family_is_that_of_the_formula(
+    group: str, name: str, cached: bool
+) -> None:
     ranks, plain = found(group)[name, cached], wanted(name)
     assert all(rank["kept"] is not cached and rank["calls"] > 2 for rank in ranks)
     for rank in ranks:
@@ -226,5 +304,7 @@ def test_gradient_of_every_family_is_that_of_the_formula(group: str, name: str, 
     total = sum(float(rank["gradients"]["loss"]) for rank in ranks)
     tolerance = BY_NAME[name].tolerance
     assert total == pytest.approx(float(plain["loss"]), rel=tolerance)
-    parameter, error = worst_error({**ranks[0]["gradients"], "loss": plain["loss"]}, plain)
+    parameter, error = worst_error(
+        {**ranks[0]["gradients"], "loss": plain["loss"]}, plain
+    )
     assert error < tolerance, f"{parameter} is off by {error:.2e}"

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from tests.harness import run_ranks
 from tests.parity.engine import worst_error
 from tests.parity.test_families_parity import BY_NAME, on_ranks, wanted
-from vembed.distributed import placement
+from vembed.parallel import placement
 
 
 class Counting:
@@ -33,11 +33,15 @@ class Counting:
 def step_between_machines() -> tuple[list[dict[str, Any]], int]:
     """On every rank, of two machines with two each: a step without and one with Gradient Cache; sums between them."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    placement.WHOLE_GRADIENTS_SHARE = 1e-9  # so that gradients are reduced after every micro-batch
+    placement.WHOLE_GRADIENTS_SHARE = (
+        1e-9  # so that gradients are reduced after every micro-batch
+    )
     counting = Counting()
     _fsdp_collectives.dist = counting  # type: ignore[attr-defined]
     try:
-        config = BY_NAME["clip"].config(use_fsdp=True, fsdp_sharding_strategy="HYBRID_SHARD")
+        config = BY_NAME["clip"].config(
+            use_fsdp=True, fsdp_sharding_strategy="HYBRID_SHARD"
+        )
         return on_ranks([config]), counting.count
     finally:
         _fsdp_collectives.dist = dist  # type: ignore[attr-defined]
@@ -48,9 +52,13 @@ def test_machines_were_summed_after_every_micro_batch() -> None:
     """Of CLIP, whose root unit holds parameters of both towers, while a micro-batch uses one."""
     plain = wanted("clip")
     for results, count in run_ranks(step_between_machines, 4, process_group=False):
-        num_units = results[0]["units"][0] + 2  # the layers, the token embeddings and the root
+        num_units = (
+            results[0]["units"][0] + 2
+        )  # the layers, the token embeddings and the root
         assert all(result["calls"] > 2 for result in results)
         assert count == 2 * num_units, "each unit once in each of the two steps"
         for result in results:
-            name, error = worst_error({**result["gradients"], "loss": plain["loss"]}, plain)
+            name, error = worst_error(
+                {**result["gradients"], "loss": plain["loss"]}, plain
+            )
             assert error <= BY_NAME["clip"].tolerance, name

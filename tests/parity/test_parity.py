@@ -21,15 +21,49 @@ CASES = [
     Case("own-negatives", {"hard_negatives_scope": "own"}, micro="whole"),
     Case("bidirectional", {"bidirectional": True}, data="several", micro="odd"),
     Case("query-query", {"query_query_negatives": True}, micro="odd"),
-    Case("document-document", {"document_document_negatives": True}, data="several", micro="row", cache=False),
-    Case("everything", {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True,
-                        "false_negative_margin": 0.05, "learn_temperature": True, **MRL}, data="several"),
-    Case("ring", {"loss_exchange": "ring", "bidirectional": True, "query_query_negatives": True,
-                  "document_document_negatives": True, "false_negative_margin": 0.05, **MRL}, data="several"),
-    Case("ring-cached-rows", {"loss_exchange": "ring", "hard_negatives_scope": "own"}, micro="row"),
+    Case(
+        "document-document",
+        {"document_document_negatives": True},
+        data="several",
+        micro="row",
+        cache=False,
+    ),
+    Case(
+        "everything",
+        {
+            "bidirectional": True,
+            "query_query_negatives": True,
+            "document_document_negatives": True,
+            "false_negative_margin": 0.05,
+            "learn_temperature": True,
+            **MRL,
+        },
+        data="several",
+    ),
+    Case(
+        "ring",
+        {
+            "loss_exchange": "ring",
+            "bidirectional": True,
+            "query_query_negatives": True,
+            "document_document_negatives": True,
+            "false_negative_margin": 0.05,
+            **MRL,
+        },
+        data="several",
+    ),
+    Case(
+        "ring-cached-rows",
+        {"loss_exchange": "ring", "hard_negatives_scope": "own"},
+        micro="row",
+    ),
     Case("several-positives", data="several", micro="whole"),
     Case("margin", {"false_negative_margin": 0.01}, micro="odd"),
-    Case("learned-temperature", {"learn_temperature": True, "temperature": 0.1}, micro="odd"),
+    Case(
+        "learned-temperature",
+        {"learn_temperature": True, "temperature": 0.1},
+        micro="odd",
+    ),
     Case("dot-product", {"similarity": "dot", "temperature": 1.0}, micro="odd"),
     Case("matryoshka", MRL, micro="odd"),
     Case("matryoshka-projection", {"use_mrl": True, "mrl_dims": [16, 8]}, micro="row"),
@@ -39,15 +73,27 @@ CASES = [
     Case("triplet", {"loss": "triplet"}, micro="odd"),
     Case("sigmoid", {"loss": "sigmoid"}, micro="odd"),
     Case("checkpointing", {"gradient_checkpointing": True}, micro="odd"),
-    Case("checkpointing-kept-graphs", {"gradient_checkpointing": True, **MRL}, micro="whole", cache=False),
+    Case(
+        "checkpointing-kept-graphs",
+        {"gradient_checkpointing": True, **MRL},
+        micro="whole",
+        cache=False,
+    ),
     Case("lora", LORA, micro="odd"),
-    Case("lora-checkpointing-rows", {**LORA, "gradient_checkpointing": True}, micro="row"),
+    Case(
+        "lora-checkpointing-rows", {**LORA, "gradient_checkpointing": True}, micro="row"
+    ),
     Case("dropout", dropout=0.1, micro="odd"),
     Case("dropout-kept-graphs", dropout=0.1, micro="odd", cache=False),
-    Case("dropout-checkpointing", {"gradient_checkpointing": True}, dropout=0.1, micro="odd"),
+    Case(
+        "dropout-checkpointing",
+        {"gradient_checkpointing": True},
+        dropout=0.1,
+        micro="odd",
+    ),
     Case("dropout-lora", {**LORA, "lora_dropout": 0.1}, dropout=0.1, micro="odd"),
     Case("frozen-layers", {"freeze": ["embeddings", "first_n_layers=1"]}, micro="odd"),
-]  # fmt: skip
+]
 BY_NAME = {case.name: case for case in CASES}
 GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one": (1, "single", {}),
@@ -56,13 +102,29 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ddp-4-uneven": (4, "ddp", {}),
     "fsdp2-2": (2, "fsdp", {"use_fsdp": True}),
     "fsdp2-3-uneven": (3, "fsdp", {"use_fsdp": True}),
-    "fsdp1-2": (2, "fsdp", {"use_fsdp": True, "fsdp_version": 1, "fsdp_use_orig_params": True}),
+    "fsdp1-2": (
+        2,
+        "fsdp",
+        {"use_fsdp": True, "fsdp_version": 1, "fsdp_use_orig_params": True},
+    ),
 }
-SOME = ("hard-negatives", "everything", "ring", "checkpointing", "lora", "dropout", "cosent", "frozen-layers")
+SOME = (
+    "hard-negatives",
+    "everything",
+    "ring",
+    "checkpointing",
+    "lora",
+    "dropout",
+    "cosent",
+    "frozen-layers",
+)
 """What runs on every strategy; on one process and on two, everything does."""
 TABLE = [
-    (group, case.name) for group in GROUPS for case in CASES if group in ("one", "ddp-2") or case.name in SOME
-]  # fmt: skip
+    (group, case.name)
+    for group in GROUPS
+    for case in CASES
+    if group in ("one", "ddp-2") or case.name in SOME
+]
 
 
 @cache
@@ -73,11 +135,15 @@ def found(group: str) -> dict[str, dict[str, torch.Tensor] | RankFailed]:
     # The folders are made here: training a tokenizer is not the same in every process.
     placed = [(case, case.folder()) for case in cases]
     try:
-        results = run_ranks(gradients_on_ranks, world_size, placed, strategy, more, process_group=False)
+        results = run_ranks(
+            gradients_on_ranks, world_size, placed, strategy, more, process_group=False
+        )
     except RankFailed as error:
         return {case.name: error for case in cases}  # started once, also where it fails
     total = [sum(rank[i]["loss"] for rank in results) for i in range(len(cases))]
-    return {case.name: {**results[0][i], "loss": total[i]} for i, case in enumerate(cases)}
+    return {
+        case.name: {**results[0][i], "loss": total[i]} for i, case in enumerate(cases)
+    }
 
 
 @cache
@@ -85,11 +151,18 @@ def wanted(name: str, world_size: int) -> dict[str, torch.Tensor]:
     return reference(BY_NAME[name], world_size)
 
 
-@pytest.mark.parametrize(("group", "name"), TABLE, ids=[f"{group}-{name}" for group, name in TABLE])
+@pytest.mark.parametrize(
+    ("group", "name"), TABLE, ids=[f"{group}-{name}" for group, name in TABLE]
+)
 @pytest.mark.promise("C12", "D27", "D32")
 def test_gradient_is_that_of_the_formula(group: str, name: str) -> None:
     world_size = GROUPS[group][0]
-    plain = wanted(name, world_size if BY_NAME[name].dropout or BY_NAME[name].options.get("lora_dropout") else 1)
+    plain = wanted(
+        name,
+        world_size
+        if BY_NAME[name].dropout or BY_NAME[name].options.get("lora_dropout")
+        else 1,
+    )
     ours = found(group)[name]
     if isinstance(ours, RankFailed):
         raise ours

@@ -14,15 +14,17 @@ from tests.tiny import shared, tiny_bert
 from vembed.data.batches import rank_rows
 from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import make_rank_batch
-from vembed.distributed import collectives
-from vembed.distributed.session import start_session
+from vembed.parallel import collectives
+from vembed.parallel.session import start_session
 from vembed.training.frozen import InputSource
 from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 from vembed.training.update import synchronise
 
 
-def count_rounds(folder: Path, strategy: str, cases: list[Case]) -> list[dict[str, Any]]:
+def count_rounds(
+    folder: Path, strategy: str, cases: list[Case]
+) -> list[dict[str, Any]]:
     """On every rank: what a step of each case sends, by the counters of vembed and of torch."""
     found, reduced = [], []
 
@@ -34,11 +36,22 @@ def count_rounds(folder: Path, strategy: str, cases: list[Case]) -> list[dict[st
         return micro_batch
 
     # In torch's namespace, where FSDP and vembed find it.
-    name = "reduce_scatter_single" if "reduce_scatter_single" in vars(dist) else "reduce_scatter_tensor"
+    name = (
+        "reduce_scatter_single"
+        if "reduce_scatter_single" in vars(dist)
+        else "reduce_scatter_tensor"
+    )
     setattr(dist, name, counted(getattr(dist, name)))
-    with start_session(cases[0].config(folder, strategy=strategy, use_fsdp=strategy == "fsdp")) as session:
+    with start_session(
+        cases[0].config(folder, strategy=strategy, use_fsdp=strategy == "fsdp")
+    ) as session:
         for case in cases:
-            config = case.config(folder, strategy=strategy, use_fsdp=strategy == "fsdp", gradient_checkpointing=False)
+            config = case.config(
+                folder,
+                strategy=strategy,
+                use_fsdp=strategy == "fsdp",
+                gradient_checkpointing=False,
+            )
             embedder, loss, featuriser = build(case, config)
             model = session.prepare(embedder, embedder.description.layer_classes)
             rows = examples(case)
@@ -46,14 +59,18 @@ def count_rounds(folder: Path, strategy: str, cases: list[Case]) -> list[dict[st
             rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             guard = MemoryGuard(session)
             source = InputSource(model, Feeder(featuriser, session.device), session)
-            step = ContrastiveStep(model, loss, source, session, case.budget(), guard, seed=0)
+            step = ContrastiveStep(
+                model, loss, source, session, case.budget(), guard, seed=0
+            )
             collectives.reset_collective_counts()
             reduced.clear()
             result = step.accumulate(rank_batch, 0, weight=1.0, last=True)
             synchronise(model, loss, session)
             ours = collectives.collective_counts()
             units = len(reduced) - ours["reduce_scatter_rows"]
-            found.append({"calls": result.num_forwards, "ours": ours, "reduce_scatters": units})
+            found.append(
+                {"calls": result.num_forwards, "ours": ours, "reduce_scatters": units}
+            )
     return found
 
 
@@ -67,7 +84,9 @@ def test_one_round_of_gradients_per_step() -> None:
         assert rows["calls"] > 20 and whole["calls"] == 2
         assert rows["ours"] == whole["ours"]
         assert rows["ours"]["all_gather_ints"] == 1
-        assert rows["ours"]["all_gather_rows"] == 2  # the embeddings, and how the rows refer to them
+        assert (
+            rows["ours"]["all_gather_rows"] == 2
+        )  # the embeddings, and how the rows refer to them
         assert rows["ours"]["reduce_scatter_rows"] == 1
         assert rows["reduce_scatters"] == whole["reduce_scatters"]
     assert copies[0]["ours"]["all_reduce_gradients"] == 1

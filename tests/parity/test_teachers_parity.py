@@ -29,19 +29,34 @@ from tests.teachers.test_cache import Data
 from tests.tiny import shared, tiny_bert, tiny_reranker
 from vembed.data.examples import Item
 from vembed.data.row_store import RowStore
-from vembed.distributed.session import start_session
 from vembed.losses.batch import LossBatch
 from vembed.losses.targets import TeacherScores, TeacherVectors
+from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.supply import Teachers
 from vembed.teachers.teacher_identity import item_key, pair_key
 
 MRL = {"use_mrl": True, "mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
-EVERY_NEGATIVE = {"bidirectional": True, "query_query_negatives": True, "document_document_negatives": True}
-GUIDED = {"loss": "infonce", "guide": "teacher", "guide_margin": 0.02, "hardness_alpha": 3.0, "focal_gamma": 1.0,
-          "mix_negatives": 2}  # fmt: skip
+EVERY_NEGATIVE = {
+    "bidirectional": True,
+    "query_query_negatives": True,
+    "document_document_negatives": True,
+}
+GUIDED = {
+    "loss": "infonce",
+    "guide": "teacher",
+    "guide_margin": 0.02,
+    "hardness_alpha": 3.0,
+    "focal_gamma": 1.0,
+    "mix_negatives": 2,
+}
 DISTILLED = [
-    {"loss": "kl", "distill_candidates": "batch", "weight": 0.5, "teacher_temperature": 0.1},
+    {
+        "loss": "kl",
+        "distill_candidates": "batch",
+        "weight": 0.5,
+        "teacher_temperature": 0.1,
+    },
     {"loss": "kl", "teacher": "reranker", "weight": 0.3, "temperature": 0.2},
     {"loss": "margin_mse", "teacher": "reranker"},
     {"loss": "score_mse", "temperature": 0.2},
@@ -52,15 +67,45 @@ DISTILLED = [
 ]
 CASES = [
     Case("guide", {**GUIDED, **EVERY_NEGATIVE}, data="several"),
-    Case("guide-own-kept-graphs", {**GUIDED, "hard_negatives_scope": "own"}, data="several", cache=False),
-    Case("guide-in-ring", {**GUIDED, **EVERY_NEGATIVE, "loss_exchange": "ring"}, data="several"),
+    Case(
+        "guide-own-kept-graphs",
+        {**GUIDED, "hard_negatives_scope": "own"},
+        data="several",
+        cache=False,
+    ),
+    Case(
+        "guide-in-ring",
+        {**GUIDED, **EVERY_NEGATIVE, "loss_exchange": "ring"},
+        data="several",
+    ),
     Case("everything", {"losses": [GUIDED, *DISTILLED]}, data="several"),
-    Case("everything-matryoshka", {"losses": [GUIDED, *DISTILLED], **MRL}, data="several", micro="row"),
-    Case("graded", {"losses": [{"loss": "ranknet"}, {"loss": "listwise"}, {"loss": "kl", "teacher": "scores"},
-                               {"loss": "angle"}], "temperature": 0.2}, data="graded", cache=False),
+    Case(
+        "everything-matryoshka",
+        {"losses": [GUIDED, *DISTILLED], **MRL},
+        data="several",
+        micro="row",
+    ),
+    Case(
+        "graded",
+        {
+            "losses": [
+                {"loss": "ranknet"},
+                {"loss": "listwise"},
+                {"loss": "kl", "teacher": "scores"},
+                {"loss": "angle"},
+            ],
+            "temperature": 0.2,
+        },
+        data="graded",
+        cache=False,
+    ),
     # The adapters are not left at zero: at the start model itself the anchor has no gradient.
-    Case("anchor", {"anchor_weight": 0.7, "use_lora": True, "lora_r": 2, "lora_dropout": 0.0}, data="several"),
-]  # fmt: skip
+    Case(
+        "anchor",
+        {"anchor_weight": 0.7, "use_lora": True, "lora_r": 2, "lora_dropout": 0.0},
+        data="several",
+    ),
+]
 BY_NAME = {case.name: case for case in CASES}
 GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one": (1, "single", {}),
@@ -71,7 +116,9 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-def with_teachers(options: dict[str, Any], teacher: Path, reranker: Path) -> dict[str, Any]:
+def with_teachers(
+    options: dict[str, Any], teacher: Path, reranker: Path
+) -> dict[str, Any]:
     """The options with two teachers: one whose vectors depend on the role, one that scores pairs."""
     entries = [
         {"model": str(teacher), "name": "teacher", "query_prompt": "find the "},
@@ -80,7 +127,9 @@ def with_teachers(options: dict[str, Any], teacher: Path, reranker: Path) -> dic
     return {**options, "teachers": entries}
 
 
-def on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any], cache: Path) -> list[dict[str, Any]]:
+def on_ranks(
+    cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any], cache: Path
+) -> list[dict[str, Any]]:
     """Called on every rank. The first case asks its teachers during the step, the others before it."""
     results: list[dict[str, Any]] = []
     first, folder = cases[0]
@@ -91,7 +140,10 @@ def on_ranks(cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any]
             if number:
                 teachers.prepare(Data(rows, f"data-{case.data}"))
             found, _ = step_on_rank(case, config, session, teachers=teachers)
-            later = {name: one.num_later for name, one in (*teachers.vectors.items(), *teachers.pairs.items())}
+            later = {
+                name: one.num_later
+                for name, one in (*teachers.vectors.items(), *teachers.pairs.items())
+            }
             results.append({"gradients": found, "later": later})
     return results
 
@@ -102,9 +154,17 @@ def group_of(group: str) -> tuple[dict[str, Any] | RankFailed, Path]:
     world_size, strategy, more = GROUPS[group]
     folder = Path(tempfile.mkdtemp(prefix="teachers-", dir=shared(tiny_bert).parent))
     teacher, reranker = shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker)
-    placed = [(replace(case, options=with_teachers(case.options, teacher, reranker)), case.folder()) for case in CASES]
+    placed = [
+        (
+            replace(case, options=with_teachers(case.options, teacher, reranker)),
+            case.folder(),
+        )
+        for case in CASES
+    ]
     try:
-        by_rank = run_ranks(on_ranks, world_size, placed, strategy, more, folder, process_group=False)
+        by_rank = run_ranks(
+            on_ranks, world_size, placed, strategy, more, folder, process_group=False
+        )
     except RankFailed as error:
         return error, folder
     found = {}
@@ -117,21 +177,28 @@ def group_of(group: str) -> tuple[dict[str, Any] | RankFailed, Path]:
 
 def wanted(case: Case, folder: Path) -> dict[str, torch.Tensor]:
     """From the formula, with the answers that the cache holds."""
-    options = with_teachers(case.options, shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker))
+    options = with_teachers(
+        case.options, shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker)
+    )
     config = replace(case, options=options).config(case.folder())
     model, loss, featuriser = build(case, config, {"teacher": 24})
     batch = plain_batch(case, model, featuriser)
     value = reference_loss(
-        answered(case, batch, folder), config, parameters=dict(loss.named_parameters()),
+        answered(case, batch, folder),
+        config,
+        parameters=dict(loss.named_parameters()),
         mrl_dims=model.description.mrl_dims,
-    )  # fmt: skip
+    )
     value.backward()
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
 
 
 def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
     """The batch with the teachers' answers, one vector for each occurrence."""
-    stores = [RowStore(folder / "teachers", path.name, KIND) for path in (folder / "teachers").iterdir()]
+    stores = [
+        RowStore(folder / "teachers", path.name, KIND)
+        for path in (folder / "teachers").iterdir()
+    ]
     by_width = {store.width: store for store in stores}
 
     def answers(keys: list[bytes], width: int) -> torch.Tensor:
@@ -148,22 +215,32 @@ def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
             positive.append(pair_key(example.query, document))
         vectors += [item_key(document, "document") for document in example.negatives]
         plain += [item_key(document, None) for document in example.negatives]
-        negative += [pair_key(example.query, document) for document in example.negatives]
+        negative += [
+            pair_key(example.query, document) for document in example.negatives
+        ]
         negative_scores += list(example.negative_scores or ())
     teachers: dict[str, Any] = {}
-    if "anchor_weight" in case.options:  # the start model gives an input one vector in both roles
-        teachers[str(case.folder())] = TeacherVectors(answers(plain, 32), batch.query, batch.positive, batch.negative)
+    if (
+        "anchor_weight" in case.options
+    ):  # the start model gives an input one vector in both roles
+        teachers[str(case.folder())] = TeacherVectors(
+            answers(plain, 32), batch.query, batch.positive, batch.negative
+        )
     elif case.data != "graded":
         scores = answers([*positive, *negative], 1)[:, 0] * 0.5
         teachers = {
-            "teacher": TeacherVectors(answers(vectors, 24), batch.query, batch.positive, batch.negative),
+            "teacher": TeacherVectors(
+                answers(vectors, 24), batch.query, batch.positive, batch.negative
+            ),
             "reranker": TeacherScores(scores[: len(positive)], scores[len(positive) :]),
         }
     return replace(
         batch,
         teachers=teachers,
         number=BATCH_NUMBER,
-        negative_scores=torch.tensor(negative_scores, dtype=torch.float64) if negative_scores else None,
+        negative_scores=torch.tensor(negative_scores, dtype=torch.float64)
+        if negative_scores
+        else None,
     )
 
 
@@ -178,10 +255,15 @@ def test_gradient_is_that_of_the_formula(group: str, name: str) -> None:
     assert float(ours["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-9)
     parameter, error = worst_error(ours, plain)
     assert error < 1e-9, f"{parameter} is off by {error:.2e}"
-    assert bool(sum(later)) is (name == CASES[0].name), "answers that were not prepared are computed during the step"
+    assert bool(sum(later)) is (name == CASES[0].name), (
+        "answers that were not prepared are computed during the step"
+    )
 
 
 def test_the_same_text_has_a_key_for_each_role() -> None:
     item = Item("text")
-    assert len({item_key(item, None), item_key(item, "query"), item_key(item, "document")}) == 3
+    assert (
+        len({item_key(item, None), item_key(item, "query"), item_key(item, "document")})
+        == 3
+    )
     assert pair_key(item, Item("other")) != pair_key(Item("other"), item)

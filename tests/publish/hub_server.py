@@ -53,9 +53,19 @@ class Handler(BaseHTTPRequestHandler):
         name = self.path.partition("/api/models/")[2].partition("/revision")[0]
         repository = self.hub.repositories.get(name)
         if repository is None:
-            self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+            self.answer(
+                404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
+            )
         elif self.is_allowed():
-            self.answer(200, {"id": name, "private": repository.is_private, "sha": "0" * 40, "siblings": []})
+            self.answer(
+                200,
+                {
+                    "id": name,
+                    "private": repository.is_private,
+                    "sha": "0" * 40,
+                    "siblings": [],
+                },
+            )
 
     def do_PUT(self) -> None:
         data = self.body()
@@ -74,7 +84,11 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path.endswith(".git/info/lfs/objects/batch"):
             self.batch(json.loads(data))
         else:
-            name, _, rest = self.path.removeprefix("/api/models/").rpartition("/main")[0].rpartition("/")
+            name, _, rest = (
+                self.path.removeprefix("/api/models/")
+                .rpartition("/main")[0]
+                .rpartition("/")
+            )
             repository = self.hub.repositories[name]
             getattr(self, rest.replace("-", "_"))(repository, data)
 
@@ -95,18 +109,27 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.repositories[name] = Repository(
                 values.get("visibility") == "private" or bool(values.get("private"))
             )
-        self.answer(200 if is_new else 409, {"url": f"{self.hub.url}/{name}", "name": name})
+        self.answer(
+            200 if is_new else 409, {"url": f"{self.hub.url}/{name}", "name": name}
+        )
 
     def paths_info(self, repository: Repository, data: bytes) -> None:
         found = []
         for path in parse_qs(data.decode())["paths"]:
             if path in repository.files:
                 content = repository.files[path]
-                row: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": oid(content)}
+                row: dict[str, Any] = {
+                    "type": "file",
+                    "path": path,
+                    "size": len(content),
+                    "oid": oid(content),
+                }
                 if path in repository.large:
                     row["lfs"] = {
-                        "size": len(content), "oid": hashlib.sha256(content).hexdigest(), "pointerSize": 1,
-                    }  # fmt: skip
+                        "size": len(content),
+                        "oid": hashlib.sha256(content).hexdigest(),
+                        "pointerSize": 1,
+                    }
                 found.append(row)
         self.answer(200, found)
 
@@ -115,18 +138,29 @@ class Handler(BaseHTTPRequestHandler):
         found = []
         for one in files:
             mode = "lfs" if one["path"].endswith(".safetensors") else "regular"
-            found.append({"path": one["path"], "uploadMode": mode, "shouldIgnore": False})
+            found.append(
+                {"path": one["path"], "uploadMode": mode, "shouldIgnore": False}
+            )
         self.answer(200, {"files": found})
 
     def batch(self, values: dict[str, Any]) -> None:
         objects = []
         for one in values["objects"]:
-            upload = {"upload": {"href": f"{self.hub.url}/lfs/{one['oid']}", "header": {}}}
-            objects.append({**one, **({} if one["oid"] in self.hub.stored else {"actions": upload})})
+            upload = {
+                "upload": {"href": f"{self.hub.url}/lfs/{one['oid']}", "header": {}}
+            }
+            objects.append(
+                {
+                    **one,
+                    **({} if one["oid"] in self.hub.stored else {"actions": upload}),
+                }
+            )
         self.answer(200, {"objects": objects, "transfer": "basic"})
 
     def commit(self, repository: Repository, data: bytes) -> None:
-        name = next(name for name, one in self.hub.repositories.items() if one is repository)
+        name = next(
+            name for name, one in self.hub.repositories.items() if one is repository
+        )
         if len(repository.commits) + 1 == self.hub.broken_commit:
             self.hub.broken_commit = 0
             self.answer(500, {"error": "try again"})
@@ -142,7 +176,14 @@ class Handler(BaseHTTPRequestHandler):
                 repository.files[value["path"]] = base64.b64decode(value["content"])
             paths.append(value["path"])
         repository.commits.append((header["value"]["summary"], paths))
-        self.answer(200, {"success": True, "commitOid": "1" * 40, "commitUrl": f"{self.hub.url}/{name}/commit/1"})
+        self.answer(
+            200,
+            {
+                "success": True,
+                "commitOid": "1" * 40,
+                "commitUrl": f"{self.hub.url}/{name}/commit/1",
+            },
+        )
 
     def tag(self, repository: Repository, data: bytes) -> None:
         repository.tags[json.loads(data)["tag"]] = dict(repository.files)
@@ -155,10 +196,15 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(401, {"error": "Invalid credentials"})
         return given == TOKEN
 
-    def answer(self, code: int, value: Any, headers: dict[str, str] | None = None) -> None:
+    def answer(
+        self, code: int, value: Any, headers: dict[str, str] | None = None
+    ) -> None:
         data = json.dumps(value).encode()
         self.send_response(code)
-        for name, text in {"Content-Type": "application/json", **(headers or {})}.items():
+        for name, text in {
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }.items():
             self.send_header(name, text)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -174,7 +220,9 @@ def running_hub() -> Iterator[Hub]:
     handler = type("OwnHandler", (Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         hub.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         thread.start()
         try:
             yield hub

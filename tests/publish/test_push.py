@@ -15,9 +15,11 @@ from tests.publish.hub_server import TOKEN, Hub, running_hub
 from tests.tiny import shared, texts, tiny_bert
 from vembed.cli import app
 from vembed.config.options import all_options
-from vembed.publish.publication import DATA_OPTIONS
+from vembed.saving.publication import DATA_OPTIONS
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # inside huggingface_hub
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # inside huggingface_hub
 
 
 def run(*words: object) -> Result:
@@ -44,25 +46,49 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Hu
     place = tmp_path_factory.mktemp("push")
     rows = [{"query": text, "positive": f"found {text}"} for text in texts(24)]
     for name, some in (("train", rows[:16]), ("val", rows[16:])):
-        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        (place / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in some)
+        )
     with pytest.MonkeyPatch.context() as patch, running_hub() as found:
         use(found, patch)
-        vembed.train({
-            "model_name": str(shared(tiny_bert)), "data_path": str(place / "train.jsonl"),
-            "val_data_path": str(place / "val.jsonl"), "output_dir": str(place / "run"), "batch_size": 8,
-            "max_steps": 2, "eval_steps": 1, "save_steps": 1, "report_to": [], "push_to_hub": "me/found",
-        })  # fmt: skip
+        vembed.train(
+            {
+                "model_name": str(shared(tiny_bert)),
+                "data_path": str(place / "train.jsonl"),
+                "val_data_path": str(place / "val.jsonl"),
+                "output_dir": str(place / "run"),
+                "batch_size": 8,
+                "max_steps": 2,
+                "eval_steps": 1,
+                "save_steps": 1,
+                "report_to": [],
+                "push_to_hub": "me/found",
+            }
+        )
         yield place / "run", found
 
 
-def test_a_run_pushes_its_best_checkpoints_and_its_end(trained: tuple[Path, Hub], tmp_path: Path) -> None:
+def test_a_run_pushes_its_best_checkpoints_and_its_end(
+    trained: tuple[Path, Hub], tmp_path: Path
+) -> None:
     folder, hub = trained
     repository = hub.repositories["me/found"]
     assert repository.is_private
-    assert "step-1" in repository.tags and "model.safetensors" in repository.tags["step-1"]
+    assert (
+        "step-1" in repository.tags and "model.safetensors" in repository.tags["step-1"]
+    )
     summaries = [summary for summary, _ in repository.commits]
-    assert summaries[0].startswith("Step 1: ndcg@10 ") and summaries[-1] == "Trained by vembed"
-    assert {"README.md", "report.html", "report.md", "training_data.md", "modules.json"} <= set(repository.files)
+    assert (
+        summaries[0].startswith("Step 1: ndcg@10 ")
+        and summaries[-1] == "Trained by vembed"
+    )
+    assert {
+        "README.md",
+        "report.html",
+        "report.md",
+        "training_data.md",
+        "modules.json",
+    } <= set(repository.files)
     assert not (folder / ".hub").exists()
     for name, data in repository.files.items():
         target = tmp_path / "loaded" / name
@@ -70,22 +96,32 @@ def test_a_run_pushes_its_best_checkpoints_and_its_end(trained: tuple[Path, Hub]
         target.write_bytes(data)
     given = ["red", "a green bird"]
     vectors = vembed.Embedder(tmp_path / "loaded").encode(given)
-    np.testing.assert_array_equal(vectors, vembed.Embedder(folder / "final").encode(given))
+    np.testing.assert_array_equal(
+        vectors, vembed.Embedder(folder / "final").encode(given)
+    )
 
 
-def test_neither_the_token_nor_folders_of_the_machine_are_published(trained: tuple[Path, Hub]) -> None:
+def test_neither_the_token_nor_folders_of_the_machine_are_published(
+    trained: tuple[Path, Hub],
+) -> None:
     folder, hub = trained
     assert hub.tokens == {TOKEN}
     for path in [*folder.rglob("*"), *folder.parent.glob("*")]:
         assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), path
     for name, data in hub.repositories["me/found"].files.items():
-        assert TOKEN.encode() not in data and str(folder.parent).encode() not in data, name
+        assert TOKEN.encode() not in data and str(folder.parent).encode() not in data, (
+            name
+        )
     said = hub.repositories["me/found"].files["training_data.md"].decode()
-    assert "16 examples" in said and "train.jsonl" in said and "## Validation data" in said
+    assert (
+        "16 examples" in said and "train.jsonl" in said and "## Validation data" in said
+    )
 
 
-def test_a_push_that_was_cut_goes_on(trained: tuple[Path, Hub], hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vembed.publish.hub.LARGE", 10_000)
+def test_a_push_that_was_cut_goes_on(
+    trained: tuple[Path, Hub], hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vembed.saving.hub.LARGE", 10_000)
     hub.broken_commit = 2
     broken = run("push", trained[0], "me/again")
     assert broken.exit_code == 1 and "the same command goes on" in broken.stderr
@@ -96,9 +132,15 @@ def test_a_push_that_was_cut_goes_on(trained: tuple[Path, Hub], hub: Hub, monkey
     assert done.exit_code == 0, done.output
     assert hub.num_uploads == before, "the weights were there"
     told = json.loads(done.stdout)
-    assert told["num_sent"] == len(told["files"]) - 1 and told["is_private"] and told["url"].endswith("/me/again")
+    assert (
+        told["num_sent"] == len(told["files"]) - 1
+        and told["is_private"]
+        and told["url"].endswith("/me/again")
+    )
     assert run("push", trained[0], "me/again", "--json").exit_code == 0
-    assert len(repository.commits) == len({tuple(paths) for _, paths in repository.commits}), "nothing was sent again"
+    assert len(repository.commits) == len(
+        {tuple(paths) for _, paths in repository.commits}
+    ), "nothing was sent again"
 
 
 def test_a_dry_run_needs_no_token_and_sends_nothing(
@@ -107,14 +149,24 @@ def test_a_dry_run_needs_no_token_and_sends_nothing(
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     done = run("push", trained[0], "me/dry", "--dry-run", "--no-report")
-    assert done.exit_code == 0 and "would push" in done.output and "(private)" in done.output
+    assert (
+        done.exit_code == 0
+        and "would push" in done.output
+        and "(private)" in done.output
+    )
     assert "training_data.md" in done.output and "report.html" not in done.output
     assert hub.repositories == {}
     refused = run("push", trained[0], "me/dry")
-    assert refused.exit_code == 2 and "hf auth login" in refused.stderr and refused.stderr.count("\n") == 1
+    assert (
+        refused.exit_code == 2
+        and "hf auth login" in refused.stderr
+        and refused.stderr.count("\n") == 1
+    )
 
 
-def test_what_is_refused(trained: tuple[Path, Hub], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(
+    trained: tuple[Path, Hub], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run("push", trained[0], "me/open", "--public").exit_code == 0
     refused = run("push", trained[0], "me/open")
     assert refused.exit_code == 2 and "is public" in refused.stderr

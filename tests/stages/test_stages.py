@@ -19,9 +19,15 @@ from tests.weights.variants import pairs
 from vembed.cli import run_process
 from vembed.config.stages import read_road
 from vembed.errors import UserError
-from vembed.stages.requirements import check_requirements
+from vembed.pipelines.stages.requirements import check_requirements
 
-COMMON = {"batch_size": 4, "max_steps": 2, "report_to": "none", "strategy": "single", "save_steps": 1}
+COMMON = {
+    "batch_size": 4,
+    "max_steps": 2,
+    "report_to": "none",
+    "strategy": "single",
+    "save_steps": 1,
+}
 
 
 @pytest.fixture
@@ -36,8 +42,15 @@ def place(tmp_path, monkeypatch):
 
 
 def written(stages, **options):
-    config = {"model_name": str(shared(tiny_bert_st)), "data_path": "train.jsonl", **COMMON, **options}
-    Path("cfg.yaml").write_text(yaml.safe_dump({**config, "stages": stages}, sort_keys=False))
+    config = {
+        "model_name": str(shared(tiny_bert_st)),
+        "data_path": "train.jsonl",
+        **COMMON,
+        **options,
+    }
+    Path("cfg.yaml").write_text(
+        yaml.safe_dump({**config, "stages": stages}, sort_keys=False)
+    )
 
 
 def train(*words):
@@ -45,12 +58,18 @@ def train(*words):
 
 
 def states():
-    found = {path.parent.name: json.loads(path.read_text()) for path in Path("output").glob("*/stage.json")}
+    found = {
+        path.parent.name: json.loads(path.read_text())
+        for path in Path("output").glob("*/stage.json")
+    }
     return {name: state["state"] for name, state in found.items()}
 
 
 def losses(folder):
-    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in Path(folder, "metrics.jsonl").read_text().splitlines()
+    ]
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
@@ -72,9 +91,13 @@ def test_steps_of_a_list_and_where_each_starts():
         }
     )
     assert [(step.name, step.kind) for step in road.steps] == [
-        ("broad", "train"), ("sharp", "mine"), ("hard", "train"), ("soup", "merge"), ("evaluate-5", "evaluate"),
+        ("broad", "train"),
+        ("sharp", "mine"),
+        ("hard", "train"),
+        ("soup", "merge"),
+        ("evaluate-5", "evaluate"),
         ("last", "train"),
-    ]  # fmt: skip
+    ]
     assert road.model_before("broad") is None
     assert road.model_before("hard").name == "broad"
     assert road.mined_before("hard").name == "sharp"
@@ -88,7 +111,10 @@ def test_steps_of_a_list_and_where_each_starts():
     ("stages", "message"),
     [
         ([{"name": "a"}, {"name": "a"}], "two stages are called a"),
-        ([{"name": "a", "from": "b"}], "starts from b, and the stages before it are none"),
+        (
+            [{"name": "a", "from": "b"}],
+            "starts from b, and the stages before it are none",
+        ),
         ([{"name": "a/b"}], "a name is that of a folder"),
         (["a"], "stage 1 of stages must hold options"),
         ([{"evaluate": 3}], "evaluate must hold options"),
@@ -103,31 +129,88 @@ def test_mistakes_in_the_list(stages, message):
 def test_conditions():
     scores = {"ndcg@10": 0.58}
     assert check_requirements(scores, {"nDCG@10": ">= 0.5"}) is None
-    assert check_requirements(scores, {"nDCG@10": 0.60}) == "nDCG@10 is 0.5800, and >= 0.6 is required"
-    assert check_requirements(scores, {"ndcg@10": "< 0.5"}) == "ndcg@10 is 0.5800, and < 0.5 is required"
-    for required, message in (({"ndcg@10": "about 1"}, "no condition"), ({"map": 1}, "not among what is measured")):
+    assert (
+        check_requirements(scores, {"nDCG@10": 0.60})
+        == "nDCG@10 is 0.5800, and >= 0.6 is required"
+    )
+    assert (
+        check_requirements(scores, {"ndcg@10": "< 0.5"})
+        == "ndcg@10 is 0.5800, and < 0.5 is required"
+    )
+    for required, message in (
+        ({"ndcg@10": "about 1"}, "no condition"),
+        ({"map": 1}, "not among what is measured"),
+    ):
         with pytest.raises(UserError, match=message):
             check_requirements(scores, required)
 
 
 MISTAKES = {
-    "an unknown option of a training": ({"mines": {}}, "unknown option 'mines', did you mean 'mine'?"),
-    "data of a training": ({"data_path": "trian.jsonl"}, "data_path: trian.jsonl does not exist"),
-    "data of an evaluation": ({"evaluate": {"data": "vall.jsonl"}}, "stage last: data: vall.jsonl does not exist"),
+    "an unknown option of a training": (
+        {"mines": {}},
+        "unknown option 'mines', did you mean 'mine'?",
+    ),
+    "data of a training": (
+        {"data_path": "trian.jsonl"},
+        "data_path: trian.jsonl does not exist",
+    ),
+    "data of an evaluation": (
+        {"evaluate": {"data": "vall.jsonl"}},
+        "stage last: data: vall.jsonl does not exist",
+    ),
     "no data": ({"evaluate": {"ks": "1"}}, "stage last: evaluate needs data"),
-    "an unknown flag": ({"evaluate": {"data": "val.jsonl", "cuts": 3}}, "stage last: No such option: --cuts"),
-    "a wrong type": ({"evaluate": {"data": "val.jsonl", "nproc": "two"}}, "Invalid value for '--nproc'"),
-    "a wrong word": ({"evaluate": {"data": "val.jsonl", "task": "sts"}}, "stage last: --task sts: give one of"),
-    "a later model": ({"evaluate": {"data": "val.jsonl", "model": "last"}}, "stage last: model: last is neither"),
-    "a mistyped model": ({"evaluate": {"data": "val.jsonl", "model": "brod"}}, "did you mean 'broad'?"),
-    "a metric": ({"evaluate": {"data": "val.jsonl", "require": {"ndgc@10": 0}}}, "stage last: require: ndgc@10 is not"),
-    "a cut-off": ({"evaluate": {"data": "val.jsonl", "require": {"ndcg@7": 0}}}, "ndcg@7 is not among"),
-    "a condition": ({"evaluate": {"data": "val.jsonl", "require": {"ndcg@10": "good"}}}, "'good' is no condition"),
-    "no condition": ({"evaluate": {"data": "val.jsonl", "require": 0.5}}, "0.5 is no condition by name"),
-    "mined data": ({"mine": {"data_path": "trian.jsonl"}}, "stage last: data_path: trian.jsonl does not exist"),
-    "an option of mine": ({"mine": {"data_path": "train.jsonl", "num_negative": 3}}, "did you mean 'num_negatives'?"),
-    "a method": ({"merge": {"method": "slurp"}}, "stage last: --method slurp: give one of"),
-    "one model": ({"merge": {}}, "stage last: output/broad/final alone is nothing to merge"),
+    "an unknown flag": (
+        {"evaluate": {"data": "val.jsonl", "cuts": 3}},
+        "stage last: No such option: --cuts",
+    ),
+    "a wrong type": (
+        {"evaluate": {"data": "val.jsonl", "nproc": "two"}},
+        "Invalid value for '--nproc'",
+    ),
+    "a wrong word": (
+        {"evaluate": {"data": "val.jsonl", "task": "sts"}},
+        "stage last: --task sts: give one of",
+    ),
+    "a later model": (
+        {"evaluate": {"data": "val.jsonl", "model": "last"}},
+        "stage last: model: last is neither",
+    ),
+    "a mistyped model": (
+        {"evaluate": {"data": "val.jsonl", "model": "brod"}},
+        "did you mean 'broad'?",
+    ),
+    "a metric": (
+        {"evaluate": {"data": "val.jsonl", "require": {"ndgc@10": 0}}},
+        "stage last: require: ndgc@10 is not",
+    ),
+    "a cut-off": (
+        {"evaluate": {"data": "val.jsonl", "require": {"ndcg@7": 0}}},
+        "ndcg@7 is not among",
+    ),
+    "a condition": (
+        {"evaluate": {"data": "val.jsonl", "require": {"ndcg@10": "good"}}},
+        "'good' is no condition",
+    ),
+    "no condition": (
+        {"evaluate": {"data": "val.jsonl", "require": 0.5}},
+        "0.5 is no condition by name",
+    ),
+    "mined data": (
+        {"mine": {"data_path": "trian.jsonl"}},
+        "stage last: data_path: trian.jsonl does not exist",
+    ),
+    "an option of mine": (
+        {"mine": {"data_path": "train.jsonl", "num_negative": 3}},
+        "did you mean 'num_negatives'?",
+    ),
+    "a method": (
+        {"merge": {"method": "slurp"}},
+        "stage last: --method slurp: give one of",
+    ),
+    "one model": (
+        {"merge": {}},
+        "stage last: output/broad/final alone is nothing to merge",
+    ),
     "a soup without data": (
         {"merge": {"models": ["broad", "."], "method": "soup"}},
         "a soup chooses by evaluation data",
@@ -140,7 +223,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_the_last_step_ends_the_command_before_the_first_one(place, capsys, name):
+def test_a_mistake_in_the_last_step_ends_the_command_before_the_first_one(
+    place, capsys, name
+):
     step, message = MISTAKES[name]
     written([{"name": "broad"}, {"name": "last", **step}])
     assert train() == 2
@@ -152,13 +237,25 @@ def test_a_mistake_in_the_last_step_ends_the_command_before_the_first_one(place,
 
 def test_steps_before_any_training_take_the_model_of_the_config(place, capsys):
     stages = [
-        {"name": "base", "evaluate": {"data": "val.jsonl", "ks": [10], "require": {"nDCG@10": 0.0}}},
+        {
+            "name": "base",
+            "evaluate": {"data": "val.jsonl", "ks": [10], "require": {"nDCG@10": 0.0}},
+        },
         {"name": "negatives", "mine": {"data_path": "train.jsonl", "num_negatives": 2}},
-        {"name": "both", "mine": {"data_path": "train.jsonl", "retrievers": [str(shared(tiny_bert_st))]}},
+        {
+            "name": "both",
+            "mine": {
+                "data_path": "train.jsonl",
+                "retrievers": [str(shared(tiny_bert_st))],
+            },
+        },
     ]
     written(stages)
     assert train("--dry-run") == 0
-    assert f"would run: vembed eval {shared(tiny_bert_st)} val.jsonl" in capsys.readouterr().out
+    assert (
+        f"would run: vembed eval {shared(tiny_bert_st)} val.jsonl"
+        in capsys.readouterr().out
+    )
     assert train() == 0
     assert states() == dict.fromkeys(("base", "negatives", "both"), "done")
     assert train("--dry-run", "model_name=other") == 0
@@ -167,7 +264,10 @@ def test_steps_before_any_training_take_the_model_of_the_config(place, capsys):
 
 def test_paths_of_steps_between_are_also_found_beside_the_config(place, monkeypatch):
     written(
-        [{"name": "base", "evaluate": {"data": "val.jsonl"}}, {"name": "hard", "mine": {"data_path": "train.jsonl"}}]
+        [
+            {"name": "base", "evaluate": {"data": "val.jsonl"}},
+            {"name": "hard", "mine": {"data_path": "train.jsonl"}},
+        ]
     )
     elsewhere = place / "elsewhere"
     elsewhere.mkdir()
@@ -185,7 +285,10 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
         {"name": "broad"},
         {"name": "sharp", "learning_rate": 1e-3, "mixed_precision": "no"},
         {"name": "mix", "merge": {"models": ["broad", "sharp"], "method": "slerp"}},
-        {"name": "check", "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": ">= 0.0"}}},
+        {
+            "name": "check",
+            "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": ">= 0.0"}},
+        },
     ]
     written(stages)
     assert train() == 0
@@ -193,12 +296,16 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     config = vembed.load_config("output/sharp/config.yaml")
     assert config.model_name == "output/broad/final"
     assert json.loads(Path("output/mix/final/merge.json").read_text())["models"] == [
-        "output/broad/final", "output/sharp/final",
-    ]  # fmt: skip
+        "output/broad/final",
+        "output/sharp/final",
+    ]
     report = Path("output/stages.md").read_text()
     assert "| check | evaluate | done |" in report
     assert "ndcg@10" in report
-    times = {path: path.stat().st_mtime_ns for path in Path("output").rglob("model.safetensors")}
+    times = {
+        path: path.stat().st_mtime_ns
+        for path in Path("output").rglob("model.safetensors")
+    }
     capsys.readouterr()
     assert train() == 0
     assert capsys.readouterr().err.count("done already") == 4
@@ -219,7 +326,9 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     assert "done already" not in capsys.readouterr().err
 
 
-def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(place, capsys):
+def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(
+    place, capsys
+):
     teacher = place / "teacher"
     shutil.copytree(shared(tiny_bert_st), teacher)
     common = {"val_data_path": "val.jsonl", "eval_steps": 1}
@@ -227,7 +336,12 @@ def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(place,
     stages = [
         {"name": "patient", "patience": 9, "load_best_model_at_end": False},
         {"name": "guarded", "from": "patient", "guards": guards},
-        {"name": "taught", "from": "patient", "loss": "relational", "teacher": str(teacher)},
+        {
+            "name": "taught",
+            "from": "patient",
+            "loss": "relational",
+            "teacher": str(teacher),
+        },
     ]
     written(stages, **common)
     assert train() == 0 and train() == 0
@@ -236,31 +350,62 @@ def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(place,
     def run_again():
         assert train() == 0
         said = capsys.readouterr().err
-        return [name for name in ("patient", "guarded", "taught") if f"stage {name}: what it depends on" in said]
+        return [
+            name
+            for name in ("patient", "guarded", "taught")
+            if f"stage {name}: what it depends on" in said
+        ]
 
     assert run_again() == []
     guards[0]["max_drop"] = 0.9
     written(stages, **common)
     assert run_again() == ["guarded"]
     path = teacher / "config_sentence_transformers.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "prompts": {"query": "find: "}}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "prompts": {"query": "find: "}})
+    )
     assert run_again() == ["taught"]
     stages[0]["patience"] = 8
     written(stages, **common)
     assert run_again() == ["patient", "guarded", "taught"]
 
 
-def test_other_names_of_options_say_where_stages_are_and_what_they_start_from(place, capsys):
+def test_other_names_of_options_say_where_stages_are_and_what_they_start_from(
+    place, capsys
+):
     other = place / "other"
     shutil.copytree(shared(tiny_bert_st), other)
-    written([{"name": "a"}, {"name": "b"}, {"evaluate": {"data": "val.jsonl"}}, {"name": "c", "model": str(other)}])
+    written(
+        [
+            {"name": "a"},
+            {"name": "b"},
+            {"evaluate": {"data": "val.jsonl"}},
+            {"name": "c", "model": str(other)},
+        ]
+    )
     Path("cfg.yaml").write_text(Path("cfg.yaml").read_text() + "output: there\n")
     assert train() == 0
-    starts = {name: yaml.safe_load(Path("there", name, "config.yaml").read_text())["model_name"] for name in "abc"}
-    assert starts == {"a": str(shared(tiny_bert_st)), "b": "there/a/final", "c": str(other)}
-    assert Path("there/evaluate-3/scores.json").is_file() and not Path("output").exists()
+    starts = {
+        name: yaml.safe_load(Path("there", name, "config.yaml").read_text())[
+            "model_name"
+        ]
+        for name in "abc"
+    }
+    assert starts == {
+        "a": str(shared(tiny_bert_st)),
+        "b": "there/a/final",
+        "c": str(other),
+    }
+    assert (
+        Path("there/evaluate-3/scores.json").is_file() and not Path("output").exists()
+    )
     assert train("output=moved", f"model={other}", "--until", "b") == 0
-    starts = {name: yaml.safe_load(Path("moved", name, "config.yaml").read_text())["model_name"] for name in "ab"}
+    starts = {
+        name: yaml.safe_load(Path("moved", name, "config.yaml").read_text())[
+            "model_name"
+        ]
+        for name in "ab"
+    }
     assert starts == {"a": str(other), "b": "moved/a/final"}
 
 
@@ -277,12 +422,20 @@ def test_under_torchrun_all_steps_run_in_the_processes_that_are_there(place):
         {"name": "negatives", "mine": {"data_path": "train.jsonl", "num_negatives": 2}},
         {"name": "sharp", "strategy": "fsdp"},
         {"name": "mix", "merge": {"models": ["broad", "sharp"]}},
-        {"name": "check", "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": ">= 0.0"}}},
+        {
+            "name": "check",
+            "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": ">= 0.0"}},
+        },
     ]
     written(stages, strategy="auto")
     assert run_ranks(road_on_a_rank, 2, str(place), process_group=False) == [0, 0]
-    assert states() == dict.fromkeys(("broad", "negatives", "sharp", "mix", "check"), "done")
-    assert vembed.load_config("output/sharp/config.yaml").data_path == "output/negatives/mined.jsonl"
+    assert states() == dict.fromkeys(
+        ("broad", "negatives", "sharp", "mix", "check"), "done"
+    )
+    assert (
+        vembed.load_config("output/sharp/config.yaml").data_path
+        == "output/negatives/mined.jsonl"
+    )
     for stage, strategy in (("broad", "ddp"), ("sharp", "fsdp")):
         told = json.loads(Path(f"output/{stage}/run.json").read_text())
         assert (told["num_processes"], told["strategy"]) == (2, strategy)
@@ -291,7 +444,10 @@ def test_under_torchrun_all_steps_run_in_the_processes_that_are_there(place):
 
 
 def test_a_run_that_falls_short_stops_there_and_says_so(place, capsys):
-    check = {"name": "check", "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": "> 1.0"}}}
+    check = {
+        "name": "check",
+        "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": "> 1.0"}},
+    }
     written([{"name": "broad"}, check, {"name": "sharp"}])
     assert train() == 1
     assert "stage check: nDCG@10 is" in (told := capsys.readouterr().err)
@@ -300,23 +456,45 @@ def test_a_run_that_falls_short_stops_there_and_says_so(place, capsys):
 
 
 def test_parts_of_the_list_and_a_dry_run(place, capsys):
-    written([{"name": "broad"}, {"merge": {"models": ["broad"], "base": "b", "interpolate": 0.5}}, {"name": "sharp"}])
+    written(
+        [
+            {"name": "broad"},
+            {"merge": {"models": ["broad"], "base": "b", "interpolate": 0.5}},
+            {"name": "sharp"},
+        ]
+    )
     assert train("--dry-run") == 0
     told = capsys.readouterr().out
-    assert told.index("==== broad (train)") < told.index("would run: vembed merge") < told.index("==== sharp (train)")
+    assert (
+        told.index("==== broad (train)")
+        < told.index("would run: vembed merge")
+        < told.index("==== sharp (train)")
+    )
     assert "model_name: output/merge-2/final" in told
-    table = told.split("==== memory of each process and time of each step, estimated\n")[1].splitlines()
+    table = told.split(
+        "==== memory of each process and time of each step, estimated\n"
+    )[1].splitlines()
     assert [line.split()[:2] for line in table] == [
-        ["stage", "step"], ["broad", "train"], ["merge-2", "merge"], ["sharp", "train"], ["all", "below"],
-    ]  # fmt: skip
-    assert all(" GB of the " in line and ": fits" in line for line in (table[1], table[3]))
+        ["stage", "step"],
+        ["broad", "train"],
+        ["merge-2", "merge"],
+        ["sharp", "train"],
+        ["all", "below"],
+    ]
+    assert all(
+        " GB of the " in line and ": fits" in line for line in (table[1], table[3])
+    )
     assert table[4].endswith("without the 1 not estimated")
     assert not Path("output").exists()
     assert train("--stage", "broad", "output_dir=one") == 0
     assert Path("one/final").is_dir()
     assert train("--from", "broad", "--until", "broad", "output_dir=two") == 0
     assert Path("two/broad/final").is_dir()
-    assert train("--from", "sharp", "--until", "broad") == train("--stage", "sharp", "--from", "broad") == 2
+    assert (
+        train("--from", "sharp", "--until", "broad")
+        == train("--stage", "sharp", "--from", "broad")
+        == 2
+    )
     assert "stands after --until" in capsys.readouterr().err
     assert train("--until", "nowhere") == 2
     assert "has the stages broad, merge-2, sharp" in capsys.readouterr().err
@@ -336,64 +514,121 @@ def test_a_plan_of_every_stage(place, capsys):
     assert told.index("==== broad") < told.index("==== sharp")
     assert told.count("hours: about ") == 2
     assert "of a matrix product here (cpu)" in told
-    _, broad, negatives, sharp, check, other, total = told.split("==== memory")[1].splitlines()[1:]
+    _, broad, negatives, sharp, check, other, total = told.split("==== memory")[
+        1
+    ].splitlines()[1:]
     assert broad.endswith(": fits  below 1 s")
-    assert sharp.endswith(": fits  below 1 s (without the negatives that are to be mined)")
+    assert sharp.endswith(
+        ": fits  below 1 s (without the negatives that are to be mined)"
+    )
     assert negatives.endswith("(encoding)") and check.endswith("(encoding)")
-    assert " GB (weights), and micro-batches" in negatives and other.endswith("not estimated")
+    assert " GB (weights), and micro-batches" in negatives and other.endswith(
+        "not estimated"
+    )
     assert total.endswith("below 1 s, without the 1 not estimated")
-    assert all(one["fits"] and one["seconds"] < 60 for one in json.loads(Path("plan.json").read_text()))
+    assert all(
+        one["fits"] and one["seconds"] < 60
+        for one in json.loads(Path("plan.json").read_text())
+    )
     assert not Path("output").exists()
     assert run_process("plan", ["cfg.yaml", "--memory", "0.001"]) == 1
     assert ": does not fit" in capsys.readouterr().out.split("==== memory")[1]
 
 
 def test_a_dry_run_without_the_model_says_so(place, capsys):
-    written([{"name": "broad"}, {"name": "check", "evaluate": {"data": "val.jsonl"}}], model_name="some/model")
+    written(
+        [{"name": "broad"}, {"name": "check", "evaluate": {"data": "val.jsonl"}}],
+        model_name="some/model",
+    )
     assert train("--dry-run") == 0
     table = capsys.readouterr().out.split("==== memory")[1]
-    assert "broad  train     not estimated (no files of some/model here; `vembed plan` looks further)" in table
+    assert (
+        "broad  train     not estimated (no files of some/model here; `vembed plan` looks further)"
+        in table
+    )
     assert run_process("plan", ["cfg.yaml", "model_name=./nowhere"]) == 2
 
 
 def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypatch):
     started = []
-    monkeypatch.setattr("vembed.distributed.launch.run_ranks", lambda command, _: started.append(command) or 1)
-    written([{"name": "broad"}, {"name": "check", "evaluate": {"data": "val.jsonl", "nproc": 2}}])
+    monkeypatch.setattr(
+        "vembed.parallel.launch.run_ranks",
+        lambda command, _: started.append(command) or 1,
+    )
+    written(
+        [
+            {"name": "broad"},
+            {"name": "check", "evaluate": {"data": "val.jsonl", "nproc": 2}},
+        ]
+    )
     monkeypatch.setattr("sys.argv", ["vembed", "train", "cfg.yaml"])
     assert train() == 1
     assert started[0][2:] == [
-        "vembed", "eval", "output/broad/final", "val.jsonl", "--json", "output/check/scores.json", "--nproc", "2",
-    ]  # fmt: skip
+        "vembed",
+        "eval",
+        "output/broad/final",
+        "val.jsonl",
+        "--json",
+        "output/check/scores.json",
+        "--nproc",
+        "2",
+    ]
 
 
 def test_a_stage_that_mines_within_is_a_training():
-    stages = [{"name": "one", "mine": {"every_epochs": 1}}, {"name": "two", "mine": {"num_negatives": 2}}]
+    stages = [
+        {"name": "one", "mine": {"every_epochs": 1}},
+        {"name": "two", "mine": {"num_negatives": 2}},
+    ]
     road = read_road({"model_name": "m", "data_path": "d.jsonl", "stages": stages})
     assert [step.kind for step in road.steps] == ["train", "mine"]
 
 
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
-    monkeypatch.setattr("vembed.tools.train_command.run_ranks", None)  # all in this process
-    records = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
+    monkeypatch.setattr(
+        "vembed.tools.train_command.run_ranks", None
+    )  # all in this process
+    records = [
+        json.loads(line) for line in Path("train.jsonl").read_text().splitlines()
+    ]
     stages = [
-        {"name": "broad", "data_path": [{key: one[key] for key in ("query", "positive")} for one in records]},
+        {
+            "name": "broad",
+            "data_path": [
+                {key: one[key] for key in ("query", "positive")} for one in records
+            ],
+        },
         {"name": "negatives", "mine": {"data_path": "train.jsonl", "num_negatives": 2}},
         {"name": "sharp", "max_negatives": 2},
     ]
-    config = {"model_name": str(shared(tiny_bert_st)), "data_path": "train.jsonl", **COMMON, "stages": stages}
+    config = {
+        "model_name": str(shared(tiny_bert_st)),
+        "data_path": "train.jsonl",
+        **COMMON,
+        "stages": stages,
+    }
     steps = []
     result = vembed.train(config, on_step=lambda info: steps.append(info.step))
     assert result.model_dir == Path("output/sharp/final")
     assert result.steps == 2
     assert steps == [1, 2, 1, 2]
     assert states() == dict.fromkeys(("broad", "negatives", "sharp"), "done")
-    mined = [json.loads(line) for line in Path("output/negatives/mined.jsonl").read_text().splitlines()]
+    mined = [
+        json.loads(line)
+        for line in Path("output/negatives/mined.jsonl").read_text().splitlines()
+    ]
     assert len(mined) == len(records)
-    assert all(row["negatives"] and row["positive"] not in row["negatives"] for row in mined)
+    assert all(
+        row["negatives"] and row["positive"] not in row["negatives"] for row in mined
+    )
     sharp = vembed.load_config("output/sharp/config.yaml")
-    assert (sharp.data_path, sharp.model_name) == ("output/negatives/mined.jsonl", "output/broad/final")
-    assert vembed.train(config, on_step=lambda info: steps.append(info.step)) == result  # done already
+    assert (sharp.data_path, sharp.model_name) == (
+        "output/negatives/mined.jsonl",
+        "output/broad/final",
+    )
+    assert (
+        vembed.train(config, on_step=lambda info: steps.append(info.step)) == result
+    )  # done already
     assert len(steps) == 4
 
 
@@ -426,17 +661,24 @@ training_stages:
 
 
 def guide(output):
-    Path(f"{output}.yaml").write_text(GUIDE.format(model=shared(tiny_bert), output=output))
+    Path(f"{output}.yaml").write_text(
+        GUIDE.format(model=shared(tiny_bert), output=output)
+    )
     return ["train", f"{output}.yaml"]
 
 
 @pytest.mark.promise("C01", "C20")
-def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(place, capsys):
+def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(
+    place, capsys
+):
     guide("whole")
     assert run_process("train", ["whole.yaml", "devices=1"]) == 0
     started = start(*guide("cut"), "devices=2")
     metrics, deadline = Path("cut/stage2/metrics.jsonl"), time.monotonic() + 80
-    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2) and time.monotonic() < deadline:
+    while (
+        not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     started.send_signal(signal.SIGTERM)
     assert started.wait(60) in (0, 143)

@@ -63,7 +63,9 @@ class Story:
         if not path.exists():
             return cls(seed, 0)
         values = json.loads(path.read_text())
-        return cls(**values | {name: Counter(values[name]) for name in ("faults", "starts")})
+        return cls(
+            **values | {name: Counter(values[name]) for name in ("faults", "starts")}
+        )
 
     def write(self, folder: Path) -> None:
         """Keep the story in the folder."""
@@ -73,20 +75,48 @@ class Story:
 def main(words: list[str] | None = None) -> None:
     """Parse the arguments and run; exit code 0 if the two runs are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=50, help="how often the run is broken")
+    parser.add_argument(
+        "--rounds", type=int, default=50, help="how often the run is broken"
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--folder", type=Path, help="keep the runs here, and go on with them in another sitting")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so long")
-    parser.add_argument("--forked", action="store_true", help="fork all processes from one that has imported torch")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="keep the runs here, and go on with them in another sitting",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="begin no round after so long",
+    )
+    parser.add_argument(
+        "--forked",
+        action="store_true",
+        help="fork all processes from one that has imported torch",
+    )
     arguments = parser.parse_args(words)
     until = time.monotonic() + arguments.seconds
     with tempfile.TemporaryDirectory(prefix="vembed-chaos-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        chaos(folder, arguments.rounds, arguments.seed, is_forked=arguments.forked, until=until)
+        chaos(
+            folder,
+            arguments.rounds,
+            arguments.seed,
+            is_forked=arguments.forked,
+            until=until,
+        )
 
 
-def chaos(folder: Path, rounds: int, seed: int, *, is_forked: bool = False, until: float = float("inf")) -> Story:
+def chaos(
+    folder: Path,
+    rounds: int,
+    seed: int,
+    *,
+    is_forked: bool = False,
+    until: float = float("inf"),
+) -> Story:
     """Break a run `rounds` times in `folder`, then compare it with the unbroken one; asserts that they are equal. After
     `until` it returns; another call goes on.
 
@@ -102,7 +132,13 @@ def chaos(folder: Path, rounds: int, seed: int, *, is_forked: bool = False, unti
     while story.num_rounds < rounds:
         if time.monotonic() > until:
             return story
-        one_round(start, config, broken, random.Random(f"{story.seed} {story.num_rounds}"), story)
+        one_round(
+            start,
+            config,
+            broken,
+            random.Random(f"{story.seed} {story.num_rounds}"),
+            story,
+        )
         story.write(folder)
     if time.monotonic() > until:
         return story
@@ -118,16 +154,31 @@ def chaos(folder: Path, rounds: int, seed: int, *, is_forked: bool = False, unti
     story.is_equal = True
     story.write(folder)
     for what, counts in (("faults", story.faults), ("starts", story.starts)):
-        print(f"{what}: " + ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())))
+        print(
+            f"{what}: "
+            + ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))
+        )
     return story
 
 
-def one_round(start: Callable[..., Process], config: Path, broken: Path, draw: random.Random, story: Story) -> None:
+def one_round(
+    start: Callable[..., Process],
+    config: Path,
+    broken: Path,
+    draw: random.Random,
+    story: Story,
+) -> None:
     """Start the run, let it take some steps, and break it; every fifth time damage its newest checkpoint."""
     number = story.num_rounds
-    nproc, strategy, fault = draw.choice([1, 2, 3]), draw.choice(["ddp", "fsdp"]), FAULTS[number % len(FAULTS)]
+    nproc, strategy, fault = (
+        draw.choice([1, 2, 3]),
+        draw.choice(["ddp", "fsdp"]),
+        FAULTS[number % len(FAULTS)],
+    )
     process = start(config, broken, nproc, strategy, has_small_disk=fault == "disk")
-    wait_for_steps(process, broken, last_step(broken) + draw.randint(0, STEPS_PER_ROUND))
+    wait_for_steps(
+        process, broken, last_step(broken) + draw.randint(0, STEPS_PER_ROUND)
+    )
     if fault == "evaluation":
         wait_for_evaluation(process, broken)
     else:
@@ -136,12 +187,16 @@ def one_round(start: Callable[..., Process], config: Path, broken: Path, draw: r
     assert_nobody_left(broken)
     newest = max(broken.glob("checkpoint-*[0-9]"), key=step_of, default=None)
     if newest is not None and number % 5 == 4:
-        victim = draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
+        victim = draw.choice(
+            sorted(path for path in newest.iterdir() if path.stat().st_size)
+        )
         os.truncate(victim, draw.randrange(victim.stat().st_size))
         story.faults["damaged checkpoint"] += 1
     story.num_rounds += 1
     story.starts[f"{strategy} on {nproc}"] += 1
-    did = f"{strategy} on {nproc}, {fault}, step {last_step(broken)}, {exit_of(process)}"
+    did = (
+        f"{strategy} on {nproc}, {fault}, step {last_step(broken)}, {exit_of(process)}"
+    )
     print(f"round {story.num_rounds}: {did}", flush=True)
 
 
@@ -151,7 +206,9 @@ def write_run(folder: Path, num_steps: int) -> Path:
     lines = []
     for _ in range(96):
         first, second = draw.sample(WORDS, 2)
-        positive = " ".join([first, *draw.choices(WORDS, k=draw.randint(1, 20)), second])
+        positive = " ".join(
+            [first, *draw.choices(WORDS, k=draw.randint(1, 20)), second]
+        )
         lines.append(json.dumps({"query": f"{first} {second}", "positive": positive}))
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "val.jsonl").write_text("\n".join(lines[:40]) + "\n")
@@ -179,33 +236,56 @@ def write_run(folder: Path, num_steps: int) -> Path:
 
 
 def start_run(
-    config: Path, output: Path, nproc: int, strategy: str, *, has_small_disk: bool = False, is_forked: bool = False
+    config: Path,
+    output: Path,
+    nproc: int,
+    strategy: str,
+    *,
+    has_small_disk: bool = False,
+    is_forked: bool = False,
 ) -> Process:
     """`vembed train` as a user starts it, in a process group of its own and in its output folder."""
-    words = ["train", str(config), f"output_dir={output}", f"strategy={strategy}", "--nproc", str(nproc)]
+    words = [
+        "train",
+        str(config),
+        f"output_dir={output}",
+        f"strategy={strategy}",
+        "--nproc",
+        str(nproc),
+    ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     output.mkdir(exist_ok=True)
     if is_forked:
         path = output.parent / f"{output.name}.txt"
         most = SMALL_FILES if has_small_disk else None
-        return start_forked(*words, stdout=path, stderr=path, folder=output, max_file_bytes=most)
+        return start_forked(
+            *words, stdout=path, stderr=path, folder=output, max_file_bytes=most
+        )
     limit = ["prlimit", f"--fsize={SMALL_FILES}"] if has_small_disk else []
     with (output.parent / f"{output.name}.txt").open("ab") as console:
         return subprocess.Popen(
-            [*limit, sys.executable, "-m", "vembed", *words], stdout=console, stderr=console, env=environment,
-            cwd=output, start_new_session=True,
-        )  # fmt: skip
+            [*limit, sys.executable, "-m", "vembed", *words],
+            stdout=console,
+            stderr=console,
+            env=environment,
+            cwd=output,
+            start_new_session=True,
+        )
 
 
 def finish(process: Process) -> None:
     """Wait for a run that nobody disturbs."""
-    assert process.wait(timeout=10 * PATIENCE_SECONDS) == 0, f"exit code {process.returncode}"
+    assert process.wait(timeout=10 * PATIENCE_SECONDS) == 0, (
+        f"exit code {process.returncode}"
+    )
 
 
 def wait_for_steps(process: Process, output: Path, wanted: int) -> None:
     """Until the run has logged a step, has ended, or the patience has."""
     end = time.monotonic() + PATIENCE_SECONDS
-    while process.poll() is None and last_step(output) < wanted and time.monotonic() < end:
+    while (
+        process.poll() is None and last_step(output) < wanted and time.monotonic() < end
+    ):
         time.sleep(0.05)
 
 
@@ -213,7 +293,11 @@ def wait_for_evaluation(process: Process, output: Path) -> None:
     """Until a step is logged whose evaluation is not."""
     end = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and time.monotonic() < end:
-        lines = [line for line in (output / "metrics.jsonl").read_bytes().splitlines() if line.endswith(b"}")]
+        lines = [
+            line
+            for line in (output / "metrics.jsonl").read_bytes().splitlines()
+            if line.endswith(b"}")
+        ]
         if lines and b'"loss"' in lines[-1] and json.loads(lines[-1])["step"] % 2 == 0:
             return
         time.sleep(0.002)
@@ -222,11 +306,22 @@ def wait_for_evaluation(process: Process, output: Path) -> None:
 def wait_for_final(process: Process, output: Path) -> None:
     """Until final/ is being written."""
     end = time.monotonic() + 10 * PATIENCE_SECONDS
-    while process.poll() is None and time.monotonic() < end and not (output / ".final.new").exists():
+    while (
+        process.poll() is None
+        and time.monotonic() < end
+        and not (output / ".final.new").exists()
+    ):
         time.sleep(0.002)
 
 
-def hurt(process: Process, fault: str, draw: random.Random, story: Story, *, as_what: str | None = None) -> None:
+def hurt(
+    process: Process,
+    fault: str,
+    draw: random.Random,
+    story: Story,
+    *,
+    as_what: str | None = None,
+) -> None:
     """Do one of FAULTS to a run, and wait for its end. `as_what`: the name that is counted."""
     family = [process.pid, *(child.pid for child in children(process.pid))]
     if process.poll() is None or fault == "disk":
@@ -249,7 +344,11 @@ def hurt(process: Process, fault: str, draw: random.Random, story: Story, *, as_
             send(draw.choice(family), signal.SIGTERM)
     code = process.wait(timeout=PATIENCE_SECONDS)
     # 2: a full disk is found before anything is written.
-    allowed = (0, 1, 2) if fault == "disk" else (0, 1, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
+    allowed = (
+        (0, 1, 2)
+        if fault == "disk"
+        else (0, 1, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
+    )
     assert code in allowed, f"exit code {code}"
 
 
@@ -273,7 +372,11 @@ def assert_nobody_left(output: Path) -> None:
     """Within a few seconds no process works on the folder any more."""
     end = time.monotonic() + 30
     while True:
-        left = [one for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(output.resolve())]
+        left = [
+            one
+            for one in psutil.process_iter(["cwd"])
+            if one.info["cwd"] == str(output.resolve())
+        ]
         if not left:
             return
         assert time.monotonic() < end, f"orphans: {[one.pid for one in left]}"
@@ -313,19 +416,31 @@ def exit_of(process: Process) -> str:
 def compare(whole: Path, broken: Path) -> None:
     """Same steps, same losses, same weights."""
     evaluations = steps_and_losses(whole, "eval"), steps_and_losses(broken, "eval")
-    assert list(evaluations[0]) == list(evaluations[1]), "evaluations are missing or doubled"
+    assert list(evaluations[0]) == list(evaluations[1]), (
+        "evaluations are missing or doubled"
+    )
     wanted, found = steps_and_losses(whole), steps_and_losses(broken)
-    assert list(found) == list(wanted), f"steps differ: {sorted(set(wanted) ^ set(found))}"
-    worst = max(abs(found[step] - wanted[step]) / max(1.0, abs(wanted[step])) for step in wanted)
+    assert list(found) == list(wanted), (
+        f"steps differ: {sorted(set(wanted) ^ set(found))}"
+    )
+    worst = max(
+        abs(found[step] - wanted[step]) / max(1.0, abs(wanted[step])) for step in wanted
+    )
     assert worst <= LOSS_TOLERANCE, f"losses differ by {worst:.1e}"
-    one, two = (load_file(folder / "final" / "model.safetensors") for folder in (whole, broken))
+    one, two = (
+        load_file(folder / "final" / "model.safetensors") for folder in (whole, broken)
+    )
     assert one.keys() == two.keys()
     off = {name: float((one[name] - two[name]).abs().max()) for name in one}
     for name, difference in off.items():
         bound = KEY_BIAS_TOLERANCE if name.endswith("key.bias") else WEIGHT_TOLERANCE
         assert difference <= bound, f"{name} differs by {difference:.1e}"
-    worst_weight = max(difference for name, difference in off.items() if not name.endswith("key.bias"))
-    print(f"losses within {worst:.1e}, weights within {worst_weight:.1e} (key biases {max(off.values()):.1e})")
+    worst_weight = max(
+        difference for name, difference in off.items() if not name.endswith("key.bias")
+    )
+    print(
+        f"losses within {worst:.1e}, weights within {worst_weight:.1e} (key biases {max(off.values()):.1e})"
+    )
 
 
 if __name__ == "__main__":

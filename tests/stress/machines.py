@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tests.stress.chaos import compare, finish, last_step, start_run, wait_for_steps, write_run
+from tests.stress.chaos import (
+    compare,
+    finish,
+    last_step,
+    start_run,
+    wait_for_steps,
+    write_run,
+)
 from tests.stress.slow_links import delayed_links, has_tun
 
 NUM_STEPS = 8
@@ -47,7 +54,12 @@ ROWS = (
     Row("ddp-3", 3, 1, ("strategy=ddp", "loss_exchange=ring")),
     Row("fsdp2-2", 2, 1, ("strategy=fsdp", "fsdp_version=2")),
     Row("fsdp2-3", 3, 1, ("strategy=fsdp", "fsdp_version=2")),
-    Row("hsdp-2", 2, 2, ("strategy=fsdp", "fsdp_version=2", "fsdp_sharding_strategy=HYBRID_SHARD")),
+    Row(
+        "hsdp-2",
+        2,
+        2,
+        ("strategy=fsdp", "fsdp_version=2", "fsdp_sharding_strategy=HYBRID_SHARD"),
+    ),
 )
 
 
@@ -62,26 +74,76 @@ def why_not() -> str | None:
             return None
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode().strip() or error.returncode
-        return f"network namespaces are not permitted here ({' '.join(error.cmd)}: {said})"
+        return (
+            f"network namespaces are not permitted here ({' '.join(error.cmd)}: {said})"
+        )
 
 
 @contextmanager
 def namespaces(count: int) -> Iterator[list[str]]:
     """Lay out machines 10.77.0.1, 10.77.0.2, ... with links between all, and give the names of their namespaces."""
     if not has_delay() and has_tun():
-        with bare_namespaces(count) as names, delayed_links(names, DELAY, BITS_PER_SECOND):
+        with (
+            bare_namespaces(count) as names,
+            delayed_links(names, DELAY, BITS_PER_SECOND),
+        ):
             yield names
         return
     with bare_namespaces(count + 1) as (*names, hub):
         run("ip", "-n", hub, "link", "add", "switch", "type", "bridge")
         run("ip", "-n", hub, "link", "set", "switch", "up")
         for number, name in enumerate(names):
-            run("ip", "-n", hub, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            run("ip", "-n", hub, "link", "set", f"port{number}", "master", "switch", "up")
-            run("ip", "-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
+            run(
+                "ip",
+                "-n",
+                hub,
+                "link",
+                "add",
+                f"port{number}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
+            run(
+                "ip",
+                "-n",
+                hub,
+                "link",
+                "set",
+                f"port{number}",
+                "master",
+                "switch",
+                "up",
+            )
+            run(
+                "ip",
+                "-n",
+                name,
+                "addr",
+                "add",
+                f"10.77.0.{number + 1}/24",
+                "dev",
+                "eth0",
+            )
             run("ip", "-n", name, "link", "set", "eth0", "up")
             if has_delay():
-                run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "eth0", "root", *LINK)
+                run(
+                    "ip",
+                    "netns",
+                    "exec",
+                    name,
+                    "tc",
+                    "qdisc",
+                    "add",
+                    "dev",
+                    "eth0",
+                    "root",
+                    *LINK,
+                )
         yield names
 
 
@@ -107,10 +169,38 @@ def has_delay() -> bool:
     name = f"vembed-{os.getpid()}-probe"
     run("ip", "netns", "add", name)
     try:
-        run("ip", "-n", name, "link", "add", "one", "type", "veth", "peer", "name", "two")
-        run("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "one", "root", *LINK)
+        run(
+            "ip",
+            "-n",
+            name,
+            "link",
+            "add",
+            "one",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "two",
+        )
+        run(
+            "ip",
+            "netns",
+            "exec",
+            name,
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            "one",
+            "root",
+            *LINK,
+        )
     except subprocess.CalledProcessError as error:
-        instead = f"delayed by {DELAY:.3f} s in this process" if has_tun() else "without delay"
+        instead = (
+            f"delayed by {DELAY:.3f} s in this process"
+            if has_tun()
+            else "without delay"
+        )
         said = error.stderr.decode().strip()
         print(f"links {instead}: {said} (tc qdisc ... {' '.join(LINK)})", flush=True)
         return False
@@ -124,15 +214,36 @@ def run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True)
 
 
-def start(names: Sequence[str], config: Path, output: Path, row: Row) -> list[subprocess.Popen[bytes]]:
+def start(
+    names: Sequence[str], config: Path, output: Path, row: Row
+) -> list[subprocess.Popen[bytes]]:
     """Start every machine by the command of the docs."""
     machines = []
     for number, name in enumerate(names):
         command = [
-            "ip", "netns", "exec", name, sys.executable, "-m", "vembed", "train", str(config), f"output_dir={output}",
-            "--num-machines", str(row.machines), "--machine-rank", str(number), "--main-process-ip", "10.77.0.1",
-            "--run-id", "friday", "--nproc", str(row.nproc), *row.options, "dist_timeout_minutes=2",
-        ]  # fmt: skip
+            "ip",
+            "netns",
+            "exec",
+            name,
+            sys.executable,
+            "-m",
+            "vembed",
+            "train",
+            str(config),
+            f"output_dir={output}",
+            "--num-machines",
+            str(row.machines),
+            "--machine-rank",
+            str(number),
+            "--main-process-ip",
+            "10.77.0.1",
+            "--run-id",
+            "friday",
+            "--nproc",
+            str(row.nproc),
+            *row.options,
+            "dist_timeout_minutes=2",
+        ]
         with (output.parent / f"{output.name}-{number}.txt").open("ab") as console:
             machines.append(
                 subprocess.Popen(
@@ -149,7 +260,9 @@ def start(names: Sequence[str], config: Path, output: Path, row: Row) -> list[su
 
 def kill_machine(name: str) -> None:
     """End every process of a machine at once, as a power failure does."""
-    found = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        ["ip", "netns", "pids", name], check=True, capture_output=True, text=True
+    )
     for pid in found.stdout.split():
         os.kill(int(pid), signal.SIGKILL)
 
@@ -160,7 +273,9 @@ def train(row: Row, folder: Path, config: Path, whole: Path) -> None:
     with namespaces(row.machines) as names:
         machines = start(names, config, output, row)
         wait_for_steps(machines[0], output, KILLED_AFTER)
-        assert machines[0].poll() is None, (folder / f"{row.name}-0.txt").read_text()[-3000:]
+        assert machines[0].poll() is None, (folder / f"{row.name}-0.txt").read_text()[
+            -3000:
+        ]
         kill_machine(names[-1])
         began = time.monotonic()
         for machine in machines:
@@ -171,7 +286,9 @@ def train(row: Row, folder: Path, config: Path, whole: Path) -> None:
         for number, machine in enumerate(start(names, config, output, row)):
             code = machine.wait(timeout=600)
             assert code == 0, (folder / f"{row.name}-{number}.txt").read_text()[-3000:]
-    print(f"{row.name}: killed after step {reached}, noticed in {noticed:.0f} s; ", end="")
+    print(
+        f"{row.name}: killed after step {reached}, noticed in {noticed:.0f} s; ", end=""
+    )
     compare(whole, output)
 
 
@@ -187,12 +304,17 @@ def all_rows(folder: Path, rows: Sequence[Row]) -> None:
 def main(words: list[str] | None = None) -> None:
     """Run the rows that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", choices=[*(one.name for one in ROWS), []], default=[])
+    parser.add_argument(
+        "rows", nargs="*", choices=[*(one.name for one in ROWS), []], default=[]
+    )
     arguments = parser.parse_args(words)
     if (reason := why_not()) is not None:
         raise SystemExit(reason)
     with tempfile.TemporaryDirectory(prefix="vembed-machines-") as name:
-        all_rows(Path(name), [one for one in ROWS if not arguments.rows or one.name in arguments.rows])
+        all_rows(
+            Path(name),
+            [one for one in ROWS if not arguments.rows or one.name in arguments.rows],
+        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def has_tun() -> bool:
 
 
 @contextmanager
-def delayed_links(names: Sequence[str], delay: float, bits_per_second: float) -> Iterator[None]:
+def delayed_links(
+    names: Sequence[str], delay: float, bits_per_second: float
+) -> Iterator[None]:
     """Give the namespaces the addresses 10.77.0.1, 10.77.0.2, ... on links that delay what each sends."""
     ends: list[int] = []
     stop, stopped = os.pipe()
@@ -46,11 +48,21 @@ def delayed_links(names: Sequence[str], delay: float, bits_per_second: float) ->
             for words in (
                 ("link", "set", device, "netns", name),
                 ("-n", name, "link", "set", device, "name", "eth0"),
-                ("-n", name, "addr", "add", f"{NETWORK}.{number + 1}/24", "dev", "eth0"),
+                (
+                    "-n",
+                    name,
+                    "addr",
+                    "add",
+                    f"{NETWORK}.{number + 1}/24",
+                    "dev",
+                    "eth0",
+                ),
                 ("-n", name, "link", "set", "eth0", "mtu", str(MTU), "up"),
             ):
                 subprocess.run(("ip", *words), check=True, capture_output=True)
-        switch = threading.Thread(target=_carry, args=(ends, stop, delay, bits_per_second), daemon=True)
+        switch = threading.Thread(
+            target=_carry, args=(ends, stop, delay, bits_per_second), daemon=True
+        )
         switch.start()
         try:
             yield
@@ -66,14 +78,18 @@ def _tun(name: str) -> int:
     """Return the end of a new device that this process reads and writes. It lasts until that is closed."""
     end = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))
+        fcntl.ioctl(
+            end, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI)
+        )
     except OSError:
         os.close(end)
         raise
     return end
 
 
-def _carry(ends: Sequence[int], stop: int, delay: float, bits_per_second: float) -> None:
+def _carry(
+    ends: Sequence[int], stop: int, delay: float, bits_per_second: float
+) -> None:
     """Carry packets between the devices, by their destination, until `stop` can be read."""
     waiting: list[tuple[float, int, int, bytes]] = []
     free_at, held, number = dict.fromkeys(ends, 0.0), 0, 0

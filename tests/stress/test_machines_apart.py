@@ -19,7 +19,8 @@ ASKED = os.environ.get("VEMBED_MACHINES", "").split()
 
 
 @pytest.mark.skipif(
-    not ASKED, reason="minutes of real commands: VEMBED_MACHINES=all, or python -m tests.stress.machines"
+    not ASKED,
+    reason="minutes of real commands: VEMBED_MACHINES=all, or python -m tests.stress.machines",
 )
 @pytest.mark.timeout(1200)
 def test_losses_over_machines_are_those_of_one(tmp_path: Path) -> None:
@@ -66,7 +67,13 @@ def test_links_of_this_process_delay_and_limit() -> None:
         with subprocess.Popen([*enter[0], SERVER], stdout=subprocess.PIPE) as server:
             assert server.stdout is not None
             server.stdout.readline()
-            done = subprocess.run([*enter[1], CLIENT], capture_output=True, text=True, check=True, timeout=60)
+            done = subprocess.run(
+                [*enter[1], CLIENT],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            )
     connected, sent = map(float, done.stdout.split())
     assert connected >= 0.2
     assert sent >= 1.0 + 0.2

@@ -16,22 +16,39 @@ from tests.tiny import shared, texts, tiny_bert, tiny_reranker
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.row_store import RowStore
-from vembed.distributed.session import start_session
 from vembed.errors import UserError
+from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.supply import Teachers
 
-LOSSES = [{"loss": "kl", "distill_candidates": "batch", "teacher": "bert"}, {"loss": "kl", "teacher": "reranker"}]
+LOSSES = [
+    {"loss": "kl", "distill_candidates": "batch", "teacher": "bert"},
+    {"loss": "kl", "teacher": "reranker"},
+]
 
 
 def config_of(teacher: Path, reranker: Path, **options: Any) -> TrainConfig:
-    teachers = [{"model": str(teacher), "name": "bert"}, {"model": str(reranker), "name": "reranker"}]
-    return TrainConfig(model_name=str(teacher), data_path="none", teachers=teachers, losses=LOSSES, **options)
+    teachers = [
+        {"model": str(teacher), "name": "bert"},
+        {"model": str(reranker), "name": "reranker"},
+    ]
+    return TrainConfig(
+        model_name=str(teacher),
+        data_path="none",
+        teachers=teachers,
+        losses=LOSSES,
+        **options,
+    )
 
 
 def rows(count: int = 30) -> list[Example]:
     words = texts(3 * count, seed=1, longest=12)
-    return [Example(Item(words[3 * n]), (Item(words[3 * n + 1]),), (Item(words[3 * n + 2]),)) for n in range(count)]
+    return [
+        Example(
+            Item(words[3 * n]), (Item(words[3 * n + 1]),), (Item(words[3 * n + 2]),)
+        )
+        for n in range(count)
+    ]
 
 
 @dataclass
@@ -48,16 +65,25 @@ class Data:
         return self.examples[index]
 
 
-def prepare(config: TrainConfig, cache: Path, examples: list[Example], fingerprint: str = "data") -> dict[str, int]:
+def prepare(
+    config: TrainConfig, cache: Path, examples: list[Example], fingerprint: str = "data"
+) -> dict[str, int]:
     """Called on every rank: the answers that were added to the stores."""
     with start_session(config) as session:
         teachers = Teachers(config, session, cache)
         teachers.prepare(Data(examples, fingerprint))
-        return {name: one.store.num_added for name, one in (*teachers.vectors.items(), *teachers.pairs.items())}
+        return {
+            name: one.store.num_added
+            for name, one in (*teachers.vectors.items(), *teachers.pairs.items())
+        }
 
 
-def run(world_size: int, config: TrainConfig, cache: Path, *more: Any) -> list[dict[str, int]]:
-    return run_ranks(prepare, world_size, config, cache, rows(), *more, process_group=False)
+def run(
+    world_size: int, config: TrainConfig, cache: Path, *more: Any
+) -> list[dict[str, int]]:
+    return run_ranks(
+        prepare, world_size, config, cache, rows(), *more, process_group=False
+    )
 
 
 @pytest.fixture
@@ -66,22 +92,37 @@ def config() -> TrainConfig:
 
 
 def stores(cache: Path) -> dict[int, RowStore]:
-    found = [RowStore(cache / "teachers", path.name, KIND) for path in (cache / "teachers").iterdir()]
+    found = [
+        RowStore(cache / "teachers", path.name, KIND)
+        for path in (cache / "teachers").iterdir()
+    ]
     return {store.width or 0: store for store in found}
 
 
-def test_two_ranks_answer_once_and_a_second_run_reads(tmp_path: Path, config: TrainConfig) -> None:
+def test_two_ranks_answer_once_and_a_second_run_reads(
+    tmp_path: Path, config: TrainConfig
+) -> None:
     first = run(2, config, tmp_path)
-    assert first == [{"bert": 90, "reranker": 60}, {"bert": 0, "reranker": 0}], "one process of a machine writes"
-    assert {width: len(store) for width, store in stores(tmp_path).items()} == {32: 90, 1: 60}
+    assert first == [{"bert": 90, "reranker": 60}, {"bert": 0, "reranker": 0}], (
+        "one process of a machine writes"
+    )
+    assert {width: len(store) for width, store in stores(tmp_path).items()} == {
+        32: 90,
+        1: 60,
+    }
     again = run_ranks(prepare, 1, config, tmp_path, [], "data", process_group=False)
     assert again == [{"bert": 0, "reranker": 0}]
     assert run(1, config, tmp_path, "more data") == [{"bert": 0, "reranker": 0}]
 
 
-def test_damage_is_named_and_mended(tmp_path: Path, config: TrainConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_is_named_and_mended(
+    tmp_path: Path, config: TrainConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     run(1, config, tmp_path)
-    whole = {width: store.find_rows(list(store._places)) for width, store in stores(tmp_path).items()}
+    whole = {
+        width: store.find_rows(list(store._places))
+        for width, store in stores(tmp_path).items()
+    }
     (file,) = stores(tmp_path)[32].folder.glob("*.answers")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
     (other,) = stores(tmp_path)[1].folder.glob("*.answers")
@@ -89,18 +130,29 @@ def test_damage_is_named_and_mended(tmp_path: Path, config: TrainConfig, caplog:
     caplog.set_level(logging.WARNING, logger="vembed")
     with caplog.at_level(logging.INFO, logger="vembed"):
         assert prepare(config, tmp_path, rows()) == {"bert": 90, "reranker": 60}
-    assert f"{stores(tmp_path)[32].folder} holds 0 answers of 90: the others are computed anew" in caplog.text
+    assert (
+        f"{stores(tmp_path)[32].folder} holds 0 answers of 90: the others are computed anew"
+        in caplog.text
+    )
     assert f"{other} does not hold answers of this teacher" in caplog.text
-    again = {width: store.find_rows(list(store._places)) for width, store in stores(tmp_path).items()}
+    again = {
+        width: store.find_rows(list(store._places))
+        for width, store in stores(tmp_path).items()
+    }
     for width, found in again.items():
         assert len(found) == len(whole[width])
         for one, two in zip(found.values(), whole[width].values(), strict=True):
             np.testing.assert_allclose(one, two, atol=1e-6)
 
 
-def test_the_answers_change_with_the_model_and_its_settings(tmp_path: Path, config: TrainConfig) -> None:
+def test_the_answers_change_with_the_model_and_its_settings(
+    tmp_path: Path, config: TrainConfig
+) -> None:
     run(1, config, tmp_path)
-    entries = [{"model": str(shared(tiny_bert)), "name": "bert", "max_length": 4}, *config.to_dict()["teachers"][1:]]
+    entries = [
+        {"model": str(shared(tiny_bert)), "name": "bert", "max_length": 4},
+        *config.to_dict()["teachers"][1:],
+    ]
     changed = TrainConfig(**{**config.to_dict(), "teachers": entries})
     assert run(1, changed, tmp_path) == [{"bert": 90, "reranker": 0}]
 
@@ -116,11 +168,15 @@ def vectors_of(config: TrainConfig, cache: Path, items: list[Item]) -> np.ndarra
     return np.concatenate(asked)
 
 
-def test_answers_do_not_depend_on_what_was_asked_for_first(tmp_path: Path, config: TrainConfig) -> None:
+def test_answers_do_not_depend_on_what_was_asked_for_first(
+    tmp_path: Path, config: TrainConfig
+) -> None:
     text = texts(1, seed=3, shortest=12, longest=12)[0]
     items = [Item(text), Item(text, prompt="find: "), Item(text, max_length=5)]
     found = vectors_of(config, tmp_path / "a", items)
-    np.testing.assert_allclose(vectors_of(config, tmp_path / "b", items[::-1])[::-1], found, atol=1e-6)
+    np.testing.assert_allclose(
+        vectors_of(config, tmp_path / "b", items[::-1])[::-1], found, atol=1e-6
+    )
     assert np.abs(found[0] - found[1]).max() > 0.01 < np.abs(found[0] - found[2]).max()
 
 
@@ -146,9 +202,13 @@ def test_two_runs_at_once_share_a_folder(tmp_path: Path) -> None:
     for start in range(0, 40, 5):
         for store, size in zip(runs, (5, 12), strict=True):
             wanted = range(start, min(start + size, 40))
-            places = [wanted[place] for place in store.missing([keys[one] for one in wanted])]
+            places = [
+                wanted[place] for place in store.missing([keys[one] for one in wanted])
+            ]
             store.add_rows([keys[one] for one in places], rows[places])
-    assert sum(store.num_added for store in runs) == 40, "what the other run has computed is not computed again"
+    assert sum(store.num_added for store in runs) == 40, (
+        "what the other run has computed is not computed again"
+    )
     files = sorted((tmp_path / "identity").glob("*.answers"))
     assert len(files) == 2
     with files[0].open("ab") as file:
@@ -160,20 +220,35 @@ def test_two_runs_at_once_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_reranker_gives_no_vectors(config: TrainConfig) -> None:
-    asked = TrainConfig(**{**config.to_dict(), "losses": [{"loss": "relational", "teacher": "reranker"}]})
-    with start_session(asked) as session, pytest.raises(UserError, match="teacher reranker is a reranker"):
+    asked = TrainConfig(
+        **{
+            **config.to_dict(),
+            "losses": [{"loss": "relational", "teacher": "reranker"}],
+        }
+    )
+    with (
+        start_session(asked) as session,
+        pytest.raises(UserError, match="teacher reranker is a reranker"),
+    ):
         Teachers(asked, session)
 
 
-def test_own_prompts_and_length_of_a_teacher_come_before_those_of_a_source(tmp_path: Path) -> None:
+def test_own_prompts_and_length_of_a_teacher_come_before_those_of_a_source(
+    tmp_path: Path,
+) -> None:
     source = ReadAs(query_prompt="find: ", document_prompt="passage: ", max_length=4)
 
     def added(**own: Any) -> list[int]:
         config = config_of(shared(tiny_bert), shared(tiny_reranker), strategy="ddp")
         config.teachers[0] = config.teachers[0].model_copy(update=own)
         prompted = [source.apply(one) for one in rows()]
-        return [prepare(config, tmp_path / str(own), *data)["bert"] for data in ((rows(), "a"), (prompted, "b"))]
+        return [
+            prepare(config, tmp_path / str(own), *data)["bert"]
+            for data in ((rows(), "a"), (prompted, "b"))
+        ]
 
     assert added() == [90, 90], "without own ones, those of the source"
     assert added(query_prompt="", document_prompt="", max_length=64) == [90, 0]
-    assert added(query_prompt="", max_length=64) == [90, 60], "documents have the source's prompt"
+    assert added(query_prompt="", max_length=64) == [90, 60], (
+        "documents have the source's prompt"
+    )

@@ -20,22 +20,37 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == tmp_path / "cache" / "vembed"
 
 
-def train(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+def train(
+    tmp_path: Path, records: list[dict[str, Any]], **options: Any
+) -> list[dict[str, Any]]:
     """The logged steps of a run."""
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in records))
     settings = {
-        "model_name": str(shared(tiny_bert)), "data_path": str(path), "output_dir": str(tmp_path / "out"),
-        "batch_size": 4, "max_steps": 3, "logging_steps": 1, "report_to": [], **options,
-    }  # fmt: skip
+        "model_name": str(shared(tiny_bert)),
+        "data_path": str(path),
+        "output_dir": str(tmp_path / "out"),
+        "batch_size": 4,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "report_to": [],
+        **options,
+    }
     vembed.train(settings)
-    return [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def records(count: int = 12) -> list[dict[str, Any]]:
     words = texts(4 * count, seed=1, longest=12)
     return [
-        {"query": words[4 * n], "positive": words[4 * n + 1], "negatives": words[4 * n + 2 : 4 * n + 4]}
+        {
+            "query": words[4 * n],
+            "positive": words[4 * n + 1],
+            "negatives": words[4 * n + 2 : 4 * n + 4],
+        }
         for n in range(count)
     ]
 
@@ -47,7 +62,14 @@ def test_a_run_with_several_losses_and_a_teacher(tmp_path: Path) -> None:
         {"loss": "spread_out"},
     ]
     teacher = {"model": str(shared(tiny_bert, layers=1, hidden=24)), "name": "teacher"}
-    steps = train(tmp_path, records(), losses=losses, teachers=[teacher], use_mrl=True, mrl_dims=[8, 32])
+    steps = train(
+        tmp_path,
+        records(),
+        losses=losses,
+        teachers=[teacher],
+        use_mrl=True,
+        mrl_dims=[8, 32],
+    )
     assert len([step for step in steps if "loss" in step]) == 3
     weights = (tmp_path / "out" / "final").rglob("*.safetensors")
     assert all("projection" not in path.name for path in weights)
@@ -55,10 +77,17 @@ def test_a_run_with_several_losses_and_a_teacher(tmp_path: Path) -> None:
 
 def test_a_teacher_of_texts_and_images(tmp_path: Path) -> None:
     pictures = [write(tmp_path / f"{n}.jpg", seed=n).name for n in range(8)]
-    rows = [{"query": text, "positive": {"image": name}} for text, name in zip(texts(8, seed=2), pictures, strict=True)]
+    rows = [
+        {"query": text, "positive": {"image": name}}
+        for text, name in zip(texts(8, seed=2), pictures, strict=True)
+    ]
     clip = str(shared(tiny_clip))
     steps = train(
-        tmp_path, rows, model_name=clip, losses=[{"loss": "embedding"}, {"loss": "relational"}], teachers=[clip]
+        tmp_path,
+        rows,
+        model_name=clip,
+        losses=[{"loss": "embedding"}, {"loss": "relational"}],
+        teachers=[clip],
     )
     assert len([step for step in steps if "loss" in step]) == 3
 
@@ -67,31 +96,61 @@ def test_texts_without_pairs_follow_a_teacher(tmp_path: Path) -> None:
     alone = [{"text": one} for one in texts(24, seed=5)]
     teacher = str(shared(tiny_bert, layers=1, hidden=24))
     losses = [{"loss": "embedding"}, {"loss": "relational"}]
-    steps = train(tmp_path, alone, losses=losses, teachers=[teacher], max_steps=12, learning_rate=1e-2)
+    steps = train(
+        tmp_path,
+        alone,
+        losses=losses,
+        teachers=[teacher],
+        max_steps=12,
+        learning_rate=1e-2,
+    )
     said = [step["loss/embedding"] for step in steps if "loss/embedding" in step]
     assert len(said) == 12 and sum(said[-4:]) < sum(said[:4])
     pairs = [{"loss": "infonce"}, *losses]
     with pytest.raises(vembed.UserError, match="no query and no positive"):
-        train(tmp_path, alone, losses=pairs, teachers=[teacher], output_dir=str(tmp_path / "out2"))
+        train(
+            tmp_path,
+            alone,
+            losses=pairs,
+            teachers=[teacher],
+            output_dir=str(tmp_path / "out2"),
+        )
 
 
 def test_scores_in_the_data(tmp_path: Path) -> None:
     scored = [{**one, "scores": [2.0, 0.5, -1.0]} for one in records()]
     train(tmp_path, scored, loss="kl", teacher="scores", temperature=1.0)
-    apart = [{**one, "positive_scores": [2.0], "negative_scores": [0.5, -1.0]} for one in records()]
-    train(tmp_path, apart, loss="margin_mse", teacher="scores", resume=False, output_dir=str(tmp_path / "out2"))
+    apart = [
+        {**one, "positive_scores": [2.0], "negative_scores": [0.5, -1.0]}
+        for one in records()
+    ]
+    train(
+        tmp_path,
+        apart,
+        loss="margin_mse",
+        teacher="scores",
+        resume=False,
+        output_dir=str(tmp_path / "out2"),
+    )
 
 
 @pytest.mark.parametrize("loss", ["margin_mse", "score_mse", "kl"])
-def test_losses_that_compare_with_hard_negatives_alone_need_some(loss: str, tmp_path: Path) -> None:
+def test_losses_that_compare_with_hard_negatives_alone_need_some(
+    loss: str, tmp_path: Path
+) -> None:
     pairs = [{"query": one["query"], "positive": one["positive"]} for one in records()]
     teacher = str(shared(tiny_bert))
-    with pytest.raises(vembed.UserError, match=f"loss: {loss} compares a positive with the hard negatives"):
+    with pytest.raises(
+        vembed.UserError,
+        match=f"loss: {loss} compares a positive with the hard negatives",
+    ):
         train(tmp_path, pairs, loss=loss, teacher=teacher)
     if loss == "kl":  # over the whole batch there is something to compare
         train(tmp_path, pairs, loss=loss, teacher=teacher, distill_candidates="batch")
 
 
-def test_a_reranker_is_loaded_without_a_bar_of_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_reranker_is_loaded_without_a_bar_of_transformers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     train(tmp_path, records(), loss="margin_mse", teacher=str(shared(tiny_reranker)))
     assert "Loading weights" not in capfd.readouterr().err

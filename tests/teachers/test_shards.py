@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from tests.harness import run_ranks
 from tests.teachers.test_cache import Data, rows
@@ -19,9 +23,9 @@ from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example
 from vembed.data.row_store import RowStore
-from vembed.distributed.session import start_session
 from vembed.errors import UserError
 from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT, YesNoReranker
+from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.rerankers import PairTeacher
 from vembed.teachers.shards import is_sharded
@@ -41,12 +45,23 @@ def yes_no_decoder(folder: Path) -> Path:
 
 def config_of(judge: Path, **settings: Any) -> TrainConfig:
     """A run with a teacher of each kind."""
-    folders = {"vectors": shared(tiny_bert), "reranker": shared(tiny_reranker), "judge": judge}
-    teachers = [Teacher(model=str(folder), name=name, **settings) for name, folder in folders.items()]
+    folders = {
+        "vectors": shared(tiny_bert),
+        "reranker": shared(tiny_reranker),
+        "judge": judge,
+    }
+    teachers = [
+        Teacher(model=str(folder), name=name, **settings)
+        for name, folder in folders.items()
+    ]
     losses: list[Any] = [{"loss": "kl", "teacher": name} for name in folders]
     losses[0]["distill_candidates"] = "batch"
     return TrainConfig(
-        model_name=str(folders["vectors"]), data_path="none", teachers=teachers, losses=losses, strategy="ddp"
+        model_name=str(folders["vectors"]),
+        data_path="none",
+        teachers=teachers,
+        losses=losses,
+        strategy="ddp",
     )
 
 
@@ -57,25 +72,42 @@ def answer(config: TrainConfig, cache: Path, data: list[list[Example]]) -> list[
         for number, examples in enumerate(data):
             teachers.prepare(Data(examples, str(number)))
         pairs = list(teachers.pairs.values())
-        return [type(teachers.vectors["vectors"].model), *(type(one.model) for one in pairs)]
+        return [
+            type(teachers.vectors["vectors"].model),
+            *(type(one.model) for one in pairs),
+        ]
 
 
 def kept(cache: Path) -> dict[str, dict[bytes, np.ndarray]]:
     """All answers in a cache, by store and key."""
-    stores = [RowStore(cache / "teachers", path.name, KIND) for path in sorted((cache / "teachers").iterdir())]
+    stores = [
+        RowStore(cache / "teachers", path.name, KIND)
+        for path in sorted((cache / "teachers").iterdir())
+    ]
     found = {}
     for store in stores:
         keys = list(store._places)
-        found[store.folder.name] = {keys[place]: row for place, row in store.find_rows(keys).items()}
+        found[store.folder.name] = {
+            keys[place]: row for place, row in store.find_rows(keys).items()
+        }
     return found
 
 
 def test_shards_answer_as_whole_teachers_do(tmp_path: Path) -> None:
     judge = yes_no_decoder(tmp_path / "judge")
-    single = [replace(one, negatives=()) for one in rows(40)[39:]]  # one pair: a rank has none
+    single = [
+        replace(one, negatives=()) for one in rows(40)[39:]
+    ]  # one pair: a rank has none
     data = [rows(9), single]
     answer(config_of(judge), tmp_path / "whole", data)
-    run_ranks(answer, 2, config_of(judge, sharded=True), tmp_path / "shards", data, process_group=False)
+    run_ranks(
+        answer,
+        2,
+        config_of(judge, sharded=True),
+        tmp_path / "shards",
+        data,
+        process_group=False,
+    )
     whole, shards = kept(tmp_path / "whole"), kept(tmp_path / "shards")
     assert whole.keys() == shards.keys(), "shards are no part of a teacher's identity"
     assert sorted(map(len, whole.values())) == [19, 19, 29]
@@ -88,19 +120,27 @@ def test_shards_answer_as_whole_teachers_do(tmp_path: Path) -> None:
 def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
     folder = yes_no_decoder(tmp_path / "judge")
     reranker = YesNoReranker(
-        folder, role="teacher x", instruction="Do they match", dtype=None, device=torch.device("cpu"),
+        folder,
+        role="teacher x",
+        instruction="Do they match",
+        dtype=None,
+        device=torch.device("cpu"),
         trust_remote_code=False,
-    )  # fmt: skip
+    )
     config = config_of(folder)
     teacher = Teacher(model=str(folder), instruction="Do they match")
     assert kind_of(teacher, folder, wants_vectors=False) == "yes_no"
     assert kind_of(teacher, folder, wants_vectors=True) == "embedder"
     example = rows(1)[0]
-    config = config.model_copy(update={"teachers": [teacher], "losses": None, "loss": "margin_mse"})
+    config = config.model_copy(
+        update={"teachers": [teacher], "losses": None, "loss": "margin_mse"}
+    )
     with start_session(config) as session:
         teachers = Teachers(config, session, tmp_path / "cache")
         teachers.prepare(Data([example], "data"))
-        found = teachers.pairs[str(folder)].model.compute([(example.query, example.negatives[0])])
+        found = teachers.pairs[str(folder)].model.compute(
+            [(example.query, example.negatives[0])]
+        )
     text = f"<Instruct>: Do they match\n<Query>: {example.query.text}\n<Document>: {example.negatives[0].text}"
     ids = [
         one
@@ -110,28 +150,42 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
     no, yes = reranker.tokenizer.convert_tokens_to_ids(["no", "yes"])
     with torch.no_grad():
         logits = reranker.model(torch.tensor([ids])).logits[0, -1]
-    assert float(found[0, 0]) == pytest.approx(float(logits[yes] - logits[no]), abs=1e-4)
+    assert float(found[0, 0]) == pytest.approx(
+        float(logits[yes] - logits[no]), abs=1e-4
+    )
 
 
-def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an_empty_text(tmp_path: Path) -> None:
+def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an_empty_text(
+    tmp_path: Path,
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B")  # no special tokens
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A", pair="$A $B"
+    )  # no special tokens
     tokenizer.save_pretrained(tmp_path)
-    model = AutoModelForSequenceClassification.from_pretrained(shared(tiny_qwen3), num_labels=1)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        shared(tiny_qwen3), num_labels=1
+    )
     model.save_pretrained(tmp_path)
     teacher = Teacher(model=str(tmp_path))
     config = config_of(shared(tiny_qwen3))
     with start_session(config) as session:
         judge = PairTeacher(teacher, tmp_path, config, session)
         assert judge._loaded().tokenizer("", "")["input_ids"] == []
-        judge._agree = lambda num_batches: max(num_batches, 2)  # another rank has two batches
+        judge._agree = lambda num_batches: max(
+            num_batches, 2
+        )  # another rank has two batches
         assert judge.compute([]).shape == (0, 1)
 
 
-def test_a_teacher_that_does_not_fit_is_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_that_does_not_fit_is_sharded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     teacher = Teacher(model=str(shared(tiny_bert)))
     size = sum(path.stat().st_size for path in shared(tiny_bert).rglob("*.safetensors"))
-    monkeypatch.setattr("vembed.distributed.collectives.broadcast_json", lambda value: value)
+    monkeypatch.setattr(
+        "vembed.parallel.collectives.broadcast_json", lambda value: value
+    )
 
     class Place:
         memory = size
@@ -143,14 +197,24 @@ def test_a_teacher_that_does_not_fit_is_sharded(monkeypatch: pytest.MonkeyPatch)
     assert is_sharded(teacher, shared(tiny_bert), ranks)
     Place.memory = 2 * size
     assert not is_sharded(teacher, shared(tiny_bert), ranks)
-    assert is_sharded(teacher.model_copy(update={"sharded": True}), shared(tiny_bert), ranks)
+    assert is_sharded(
+        teacher.model_copy(update={"sharded": True}), shared(tiny_bert), ranks
+    )
     Ranks.world_size = 1
-    assert not is_sharded(teacher.model_copy(update={"sharded": True}), shared(tiny_bert), ranks)
+    assert not is_sharded(
+        teacher.model_copy(update={"sharded": True}), shared(tiny_bert), ranks
+    )
 
 
 def test_a_decoder_without_tokens_for_yes_and_no(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="teacher x has no single tokens for yes and no"):
+    with pytest.raises(
+        UserError, match="teacher x has no single tokens for yes and no"
+    ):
         YesNoReranker(
-            shared(tiny_qwen3), role="teacher x", instruction="", dtype=None, device=torch.device("cpu"),
+            shared(tiny_qwen3),
+            role="teacher x",
+            instruction="",
+            dtype=None,
+            device=torch.device("cpu"),
             trust_remote_code=False,
-        )  # fmt: skip
+        )

@@ -8,11 +8,23 @@ import yaml
 
 from vembed import UserError
 from vembed.config.schema import TrainConfig
-from vembed.report.record import Evaluation, RunRecord
-from vembed.report.summary import RunSummary
+from vembed.evaluation.report.record import Evaluation, RunRecord
+from vembed.evaluation.report.summary import RunSummary
 from vembed.tools import demo
-from vembed.tools.demo import FULL, before_and_after, demo_model, demo_yaml, free_folder, run_demo
-from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs, write_pairs
+from vembed.tools.demo import (
+    FULL,
+    before_and_after,
+    demo_model,
+    demo_yaml,
+    free_folder,
+    run_demo,
+)
+from vembed.tools.demo_data import (
+    Pair,
+    split_by_module,
+    standard_library_pairs,
+    write_pairs,
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +34,15 @@ def pairs():
 
 def test_pairs_of_this_python(pairs):
     assert len(pairs) > 3000
-    assert len({pair.query for pair in pairs}) == len({pair.positive for pair in pairs}) == len(pairs)
+    assert (
+        len({pair.query for pair in pairs})
+        == len({pair.positive for pair in pairs})
+        == len(pairs)
+    )
     assert all(pair.positive.startswith(("def ", "async def ")) for pair in pairs)
-    assert not any(part.startswith("test") for pair in pairs for part in pair.module.split(".")[:1])
+    assert not any(
+        part.startswith("test") for pair in pairs for part in pair.module.split(".")[:1]
+    )
 
 
 SOURCE = '''
@@ -108,7 +126,9 @@ def test_the_yaml_is_a_config_to_go_on_from(tmp_path):
     assert config.model_name == str(tmp_path / "a model")
     assert config.data_path == str(folder / "data" / "train.jsonl")
     assert (config.batch_size, config.max_length) == (64, 128)
-    assert config.learning_rate == "auto", "`vembed demo use_lora=true` would learn little at the rate of all weights"
+    assert config.learning_rate == "auto", (
+        "`vembed demo use_lora=true` would learn little at the rate of all weights"
+    )
     assert config.mrl_dims == [384, 256, 128, 64]
     assert max(map(len, text.splitlines())) < 160
 
@@ -116,7 +136,9 @@ def test_the_yaml_is_a_config_to_go_on_from(tmp_path):
 def test_an_earlier_run_is_never_overwritten(tmp_path):
     assert free_folder(tmp_path / "demo") == tmp_path / "demo"
     (tmp_path / "demo").mkdir()
-    assert free_folder(tmp_path / "demo") == tmp_path / "demo", "an empty folder is free"
+    assert free_folder(tmp_path / "demo") == tmp_path / "demo", (
+        "an empty folder is free"
+    )
     (tmp_path / "demo" / "config.yaml").touch()
     (tmp_path / "demo-2").write_text("a file")
     assert free_folder(tmp_path / "demo") == tmp_path / "demo-3"
@@ -151,12 +173,21 @@ def rendered(table):
 def test_table_without_matryoshka_and_without_a_first_evaluation(tmp_path):
     scores = {"ndcg@10": 0.625, "mrr@10": 0.5, "recall@10": 0.75}
     record = RunRecord(tmp_path, {}, [], [Evaluation(1, 1.0, scores)], RunSummary())
-    assert rendered(before_and_after(record)).splitlines()[-1].split() == ["all", "0.625", "0.500", "0.750"]
+    assert rendered(before_and_after(record)).splitlines()[-1].split() == [
+        "all",
+        "0.625",
+        "0.500",
+        "0.750",
+    ]
 
 
 def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
-    monkeypatch.setattr(demo, "standard_library_pairs", lambda: pairs)  # reading them takes seconds
-    monkeypatch.setattr(demo, "QUICK", demo.Size(num_train=32, num_val=40, batch_size=16, max_length=48))
+    monkeypatch.setattr(
+        demo, "standard_library_pairs", lambda: pairs
+    )  # reading them takes seconds
+    monkeypatch.setattr(
+        demo, "QUICK", demo.Size(num_train=32, num_val=40, batch_size=16, max_length=48)
+    )
     record = run_demo(str(tmp_path / "demo"), quick=True, overrides=["report_to=none"])
     output = capsys.readouterr().out
     folder = tmp_path / "demo"
@@ -165,11 +196,18 @@ def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
     assert record.dims == [384, 256, 128, 64]
     assert [line["step"] for line in record.steps] == [1, 2]
     lines = [line.split() for line in output.splitlines()]
-    assert [line[0] for line in lines if line and line[0] in ("384", "256", "128", "64")] == ["384", "256", "128", "64"]
-    assert f"{record.before['dim64/mrr@10']:.3f} -> {record.after['dim64/mrr@10']:.3f}" in output
+    assert [
+        line[0] for line in lines if line and line[0] in ("384", "256", "128", "64")
+    ] == ["384", "256", "128", "64"]
+    assert (
+        f"{record.before['dim64/mrr@10']:.3f} -> {record.after['dim64/mrr@10']:.3f}"
+        in output
+    )
     for path in (folder / "final", folder / "report.html", folder / "demo.yaml"):
         assert path.exists()
         assert str(path) in output
     assert (folder / "final" / "modules.json").is_file()
     assert "vembed train" in output
-    assert json.loads((folder / "data" / "val.jsonl").read_text().splitlines()[0]).keys() == {"query", "positive"}
+    assert json.loads(
+        (folder / "data" / "val.jsonl").read_text().splitlines()[0]
+    ).keys() == {"query", "positive"}

@@ -15,7 +15,10 @@ from vembed.tools.evaluate_command import run_evaluate
 @pytest.fixture
 def pairs(tmp_path):
     path = tmp_path / "val.jsonl"
-    records = [{"query": word, "positive": f"a {word} thing"} for word in ("red", "green", "cat", "dog", "house")]
+    records = [
+        {"query": word, "positive": f"a {word} thing"}
+        for word in ("red", "green", "cat", "dog", "house")
+    ]
     path.write_text("\n".join(map(json.dumps, records)))
     return path
 
@@ -31,8 +34,17 @@ def test_tables(pairs):
     assert scores == pytest.approx(evaluate(shared(tiny_bert_st), pairs, dims=[8]))
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert lines[0] == ["size", "nDCG@10", "MRR@10", "Recall@10", "MAP@10"]
-    assert lines[1] == ["whole", *(f"{scores[f'{name}@10']:.4f}" for name in ("ndcg", "mrr", "recall", "map"))]
-    assert lines[2] == ["8", *(f"{scores[f'dim8/{name}@10']:.4f}" for name in ("ndcg", "mrr", "recall", "map"))]
+    assert lines[1] == [
+        "whole",
+        *(f"{scores[f'{name}@10']:.4f}" for name in ("ndcg", "mrr", "recall", "map")),
+    ]
+    assert lines[2] == [
+        "8",
+        *(
+            f"{scores[f'dim8/{name}@10']:.4f}"
+            for name in ("ndcg", "mrr", "recall", "map")
+        ),
+    ]
     assert lines[3] == ["cut-off", "nDCG", "MRR", "Recall", "MAP"]
     assert [line[0] for line in lines[4:]] == ["1", "5", "10", "100"]
     assert lines[4][1] == f"{scores['ndcg@1']:.4f}"
@@ -40,7 +52,12 @@ def test_tables(pairs):
 
 def test_scored_pairs_have_one_table(tmp_path):
     path = tmp_path / "sts.jsonl"
-    path.write_text("\n".join(json.dumps({"sentence1": "cat", "sentence2": f"dog {i}", "score": i}) for i in range(4)))
+    path.write_text(
+        "\n".join(
+            json.dumps({"sentence1": "cat", "sentence2": f"dog {i}", "score": i})
+            for i in range(4)
+        )
+    )
     scores, text = printed(str(shared(tiny_bert_st)), str(path))
     assert text.split()[:3] == ["size", "Spearman", "Pearson"]
     assert f"{scores['spearman']:.4f}" in text
@@ -53,25 +70,45 @@ def test_mapping_split_and_bad_records(tmp_path):
     mapping = {"q": "query", "a": "positive"}
     with pytest.raises(UserError, match=r"val\.jsonl:2"):
         printed(str(shared(tiny_bert_st)), str(path), column_mapping=mapping)
-    scores, _ = printed(str(shared(tiny_bert_st)), str(path), column_mapping=mapping, on_bad_record="skip")
+    scores, _ = printed(
+        str(shared(tiny_bert_st)),
+        str(path),
+        column_mapping=mapping,
+        on_bad_record="skip",
+    )
     assert scores["ndcg@10"] == 1.0
 
 
 def test_compressed_documents(pairs, tmp_path):
     """Scores by hand: int8 orders as float does, binary by the number of equal signs; one picture, one table."""
     picture = tmp_path / "bytes.svg"
-    scores, text = printed(str(shared(tiny_bert_st)), str(pairs), dims=[8], compressed=str(picture))
+    scores, text = printed(
+        str(shared(tiny_bert_st)), str(pairs), dims=[8], compressed=str(picture)
+    )
     assert picture.read_text().startswith("<?xml")
     for size, prefix in ((32, ""), (8, "dim8/")):
-        assert scores[f"compressed/float32/{size}/ndcg@10"] == pytest.approx(scores[f"{prefix}ndcg@10"])
-    model, words = Embedder(shared(tiny_bert_st)), ("red", "green", "cat", "dog", "house")
-    asked, documents = model.encode(words, "query"), model.encode([f"a {word} thing" for word in words])
+        assert scores[f"compressed/float32/{size}/ndcg@10"] == pytest.approx(
+            scores[f"{prefix}ndcg@10"]
+        )
+    model, words = (
+        Embedder(shared(tiny_bert_st)),
+        ("red", "green", "cat", "dog", "house"),
+    )
+    asked, documents = (
+        model.encode(words, "query"),
+        model.encode([f"a {word} thing" for word in words]),
+    )
     equal = ((asked[:, None] > 0) == (documents[None] > 0)).sum(axis=2)
-    ranks = [int((row > row[own]).sum() + (row[:own] == row[own]).sum()) for own, row in enumerate(equal)]
+    ranks = [
+        int((row > row[own]).sum() + (row[:own] == row[own]).sum())
+        for own, row in enumerate(equal)
+    ]
     expected = np.mean([1 / np.log2(rank + 2) for rank in ranks])
     assert scores["compressed/binary/32/ndcg@10"] == pytest.approx(expected)
     order = np.argsort(-(asked @ np.where(documents > 0, 1, -1).T), axis=1)
-    rescored = np.mean([1 / np.log2(list(row).index(own) + 2) for own, row in enumerate(order)])
+    rescored = np.mean(
+        [1 / np.log2(list(row).index(own) + 2) for own, row in enumerate(order)]
+    )
     assert scores["compressed/binary_rescored/32/ndcg@10"] == pytest.approx(rescored)
     lines = [line.split() for line in text.splitlines()]
     assert ["float32", "32", "128", f"{scores['ndcg@10']:.4f}", "1.000"] in lines

@@ -15,20 +15,27 @@ from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import resolve_run
-from vembed.distributed.environment import RankInfo
-from vembed.distributed.estimate import measure
-from vembed.distributed.placement import Placement, place
 from vembed.errors import UserError
-from vembed.families.decisions import describe
 from vembed.models.bf16 import Bf16Linear
 from vembed.models.embedding_model import build_model
+from vembed.models.families.decisions import describe
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.estimate import measure
+from vembed.parallel.placement import Placement, place
 from vembed.tools.export import run_export
 from vembed.tools.plan import run_plan
 
 
 def placed(num_ranks: int = 1, **options: Any) -> Placement:
-    run = resolve_run({"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options})
-    return place(run, RankInfo(0, num_ranks, 0, num_ranks, launched=True), torch.device("cpu"), 2**40)
+    run = resolve_run(
+        {"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options}
+    )
+    return place(
+        run,
+        RankInfo(0, num_ranks, 0, num_ranks, launched=True),
+        torch.device("cpu"),
+        2**40,
+    )
 
 
 @pytest.mark.promise("D01")
@@ -42,21 +49,35 @@ def test_plan_counts_parameters_and_divides_them() -> None:
     assert need.optimizer == 2 * need.gradients == 8 * size.trained
     assert alone.predict(size, recomputes=True).activations < need.activations
     sharded = placed(4, use_fsdp=True).predict(size)
-    assert sharded.weights == need.weights / 4 and sharded.optimizer == need.optimizer / 4
-    assert sharded.gradients == need.gradients, "between the micro-batches of a step they are whole"
-    assert need.gathered == 0 and sharded.gathered == 4 * size.total, "which fits in a fifth of the memory"
-    assert placed(4, use_fsdp=True, fsdp_reshard_after_forward=True).predict(size).gathered < sharded.gathered
+    assert (
+        sharded.weights == need.weights / 4 and sharded.optimizer == need.optimizer / 4
+    )
+    assert sharded.gradients == need.gradients, (
+        "between the micro-batches of a step they are whole"
+    )
+    assert need.gathered == 0 and sharded.gathered == 4 * size.total, (
+        "which fits in a fifth of the memory"
+    )
+    assert (
+        placed(4, use_fsdp=True, fsdp_reshard_after_forward=True).predict(size).gathered
+        < sharded.gathered
+    )
 
 
 def test_plan_left_out_the_copies_of_weights_in_bfloat16() -> None:
     wide, narrow = placed(mixed_precision="no"), placed(mixed_precision="bf16")
     size = measure(wide.run.config)
-    assert wide.predict(size).copies == 0 and placed(2, use_fsdp=True, mixed_precision="bf16").predict(size).copies == 0
+    assert (
+        wide.predict(size).copies == 0
+        and placed(2, use_fsdp=True, mixed_precision="bf16").predict(size).copies == 0
+    )
     model = build_model(narrow.run.config, describe(narrow.run.config))
     model.compute_in_bf16()
     inside = [one for one in model.modules() if isinstance(one, Bf16Linear)]
     made = sum(2 * one.numel() for layer in inside for one in layer.parameters())
-    assert narrow.predict(size).copies == pytest.approx(made, rel=0.02), "norms are counted too, and are small"
+    assert narrow.predict(size).copies == pytest.approx(made, rel=0.02), (
+        "norms are counted too, and are small"
+    )
     adapters = placed(mixed_precision="bf16", use_lora=True, torch_dtype="bfloat16")
     of_adapters = measure(adapters.run.config)
     assert adapters.predict(of_adapters).copies == 2 * of_adapters.trained
@@ -66,17 +87,25 @@ def test_plan_reads_the_options_of_the_batch() -> None:
     size = measure(placed().run.config)
     assert placed(2, global_batch_size=16).rows == 8
     one_row = placed(gradient_cache_chunk_size=1, use_gradient_cache=True).predict(size)
-    same = placed(micro_batch_tokens=size.max_length, use_gradient_cache=True).predict(size)
+    same = placed(micro_batch_tokens=size.max_length, use_gradient_cache=True).predict(
+        size
+    )
     assert one_row.activations == pytest.approx(same.activations)
     whole = placed(use_gradient_cache=False, batch_size=64).predict(size)
     assert whole.activations == pytest.approx(128 * one_row.activations)
     kept = placed(batch_size=64)
-    assert kept.predict(size) == whole and "so that Gradient Cache is off" in kept.graphs(size), "its graphs fit"
+    assert kept.predict(
+        size
+    ) == whole and "so that Gradient Cache is off" in kept.graphs(size), (
+        "its graphs fit"
+    )
     with pytest.raises(UserError, match="cannot be divided among 3 processes"):
         placed(3, global_batch_size=16)
 
 
-def test_plan_says_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_whether_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps(settings(tmp_path)))  # JSON is YAML too
     words = [str(config)]
@@ -84,18 +113,28 @@ def test_plan_says_whether_it_fits(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert "fits" in said and "optimizer" in said
     words.append("batch_size=1000000")
-    assert run_plan(parse_train_arguments([*words, "micro_batch_tokens=1000000000000"])) == 1
+    assert (
+        run_plan(parse_train_arguments([*words, "micro_batch_tokens=1000000000000"]))
+        == 1
+    )
     assert "fits with micro_batch_tokens: 32768" in capsys.readouterr().out
     assert run_plan(parse_train_arguments([*words, "use_gradient_cache=false"])) == 1
     assert "fits with use_gradient_cache: auto" in capsys.readouterr().out
 
 
 def test_export_merges_an_adapter(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"use_lora": True, "save_merged": False, "max_steps": 2, "val_data_path": None}
+    more: dict[str, Any] = {
+        "use_lora": True,
+        "save_merged": False,
+        "max_steps": 2,
+        "val_data_path": None,
+    }
     result = vembed.train(settings(tmp_path, **more))
     merged = run_export(str(result.model_dir), str(tmp_path / "merged"), merge=True)
     texts = ["red green", "a small bird in the garden"]
-    one, two = (vembed.Embedder(folder).encode(texts) for folder in (result.model_dir, merged))
+    one, two = (
+        vembed.Embedder(folder).encode(texts) for folder in (result.model_dir, merged)
+    )
     np.testing.assert_allclose(one, two, atol=1e-6)
     assert not (merged / "adapter_config.json").exists()
     with pytest.raises(UserError, match="no adapter to merge"):

@@ -10,16 +10,31 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoTokenizer
 
 from tests.harness import result_of, run_cases
-from tests.tiny import shared, tiny_bert, tiny_bert_st, tiny_clip, tiny_distilbert, tiny_qwen3_st
+from tests.tiny import (
+    shared,
+    tiny_bert,
+    tiny_bert_st,
+    tiny_clip,
+    tiny_distilbert,
+    tiny_qwen3_st,
+)
 from tests.weights.variants import pairs
 from vembed import Embedder, UserError, evaluate
-from vembed.distributed.session import start_session
+from vembed.parallel.session import start_session
 from vembed.tools import encode, score
 from vembed.tools.encode import run_encode, session_config
 from vembed.tools.evaluate_command import run_evaluate
 from vembed.tools.score import run_score
 
-TEXTS = ["red cat", "the old house by the river and a bridge", "bird", "red cat", "fast train", "a green dog", "boat"]
+TEXTS = [
+    "red cat",
+    "the old house by the river and a bridge",
+    "bird",
+    "red cat",
+    "fast train",
+    "a green dog",
+    "boat",
+]
 
 
 @pytest.fixture
@@ -32,13 +47,18 @@ def texts(tmp_path):
 @pytest.fixture
 def records(tmp_path):
     path = tmp_path / "pairs.jsonl"
-    rows = [{"query": one, "positive": [f"{one} here", "bird"], "negatives": ["train"]} for one in TEXTS[:3]]
+    rows = [
+        {"query": one, "positive": [f"{one} here", "bird"], "negatives": ["train"]}
+        for one in TEXTS[:3]
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def in_order():
-    return [(one, other) for one in TEXTS[:3] for other in (f"{one} here", "bird", "train")]
+    return [
+        (one, other) for one in TEXTS[:3] for other in (f"{one} here", "bird", "train")
+    ]
 
 
 # ---- hidden states ---------------------------------------------------------------------------------------------
@@ -52,12 +72,22 @@ def test_hidden_states_are_those_of_transformers(make, pooling):
     embedder = Embedder(folder, device="cpu")
     prompt = embedder.description.document_prompt
     found = embedder.hidden_states(TEXTS, pooling=pooling)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModel.from_pretrained(folder).eval(),
+    )
     for row, text in enumerate(TEXTS):
         with torch.no_grad():
-            states = model(**tokenizer(prompt + text, return_tensors="pt"), output_hidden_states=True).hidden_states
-        expected = np.stack([one[0, -1] if pooling == "last" else one[0].mean(dim=0) for one in states])
-        number = len(states) - (make is tiny_qwen3_st)  # there, the last of Transformers is behind the last norm
+            states = model(
+                **tokenizer(prompt + text, return_tensors="pt"),
+                output_hidden_states=True,
+            ).hidden_states
+        expected = np.stack(
+            [one[0, -1] if pooling == "last" else one[0].mean(dim=0) for one in states]
+        )
+        number = len(states) - (
+            make is tiny_qwen3_st
+        )  # there, the last of Transformers is behind the last norm
         np.testing.assert_allclose(found[row, :number], expected[:number], atol=1e-5)
     some = embedder.hidden_states(TEXTS, [0, -1], pooling=pooling)
     np.testing.assert_array_equal(some, found[:, [0, -1]])
@@ -66,11 +96,15 @@ def test_hidden_states_are_those_of_transformers(make, pooling):
 
 def test_hidden_states_that_cannot_be():
     embedder = Embedder(shared(tiny_bert), device="cpu")
-    with pytest.raises(UserError, match=r"layers 0 .its embeddings. to 2, and 3 is asked for"):
+    with pytest.raises(
+        UserError, match=r"layers 0 .its embeddings. to 2, and 3 is asked for"
+    ):
         embedder.hidden_states(["a"], [3])
     with pytest.raises(UserError, match="are of texts"):
         embedder.hidden_states([{"image": "a.png"}])
-    assert Embedder(shared(tiny_clip), device="cpu").hidden_states(["a cat"]).shape[0] == 1
+    assert (
+        Embedder(shared(tiny_clip), device="cpu").hidden_states(["a cat"]).shape[0] == 1
+    )
 
 
 def test_files_of_hidden_states(texts, tmp_path, monkeypatch):
@@ -79,8 +113,12 @@ def test_files_of_hidden_states(texts, tmp_path, monkeypatch):
     expected = Embedder(folder, device="cpu").hidden_states(TEXTS)
     np.testing.assert_allclose(np.load(tmp_path / "all.npy"), expected, atol=1e-6)
     monkeypatch.setattr(encode, "CHUNK_LINES", 40)  # two lines at once
-    run_encode(folder, str(texts), str(tmp_path / "some.npy"), layers=[0, 2], pooling="cls")
-    expected = Embedder(folder, device="cpu").hidden_states(TEXTS, [0, 2], pooling="cls")
+    run_encode(
+        folder, str(texts), str(tmp_path / "some.npy"), layers=[0, 2], pooling="cls"
+    )
+    expected = Embedder(folder, device="cpu").hidden_states(
+        TEXTS, [0, 2], pooling="cls"
+    )
     np.testing.assert_allclose(np.load(tmp_path / "some.npy"), expected, atol=1e-6)
     with pytest.raises(UserError, match=r"written as they are, to a \.npy file"):
         run_encode(folder, str(texts), str(tmp_path / "out.parquet"), layers="all")
@@ -91,25 +129,38 @@ def test_files_of_hidden_states(texts, tmp_path, monkeypatch):
 # ---- similarities ----------------------------------------------------------------------------------------------
 
 
-def test_similarities_of_pairs_in_the_order_of_the_file(records, tmp_path, capsys, monkeypatch):
+def test_similarities_of_pairs_in_the_order_of_the_file(
+    records, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(score, "CHUNK", 2)
     folder = str(shared(tiny_bert_st))
     embedder = Embedder(folder, device="cpu")
     expected = embedder.score(in_order())
     query = embedder.encode([one for one, _ in in_order()], "query", normalize=True)
-    document = embedder.encode([other for _, other in in_order()], "document", normalize=True)
+    document = embedder.encode(
+        [other for _, other in in_order()], "document", normalize=True
+    )
     np.testing.assert_allclose(expected, (query * document).sum(axis=1), atol=1e-6)
     assert run_score(folder, str(records), str(tmp_path / "out.npy")) == 9
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
     run_score(folder, str(records), str(tmp_path / "out.jsonl"))
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ]
     assert [(line["record"], line["role"]) for line in lines[:4]] == [
-        (0, "positive"), (0, "positive"), (0, "negative"), (1, "positive"),
-    ]  # fmt: skip
-    np.testing.assert_allclose([line["similarity"] for line in lines], expected, atol=1e-6)
+        (0, "positive"),
+        (0, "positive"),
+        (0, "negative"),
+        (1, "positive"),
+    ]
+    np.testing.assert_allclose(
+        [line["similarity"] for line in lines], expected, atol=1e-6
+    )
     capsys.readouterr()
     run_score(folder, str(records))
-    np.testing.assert_allclose([float(line) for line in capsys.readouterr().out.split()], expected, atol=1e-5)
+    np.testing.assert_allclose(
+        [float(line) for line in capsys.readouterr().out.split()], expected, atol=1e-5
+    )
 
 
 def test_a_target_that_cannot_be_written_is_said_first(records, tmp_path):
@@ -129,10 +180,17 @@ def _on_a_rank(folder, texts, records, val, out, strategy):
     run_encode(folder, texts, f"{out}/vectors.npy", strategy=strategy)
     run_encode(folder, texts, f"{out}/layers.npy", layers="all", strategy=strategy)
     run_score(folder, records, f"{out}/scores.npy", strategy=strategy)
-    scores = run_evaluate(folder, val, strategy=strategy, console=Console(file=io.StringIO()))
-    with start_session(session_config(folder, strategy, trust_remote_code=False)) as session:
+    scores = run_evaluate(
+        folder, val, strategy=strategy, console=Console(file=io.StringIO())
+    )
+    with start_session(
+        session_config(folder, strategy, trust_remote_code=False)
+    ) as session:
         embedder = Embedder(folder, session=session)
-        held = [one.to_local() if isinstance(one, DTensor) else one for one in embedder.model.parameters()]
+        held = [
+            one.to_local() if isinstance(one, DTensor) else one
+            for one in embedder.model.parameters()
+        ]
         return scores, sum(one.numel() for one in held)
 
 
@@ -144,17 +202,32 @@ def test_processes_write_what_one_writes(texts, records, tmp_path, world_size):
     cases = {}
     for strategy in ("fsdp",) if world_size == 2 else ("ddp", "fsdp"):
         (tmp_path / strategy).mkdir()
-        cases[strategy] = (folder, str(texts), str(records), val, str(tmp_path / strategy), strategy)
+        cases[strategy] = (
+            folder,
+            str(texts),
+            str(records),
+            val,
+            str(tmp_path / strategy),
+            strategy,
+        )
     found = run_cases(_on_a_rank, world_size, cases, process_group=False)
     for strategy in cases:
-        _assert_as_one_writes(folder, val, tmp_path / strategy, strategy, result_of(found, strategy))
+        _assert_as_one_writes(
+            folder, val, tmp_path / strategy, strategy, result_of(found, strategy)
+        )
 
 
 def _assert_as_one_writes(folder, val, out, strategy, ends):
     one = Embedder(folder, device="cpu")
-    np.testing.assert_allclose(np.load(out / "vectors.npy"), one.encode(TEXTS), atol=1e-5)
-    np.testing.assert_allclose(np.load(out / "layers.npy"), one.hidden_states(TEXTS), atol=1e-5)
-    np.testing.assert_allclose(np.load(out / "scores.npy"), one.score(in_order()), atol=1e-5)
+    np.testing.assert_allclose(
+        np.load(out / "vectors.npy"), one.encode(TEXTS), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        np.load(out / "layers.npy"), one.hidden_states(TEXTS), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        np.load(out / "scores.npy"), one.score(in_order()), atol=1e-5
+    )
     for scores, _ in ends:
         assert scores == pytest.approx(evaluate(folder, val))
     total = sum(parameter.numel() for parameter in one.model.parameters())
@@ -169,11 +242,21 @@ def _assert_as_one_writes(folder, val, out, strategy, ends):
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path, kind):
     path, output = tmp_path / f"sts.{kind}", tmp_path / "scores.npy"
-    rows = [{"sentence1": one, "sentence2": "bird", "score": number / 7} for number, one in enumerate(TEXTS)]
+    rows = [
+        {"sentence1": one, "sentence2": "bird", "score": number / 7}
+        for number, one in enumerate(TEXTS)
+    ]
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        path.write_text("".join(f"{','.join(map(str, row))}\n" for row in [rows[0], *(one.values() for one in rows)]))
+        path.write_text(
+            "".join(
+                f"{','.join(map(str, row))}\n"
+                for row in [rows[0], *(one.values() for one in rows)]
+            )
+        )
     assert run_score(str(shared(tiny_bert)), str(path), str(output)) == len(TEXTS)
-    expected = Embedder(shared(tiny_bert), device="cpu").score([(one, "bird") for one in TEXTS])
+    expected = Embedder(shared(tiny_bert), device="cpu").score(
+        [(one, "bird") for one in TEXTS]
+    )
     np.testing.assert_allclose(np.load(output), expected, rtol=1e-5, atol=1e-6)

@@ -23,23 +23,35 @@ from vembed.training.callbacks import StepInfo
 
 
 def train(folder: Path, images: list[str], **more: Any) -> None:
-    rows = [{"query": f"{tiny.WORDS[number % 20]} {number}", "positive": {"image": one}}
-            for number, one in enumerate(images)]  # fmt: skip
+    rows = [
+        {"query": f"{tiny.WORDS[number % 20]} {number}", "positive": {"image": one}}
+        for number, one in enumerate(images)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     on_step = more.pop("on_step", None)
-    config = {"model_name": str(tiny.shared(tiny.tiny_clip)), "data_path": str(folder / "train.jsonl"),
-              "output_dir": str(folder / "out"), "batch_size": 8, "epochs": 1, **more}  # fmt: skip
+    config = {
+        "model_name": str(tiny.shared(tiny.tiny_clip)),
+        "data_path": str(folder / "train.jsonl"),
+        "output_dir": str(folder / "out"),
+        "batch_size": 8,
+        "epochs": 1,
+        **more,
+    }
     vembed.train(config, on_step=on_step)
 
 
-def test_an_image_that_breaks_during_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_breaks_during_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is decoded by a process, which ends with the run."""
     monkeypatch.setattr(decoders, "WAITED_FOR", 1)
     monkeypatch.setattr(setup, "num_cores", lambda: 2)
     made: list[decoders.Decoders] = []
     original = decoders.Decoders.start
 
-    def start(self: decoders.Decoders, images: Sequence[ImageRef]) -> list[decoders.Decoding]:
+    def start(
+        self: decoders.Decoders, images: Sequence[ImageRef]
+    ) -> list[decoders.Decoding]:
         made.append(self)
         return original(self, images)
 
@@ -56,7 +68,9 @@ def test_an_image_that_breaks_during_a_run(tmp_path: Path, monkeypatch: pytest.M
             file.write_bytes(b"\xff\xd8\xff\xe0 nothing")
         time.sleep(0.2)
 
-    with pytest.raises(UserError, match=r"image .*/(\d+)\.jpg \(.*train\.jsonl:\d+\) is broken") as caught:
+    with pytest.raises(
+        UserError, match=r"image .*/(\d+)\.jpg \(.*train\.jsonl:\d+\) is broken"
+    ) as caught:
         train(tmp_path, [f"{number}.jpg" for number in range(400)], on_step=on_step)
     said = str(caught.value)
     del caught  # its traceback holds the run
@@ -68,5 +82,12 @@ def test_an_image_that_breaks_during_a_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_address_that_is_gone(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"image http://127\.0\.0\.1:1/\d\.jpg \(.*train\.jsonl:\d\) cannot be fetched"):
-        train(tmp_path, [f"http://127.0.0.1:1/{number}.jpg" for number in range(8)], allow_image_urls=True)
+    with pytest.raises(
+        UserError,
+        match=r"image http://127\.0\.0\.1:1/\d\.jpg \(.*train\.jsonl:\d\) cannot be fetched",
+    ):
+        train(
+            tmp_path,
+            [f"http://127.0.0.1:1/{number}.jpg" for number in range(8)],
+            allow_image_urls=True,
+        )

@@ -20,13 +20,13 @@ from tests.training.tiny_run import config_for
 from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.distributed.environment import RankInfo
-from vembed.distributed.estimate import Demand, measure
-from vembed.distributed.hardware import Gpu
-from vembed.distributed.placement import Placement, place
-from vembed.distributed.session import start_session
-from vembed.families.decisions import describe
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.families.decisions import describe
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.estimate import Demand, measure
+from vembed.parallel.hardware import Gpu
+from vembed.parallel.placement import Placement, place
+from vembed.parallel.session import start_session
 from vembed.training import budget
 from vembed.training.shortage import MemoryGuard
 
@@ -34,44 +34,71 @@ GPU = Gpu("a stand-in", 1.0, None, None)
 
 
 def placed(num_ranks: int = 1, memory: int = 2**30, **options: Any) -> Placement:
-    run = resolve_run({"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options})
+    run = resolve_run(
+        {"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options}
+    )
     ranks = RankInfo(0, num_ranks, 0, num_ranks, launched=True)
     return place(run, ranks, torch.device("cuda", 0), memory, gpu=GPU)
 
 
-def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     placement = placed(memory=2**27)
     config, size = placement.run.config, measure(placement.run.config)
     model = build_model(config, describe(config))
     need = placement.predict(size)
-    held = Demand(need.weights + need.copies + need.gradients, placement.demand(size).per_token)
+    held = Demand(
+        need.weights + need.copies + need.gradients, placement.demand(size).per_token
+    )
     monkeypatch.setattr(budget, "measure_demand", lambda *_: held)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (placement.memory, placement.memory))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda _: (placement.memory, placement.memory)
+    )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
-    session: Any = SimpleNamespace(placement=placement, device=placement.device, fsdp=None, local_world_size=1)
+    session: Any = SimpleNamespace(
+        placement=placement, device=placement.device, fsdp=None, local_world_size=1
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     longest: Any = [SimpleNamespace(length=size.max_length)]
-    found = budget.find_budget(config, model, Featuriser(model.description), session, longest, optimizer)
+    found = budget.find_budget(
+        config, model, Featuriser(model.description), session, longest, optimizer
+    )
     assert (found.micro_batch_tokens, found.kept_graph_tokens) == placement.tokens(
         placement.demand(size), size.max_length
     )
     states = replace(placement.demand(size), fixed=held.fixed)
-    assert found.kept_graph_tokens < placement.tokens(states, size.max_length)[1], "the optimizer's state is to come"
+    assert found.kept_graph_tokens < placement.tokens(states, size.max_length)[1], (
+        "the optimizer's state is to come"
+    )
     graphs = found.kept_graph_tokens * held.per_token
-    assert need.states + need.copies + need.loss + graphs == pytest.approx(0.8 * placement.memory, rel=0.01)
+    assert need.states + need.copies + need.loss + graphs == pytest.approx(
+        0.8 * placement.memory, rel=0.01
+    )
 
 
-def test_casts_of_weights_were_counted_as_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_for(tmp_path, model_name=str(shared(tiny_bert)), mixed_precision="bf16")
+def test_casts_of_weights_were_counted_as_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for(
+        tmp_path, model_name=str(shared(tiny_bert)), mixed_precision="bf16"
+    )
     counted = {}
     with start_session(resolve_run(config)) as session:
-        model = session.prepare(build_model(config, describe(config), compute_dtype=torch.bfloat16))
+        model = session.prepare(
+            build_model(config, describe(config), compute_dtype=torch.bfloat16)
+        )
         featuriser = Featuriser(describe(config))
         sample = featuriser.features([(Item("red green house river " * 3), "document")])
-        for tokens in (1, 1024):  # 1: a single text is longer than the size that is wanted
+        for tokens in (
+            1,
+            1024,
+        ):  # 1: a single text is longer than the size that is wanted
             monkeypatch.setattr(budget, "PROBE_TOKENS", tokens)
             counted[tokens] = budget.bytes_per_token(model, featuriser, session, sample)
-    assert counted[1] == pytest.approx(counted[1024], rel=0.1), "what one token adds, whatever the number of tokens"
+    assert counted[1] == pytest.approx(counted[1024], rel=0.1), (
+        "what one token adds, whatever the number of tokens"
+    )
 
 
 def test_the_measured_graph_was_never_freed(tmp_path: Path) -> None:
@@ -89,7 +116,10 @@ def test_the_measured_graph_was_never_freed(tmp_path: Path) -> None:
 
 def test_recomputation_and_gradient_cache_were_both_on() -> None:
     by_default = placed(8, use_fsdp=True).recomputation
-    assert not by_default.value and "fit without it, and Gradient Cache bounds the graphs" in by_default.reason
+    assert (
+        not by_default.value
+        and "fit without it, and Gradient Cache bounds the graphs" in by_default.reason
+    )
     assert placed(8, use_fsdp=True, gradient_checkpointing=True).recomputation.value
     assert placed(8, use_fsdp=True, use_gradient_cache=False).recomputation.value
     small = placed(8, memory=90 * 2**20, use_fsdp=True).recomputation
@@ -122,6 +152,10 @@ def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(
 
     monkeypatch.setattr(EmbeddingModel, "forward", watched)
     monkeypatch.setattr(MemoryGuard, "smaller", counted)
-    options: dict[str, Any] = {"micro_batch_tokens": 400, "use_gradient_cache": False, "val_data_path": None}
+    options: dict[str, Any] = {
+        "micro_batch_tokens": 400,
+        "use_gradient_cache": False,
+        "val_data_path": None,
+    }
     vembed.train(settings(tmp_path, max_steps=1, **options))
     assert alive == [0] and len(outputs) > 2

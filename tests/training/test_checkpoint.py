@@ -19,9 +19,17 @@ from torch.distributed.checkpoint.logger import _dcp_logger
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.harness import rank_outcomes, run_ranks
-from tests.training.tiny_run import TinyLoss, TinyModel, assert_same, backward, config_for, step, whole_state
-from vembed.distributed.session import start_session
+from tests.training.tiny_run import (
+    TinyLoss,
+    TinyModel,
+    assert_same,
+    backward,
+    config_for,
+    step,
+    whole_state,
+)
 from vembed.errors import RunError, UserError
+from vembed.parallel.session import start_session
 from vembed.training import integrity
 from vembed.training.checkpoint import Checkpointer, read_state
 from vembed.training.loop_state import LoopState
@@ -47,11 +55,15 @@ class Run:
 
     def resume(self, identity=None):
         self.found = self.checkpointer.find()
-        self.checkpointer.check(self.found, identity or {"data": "abc", "global_batch_size": 8})
+        self.checkpointer.check(
+            self.found, identity or {"data": "abc", "global_batch_size": 8}
+        )
         self.checkpointer.require_steps_left(self.found, 1_000)
         self.checkpointer.begin(self.found)
         if self.found is not None:
-            self.state = self.checkpointer.load(self.found, self.model, self.loss, self.optimizer)
+            self.state = self.checkpointer.load(
+                self.found, self.model, self.loss, self.optimizer
+            )
         return self
 
     def train(self, num_steps=1):
@@ -91,7 +103,12 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
         run.train().save()  # goes on, so that nothing that comes back is there by chance
     folder = tmp_path / "checkpoint-3"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"manifest.json", "state.json", "index.json", "rank00000-00000.safetensors"}
+    assert names == {
+        "manifest.json",
+        "state.json",
+        "index.json",
+        "rank00000-00000.safetensors",
+    }
     with safe_open(folder / "rank00000-00000.safetensors", "pt") as file:
         assert not any("embeddings" in name for name in file.keys())  # noqa: SIM118 - no mapping
     with starting(tmp_path, resume=str(folder)) as run:
@@ -119,9 +136,14 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path):
 def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(tmp_path):
     with starting(tmp_path) as run:
         run.resume().train().save()
-    with starting(tmp_path, resume=True, resume_anyway=True, learning_rate=0.01, weight_decay=0.3) as run:
+    with starting(
+        tmp_path, resume=True, resume_anyway=True, learning_rate=0.01, weight_decay=0.3
+    ) as run:
         run.resume()
-        groups = {(group["lr"], group["initial_lr"], group["weight_decay"]) for group in run.optimizer.param_groups}
+        groups = {
+            (group["lr"], group["initial_lr"], group["weight_decay"])
+            for group in run.optimizer.param_groups
+        }
     assert groups == {(0.01, 0.01, 0.3), (0.01, 0.01, 0.0)}
 
 
@@ -133,7 +155,9 @@ def test_other_optimizers_resume_exactly(tmp_path, optim):
         expected = run.resume().train(4).whole()
     with starting(tmp_path / "broken", TinyModel(dim=72), **options) as run:
         run.resume().train(2).save()
-    with starting(tmp_path / "broken", TinyModel(dim=72), resume=True, async_save=True, **options) as run:
+    with starting(
+        tmp_path / "broken", TinyModel(dim=72), resume=True, async_save=True, **options
+    ) as run:
         assert_same(run.resume().train(2).whole(), expected)
 
 
@@ -164,7 +188,9 @@ def test_four_bit_layers_under_adapters(tmp_path):
 
     def quantised():
         model = TinyModel(dim=64)
-        model.frozen = Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+        model.frozen = Linear4bit(
+            64, 64, compute_dtype=torch.float32, quant_type="nf4"
+        ).to("cpu")
         model.frozen.requires_grad_(False)
         return model
 
@@ -172,8 +198,17 @@ def test_four_bit_layers_under_adapters(tmp_path):
         expected = run.resume().train().save().whole()
     with starting(tmp_path, quantised(), resume=True) as run:
         run.resume()
-        weights = {name: value for name, value in expected.items() if "frozen" not in name}
-        assert_same({name: value for name, value in run.whole().items() if "frozen" not in name}, weights)
+        weights = {
+            name: value for name, value in expected.items() if "frozen" not in name
+        }
+        assert_same(
+            {
+                name: value
+                for name, value in run.whole().items()
+                if "frozen" not in name
+            },
+            weights,
+        )
 
 
 def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(tmp_path):
@@ -212,20 +247,31 @@ def test_the_best_weights_come_back_alone(tmp_path):
         run.resume().train()
         best = {name: value.clone() for name, value in run.model.state_dict().items()}
         run.save().train(3)
-        optimizer = {key: value["exp_avg"].clone() for key, value in run.optimizer.state.items()}
-        assert run.checkpointer.load_weights(run.checkpointer.path_of(1), run.model, run.loss)
+        optimizer = {
+            key: value["exp_avg"].clone() for key, value in run.optimizer.state.items()
+        }
+        assert run.checkpointer.load_weights(
+            run.checkpointer.path_of(1), run.model, run.loss
+        )
         for name, value in run.model.state_dict().items():
             assert torch.equal(value, best[name])
-        assert all(torch.equal(run.optimizer.state[key]["exp_avg"], value) for key, value in optimizer.items())
+        assert all(
+            torch.equal(run.optimizer.state[key]["exp_avg"], value)
+            for key, value in optimizer.items()
+        )
 
 
 def test_best_weights_that_are_not_there_leave_the_last_ones(tmp_path, caplog):
     with starting(tmp_path) as run:
         run.resume().train().save().train()
         expected = run.whole()
-        assert not run.checkpointer.load_weights(run.checkpointer.path_of(7), run.model, run.loss)
+        assert not run.checkpointer.load_weights(
+            run.checkpointer.path_of(7), run.model, run.loss
+        )
         (tmp_path / "checkpoint-1" / "index.json").write_text("{}")
-        assert not run.checkpointer.load_weights(run.checkpointer.path_of(1), run.model, run.loss)
+        assert not run.checkpointer.load_weights(
+            run.checkpointer.path_of(1), run.model, run.loss
+        )
         assert_same(run.whole(), expected)
     assert "checkpoint-7: manifest.json is missing" in caplog.text
     assert "checkpoint-1: index.json has 2 bytes instead of" in caplog.text
@@ -250,20 +296,38 @@ def test_extra_files_are_part_of_the_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: TinyModel(num_layers=3), r"only this run trains model.backbone.layer.2.linear.bias.* and 1 more"),
-        (lambda: TinyModel(num_layers=1), r"only the checkpoint has model.backbone.layer.1.linear.bias"),
-        (lambda: TinyModel(dim=8), r"has the shape \[7, 7\] there and \[8, 8\] in this run"),
-        (lambda: TinyModel(frozen_embeddings=False), r"only this run trains model.backbone.embeddings.weight"),
+        (
+            lambda: TinyModel(num_layers=3),
+            r"only this run trains model.backbone.layer.2.linear.bias.* and 1 more",
+        ),
+        (
+            lambda: TinyModel(num_layers=1),
+            r"only the checkpoint has model.backbone.layer.1.linear.bias",
+        ),
+        (
+            lambda: TinyModel(dim=8),
+            r"has the shape \[7, 7\] there and \[8, 8\] in this run",
+        ),
+        (
+            lambda: TinyModel(frozen_embeddings=False),
+            r"only this run trains model.backbone.embeddings.weight",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, make, says):
     with starting(tmp_path) as run:
         run.resume().train().save()
-    with starting(tmp_path, make(), resume=True) as run, pytest.raises(UserError, match=says):
+    with (
+        starting(tmp_path, make(), resume=True) as run,
+        pytest.raises(UserError, match=says),
+    ):
         run.resume()
 
 
-@pytest.mark.parametrize(("first", "second"), [("adamw", "sgd"), ("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("adamw", "sgd"), ("adamw", "adamw_8bit"), ("adamw_8bit", "adamw")],
+)
 def test_state_of_another_optimizer_is_refused(tmp_path, first, second):
     with starting(tmp_path, optim=first) as run:
         run.resume().train().save()
@@ -291,7 +355,9 @@ class Blocks(torch.optim.Optimizer):
 def with_blocks(output_dir, resume):
     with start_session(config_for(output_dir)) as session:
         run = Run(session, output_dir, resume=resume)
-        run.optimizer = Blocks([one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1})
+        run.optimizer = Blocks(
+            [one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1}
+        )
         run.resume()
         moment = run.optimizer.state[run.model.head.weight].get("moment")
         found = None if moment is None else (moment.a.tolist(), moment.b.tolist())
@@ -310,7 +376,9 @@ def test_blocks_of_a_quantised_state_follow_the_number_of_processes(tmp_path):
 def with_blocks_on_two(output_dir):
     with start_session(config_for(output_dir, strategy="ddp")) as session:
         run = Run(session, output_dir, resume=True, strategy="ddp")
-        run.optimizer = Blocks([one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1})
+        run.optimizer = Blocks(
+            [one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1}
+        )
         run.resume()
 
 
@@ -360,9 +428,18 @@ def killed_everywhere(output_dir):
                 os._exit(0)
             status = os.waitpid(child, 0)[1]
             listed = [path for _, path in integrity.list_checkpoints(folder)]
-            are_whole = bool(listed) and not any(integrity.verify(path) for path in listed)
+            are_whole = bool(listed) and not any(
+                integrity.verify(path) for path in listed
+            )
             run = Run(session, folder, resume=True).resume()
-            found.append((os.WIFSIGNALED(status), are_whole, run.state["step"], list(folder.glob("*.partial"))))
+            found.append(
+                (
+                    os.WIFSIGNALED(status),
+                    are_whole,
+                    run.state["step"],
+                    list(folder.glob("*.partial")),
+                )
+            )
             if status == 0:
                 return found
     return found
@@ -398,15 +475,21 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, caplog, async_save
         run.resume().train().save().checkpointer.wait()
         with small_files(300):
             run.train().save().checkpointer.wait()
-        assert "checkpoint-2 could not be written (rank 0: File too large); the newest checkpoint is checkpoint-1" in (
-            caplog.text
+        assert (
+            "checkpoint-2 could not be written (rank 0: File too large); the newest checkpoint is checkpoint-1"
+            in (caplog.text)
         )
         assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
         run.save().checkpointer.wait()  # there is room again
         assert found_in(tmp_path).name == "checkpoint-2"
     with starting(tmp_path, resume=True, async_save=async_save) as run:
         run.resume().train()
-        with small_files(300), pytest.raises(RunError, match=r"Check the disk of .* or set on_save_error: continue"):
+        with (
+            small_files(300),
+            pytest.raises(
+                RunError, match=r"Check the disk of .* or set on_save_error: continue"
+            ),
+        ):
             run.save().checkpointer.wait()
     assert found_in(tmp_path).name == "checkpoint-2"
 
@@ -418,7 +501,8 @@ def test_a_full_disk_in_the_extra_files(tmp_path):
     with starting(tmp_path) as run:
         run.resume().train()
         with pytest.raises(
-            RunError, match=r"No space left on device: .*checkpoint-1.partial\); the newest checkpoint is none"
+            RunError,
+            match=r"No space left on device: .*checkpoint-1.partial\); the newest checkpoint is none",
         ):
             run.save(extra)
     assert list(tmp_path.glob("checkpoint-*")) == []
@@ -428,7 +512,9 @@ def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr("vembed.training.storage.FILE_BYTES", 300)
     with starting(tmp_path) as run:
         expected = run.resume().train().save().whole()
-    files = sorted(path.name for path in (tmp_path / "checkpoint-1").glob("*.safetensors"))
+    files = sorted(
+        path.name for path in (tmp_path / "checkpoint-1").glob("*.safetensors")
+    )
     assert len(files) > 3
     assert files[-1] == f"rank00000-{len(files) - 1:05d}.safetensors"
     with starting(tmp_path, resume=True) as run:
@@ -486,7 +572,9 @@ def test_tensors_alone_go_into_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_the_last_asynchronous_save_is_finished_whatever_ends_the_run(tmp_path, failing, caplog):
+def test_the_last_asynchronous_save_is_finished_whatever_ends_the_run(
+    tmp_path, failing, caplog
+):
     def crash(run):
         with run.checkpointer:
             run.resume().train().save()

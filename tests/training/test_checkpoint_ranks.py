@@ -11,8 +11,8 @@ from tests.harness import rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert
 from tests.training.test_checkpoint import Run
 from tests.training.tiny_run import assert_same, config_for
-from vembed.distributed.session import start_session
 from vembed.errors import RunError, UserError
+from vembed.parallel.session import start_session
 from vembed.training import integrity
 from vembed.training.checkpoint import Checkpointer
 
@@ -41,7 +41,15 @@ CHAIN = [
     (1, {"async_save": True}, "single"),
     (3, {"strategy": "ddp", "async_save": True}, "ddp"),
     (2, {"use_fsdp": True, "fsdp_version": 1, "async_save": True}, "fsdp"),
-    (2, {"use_fsdp": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True}, "fsdp"),
+    (
+        2,
+        {
+            "use_fsdp": True,
+            "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+            "fsdp_offload_params": True,
+        },
+        "fsdp",
+    ),
     (1, {}, "single"),
 ]
 
@@ -51,7 +59,9 @@ def test_every_strategy_goes_on_from_every_other_without_a_bit_of_difference(tmp
     model_name = str(shared(tiny_bert))
     before: dict[str, np.ndarray] | None = None
     for number, (world_size, options, strategy) in enumerate(CHAIN):
-        parts = run_ranks(one_part, world_size, tmp_path, model_name, options, process_group=False)
+        parts = run_ranks(
+            one_part, world_size, tmp_path, model_name, options, process_group=False
+        )
         for last_step, used, found, _ in parts:
             assert (last_step, used) == (number + 1, strategy)
             if before is not None:
@@ -80,7 +90,9 @@ def full_disk_on_one(output_dir, async_save):
             resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
         run.train().save()
         run.checkpointer.wait()
-        run.checkpointer.config = run.config.model_copy(update={"on_save_error": "stop"})
+        run.checkpointer.config = run.config.model_copy(
+            update={"on_save_error": "stop"}
+        )
         with pytest.raises(RunError) as caught:
             run.train().save().checkpointer.wait()
         run.checkpointer.verify(run.checkpointer.path_of(1))
@@ -89,24 +101,38 @@ def full_disk_on_one(output_dir, async_save):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_disk_that_is_full_on_one_rank_is_known_on_all(tmp_path, async_save):
-    for logged, raised in run_ranks(full_disk_on_one, 2, tmp_path, async_save, process_group=False):
+    for logged, raised in run_ranks(
+        full_disk_on_one, 2, tmp_path, async_save, process_group=False
+    ):
         assert len(logged) == 1
         assert (
             "checkpoint-2 could not be written (rank 1: File too large); the newest checkpoint is checkpoint-1"
             in logged[0]
         )
-        assert raised.startswith("checkpoint-3 could not be written (rank 1: File too large)")
+        assert raised.startswith(
+            "checkpoint-3 could not be written (rank 1: File too large)"
+        )
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def timeout_of_the_second_group(output_dir):
-    config = config_for(output_dir, strategy="ddp", async_save=True, dist_timeout_minutes=7)
-    with start_session(config) as session, Checkpointer(config, session) as checkpointer:
-        return checkpointer._group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    config = config_for(
+        output_dir, strategy="ddp", async_save=True, dist_timeout_minutes=7
+    )
+    with (
+        start_session(config) as session,
+        Checkpointer(config, session) as checkpointer,
+    ):
+        return checkpointer._group._get_backend(
+            torch.device("cpu")
+        ).options._timeout.total_seconds()
 
 
 def test_asynchronous_saving_waits_as_long_as_other_collectives(tmp_path):
-    assert run_ranks(timeout_of_the_second_group, 2, tmp_path, process_group=False) == [7 * 60] * 2
+    assert (
+        run_ranks(timeout_of_the_second_group, 2, tmp_path, process_group=False)
+        == [7 * 60] * 2
+    )
 
 
 def two_folders(output_dir):
@@ -124,8 +150,13 @@ def two_folders(output_dir):
 
 def test_what_is_wrong_with_output_dir_is_said_on_every_rank(tmp_path):
     (tmp_path / "file").touch()
-    for not_shared, not_writable, nothing_there in run_ranks(two_folders, 2, tmp_path, process_group=False):
-        assert "not the same folder for all processes (process 1 does not see what process 0 writes" in not_shared
+    for not_shared, not_writable, nothing_there in run_ranks(
+        two_folders, 2, tmp_path, process_group=False
+    ):
+        assert (
+            "not the same folder for all processes (process 1 does not see what process 0 writes"
+            in not_shared
+        )
         assert "process 1: Not a directory" in not_writable
         assert "holds no checkpoint" in nothing_there
     assert not list(tmp_path.rglob(".probe*"))

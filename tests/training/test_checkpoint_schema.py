@@ -79,7 +79,10 @@ def halves(first, second):
 
     def change(values):
         held = values[WEIGHT]["chunks"][0]
-        pieces = [{**held, "offsets": [start, 0], "sizes": [count, 7]} for start, count in (first, second)]
+        pieces = [
+            {**held, "offsets": [start, 0], "sizes": [count, 7]}
+            for start, count in (first, second)
+        ]
         values[WEIGHT]["chunks"] = pieces
 
     return index(change)
@@ -98,7 +101,10 @@ GONE = object()
 ALTERED = {
     "a negative step": (state("loop", step=-1), "loop.step"),
     "a huge step": (state("loop", step=10**18), "loop.step"),
-    "another step": (state("loop", step=7), "loop.step is 7, and the folder is that of step 2"),
+    "another step": (
+        state("loop", step=7),
+        "loop.step is 7, and the folder is that of step 2",
+    ),
     "no step": (state("loop", step=GONE), "loop.step"),
     "a step that is no integer": (state("loop", step=2.5), "loop.step"),
     "a step that is a text": (state("loop", step="2"), "loop.step"),
@@ -116,15 +122,27 @@ ALTERED = {
     "an option of another type": (state("config", batch_size="many"), "batch_size"),
     "no config": (state(config=GONE), "config"),
     "no identity": (state(identity=GONE), "identity"),
-    "a batch of zero": (state("identity", global_batch_size=0), "identity.global_batch_size"),
+    "a batch of zero": (
+        state("identity", global_batch_size=0),
+        "identity.global_batch_size",
+    ),
     "no optimizer": (state(optimizer=GONE), "optimizer"),
     "a state that is a list": (text("state.json", "[]"), "state.json"),
     "a state that is no JSON": (text("state.json", "{"), "state.json"),
-    "no state": (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
+    "no state": (
+        lambda folder: (folder / "state.json").unlink(),
+        "state.json is missing",
+    ),
     "an index that is a list": (text("index.json", "[]"), "index.json"),
     "an empty index": (text("index.json", "{}"), "index.json names none of"),
-    "no index": (lambda folder: (folder / "index.json").unlink(), "index.json is missing"),
-    "a tensor left out": (index(lambda values: values.pop(WEIGHT)), "index.json names none of 1 tensors"),
+    "no index": (
+        lambda folder: (folder / "index.json").unlink(),
+        "index.json is missing",
+    ),
+    "a tensor left out": (
+        index(lambda values: values.pop(WEIGHT)),
+        "index.json names none of 1 tensors",
+    ),
     "no chunks": (index(lambda values: values[WEIGHT].update(chunks=[])), "chunks"),
     "half of the chunks": (chunk(sizes=[3, 7]), "hold 21 of 49 elements"),
     "chunks that overlap": (halves((0, 4), (3, 3)), "two chunks overlap"),
@@ -132,10 +150,19 @@ ALTERED = {
     "a chunk outside": (chunk(offsets=[3, 0]), "outside of the shape"),
     "a negative offset": (chunk(offsets=[-1, 0]), "offsets"),
     "offsets of another length": (chunk(offsets=[0]), "different lengths"),
-    "another shape": (index(lambda values: values[WEIGHT].update(shape=[7, 14])), "hold 49 of 98"),
-    "a type that is none": (index(lambda values: values[WEIGHT].update(dtype="float99")), "float99"),
+    "another shape": (
+        index(lambda values: values[WEIGHT].update(shape=[7, 14])),
+        "hold 49 of 98",
+    ),
+    "a type that is none": (
+        index(lambda values: values[WEIGHT].update(dtype="float99")),
+        "float99",
+    ),
     "another type": (stored_as(torch.float16), "is F16"),
-    "a file outside": (chunk(file="../checkpoint-1/" + FILE), "is no file of this folder"),
+    "a file outside": (
+        chunk(file="../checkpoint-1/" + FILE),
+        "is no file of this folder",
+    ),
     "an absolute file": (chunk(file="/etc/passwd"), "is no file of this folder"),
     "another key": (chunk(key="x"), "is no file of this folder"),
     "a file that is no safetensors": (text(FILE, "pickle"), "not a safetensors file"),
@@ -143,7 +170,9 @@ ALTERED = {
 
 
 @pytest.mark.parametrize("name", ALTERED)
-def test_altered_contents_are_one_sentence_and_then_the_checkpoint_before(run_folder, caplog, name):
+def test_altered_contents_are_one_sentence_and_then_the_checkpoint_before(
+    run_folder, caplog, name
+):
     alter, says = ALTERED[name]
     alter(run_folder / "checkpoint-2")
     sealed(run_folder / "checkpoint-2")
@@ -175,12 +204,16 @@ def test_names_in_the_manifest_stay_inside(run_folder):
         assert f"{name} leads out of the folder" in integrity.verify(folder)
 
 
-def test_a_run_resumes_from_the_one_before_and_refuses_a_path_to_the_altered_one(run_folder):
+def test_a_run_resumes_from_the_one_before_and_refuses_a_path_to_the_altered_one(
+    run_folder,
+):
     state("loop", step=10**18)(run_folder / "checkpoint-2")
     sealed(run_folder / "checkpoint-2")
     with (
         starting(run_folder, resume=str(run_folder / "checkpoint-2")) as run,
-        pytest.raises(UserError, match=r"none of the 1 checkpoint\(s\) is intact .*loop\.step"),
+        pytest.raises(
+            UserError, match=r"none of the 1 checkpoint\(s\) is intact .*loop\.step"
+        ),
     ):
         run.resume()
     with starting(run_folder, resume=True) as run:

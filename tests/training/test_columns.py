@@ -7,7 +7,7 @@ import torch
 
 from tests.harness import run_ranks
 from vembed.data.distinct import distinct
-from vembed.distributed import collectives
+from vembed.parallel import collectives
 from vembed.training.gathered_columns import Column, gather_columns
 
 COUNTS = {"indices": [2, 0, 3], "weights": [1, 4, 0], "pairs": [0, 2, 1]}
@@ -23,18 +23,25 @@ def part(name: str, rank: int) -> torch.Tensor:
 
 
 def gathered() -> tuple[dict[str, torch.Tensor], int]:
-    columns = {name: Column(part(name, collectives.rank()), counts) for name, counts in COUNTS.items()}
+    columns = {
+        name: Column(part(name, collectives.rank()), counts)
+        for name, counts in COUNTS.items()
+    }
     collectives.reset_collective_counts()
     found = gather_columns(columns, torch.device("cpu"))
     return found, sum(collectives.collective_counts().values())
 
 
 def test_columns_arrive_bit_for_bit() -> None:
-    wanted = {name: torch.cat([part(name, rank) for rank in range(3)]) for name in COUNTS}
+    wanted = {
+        name: torch.cat([part(name, rank) for rank in range(3)]) for name in COUNTS
+    }
     for found, num_collectives in run_ranks(gathered, 3):
         assert num_collectives == 1
         for name, column in wanted.items():
-            assert torch.equal(found[name], column) and found[name].dtype == column.dtype
+            assert (
+                torch.equal(found[name], column) and found[name].dtype == column.dtype
+            )
 
 
 def test_distinct_values_and_where_they_went() -> None:

@@ -18,7 +18,10 @@ __all__ = ["vembed"]
 @pytest.fixture
 def cfg(vembed: Command) -> str:
     words = texts(32)
-    rows = [{"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"} for row in range(16)]
+    rows = [
+        {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
+        for row in range(16)
+    ]
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("cfg.yaml").write_text(
         f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nval_data_path: train.jsonl\nbatch_size: 8\n"
@@ -27,27 +30,49 @@ def cfg(vembed: Command) -> str:
     return "cfg.yaml"
 
 
-def test_five_lines_then_steps_and_the_rest_in_the_log(vembed: Command, cfg: str) -> None:
+def test_five_lines_then_steps_and_the_rest_in_the_log(
+    vembed: Command, cfg: str
+) -> None:
     done = vembed("train", cfg, "output_dir=normal")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    setup = [line.partition(":")[0] for line in lines if line.partition(":")[0] in ("model", "data", "steps", "device")]
+    setup = [
+        line.partition(":")[0]
+        for line in lines
+        if line.partition(":")[0] in ("model", "data", "steps", "device")
+    ]
     assert setup[:4] == ["model", "data", "steps", "device"]
     assert "log: normal/training_log.txt" in lines
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 2 and all(len(line) <= 100 for line in steps)
     evaluations = [line for line in lines if line.startswith("evaluation ")]
-    assert len(evaluations) == 2 and all(len(line) <= 100 and "; took " in line for line in evaluations)
-    assert any(line.startswith("warning: 16 of the 16 queries of the validation data") for line in lines)
+    assert len(evaluations) == 2 and all(
+        len(line) <= 100 and "; took " in line for line in evaluations
+    )
+    assert any(
+        line.startswith("warning: 16 of the 16 queries of the validation data")
+        for line in lines
+    )
     assert "FSDP" not in done.out and "Rank 0" not in done.out
     log = Path("normal/training_log.txt").read_text()
-    assert all(" MAP@10 " in line for line in log.splitlines() if "INFO evaluation " in line), "all scores"
-    assert "FSDP parameter summary:" in log and "Rank 0, CPU: " in log and "device: cpu, 1 process, " in log
+    assert all(
+        " MAP@10 " in line for line in log.splitlines() if "INFO evaluation " in line
+    ), "all scores"
+    assert (
+        "FSDP parameter summary:" in log
+        and "Rank 0, CPU: " in log
+        and "device: cpu, 1 process, " in log
+    )
 
 
 def test_fsdp_that_one_process_cannot_do_is_said(vembed: Command, cfg: str) -> None:
-    out = vembed("train", cfg, "output_dir=asked", "use_fsdp=true", "val_data_path=null").out
-    assert "strategy single (FSDP was asked for, but one process has nobody to shard with" in out
+    out = vembed(
+        "train", cfg, "output_dir=asked", "use_fsdp=true", "val_data_path=null"
+    ).out
+    assert (
+        "strategy single (FSDP was asked for, but one process has nobody to shard with"
+        in out
+    )
 
 
 def test_verbose_shows_all_and_quiet_only_warnings(vembed: Command, cfg: str) -> None:
@@ -58,11 +83,20 @@ def test_verbose_shows_all_and_quiet_only_warnings(vembed: Command, cfg: str) ->
     assert "step 2/2" in Path("quiet/training_log.txt").read_text()
 
 
-def test_step_lines_fit_and_time_left_follows_the_recent_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_lines_fit_and_time_left_follows_the_recent_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = {
-        "step": 123_456, "epoch": 12.34, "loss": 12.3456, "learning_rate": 1.25e-5, "grad_norm": 1234.5678,
-        "samples_per_second": 12_345.6, "memory": [1, 2], "skew": 1.5, "slowest_rank": 127,
-    }  # fmt: skip
+        "step": 123_456,
+        "epoch": 12.34,
+        "loss": 12.3456,
+        "learning_rate": 1.25e-5,
+        "grad_norm": 1234.5678,
+        "samples_per_second": 12_345.6,
+        "memory": [1, 2],
+        "skew": 1.5,
+        "slowest_rank": 127,
+    }
     assert len(log_line(values, 1_234_567, 400_000)) <= 100
     now = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)

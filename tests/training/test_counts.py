@@ -16,18 +16,26 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Counts of a tiny model's runs; those of padding and of the loss are the benchmark's own."""
     folder = tmp_path_factory.mktemp("counts")
     write_data(folder)
-    runs, _ = run_ranks(run_counts, NUM_RANKS, folder, shared(tiny_bert), process_group=False)
+    runs, _ = run_ranks(
+        run_counts, NUM_RANKS, folder, shared(tiny_bert), process_group=False
+    )
     return {"runs": runs, **more_counts()}
 
 
-def test_texts_are_not_padded_and_where_a_model_needs_it_far_less_than_by_columns(found: dict[str, Any]) -> None:
+def test_texts_are_not_padded_and_where_a_model_needs_it_far_less_than_by_columns(
+    found: dict[str, Any],
+) -> None:
     assert {run["padding"] for run in found["runs"]} == {0.0}
-    padded, by_column = (1 / (1 - found[key]) for key in ("padding_if_padded", "padding_by_column"))
+    padded, by_column = (
+        1 / (1 - found[key]) for key in ("padding_if_padded", "padding_by_column")
+    )
     assert padded < 1.2
     assert by_column > 1.8 * padded
 
 
-def test_forwards_are_micro_batches_and_twice_as_many_with_gradient_cache(found: dict[str, Any]) -> None:
+def test_forwards_are_micro_batches_and_twice_as_many_with_gradient_cache(
+    found: dict[str, Any],
+) -> None:
     whole, kept, cached = found["runs"]
     assert whole["forwards_per_step"] < 2
     assert kept["forwards_per_step"] > 5
@@ -41,7 +49,13 @@ def test_the_step_seldom_waits_for_the_device(found: dict[str, Any]) -> None:
 
 
 def test_collectives_do_not_depend_on_micro_batches(found: dict[str, Any]) -> None:
-    once = {"all_gather_ints": 1, "all_reduce_gradients": 1, "max_ints": 1, "reduce_scatter_rows": 1, "sum_scalars": 1}
+    once = {
+        "all_gather_ints": 1,
+        "all_reduce_gradients": 1,
+        "max_ints": 1,
+        "reduce_scatter_rows": 1,
+        "sum_scalars": 1,
+    }
     for run in found["runs"]:
         assert run["collectives_per_step"] == {**once, "all_gather_rows": 2}
 

@@ -22,7 +22,11 @@ MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": N
 def write(path: Path) -> Path:
     found = texts(NUM_ROWS, seed=3, shortest=5, longest=9)
     rows = [
-        {"query": text.rpartition(" ")[0], "positive": text, "negatives": [found[number - 1]] if number % 2 else []}
+        {
+            "query": text.rpartition(" ")[0],
+            "positive": text,
+            "negatives": [found[number - 1]] if number % 2 else [],
+        }
         for number, text in enumerate(found)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -32,10 +36,19 @@ def write(path: Path) -> Path:
 @pytest.fixture
 def config(tmp_path):
     return {
-        "model_name": str(shared(tiny_bert_st)), "data_path": str(write(tmp_path / "train.jsonl")), "batch_size": 8,
-        "epochs": 3, "output_dir": str(tmp_path / "run"), "report_to": "none", "strategy": "single",
-        "logging_steps": 1, "learning_rate": 1e-2, "warmup_steps": 0, "optim": "sgd", "mine": MINE,
-    }  # fmt: skip
+        "model_name": str(shared(tiny_bert_st)),
+        "data_path": str(write(tmp_path / "train.jsonl")),
+        "batch_size": 8,
+        "epochs": 3,
+        "output_dir": str(tmp_path / "run"),
+        "report_to": "none",
+        "strategy": "single",
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "warmup_steps": 0,
+        "optim": "sgd",
+        "mine": MINE,
+    }
 
 
 class Seen(Hook):
@@ -47,12 +60,16 @@ class Seen(Hook):
 
     def on_start(self, run):
         self.run = run
-        self.miner = next(hook for hook in run.hooks._all if isinstance(hook, EpochMiner))
+        self.miner = next(
+            hook for hook in run.hooks._all if isinstance(hook, EpochMiner)
+        )
 
     def on_step(self, report):
         self.documents.append(self.miner._numbers.tolist())
         self.losses.append(report.outcome.loss)
-        self.batches.append([len(report.batches[0][0].negative), sorted(report.batches[0][0].where)])
+        self.batches.append(
+            [len(report.batches[0][0].negative), sorted(report.batches[0][0].where)]
+        )
         if report.step == self.fails_after:
             raise RunError("killed")
 
@@ -74,16 +91,28 @@ def test_each_epoch_has_negatives_of_its_own(config):
     assert first[0] != second[0] != third[0]
     assert all(sum(number >= 0 for number in row) == 3 for row in first[0])
     text = (result.output_dir / "training_log.txt").read_text()
-    lines = [line.partition("mine: ")[2] for line in text.splitlines() if "mine: before" in line]
-    assert [line.partition(",")[0] for line in lines] == [f"before epoch {epoch}" for epoch in (1, 2, 3)]
+    lines = [
+        line.partition("mine: ")[2]
+        for line in text.splitlines()
+        if "mine: before" in line
+    ]
+    assert [line.partition(",")[0] for line in lines] == [
+        f"before epoch {epoch}" for epoch in (1, 2, 3)
+    ]
     assert "72 negatives for 24 examples (mean score 0." in lines[0]
     assert "100.0% new" in lines[0]
-    logged = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line)
+        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     mined = [line["step"] for line in logged if "mine/score" in line]
     assert mined == [1, 4, 7]
     assert not (result.output_dir / FOLDER).exists()
     # The batches get them: the data have a negative for every second row.
-    plain = [sum(int(where.rpartition(":")[2]) % 2 == 0 for where in batch) for _, batch in seen.batches]
+    plain = [
+        sum(int(where.rpartition(":")[2]) % 2 == 0 for where in batch)
+        for _, batch in seen.batches
+    ]
     assert [count for count, _ in seen.batches] == [own + 3 * 8 for own in plain]
 
 
@@ -109,12 +138,21 @@ def test_the_order_of_the_data_is_that_without_mining(config):
     orders = []
     for changes in ({}, {"mine": None}):
         order = Order()
-        vembed.train({**config, **changes, "output_dir": f"{config['output_dir']}-{len(orders)}"}, hooks=[order])
+        vembed.train(
+            {
+                **config,
+                **changes,
+                "output_dir": f"{config['output_dir']}-{len(orders)}",
+            },
+            hooks=[order],
+        )
         orders.append(order.rows)
     assert orders[0] == orders[1]
 
 
-@pytest.mark.parametrize("saved, killed", [(1, 5), (3, 4)], ids=["inside an epoch", "between epochs"])
+@pytest.mark.parametrize(
+    "saved, killed", [(1, 5), (3, 4)], ids=["inside an epoch", "between epochs"]
+)
 def test_a_killed_run_goes_on_with_the_same_negatives(config, tmp_path, saved, killed):
     whole, _ = train(config, output_dir=str(tmp_path / "whole"))
     before, _ = train(config, save_steps=saved, fails_after=killed)
@@ -137,12 +175,16 @@ def test_the_negatives_are_part_of_the_checkpoint(config):
 
 def test_other_documents_are_refused(config, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(20, seed=9)))
+    corpus.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(20, seed=9))
+    )
     options = {**config, "mine": {**MINE, "corpus_path": str(corpus)}}
     seen, result = train(options, epochs=1, save_steps=2)
     mined = {number for row in seen.documents[0] for number in row}
     assert max(mined) < seen.miner._miner.documents.num_candidates <= 20
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(20, seed=10)))
+    corpus.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts(20, seed=10))
+    )
     shutil.rmtree(result.output_dir / "final")
     shutil.rmtree(result.output_dir / "checkpoint-3", ignore_errors=True)
     with pytest.raises(UserError, match="the documents that are mined have changed"):
@@ -162,10 +204,14 @@ def mined_on_a_rank(config):
 
 
 def test_two_ranks_mine_what_one_mines(config, tmp_path):
-    documents, losses = mined_on_a_rank({**config, "epochs": 2, "output_dir": str(tmp_path / "one")})
+    documents, losses = mined_on_a_rank(
+        {**config, "epochs": 2, "output_dir": str(tmp_path / "one")}
+    )
     options = {**config, "epochs": 2, "batch_size": 4}
     cases = {
-        strategy: ({**options, "strategy": strategy, "output_dir": str(tmp_path / strategy)},)
+        strategy: (
+            {**options, "strategy": strategy, "output_dir": str(tmp_path / strategy)},
+        )
         for strategy in ("ddp", "fsdp")
     }
     found = run_cases(mined_on_a_rank, 2, cases, process_group=False)
@@ -177,6 +223,11 @@ def test_two_ranks_mine_what_one_mines(config, tmp_path):
 
 def test_labelled_data_are_refused(config, tmp_path):
     path = tmp_path / "labelled.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "label": str(n % 3)}) + "\n" for n, text in enumerate(texts(12))))
+    path.write_text(
+        "".join(
+            json.dumps({"text": text, "label": str(n % 3)}) + "\n"
+            for n, text in enumerate(texts(12))
+        )
+    )
     with pytest.raises(UserError, match="mine needs pairs of queries and documents"):
         vembed.train({**config, "data_path": str(path)})

@@ -18,14 +18,14 @@ from tests.tiny import shared, tiny_qwen3
 from tests.training.test_run import settings
 from tests.training.tiny_run import config_for
 from vembed.config.loading import resolve_run
-from vembed.distributed.devices import matmul_precision
-from vembed.distributed.session import start_session
 from vembed.errors import RunError
 from vembed.evaluation.retrieval import top_k
-from vembed.families.decisions import describe
 from vembed.models.embedding_model import build_model
+from vembed.models.families.decisions import describe
 from vembed.models.packing import half_dtype
 from vembed.models.pooling import pool
+from vembed.parallel.devices import matmul_precision
+from vembed.parallel.session import start_session
 from vembed.training import trainer
 from vembed.training.update import Outcome
 from vembed.training.watch import Watch
@@ -38,7 +38,9 @@ class Precisions(TorchFunctionMode):
         super().__init__()
         self.seen: set[str] = set()
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if "matmul" in getattr(func, "__name__", ""):
             self.seen.add(torch.get_float32_matmul_precision())
         return func(*args, **(kwargs or {}))
@@ -51,7 +53,9 @@ def test_pooling_was_rounded_to_bfloat16_under_autocast(pooling: Any) -> None:
     wanted = pool(pooling, hidden.double(), mask)
     with torch.autocast("cpu", torch.bfloat16):
         for tokens in (mask, mask.bool()):
-            torch.testing.assert_close(pool(pooling, hidden, tokens).double(), wanted, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                pool(pooling, hidden, tokens).double(), wanted, rtol=1e-6, atol=1e-6
+            )
 
 
 def test_retrieval_scores_were_computed_in_tf32() -> None:
@@ -61,9 +65,13 @@ def test_retrieval_scores_were_computed_in_tf32() -> None:
     assert precisions.seen == {"highest"}
 
 
-def test_attention_ran_in_float16_where_nothing_was_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_ran_in_float16_where_nothing_was_in_16_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wide, narrow = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
-    assert half_dtype(wide, wide, wide) is None, "torch.get_autocast_dtype alone gives float16 on GPUs"
+    assert half_dtype(wide, wide, wide) is None, (
+        "torch.get_autocast_dtype alone gives float16 on GPUs"
+    )
     assert half_dtype(wide, wide, narrow) is torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         assert half_dtype(wide, wide, wide) is torch.bfloat16
@@ -76,7 +84,9 @@ class Written(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple) else (result,):
             if isinstance(one, Tensor) and not func.is_view:
@@ -86,12 +96,21 @@ class Written(TorchDispatchMode):
 
 def test_adapters_widened_every_input_to_float32_under_autocast(tmp_path: Path) -> None:
     """Bytes that the forward pass of adapted layers writes, with peft's cast and without."""
-    options = {"use_lora": True, "lora_dropout": 0.1, "mixed_precision": "bf16", "torch_dtype": "bfloat16"}
+    options = {
+        "use_lora": True,
+        "lora_dropout": 0.1,
+        "mixed_precision": "bf16",
+        "torch_dtype": "bfloat16",
+    }
     config = config_for(tmp_path, model_name=str(shared(tiny_qwen3)), **options)
     written: dict[bool, int] = {}
     with start_session(resolve_run(config)) as session:
-        model = session.prepare(build_model(config, describe(config), compute_dtype=torch.bfloat16))
-        layers = [one for one in model.modules() if "cast_input_dtype_enabled" in vars(one)]
+        model = session.prepare(
+            build_model(config, describe(config), compute_dtype=torch.bfloat16)
+        )
+        layers = [
+            one for one in model.modules() if "cast_input_dtype_enabled" in vars(one)
+        ]
         assert layers and not any(one.cast_input_dtype_enabled for one in layers)
         for widens in (True, False):
             for layer in layers:
@@ -102,12 +121,15 @@ def test_adapters_widened_every_input_to_float32_under_autocast(tmp_path: Path) 
     assert written[False] < 0.9 * written[True], written
 
 
-def test_a_run_went_on_without_any_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_went_on_without_any_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = Watch(config_for(tmp_path))
     assert watch.finite(1, Outcome(0.0, 0.0, applied=True), [])
     assert watch.finite(1, Outcome(2.0, 1e-9, applied=True), [])
     monkeypatch.setattr(trainer, "synchronise", lambda model, *_: model.zero_grad())
     with pytest.raises(
-        RunError, match=r"step 1: the loss is \S+ and the gradient norm exactly 0, so nothing is trained"
+        RunError,
+        match=r"step 1: the loss is \S+ and the gradient norm exactly 0, so nothing is trained",
     ):
         vembed.train(settings(tmp_path, max_steps=2, val_data_path=None))

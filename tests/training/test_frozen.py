@@ -42,10 +42,20 @@ def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:
     if not data.exists():
         words_and_pictures(folder, WORDS[:NUM_ROWS], 1, "train", seed=0)
     return {
-        "model_name": str(shared(tiny_clip, dropout=0.3)), "data_path": str(data), "output_dir": str(folder / output),
-        "global_batch_size": 4, "epochs": 2, "learning_rate": 1e-2, "freeze": ["vision"], "use_gradient_cache": True,
-        "gradient_cache_chunk_size": 1, "logging_steps": 1, "report_to": [], "cache_frozen_features": True, **more,
-    }  # fmt: skip
+        "model_name": str(shared(tiny_clip, dropout=0.3)),
+        "data_path": str(data),
+        "output_dir": str(folder / output),
+        "global_batch_size": 4,
+        "epochs": 2,
+        "learning_rate": 1e-2,
+        "freeze": ["vision"],
+        "use_gradient_cache": True,
+        "gradient_cache_chunk_size": 1,
+        "logging_steps": 1,
+        "report_to": [],
+        "cache_frozen_features": True,
+        **more,
+    }
 
 
 def train(settings: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +63,9 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     passed = []
     original = embedding_model.tower_features
 
-    def counting(description: Any, backbone: Any, modality: str, inputs: Any, *more: Any) -> torch.Tensor:
+    def counting(
+        description: Any, backbone: Any, modality: str, inputs: Any, *more: Any
+    ) -> torch.Tensor:
         if modality == "image":
             passed.append(len(inputs["pixel_values"]))
         return original(description, backbone, modality, inputs, *more)
@@ -63,8 +75,18 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         vembed.train(settings)
     finally:
         embedding_model.tower_features = original
-    lines = [json.loads(line) for line in (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()]
-    return {"losses": [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line], "passed": sum(passed)}
+    lines = [
+        json.loads(line)
+        for line in (Path(settings["output_dir"]) / "metrics.jsonl")
+        .read_text()
+        .splitlines()
+    ]
+    return {
+        "losses": [
+            (line["loss"], line["grad_norm"]) for line in lines if "loss" in line
+        ],
+        "passed": sum(passed),
+    }
 
 
 def train_there(cache: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -81,13 +103,20 @@ def weights(folder: Path, output: str) -> dict[str, torch.Tensor]:
     return load_file(folder / output / "final" / WEIGHTS)
 
 
-def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_changes(tmp_path: Path) -> None:
+def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_changes(
+    tmp_path: Path,
+) -> None:
     without = train(options(tmp_path, "without", cache_frozen_features=False))
     first = train(options(tmp_path, "first"))
-    assert f"frozen features, image: {NUM_ROWS} computed, {NUM_ROWS} read from" in logged(tmp_path, "first")
+    assert (
+        f"frozen features, image: {NUM_ROWS} computed, {NUM_ROWS} read from"
+        in logged(tmp_path, "first")
+    )
     second = train(options(tmp_path, "second"))
     dummy = 1
-    assert without["passed"] == 2 * NUM_ROWS + dummy  # once per step, also under Gradient Cache
+    assert (
+        without["passed"] == 2 * NUM_ROWS + dummy
+    )  # once per step, also under Gradient Cache
     assert first["passed"] == NUM_ROWS + dummy
     assert second["passed"] == dummy
     assert first["losses"] == second["losses"] == without["losses"]
@@ -97,8 +126,12 @@ def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_chan
             assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("kept", [{}, {"use_gradient_cache": False}], ids=["cached", "kept-graphs"])
-def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path: Path, kept: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "kept", [{}, {"use_gradient_cache": False}], ids=["cached", "kept-graphs"]
+)
+def test_a_frozen_tower_without_projection_and_kept_graphs(
+    tmp_path: Path, kept: dict[str, Any]
+) -> None:
     more = {"model_name": str(shared(tiny_siglip)), "loss": "sigmoid", **kept}
     without = train(options(tmp_path, "without", cache_frozen_features=False, **more))
     assert train(options(tmp_path, "with", **more))["losses"] == without["losses"]
@@ -112,7 +145,9 @@ STRATEGIES = {
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+def on_two_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """A run on one process, and runs on two ranks of each strategy: after it, and with an empty cache."""
     folder = tmp_path_factory.mktemp("ranks")
     more = {"model_name": str(shared(tiny_clip)), "mixed_precision": "no"}
@@ -124,7 +159,10 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, An
         shutil.copytree(folder / "cache", folder / f"{name}-full")
         for cache in ("full", "empty"):
             place = f"{name}-{cache}"
-            cases[place] = (str(folder / place), options(folder, f"{place}-run", **more | strategy))
+            cases[place] = (
+                str(folder / place),
+                options(folder, f"{place}-run", **more | strategy),
+            )
     return one, run_cases(train_there, 2, cases, process_group=False)
 
 
@@ -133,7 +171,9 @@ def test_two_ranks_use_what_the_other_has_computed(
     on_two_ranks: tuple[dict[str, Any], dict[str, Any]], strategy: str
 ) -> None:
     one, found = on_two_ranks
-    again, two = (result_of(found, f"{strategy}-{cache}") for cache in ("full", "empty"))
+    again, two = (
+        result_of(found, f"{strategy}-{cache}") for cache in ("full", "empty")
+    )
     assert [rank["passed"] for rank in again] == [1, 1]  # a dummy each
     assert sum(rank["passed"] for rank in two) == NUM_ROWS + 2
     for ranks in (again, two):
@@ -148,16 +188,26 @@ def with_evaluations(folder: Path, output: str, **more: Any) -> dict[str, Any]:
     data = folder / "val.jsonl"
     if not data.exists():
         words_and_pictures(folder, WORDS[:NUM_EVALUATED], 1, "val", seed=1)
-    val = {"val_data_path": str(data), "eval_before": True, "eval_steps": 4, "eval_batch_tokens": 1}
+    val = {
+        "val_data_path": str(data),
+        "eval_before": True,
+        "eval_steps": 4,
+        "eval_batch_tokens": 1,
+    }
     return options(folder, output, **val | more)
 
 
 def evaluations(folder: Path, output: str) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / output / "metrics.jsonl").read_text().splitlines()
+    ]
     return [line["eval"] for line in lines if "eval" in line]
 
 
-def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(tmp_path: Path) -> None:
+def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(
+    tmp_path: Path,
+) -> None:
     without = train(with_evaluations(tmp_path, "without", cache_frozen_features=False))
     first = train(with_evaluations(tmp_path, "first"))
     second = train(with_evaluations(tmp_path, "second"))
@@ -170,9 +220,17 @@ def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(tmp_path: Path
     assert scores == evaluations(tmp_path, "first") == evaluations(tmp_path, "second")
 
 
-def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path: Path, cache: Path) -> None:
-    more = {"model_name": str(shared(tiny_clip)), "mixed_precision": "no", "eval_steps": None}
-    train(with_evaluations(tmp_path, "one", **more | {"epochs": 1, "max_steps": 1}))  # keeps all that is evaluated
+def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(
+    tmp_path: Path, cache: Path
+) -> None:
+    more = {
+        "model_name": str(shared(tiny_clip)),
+        "mixed_precision": "no",
+        "eval_steps": None,
+    }
+    train(
+        with_evaluations(tmp_path, "one", **more | {"epochs": 1, "max_steps": 1})
+    )  # keeps all that is evaluated
     picture = tmp_path / "images" / f"val-{WORDS[0]}-0.png"
     os.utime(picture, ns=(1, 1))  # one that only one rank lacks
     cases = {}
@@ -183,27 +241,46 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path: 
             with_evaluations(tmp_path, f"{strategy}-run", **more, strategy=strategy),
         )
     found = run_cases(train_there, 2, cases, process_group=False)
-    train(with_evaluations(tmp_path, "whole", **more | {"strategy": "auto", "cache_frozen_features": False}))
+    train(
+        with_evaluations(
+            tmp_path,
+            "whole",
+            **more | {"strategy": "auto", "cache_frozen_features": False},
+        )
+    )
     first_of_each, to_stay_in_step = 2, 1
     for strategy in cases:
         two = result_of(found, strategy)
-        assert sum(rank["passed"] for rank in two) == 1 + (NUM_ROWS - 4) + first_of_each + to_stay_in_step, strategy
-        for one, other in zip(evaluations(tmp_path, f"{strategy}-run"), evaluations(tmp_path, "whole"), strict=True):
+        assert (
+            sum(rank["passed"] for rank in two)
+            == 1 + (NUM_ROWS - 4) + first_of_each + to_stay_in_step
+        ), strategy
+        for one, other in zip(
+            evaluations(tmp_path, f"{strategy}-run"),
+            evaluations(tmp_path, "whole"),
+            strict=True,
+        ):
             assert one == pytest.approx(other), strategy
 
 
-def test_the_start_says_how_large_the_folder_is_and_marks_what_is_used(tmp_path: Path, cache: Path) -> None:
+def test_the_start_says_how_large_the_folder_is_and_marks_what_is_used(
+    tmp_path: Path, cache: Path
+) -> None:
     train(options(tmp_path, "first"))
     (tower,) = cache.iterdir()
     os.utime(tower, (1, 1))
     (cache / "other").mkdir()
     (cache / "other" / "one.features").write_bytes(bytes(2_000_000))
     train(options(tmp_path, "second"))
-    assert f"frozen features: {cache} holds those of 2 towers, 2.0 MB in all" in logged(tmp_path, "second")
+    assert f"frozen features: {cache} holds those of 2 towers, 2.0 MB in all" in logged(
+        tmp_path, "second"
+    )
     assert tower.stat().st_mtime > 1
 
 
-def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_computes_only_what_it_has_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = train(options(tmp_path, "whole", cache_frozen_features=False))
     agree, micro_batches = Interrupts.agree, []
 
@@ -225,7 +302,9 @@ def test_other_weights_other_pictures_and_other_settings_have_features_of_their_
     tmp_path: Path, cache: Path
 ) -> None:
     train(options(tmp_path, "first"))
-    other = train(options(tmp_path, "other", model_name=str(shared(tiny_clip))))  # dropout is a setting of the tower
+    other = train(
+        options(tmp_path, "other", model_name=str(shared(tiny_clip)))
+    )  # dropout is a setting of the tower
     assert other["passed"] == NUM_ROWS + 1 and len(list(cache.iterdir())) == 2
     half = train(options(tmp_path, "half", torch_dtype="bfloat16"))
     assert half["passed"] == NUM_ROWS + 1 and len(list(cache.iterdir())) == 3
@@ -239,9 +318,11 @@ def test_other_weights_other_pictures_and_other_settings_have_features_of_their_
 
 def _features(count: int) -> list[Features]:
     return [
-        Features("text", 3, number, number, np.array([number, number + 1, 7], dtype=np.int32))
+        Features(
+            "text", 3, number, number, np.array([number, number + 1, 7], dtype=np.int32)
+        )
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def _written(folder: Path, inputs: list[Features], rows: np.ndarray) -> Path:
@@ -260,8 +341,13 @@ def _corrupt(path: Path, position: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_rows_come_back_in_this_process_and_in_others(tmp_path: Path, dtype: Any) -> None:
-    inputs, rows = _features(8), np.random.default_rng(0).normal(size=(8, 5)).astype(dtype)
+def test_rows_come_back_in_this_process_and_in_others(
+    tmp_path: Path, dtype: Any
+) -> None:
+    inputs, rows = (
+        _features(8),
+        np.random.default_rng(0).normal(size=(8, 5)).astype(dtype),
+    )
     writer, reader = FeatureStore(tmp_path, "tower"), FeatureStore(tmp_path, "tower")
     assert reader.find(inputs) == {}
     writer.add(inputs[:5], rows[:5])
@@ -282,17 +368,25 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(whole)
         _corrupt(path, position)
         found = FeatureStore(tmp_path, "tower").find(inputs)
-        assert len(found) < 6 and all(np.array_equal(row, rows[place]) for place, row in found.items())
+        assert len(found) < 6 and all(
+            np.array_equal(row, rows[place]) for place, row in found.items()
+        )
         path.write_bytes(whole[:position])
         found = FeatureStore(tmp_path, "tower").find(inputs)
-        assert len(found) < 6 and all(np.array_equal(row, rows[place]) for place, row in found.items())
+        assert len(found) < 6 and all(
+            np.array_equal(row, rows[place]) for place, row in found.items()
+        )
 
 
-def test_damage_is_said_and_made_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_is_said_and_made_good(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     inputs, rows = _features(6), np.arange(24, dtype=np.float32).reshape(6, 4)
     path = _written(tmp_path, inputs, rows)
     _corrupt(path, len(path.read_bytes()) - 1)
-    (tmp_path / "tower" / "notes.features").write_text("a file of somebody else's, which is longer than a header is")
+    (tmp_path / "tower" / "notes.features").write_text(
+        "a file of somebody else's, which is longer than a header is"
+    )
     store = FeatureStore(tmp_path, "tower")
     found = store.find(inputs)
     assert "notes.features does not hold features of this tower" in caplog.text
@@ -305,7 +399,9 @@ def test_damage_is_said_and_made_good(tmp_path: Path, caplog: pytest.LogCaptureF
     assert len(FeatureStore(tmp_path, "tower").find(inputs)) == 6
 
 
-def test_a_run_with_damaged_features_computes_them_anew(tmp_path: Path, cache: Path) -> None:
+def test_a_run_with_damaged_features_computes_them_anew(
+    tmp_path: Path, cache: Path
+) -> None:
     first = train(options(tmp_path, "first"))
     (path,) = cache.glob("*/*.features")
     _corrupt(path, len(path.read_bytes()) // 2)
@@ -313,7 +409,9 @@ def test_a_run_with_damaged_features_computes_them_anew(tmp_path: Path, cache: P
     assert again["losses"] == first["losses"] and 1 < again["passed"] <= NUM_ROWS + 1
 
 
-def test_a_full_disk_costs_time_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_time_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without = train(options(tmp_path, "without", cache_frozen_features=False))
     append, micro_batches = row_store.append, []
 
@@ -326,16 +424,26 @@ def test_a_full_disk_costs_time_and_not_the_run(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(row_store, "append", full)
     assert train(options(tmp_path, "run"))["losses"] == without["losses"]
     said = logged(tmp_path, "run")
-    assert said.count("cannot be written (No space left on device)") == 1 and "set XDG_CACHE_HOME" in said
+    assert (
+        said.count("cannot be written (No space left on device)") == 1
+        and "set XDG_CACHE_HOME" in said
+    )
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", [{"freeze": []}, {"freeze": [], "use_lora": True}])
-def test_without_a_frozen_tower_it_is_refused_before_a_model_is_read(tmp_path: Path, more: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"needs a tower of which nothing is trained.*freeze: \[vision\]"):
-        vembed.train(options(tmp_path, "run", model_name=str(tmp_path / "nowhere"), **more))
+def test_without_a_frozen_tower_it_is_refused_before_a_model_is_read(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"needs a tower of which nothing is trained.*freeze: \[vision\]",
+    ):
+        vembed.train(
+            options(tmp_path, "run", model_name=str(tmp_path / "nowhere"), **more)
+        )
 
 
 def test_parts_of_towers_are_not_enough(tmp_path: Path) -> None:

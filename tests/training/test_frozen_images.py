@@ -30,10 +30,18 @@ def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:
     if not data.exists():
         mixed_rows(folder, 12)
     return {
-        "model_name": str(tiny.shared(tiny.tiny_qwen3_vl)), "data_path": str(data), "output_dir": str(folder / output),
-        "global_batch_size": 6, "max_steps": 3, "learning_rate": 1e-2, "use_gradient_cache": True,
-        "micro_batch_tokens": 60, "logging_steps": 1, "report_to": [], **more,
-    }  # fmt: skip
+        "model_name": str(tiny.shared(tiny.tiny_qwen3_vl)),
+        "data_path": str(data),
+        "output_dir": str(folder / output),
+        "global_batch_size": 6,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "use_gradient_cache": True,
+        "micro_batch_tokens": 60,
+        "logging_steps": 1,
+        "report_to": [],
+        **more,
+    }
 
 
 def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
@@ -47,7 +55,9 @@ def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
         passed.append(len(inputs["image_grid_thw"]))
         return original[0](backbone, inputs)
 
-    def counted(description: Any, backbone: Any, modality: str, inputs: Any, *more: Any) -> torch.Tensor:
+    def counted(
+        description: Any, backbone: Any, modality: str, inputs: Any, *more: Any
+    ) -> torch.Tensor:
         if "pixel_values" in inputs:
             passed.append(len(inputs["image_grid_thw"]))
         return forward(description, backbone, modality, inputs, *more)
@@ -60,19 +70,29 @@ def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
     finally:
         embedding_model.image_features, FrozenImages.keeps = original  # type: ignore[method-assign]
         embedding_model.tower_features = forward
-    found = list(zip(metrics(settings["output_dir"]), metrics(settings["output_dir"], "grad_norm"), strict=True))
+    found = list(
+        zip(
+            metrics(settings["output_dir"]),
+            metrics(settings["output_dir"], "grad_norm"),
+            strict=True,
+        )
+    )
     return {"losses": found, "passed": sum(passed)}
 
 
 @pytest.mark.parametrize("make", FAMILIES)
-def test_what_the_image_tower_gave_can_take_the_place_of_pixels(make: Callable[..., Path]) -> None:
+def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
+    make: Callable[..., Path],
+) -> None:
     model = built(make, freeze=["vision"]).train()
     (part,) = [part for part in parts_for(model.description) if part[0] == "multimodal"]
     per_token = model.bytes_of_frozen_images()
     (features,) = model([part], images_only=True)
     assert not features.requires_grad
     assert features.shape[0] * features.shape[2] * 4 == per_token
-    given = {name: tensor for name, tensor in part[1].items() if name != "pixel_values"} | {"image_features": features}
+    given = {
+        name: tensor for name, tensor in part[1].items() if name != "pixel_values"
+    } | {"image_features": features}
     (through,), (direct,) = model([("multimodal", given)]), model([part])
     assert torch.equal(through, direct) and through.requires_grad
     assert built(make).bytes_of_frozen_images() is None
@@ -81,30 +101,48 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(make: Callable[.
 
 @pytest.mark.parametrize(
     "more",
-    [FROZEN, LORA, {**FROZEN, "gradient_checkpointing": True}, {**LORA, "mixed_precision": "bf16"}],
+    [
+        FROZEN,
+        LORA,
+        {**FROZEN, "gradient_checkpointing": True},
+        {**LORA, "mixed_precision": "bf16"},
+    ],
     ids=["frozen", "lora", "checkpointing", "bf16"],
 )
-def test_each_image_passes_once_and_the_run_is_the_same(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_each_image_passes_once_and_the_run_is_the_same(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
     twice = train(options(tmp_path, "twice", **more), keeps=False)
     once = train(options(tmp_path, "once", **more))
     assert once["losses"] == twice["losses"]
     assert 0 < once["passed"] == twice["passed"] / 2
     others = load_file(tmp_path / "twice" / "final" / "model.safetensors")
-    for name, value in load_file(tmp_path / "once" / "final" / "model.safetensors").items():
+    for name, value in load_file(
+        tmp_path / "once" / "final" / "model.safetensors"
+    ).items():
         assert torch.equal(value, others[name]), name
 
 
-STRATEGIES = {"ddp": {"strategy": "ddp"}, "fsdp2": {"use_fsdp": True}, "fsdp1": {"use_fsdp": True, "fsdp_version": 1}}
+STRATEGIES = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp2": {"use_fsdp": True},
+    "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
+}
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+def on_two_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """A run on one process, and runs on two ranks of each strategy, with kept images and without."""
     folder = tmp_path_factory.mktemp("ranks")
     more = {**LORA, "lora_dropout": 0.0, "mixed_precision": "no"}
     one = train(options(folder, "one", **more), keeps=False)
     cases = {
-        f"{name}-{keeps}": (options(folder, f"{name}-{keeps}", **more, **strategy), keeps)
+        f"{name}-{keeps}": (
+            options(folder, f"{name}-{keeps}", **more, **strategy),
+            keeps,
+        )
         for name, strategy in STRATEGIES.items()
         for keeps in (True, False)
     }
@@ -112,19 +150,28 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, An
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_on_two_ranks(on_two_ranks: tuple[dict[str, Any], dict[str, Any]], strategy: str) -> None:
+def test_on_two_ranks(
+    on_two_ranks: tuple[dict[str, Any], dict[str, Any]], strategy: str
+) -> None:
     one, found = on_two_ranks
     two, again = (result_of(found, f"{strategy}-{keeps}") for keeps in (True, False))
     assert two[0]["losses"] == again[0]["losses"]
-    assert all(0 < mine["passed"] == other["passed"] / 2 for mine, other in zip(two, again, strict=True))
+    assert all(
+        0 < mine["passed"] == other["passed"] / 2
+        for mine, other in zip(two, again, strict=True)
+    )
     np.testing.assert_allclose(two[0]["losses"], one["losses"], rtol=1e-4)
 
 
-def test_where_there_is_no_room_or_no_second_phase_nothing_is_kept(tmp_path: Path) -> None:
+def test_where_there_is_no_room_or_no_second_phase_nothing_is_kept(
+    tmp_path: Path,
+) -> None:
     images = FrozenImages.__new__(FrozenImages)
     images.max_tokens = 100
     assert images.keeps(100) and not images.keeps(101)
-    kept_graphs = train(options(tmp_path, "graphs", **{**FROZEN, "use_gradient_cache": False}))
+    kept_graphs = train(
+        options(tmp_path, "graphs", **{**FROZEN, "use_gradient_cache": False})
+    )
     cached = train(options(tmp_path, "cached", **FROZEN))
     assert kept_graphs["passed"] == cached["passed"]
     np.testing.assert_allclose(kept_graphs["losses"], cached["losses"], rtol=1e-5)

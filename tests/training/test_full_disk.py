@@ -14,7 +14,7 @@ import vembed
 from tests.training.test_checkpoint import found_in
 from tests.training.test_run import settings
 from vembed.errors import RunError
-from vembed.report.report import write_report
+from vembed.evaluation.report.report import write_report
 from vembed.training import finish
 from vembed.training.hooks import Hook, StepReport
 
@@ -28,10 +28,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "none", folder], check=False, capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "none", folder],
+        check=False,
+        capture_output=True,
     )
     if mounted.returncode:
-        pytest.skip("no right to mount a small file system here; limits on file sizes stand in for it in other tests")
+        pytest.skip(
+            "no right to mount a small file system here; limits on file sizes stand in for it in other tests"
+        )
     try:
         yield folder
     finally:
@@ -63,13 +67,20 @@ def fill(disk: Path, room: int = ROOM) -> None:
 def test_a_run_whose_disk_fills_up_says_so_and_goes_on_when_there_is_room(
     disk: Path, tmp_path: Path, when: str
 ) -> None:
-    options = {**settings(tmp_path, max_steps=2, **OPTIONS), "output_dir": str(disk / "run")}
+    options = {
+        **settings(tmp_path, max_steps=2, **OPTIONS),
+        "output_dir": str(disk / "run"),
+    }
     with pytest.raises((RunError, OSError), match="No space left on device") as caught:
         vembed.train(options, hooks=[Filler(disk, 2 if when == "checkpoint" else None)])
     assert not (disk / "run" / "final").exists()
     good = found_in(disk / "run")
-    assert good is not None and good.name == ("checkpoint-1" if when == "checkpoint" else "checkpoint-2")
-    assert isinstance(caught.value, RunError) and f"ake room in {disk / 'run'}" in str(caught.value)
+    assert good is not None and good.name == (
+        "checkpoint-1" if when == "checkpoint" else "checkpoint-2"
+    )
+    assert isinstance(caught.value, RunError) and f"ake room in {disk / 'run'}" in str(
+        caught.value
+    )
     (disk / "ballast").unlink()
     result = vembed.train({**options, "resume": True})
     assert result.steps == 2 and (result.model_dir / "model.safetensors").is_file()
@@ -78,7 +89,10 @@ def test_a_run_whose_disk_fills_up_says_so_and_goes_on_when_there_is_room(
 def test_a_disk_that_is_full_for_the_report_costs_the_report_alone(
     disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {**settings(tmp_path, max_steps=1, **OPTIONS, save_total_limit=1), "output_dir": str(disk / "run")}
+    options = {
+        **settings(tmp_path, max_steps=1, **OPTIONS, save_total_limit=1),
+        "output_dir": str(disk / "run"),
+    }
     save_model = finish.save_model
 
     def then_full(*arguments: Any, **named: Any) -> Path:
@@ -87,7 +101,10 @@ def test_a_disk_that_is_full_for_the_report_costs_the_report_alone(
         return model
 
     monkeypatch.setattr(finish, "save_model", then_full)
-    with pytest.raises(RunError, match=r"the model is in .*final, but its report .*No space left on device.*make room"):
+    with pytest.raises(
+        RunError,
+        match=r"the model is in .*final, but its report .*No space left on device.*make room",
+    ):
         vembed.train(options)
     assert (disk / "run" / "final" / "model.safetensors").is_file()
     (disk / "ballast").unlink()

@@ -30,10 +30,14 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         return original(*args, **more)
 
     def update(self: Update, *args: Any) -> Any:
-        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        units = [
+            module for module in self.model.modules() if isinstance(module, FSDPModule)
+        ]
         units_seen.add(len(units))
         until_update.append(len(gathers))
-        left.extend(unit._get_fsdp_state()._fsdp_param_group.is_unsharded for unit in units)  # type: ignore[union-attr]
+        left.extend(
+            unit._get_fsdp_state()._fsdp_param_group.is_unsharded for unit in units
+        )  # type: ignore[union-attr]
         return apply(self, *args)
 
     _fsdp_param_group.foreach_all_gather, Update.apply = gather, update  # type: ignore[method-assign]
@@ -42,7 +46,8 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     finally:
         _fsdp_param_group.foreach_all_gather, Update.apply = original, apply  # type: ignore[method-assign]
     return {
-        "gathers": until_update[-1] / STEPS,  # the check of what is saved gathers once more
+        "gathers": until_update[-1]
+        / STEPS,  # the check of what is saved gathers once more
         "units": max(units_seen),
         "left": any(left),
         "losses": metrics(options["output_dir"]),
@@ -55,24 +60,39 @@ def train_all(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train(options) for options in runs]
 
 
-CASES: list[dict[str, Any]] = [{"use_gradient_cache": True}, {"use_gradient_cache": False}, {"use_lora": True}]
+CASES: list[dict[str, Any]] = [
+    {"use_gradient_cache": True},
+    {"use_gradient_cache": False},
+    {"use_lora": True},
+]
 
 
 @pytest.mark.promise("E01")
-def test_units_were_gathered_twice_in_a_step_with_gradient_cache(tmp_path: Path) -> None:
+def test_units_were_gathered_twice_in_a_step_with_gradient_cache(
+    tmp_path: Path,
+) -> None:
     runs = []
     for number, more in enumerate(CASES):
         for once in ({}, {"fsdp_reshard_after_forward": True}):
             folder = tmp_path / f"{number}{len(once)}"
             folder.mkdir()
-            common = {"use_fsdp": True, "batch_size": 8, "max_steps": STEPS, "micro_batch_tokens": 60}
+            common = {
+                "use_fsdp": True,
+                "batch_size": 8,
+                "max_steps": STEPS,
+                "micro_batch_tokens": 60,
+            }
             common |= {"val_data_path": None, "lora_dropout": 0.0, "eval_before": False}
             runs.append(settings(folder, **common, **more, **once))
     found, _ = run_ranks(train_all, 2, runs, process_group=False)
     for more, once, often in zip(CASES, found[::2], found[1::2], strict=True):
         assert once["gathers"] < often["gathers"] / 3, more
-        if "use_gradient_cache" in more:  # otherwise the search for the budget gathers once more
-            assert once["gathers"] == once["units"], "also with two forward passes of the last micro-batch"
+        if (
+            "use_gradient_cache" in more
+        ):  # otherwise the search for the budget gathers once more
+            assert once["gathers"] == once["units"], (
+                "also with two forward passes of the last micro-batch"
+            )
         assert not once["left"] and not often["left"], more
         for key in ("losses", "norms"):
             assert once[key] == pytest.approx(often[key], rel=1e-6), more

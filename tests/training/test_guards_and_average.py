@@ -17,23 +17,36 @@ from vembed.training.hooks import Hook
 from vembed.weights.checkpoints import whole_model
 
 COMMON = {
-    "model_name": "", "batch_size": 4, "max_steps": 4, "report_to": "none", "strategy": "single", "logging_steps": 1,
-    "learning_rate": 1e-2, "warmup_steps": 1,
-}  # fmt: skip
+    "model_name": "",
+    "batch_size": 4,
+    "max_steps": 4,
+    "report_to": "none",
+    "strategy": "single",
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "warmup_steps": 1,
+}
 
 
 @pytest.fixture
 def config(tmp_path):
     data, val = pairs(tmp_path / "train.jsonl", 24), pairs(tmp_path / "val.jsonl", 30)
     return {
-        **COMMON, "model_name": str(shared(tiny_bert_st)), "data_path": str(data), "val_data_path": str(val),
+        **COMMON,
+        "model_name": str(shared(tiny_bert_st)),
+        "data_path": str(data),
+        "val_data_path": str(val),
         "output_dir": str(tmp_path / "run"),
-    }  # fmt: skip
+    }
 
 
 def weights_of(folder):
     found = load_file(Path(folder) / "model.safetensors")
-    return {name: one.astype(np.float64) for name, one in found.items() if "pooler" not in name}
+    return {
+        name: one.astype(np.float64)
+        for name, one in found.items()
+        if "pooler" not in name
+    }
 
 
 class Collected(Hook):
@@ -57,11 +70,16 @@ def test_final_holds_the_average_of_the_weights(config):
     expected = collected.steps[0]
     for number, weights in enumerate(collected.steps[1:], start=1):
         decay = min(0.2, (1 + number) / (10 + number))
-        expected = {name: decay * old + (1 - decay) * weights[name] for name, old in expected.items()}
+        expected = {
+            name: decay * old + (1 - decay) * weights[name]
+            for name, old in expected.items()
+        }
     found = weights_of(result.model_dir)
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], atol=1e-5)
-    assert any(np.abs(found[name] - collected.steps[-1][name]).max() > 1e-4 for name in found)
+    assert any(
+        np.abs(found[name] - collected.steps[-1][name]).max() > 1e-4 for name in found
+    )
     # The evaluation is that of the average, and training went on from the trained weights.
     scores = vembed.evaluate(result.model_dir, config["val_data_path"])
     assert scores["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"])
@@ -80,14 +98,24 @@ def test_the_average_is_resumed(config, tmp_path):
 
 def test_a_model_made_of_a_checkpoint_has_the_average(config, tmp_path):
     result = vembed.train({**config, "ema": 0.5, "eval_steps": 2, "save_steps": 2})
-    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     seen = {line["step"]: line["eval"]["ndcg@10"] for line in lines if "eval" in line}
     last = whole_model(str(result.output_dir / "checkpoint-4"), tmp_path / "last")
-    one, other = weights_of(last), weights_of(vembed.train({**config, "ema": 0.5, "overwrite": True}).model_dir)
+    one, other = (
+        weights_of(last),
+        weights_of(vembed.train({**config, "ema": 0.5, "overwrite": True}).model_dir),
+    )
     assert all((one[name] == other[name]).all() for name in one)
-    vembed.train({**config, "ema": 0.5, "eval_steps": 2, "save_steps": 2, "overwrite": True})
+    vembed.train(
+        {**config, "ema": 0.5, "eval_steps": 2, "save_steps": 2, "overwrite": True}
+    )
     earlier = whole_model(str(result.output_dir / "checkpoint-2"), tmp_path / "earlier")
-    assert vembed.evaluate(earlier, config["val_data_path"])["ndcg@10"] == pytest.approx(seen[2])
+    assert vembed.evaluate(earlier, config["val_data_path"])[
+        "ndcg@10"
+    ] == pytest.approx(seen[2])
 
 
 def _train_on_a_rank(config):
@@ -95,9 +123,18 @@ def _train_on_a_rank(config):
 
 
 def test_shards_have_the_same_average(config, tmp_path):
-    config |= {"optim": "sgd", "learning_rate": 0.1}  # Adam would enlarge the rounding of gradients that are zero
+    config |= {
+        "optim": "sgd",
+        "learning_rate": 0.1,
+    }  # Adam would enlarge the rounding of gradients that are zero
     alone = vembed.train({**config, "ema": 0.5})
-    options = {"ema": 0.5, "strategy": "fsdp", "batch_size": 2, "output_dir": str(tmp_path / "two"), "eval_steps": 2}
+    options = {
+        "ema": 0.5,
+        "strategy": "fsdp",
+        "batch_size": 2,
+        "output_dir": str(tmp_path / "two"),
+        "eval_steps": 2,
+    }
     run_ranks(_train_on_a_rank, 2, {**config, **options}, process_group=False)
     one, two = weights_of(alone.model_dir), weights_of(tmp_path / "two" / "final")
     for name in one:
@@ -107,24 +144,43 @@ def test_shards_have_the_same_average(config, tmp_path):
 # ---- guards ----------------------------------------------------------------------------------------------------
 
 
-def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(config, tmp_path):
+def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
+    config, tmp_path
+):
     guard = pairs(tmp_path / "general.jsonl", 40)
     options = {
-        "guards": [{"path": str(guard), "max_drop": 0.1}], "eval_steps": 1, "save_steps": 1, "save_total_limit": 1,
-        "max_steps": 40, "learning_rate": 0.2, "warmup_steps": 10,
-    }  # fmt: skip
+        "guards": [{"path": str(guard), "max_drop": 0.1}],
+        "eval_steps": 1,
+        "save_steps": 1,
+        "save_total_limit": 1,
+        "max_steps": 40,
+        "learning_rate": 0.2,
+        "warmup_steps": 10,
+    }
     result = vembed.train({**config, **options})
     assert 1 < result.steps < 40
-    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
-    seen = {line["step"]: line["eval"]["guard/general/ndcg@10"] for line in lines if "eval" in line}
+    lines = [
+        json.loads(line)
+        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+    seen = {
+        line["step"]: line["eval"]["guard/general/ndcg@10"]
+        for line in lines
+        if "eval" in line
+    }
     last, start = max(seen), seen[0]
     held = last - 1
     assert seen[last] < start - 0.1
     assert all(seen[step] >= start - 0.1 for step in range(held + 1))
-    assert vembed.evaluate(result.model_dir, guard)["ndcg@10"] == pytest.approx(seen[held], abs=1e-6)
+    assert vembed.evaluate(result.model_dir, guard)["ndcg@10"] == pytest.approx(
+        seen[held], abs=1e-6
+    )
     checkpoint = result.output_dir / f"checkpoint-{held}"
     assert checkpoint.is_dir()
-    one, other = weights_of(result.model_dir), weights_of(whole_model(str(checkpoint), tmp_path / "held"))
+    one, other = (
+        weights_of(result.model_dir),
+        weights_of(whole_model(str(checkpoint), tmp_path / "held")),
+    )
     assert all((one[name] == other[name]).all() for name in one)
     assert result.metrics["guard/general/ndcg@10"] == pytest.approx(seen[held])
     assert result.metrics["before/guard/general/ndcg@10"] == pytest.approx(start)
@@ -135,33 +191,61 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(config, t
 
 
 @pytest.mark.parametrize("max_drop", [1.0, None])
-def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(config, tmp_path, max_drop):
+def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(
+    config, tmp_path, max_drop
+):
     guard = pairs(tmp_path / "general.jsonl", 40)
-    options = {"eval_steps": 1, "save_steps": 1, "max_steps": 40, "learning_rate": 0.2, "warmup_steps": 10}
-    ended = vembed.train({**config, **options, "guards": [{"path": str(guard), "max_drop": 0.1}]}).steps
+    options = {
+        "eval_steps": 1,
+        "save_steps": 1,
+        "max_steps": 40,
+        "learning_rate": 0.2,
+        "warmup_steps": 10,
+    }
+    ended = vembed.train(
+        {**config, **options, "guards": [{"path": str(guard), "max_drop": 0.1}]}
+    ).steps
     weaker = None if max_drop is None else [{"path": str(guard), "max_drop": max_drop}]
-    result = vembed.train({**config, **options, "guards": weaker, "resume": True, "patience": 1})
+    result = vembed.train(
+        {**config, **options, "guards": weaker, "resume": True, "patience": 1}
+    )
     assert result.steps > ended
-    assert "; final/ is the checkpoint of step" not in (result.output_dir / "report.md").read_text()
+    assert (
+        "; final/ is the checkpoint of step"
+        not in (result.output_dir / "report.md").read_text()
+    )
 
 
 def test_guards_beside_data_that_are_held_out(config, tmp_path):
     guard = pairs(tmp_path / "general.jsonl", 40)
-    options = {"guards": [str(guard)], "val_data_path": None, "val_split": 0.2, "eval_steps": 2, "save_steps": 2}
+    options = {
+        "guards": [str(guard)],
+        "val_data_path": None,
+        "val_split": 0.2,
+        "eval_steps": 2,
+        "save_steps": 2,
+    }
     result = vembed.train({**config, **options, "learning_rate": 1e-6})
     assert {"ndcg@10", "guard/general/ndcg@10"} <= result.metrics.keys()
 
 
 def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
     given = texts(20)
-    scores = vembed.Embedder(config["model_name"], device="cpu").score([(given[0], one) for one in given])
+    scores = vembed.Embedder(config["model_name"], device="cpu").score(
+        [(given[0], one) for one in given]
+    )
     guard = tmp_path / "g.jsonl"
     rows = [
         {"sentence1": given[0], "sentence2": one, "score": float(score)}
         for one, score in zip(given, scores, strict=True)
     ]
     guard.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"guards": [str(guard)], "eval_steps": 2, "save_steps": 2, "learning_rate": 0.5}
+    options = {
+        "guards": [str(guard)],
+        "eval_steps": 2,
+        "save_steps": 2,
+        "learning_rate": 0.5,
+    }
     with pytest.raises(RunError, match="no checkpoint held before"):
         vembed.train({**config, **options})
 
@@ -169,10 +253,22 @@ def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"guards": ["g.jsonl"], "eval_steps": None, "save_steps": None}, "give eval_steps and save_steps too"),
-        ({"guards": ["g.jsonl"], "eval_steps": 2, "save_steps": 3}, "must be a multiple of eval_steps"),
-        ({"guards": ["a/g.jsonl", "b/g.jsonl"], "eval_steps": 2, "save_steps": 2}, "guards: g is named twice"),
-        ({"guards": [{"path": "g", "drop": 1}], "eval_steps": 1, "save_steps": 1}, "unknown key 'drop'"),
+        (
+            {"guards": ["g.jsonl"], "eval_steps": None, "save_steps": None},
+            "give eval_steps and save_steps too",
+        ),
+        (
+            {"guards": ["g.jsonl"], "eval_steps": 2, "save_steps": 3},
+            "must be a multiple of eval_steps",
+        ),
+        (
+            {"guards": ["a/g.jsonl", "b/g.jsonl"], "eval_steps": 2, "save_steps": 2},
+            "guards: g is named twice",
+        ),
+        (
+            {"guards": [{"path": "g", "drop": 1}], "eval_steps": 1, "save_steps": 1},
+            "unknown key 'drop'",
+        ),
         ({"ema": 1.0}, "ema"),
     ],
 )

@@ -103,22 +103,41 @@ class Notes(Hook):
 def test_order_of_the_calls(tmp_path: Path) -> None:
     notes = Notes()
     # 96 examples in batches of 40: two batches per epoch, three per step.
-    options = settings(tmp_path, batch_size=40, gradient_accumulation_steps=3, max_steps=3, eval_steps=2)
+    options = settings(
+        tmp_path,
+        batch_size=40,
+        gradient_accumulation_steps=3,
+        max_steps=3,
+        eval_steps=2,
+    )
     train(options, hooks=[notes])
     assert notes.calls == [
-        "build", "start", ("evaluation", 0),
-        ("epoch", 0), ("before", 1), ("step", 1),
-        ("epoch", 1), ("before", 2), ("step", 2), ("evaluation", 2),
-        ("epoch", 3), ("before", 3), ("step", 3), ("evaluation", 3),
-        "finish", "close",
-    ]  # fmt: skip
+        "build",
+        "start",
+        ("evaluation", 0),
+        ("epoch", 0),
+        ("before", 1),
+        ("step", 1),
+        ("epoch", 1),
+        ("before", 2),
+        ("step", 2),
+        ("evaluation", 2),
+        ("epoch", 3),
+        ("before", 3),
+        ("step", 3),
+        ("evaluation", 3),
+        "finish",
+        "close",
+    ]
 
 
 @pytest.mark.parametrize("how", [{"end_after": 2}, {"end_at_evaluation": 2}])
 def test_a_hook_ends_the_run_well(how: dict[str, int], tmp_path: Path) -> None:
     result = train(settings(tmp_path, eval_steps=2), hooks=[Notes(**how)])
     assert result.steps == 2 and len(metrics(result.output_dir)) == 2
-    assert (result.model_dir / "model.safetensors").is_file() and (result.output_dir / "report.html").is_file()
+    assert (result.model_dir / "model.safetensors").is_file() and (
+        result.output_dir / "report.html"
+    ).is_file()
     said = (result.output_dir / "training_log.txt").read_text()
     assert "Notes ends the run: enough" in said or "Notes ends the run: too low" in said
 
@@ -139,25 +158,47 @@ def test_two_hooks_of_one_name_are_a_mistake() -> None:
         Hooks([Average(), Average()])
 
 
-def averaged_run(options: dict[str, Any], end_after: int) -> tuple[list[Tensor], int, int]:
+def averaged_run(
+    options: dict[str, Any], end_after: int
+) -> tuple[list[Tensor], int, int]:
     """Called on every rank: this rank's shards of the averages, the steps they count, where it began. Only rank 0 asks
     for the end."""
     average = Average()
-    train(options, hooks=[average, Notes(end_after=end_after if os.environ["RANK"] == "0" else 0)])
-    shards = [mean.to_local() if isinstance(mean, DTensor) else mean for mean in average.averaged]
+    train(
+        options,
+        hooks=[average, Notes(end_after=end_after if os.environ["RANK"] == "0" else 0)],
+    )
+    shards = [
+        mean.to_local() if isinstance(mean, DTensor) else mean
+        for mean in average.averaged
+    ]
     return [shard.clone() for shard in shards], average.num_steps, average.started_at
 
 
 def test_state_and_tensors_of_hooks_are_resumed_under_fsdp(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    common = {"use_fsdp": True, "batch_size": 8, "eval_steps": 2, "save_steps": 2, "eval_before": False}
+    common = {
+        "use_fsdp": True,
+        "batch_size": 8,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "eval_before": False,
+    }
     whole = settings(tmp_path / "whole", **common)
     parts = settings(tmp_path, **common)
-    found = run_cases(averaged_run, 2, {"whole": (whole, 0), "first": (parts, 4)}, process_group=False)
+    found = run_cases(
+        averaged_run, 2, {"whole": (whole, 0), "first": (parts, 4)}, process_group=False
+    )
     expected, first = result_of(found, "whole"), result_of(found, "first")
-    second = run_ranks(averaged_run, 2, {**parts, "resume": True}, 0, process_group=False)
+    second = run_ranks(
+        averaged_run, 2, {**parts, "resume": True}, 0, process_group=False
+    )
     for rank in range(2):
-        assert first[rank][1:] == (4, 0) and second[rank][1:] == (6, 4) and expected[rank][1:] == (6, 0)
+        assert (
+            first[rank][1:] == (4, 0)
+            and second[rank][1:] == (6, 4)
+            and expected[rank][1:] == (6, 0)
+        )
         for mean, wanted in zip(second[rank][0], expected[rank][0], strict=True):
             assert torch.equal(mean, wanted)
     assert metrics(parts["output_dir"]) == metrics(whole["output_dir"])

@@ -31,7 +31,9 @@ def damage(folder, name, kind, position):
     elif kind == "truncate":
         path.write_bytes(data[:position])
     elif kind == "flip":
-        path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        path.write_bytes(
+            data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+        )
     else:
         path.write_bytes(data + b"x")
 
@@ -51,7 +53,9 @@ def test_any_damage_to_any_file_is_seen(tmp_path_factory, name, kind, position):
     damage(folder, name, kind, position)
     problems = integrity.verify(folder)
     # A byte of white space at the manifest's end changes nothing that it says.
-    assert problems or (name == integrity.MANIFEST and json.loads((folder / name).read_bytes()))
+    assert problems or (
+        name == integrity.MANIFEST and json.loads((folder / name).read_bytes())
+    )
     assert not problems or name in problems[0]
     shutil.rmtree(folder.parent)
 
@@ -66,7 +70,10 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_log_says_why(tmp_path, cap
     (tmp_path / "checkpoint-20.partial").mkdir()
     (tmp_path / "checkpoint-x").mkdir()
     assert found_in(tmp_path) == tmp_path / "checkpoint-1"
-    assert re.search(r"checkpoint-2: rank00000-00000\.safetensors has [\d,]+ bytes instead of [\d,]+", caplog.text)
+    assert re.search(
+        r"checkpoint-2: rank00000-00000\.safetensors has [\d,]+ bytes instead of [\d,]+",
+        caplog.text,
+    )
     assert "checkpoint-3: manifest.json is missing" in caplog.text
     assert found_in(tmp_path / "nowhere") is None
 
@@ -74,7 +81,9 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_log_says_why(tmp_path, cap
 def test_a_newer_format_is_not_mistaken_for_damage(tmp_path):
     folder = fake_checkpoint(tmp_path, 1)
     content = {"format": 99, "files": {}}
-    (folder / integrity.MANIFEST).write_text(json.dumps({**content, "sha256": integrity._seal(content)}))
+    (folder / integrity.MANIFEST).write_text(
+        json.dumps({**content, "sha256": integrity._seal(content)})
+    )
     assert "newer than this vembed reads" in integrity.verify(folder)[0]
 
 
@@ -89,7 +98,9 @@ def test_files_of_another_machine_that_are_not_there_are_noticed(tmp_path):
     partial = tmp_path / "checkpoint-1.partial"
     partial.mkdir()
     with pytest.raises(OSError, match="file system that all machines share"):
-        integrity.commit(partial, tmp_path / "checkpoint-1", {"rank00001-00000.safetensors": "0"})
+        integrity.commit(
+            partial, tmp_path / "checkpoint-1", {"rank00001-00000.safetensors": "0"}
+        )
     assert integrity.list_checkpoints(tmp_path) == []
 
 
@@ -114,7 +125,9 @@ def test_the_limit_spares_the_best_and_the_newest(tmp_path, limit, keep, left):
     removed = integrity.prune(tmp_path, limit, keep)
     assert [step for step, _ in integrity.list_checkpoints(tmp_path)] == left
     assert len(removed) == 4 - len(left)
-    others = {path.name for path in tmp_path.iterdir()} - {f"checkpoint-{step}" for step in left}
+    others = {path.name for path in tmp_path.iterdir()} - {
+        f"checkpoint-{step}" for step in left
+    }
     assert others == {"checkpoint-5.abandoned"}
 
 
@@ -122,7 +135,10 @@ def test_leftovers_go_at_the_start(tmp_path):
     fake_checkpoint(tmp_path, 1)
     for name in ("checkpoint-2.partial", "checkpoint-3.removed.partial"):
         (tmp_path / name / "model").mkdir(parents=True)
-    assert integrity.remove_leftovers(tmp_path) == ["checkpoint-2.partial", "checkpoint-3.removed.partial"]
+    assert integrity.remove_leftovers(tmp_path) == [
+        "checkpoint-2.partial",
+        "checkpoint-3.removed.partial",
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 

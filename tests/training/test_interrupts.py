@@ -26,7 +26,13 @@ def wait_for(interrupts):
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 143), (signal.SIGHUP, 143)]
+    ("number", "exit_code"),
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        (signal.SIGUSR1, 143),
+        (signal.SIGHUP, 143),
+    ],
 )
 def test_a_signal_is_obeyed_after_the_step(number, exit_code, caplog):
     caplog.set_level("INFO", logger="vembed")
@@ -39,13 +45,19 @@ def test_a_signal_is_obeyed_after_the_step(number, exit_code, caplog):
         assert interrupts.agree()
         stopped = interrupts.stopped(7, Path("run/checkpoint-7"))
     assert stopped.exit_code == exit_code
-    assert "stopped after step 7, saved in run/checkpoint-7; go on with --resume" in str(stopped)
+    assert (
+        "stopped after step 7, saved in run/checkpoint-7; go on with --resume"
+        in str(stopped)
+    )
     assert f"{number.name}: finishing the step and saving" in caplog.text
     assert signal.getsignal(number) is before
 
 
 def test_before_the_first_step_a_signal_ends_the_run_where_it_stands():
-    with pytest.raises(Stopped, match="SIGTERM before the first step") as caught, Interrupts(CONFIG):
+    with (
+        pytest.raises(Stopped, match="SIGTERM before the first step") as caught,
+        Interrupts(CONFIG),
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert caught.value.exit_code == 143
@@ -95,7 +107,9 @@ def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
     assert interrupts.stopped(13, Path("c")).exit_code == 0
 
 
-def test_an_evaluation_after_the_last_step_that_fits_does_not_forget_why_the_run_stops(monkeypatch):
+def test_an_evaluation_after_the_last_step_that_fits_does_not_forget_why_the_run_stops(
+    monkeypatch,
+):
     """No step fits into what is left, and an evaluation would: it must not take back what has been agreed."""
     clock = Clock(monkeypatch)
     interrupts = Interrupts(config_for(Path("unused"), max_train_minutes=100 / 60))
@@ -115,7 +129,10 @@ def test_when_training_is_over_a_signal_is_told_what_is_left(caplog):
         interrupts.training_is_over()
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(interrupts)
-    assert "SIGTERM: training is over, writing final/; once more ends the run at once" in caplog.text
+    assert (
+        "SIGTERM: training is over, writing final/; once more ends the run at once"
+        in caplog.text
+    )
 
 
 def test_only_the_main_thread_may_catch_signals():
@@ -124,7 +141,12 @@ def test_only_the_main_thread_may_catch_signals():
 
     def run():
         with Interrupts(CONFIG) as interrupts:
-            found.append((interrupts.agree(), [signal.getsignal(number) for number in module.SIGNALS]))
+            found.append(
+                (
+                    interrupts.agree(),
+                    [signal.getsignal(number) for number in module.SIGNALS],
+                )
+            )
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -196,7 +218,12 @@ def one_is_signalled():
             interrupts.check()
         seen.append(interrupts.agree())
         exit_code = interrupts.stopped(2, Path("c")).exit_code
-    late = Interrupts(config_for(Path("unused"), max_train_minutes=0.001 if os.environ["RANK"] == "0" else 1000))
+    late = Interrupts(
+        config_for(
+            Path("unused"),
+            max_train_minutes=0.001 if os.environ["RANK"] == "0" else 1000,
+        )
+    )
     time.sleep(0.1)
     seen.append(late.agree())
     return seen, exit_code, late.stopped(3, Path("c")).exit_code

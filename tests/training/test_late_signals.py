@@ -27,7 +27,11 @@ MANY = {"eval_batch_tokens": 32, "eval_steps": 3}
 
 def stop_in_evaluation(options: dict[str, Any], number: int) -> str:
     """Train; in that evaluation (from 1, without the one before the first step) the last rank gets SIGTERM."""
-    agree, check, micro_batches = Interrupts.agree, Interrupts.check, {"agree": 0, "check": 0}
+    agree, check, micro_batches = (
+        Interrupts.agree,
+        Interrupts.check,
+        {"agree": 0, "check": 0},
+    )
 
     def counted(self: Interrupts, save_seconds: float = 0.0) -> bool:
         micro_batches["agree"] += 1
@@ -37,7 +41,8 @@ def stop_in_evaluation(options: dict[str, Any], number: int) -> str:
         micro_batches["check"] += micro_batches["agree"] == 3 * number
         if (
             micro_batches["check"] == 3
-            and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+            and int(os.environ.get("RANK", "0"))
+            == int(os.environ.get("WORLD_SIZE", "1")) - 1
         ):
             os.kill(os.getpid(), signal.SIGTERM)
             while not self._number:
@@ -55,38 +60,53 @@ def stop_in_evaluation(options: dict[str, Any], number: int) -> str:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_for(number: int, tmp_path: Path) -> None:
+def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_for(
+    number: int, tmp_path: Path
+) -> None:
     options = settings(tmp_path, **MANY)
     whole = vembed.train({**options, "output_dir": str(tmp_path / "whole")})
     options |= {"output_dir": str(tmp_path / "cut")}
     said = stop_in_evaluation(options, number)
-    assert said.startswith(f"SIGTERM: stopped after step {3 * number}, saved in {tmp_path}/cut/checkpoint-{3 * number}")
+    assert said.startswith(
+        f"SIGTERM: stopped after step {3 * number}, saved in {tmp_path}/cut/checkpoint-{3 * number}"
+    )
     assert not (tmp_path / "cut" / "final").exists()
     rest = vembed.train({**options, "resume": True})
     told = ("step", "epoch", "loss", "grad_norm", "eval")
-    for mine, other in zip(logged(rest.output_dir), logged(whole.output_dir), strict=True):
+    for mine, other in zip(
+        logged(rest.output_dir), logged(whole.output_dir), strict=True
+    ):
         assert [mine.get(key) for key in told] == [other.get(key) for key in told]
     one, two = (load_file(run.model_dir / "model.safetensors") for run in (whole, rest))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert rest.metrics == whole.metrics
     told = (tmp_path / "cut" / "training_log.txt").read_text()
-    assert ("nothing is left to train: step 6 is done, and epochs or max_steps ask for 6" in told) is (number == 2)
+    assert (
+        "nothing is left to train: step 6 is done, and epochs or max_steps ask for 6"
+        in told
+    ) is (number == 2)
 
 
 def test_a_signal_on_one_rank_ends_the_last_evaluation_on_all(tmp_path: Path) -> None:
     options = settings(tmp_path, **MANY, strategy="ddp")
     said = run_ranks(stop_in_evaluation, 2, options, 2, process_group=False)
-    assert [one.partition(",")[0] for one in said] == ["SIGTERM: stopped after step 6"] * 2
+    assert [one.partition(",")[0] for one in said] == [
+        "SIGTERM: stopped after step 6"
+    ] * 2
     assert (tmp_path / "run" / "checkpoint-6").is_dir()
 
 
-def test_a_stop_that_could_not_save_does_not_say_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_that_could_not_save_does_not_say_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("vembed.training.storage.write_durably", full)
     said = stop_in_evaluation(settings(tmp_path, **MANY, on_save_error="continue"), 1)
-    assert said.startswith("SIGTERM: stopped after step 3, which could not be saved; --resume goes on with the newest")
+    assert said.startswith(
+        "SIGTERM: stopped after step 3, which could not be saved; --resume goes on with the newest"
+    )
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
@@ -105,13 +125,20 @@ def signalled_while_final_is_written(options: dict[str, Any], num_signals: int) 
 
 
 def test_a_signal_while_final_is_written_lets_it_be_written(tmp_path: Path) -> None:
-    (model_dir,) = run_ranks(signalled_while_final_is_written, 1, settings(tmp_path), 1, process_group=False)
+    (model_dir,) = run_ranks(
+        signalled_while_final_is_written, 1, settings(tmp_path), 1, process_group=False
+    )
     assert (Path(model_dir) / "model.safetensors").exists()
     told = (tmp_path / "run" / "training_log.txt").read_text()
-    assert "SIGTERM: training is over, writing final/; once more ends the run at once" in told
+    assert (
+        "SIGTERM: training is over, writing final/; once more ends the run at once"
+        in told
+    )
 
 
 def test_a_second_signal_while_final_is_written_ends_at_once(tmp_path: Path) -> None:
-    (outcome,) = rank_outcomes(signalled_while_final_is_written, 1, settings(tmp_path), 2, process_group=False)
+    (outcome,) = rank_outcomes(
+        signalled_while_final_is_written, 1, settings(tmp_path), 2, process_group=False
+    )
     assert outcome.exitcode == 143
     assert not (tmp_path / "run" / "final").exists()

@@ -23,7 +23,17 @@ from vembed.training.lock import LOCK, OutputLock
 
 def owner_elsewhere(folder: Path, *, seconds_ago: float) -> None:
     path = folder / LOCK
-    path.write_text(json.dumps({"host": "b", "machine": "b", "pid": 7, "process_started": 1.0, "started": 1.0}))
+    path.write_text(
+        json.dumps(
+            {
+                "host": "b",
+                "machine": "b",
+                "pid": 7,
+                "process_started": 1.0,
+                "started": 1.0,
+            }
+        )
+    )
     then = path.stat().st_mtime - seconds_ago
     os.utime(path, (then, then))
 
@@ -31,15 +41,28 @@ def owner_elsewhere(folder: Path, *, seconds_ago: float) -> None:
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     with OutputLock(tmp_path / "run") as first:
         first.take()
-        with OutputLock(tmp_path / "run") as second, pytest.raises(UserError) as refused:
+        with (
+            OutputLock(tmp_path / "run") as second,
+            pytest.raises(UserError) as refused,
+        ):
             second.take()
-        assert f"is in use by another run (host {os.uname().nodename}, process {os.getpid()}, " in str(refused.value)
-        assert "which is running): wait for its end, stop it, or choose another output_dir" in str(refused.value)
+        assert (
+            f"is in use by another run (host {os.uname().nodename}, process {os.getpid()}, "
+            in str(refused.value)
+        )
+        assert (
+            "which is running): wait for its end, stop it, or choose another output_dir"
+            in str(refused.value)
+        )
         assert (tmp_path / "run" / LOCK).exists()
-    assert not (tmp_path / "run").exists(), "a folder that the lock has made, and nobody has filled, goes with it"
+    assert not (tmp_path / "run").exists(), (
+        "a folder that the lock has made, and nobody has filled, goes with it"
+    )
 
 
-def test_process_1_of_two_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_1_of_two_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second one starts while the first has just linked its file."""
     link, second = os.link, OutputLock(tmp_path)
 
@@ -63,33 +86,49 @@ def test_released_after_an_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dead_owner_on_this_host_is_replaced_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_owner_on_this_host_is_replaced_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     code = (
         "import os, sys; from pathlib import Path; from vembed.training.lock import OutputLock\n"
         "OutputLock(Path(sys.argv[1])).take(); os._exit(9)"
     )
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], check=False
+        ).returncode
+        == 9
+    )
     assert (tmp_path / LOCK).exists()
     with caplog.at_level(logging.WARNING, "vembed"), OutputLock(tmp_path) as one:
         one.take()
     (line,) = caplog.messages
-    assert line.startswith(f"took over the lock on {tmp_path} from a run that is dead (host ")
+    assert line.startswith(
+        f"took over the lock on {tmp_path} from a run that is dead (host "
+    )
     assert line.endswith("which has ended)")
 
 
-def test_an_owner_elsewhere_is_dead_without_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_elsewhere_is_dead_without_a_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     owner_elsewhere(tmp_path, seconds_ago=2)
     beat = threading.Timer(0.2, lambda: os.utime(tmp_path / LOCK))
     beat.start()
-    with OutputLock(tmp_path) as one, pytest.raises(UserError, match=r"which gives signs of life\): wait"):
+    with (
+        OutputLock(tmp_path) as one,
+        pytest.raises(UserError, match=r"which gives signs of life\): wait"),
+    ):
         one.take()
     owner_elsewhere(tmp_path, seconds_ago=module.DEAD_SECONDS - 0.5)
     with OutputLock(tmp_path) as one:
         one.take()
 
 
-def test_the_sign_of_life_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sign_of_life_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
     with OutputLock(tmp_path) as one:
         one.take()
@@ -103,7 +142,10 @@ def test_the_sign_of_life_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def contents(folder: Path) -> dict[str, Any]:
     return {
-        path.relative_to(folder).as_posix(): (path.read_bytes(), path.stat().st_mtime_ns)
+        path.relative_to(folder).as_posix(): (
+            path.read_bytes(),
+            path.stat().st_mtime_ns,
+        )
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -121,14 +163,29 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"learning_rate": 0.5, "resume": "run/checkpoint-2"}, "trained with other settings: learning_rate"),
+        (
+            {"learning_rate": 0.5, "resume": "run/checkpoint-2"},
+            "trained with other settings: learning_rate",
+        ),
         ({"data_path": "mistyped.jsonl", "overwrite": True}, "mistyped.jsonl"),
-        ({"model_name": "mistyped/model/name", "overwrite": True}, "mistyped/model/name"),
+        (
+            {"model_name": "mistyped/model/name", "overwrite": True},
+            "mistyped/model/name",
+        ),
         ({"model_name": "run/final", "overwrite": True}, "is inside output_dir"),
-        ({"model_name": "other", "resume": True, "max_steps": 9}, "trained with other settings: model_name"),
+        (
+            {"model_name": "other", "resume": True, "max_steps": 9},
+            "trained with other settings: model_name",
+        ),
         ({}, "of an earlier run"),
-        ({"output_dir": "run/final"}, r"output_dir: run/final is /.*/run/final, the model of a run, .* outside of it"),
-        ({"output_dir": "run/final/b/c", "resume": "auto"}, "c is inside .*/run/final, the model of a run"),
+        (
+            {"output_dir": "run/final"},
+            r"output_dir: run/final is /.*/run/final, the model of a run, .* outside of it",
+        ),
+        (
+            {"output_dir": "run/final/b/c", "resume": "auto"},
+            "c is inside .*/run/final, the model of a run",
+        ),
         (
             {"output_dir": "run/checkpoint-2/b", "overwrite": True},
             "is inside .*/run/checkpoint-2, a checkpoint of a run",
@@ -136,7 +193,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
 )
 def test_a_refused_start_changes_nothing(
-    changes: dict[str, Any], said: str, finished: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    said: str,
+    finished: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {**finished, **changes}
     folder = options.pop("folder")
@@ -150,13 +210,26 @@ def test_a_refused_start_changes_nothing(
 
 def test_a_refused_start_makes_no_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError):
-        vembed.train({**settings(tmp_path, val_data_path=None), "data_path": "none.jsonl", "output_dir": "a/b"})
+        vembed.train(
+            {
+                **settings(tmp_path, val_data_path=None),
+                "data_path": "none.jsonl",
+                "output_dir": "a/b",
+            }
+        )
     assert not Path("a").exists()
 
 
 def test_replaced_weights_under_the_same_name_are_refused(tmp_path: Path) -> None:
     model = tiny_bert(tmp_path / "model")
-    options = settings(tmp_path, model_name=str(model), use_lora=True, save_steps=2, max_steps=2, val_data_path=None)
+    options = settings(
+        tmp_path,
+        model_name=str(model),
+        use_lora=True,
+        save_steps=2,
+        max_steps=2,
+        val_data_path=None,
+    )
     vembed.train(options)
     weights = shared(tiny_bert, dropout=0.5)
     (model / "config.json").write_bytes((weights / "config.json").read_bytes())

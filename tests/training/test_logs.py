@@ -26,7 +26,14 @@ def train(options: dict[str, Any]) -> int:
 
 @pytest.mark.promise("A17", "B25", "C31")
 def test_debug_writes_a_detailed_file_per_process(tmp_path: Path) -> None:
-    options = settings(tmp_path, debug=True, log_file="training.log", max_steps=2, val_data_path=None, strategy="ddp")
+    options = settings(
+        tmp_path,
+        debug=True,
+        log_file="training.log",
+        max_steps=2,
+        val_data_path=None,
+        strategy="ddp",
+    )
     assert run_ranks(train, 2, options, process_group=False) == [2, 2]
     for rank in (0, 1):
         lines = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
@@ -47,9 +54,18 @@ def test_without_debug_there_are_no_such_files(tmp_path: Path) -> None:
 def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "find_spec", lambda name: None if name == "trackio" else find_spec(name))
-    options = {"model_name": "org/nowhere", "data_path": "nowhere.jsonl", "output_dir": str(tmp_path / "run")}
-    with pytest.raises(UserError, match=r"^report_to: trackio is not installed: install it \(pip install trackio\)"):
+    monkeypatch.setattr(
+        logs, "find_spec", lambda name: None if name == "trackio" else find_spec(name)
+    )
+    options = {
+        "model_name": "org/nowhere",
+        "data_path": "nowhere.jsonl",
+        "output_dir": str(tmp_path / "run"),
+    }
+    with pytest.raises(
+        UserError,
+        match=r"^report_to: trackio is not installed: install it \(pip install trackio\)",
+    ):
         train({**options, "report_to": ["tensorboard", "trackio"]})
     assert not (tmp_path / "run").exists()
 
@@ -57,7 +73,10 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
 def train_with_a_tracker(options: dict[str, Any]) -> list[str]:
     """On every rank: a run, with a module in place of wandb. Return the events that wandb was told."""
     told: list[str] = []
-    run = SimpleNamespace(log=lambda values, step, **_: told.append(f"step {step}"), finish=lambda: told.append("end"))
+    run = SimpleNamespace(
+        log=lambda values, step, **_: told.append(f"step {step}"),
+        finish=lambda: told.append("end"),
+    )
     wandb = ModuleType("wandb")
     wandb.init = lambda **said: told.append(f"{said['project']} {said['tags']}") or run  # type: ignore[attr-defined]
     wandb.Html = wandb.Image = list  # type: ignore[attr-defined]
@@ -67,12 +86,24 @@ def train_with_a_tracker(options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.promise("C32")
-def test_wandb_hears_of_two_sharded_processes_from_process_0_alone(tmp_path: Path) -> None:
-    said = {"wandb": {"use_wandb": True, "project": "accfiy-fsdp", "tags": ["fsdp", "multi-node"]}}
+def test_wandb_hears_of_two_sharded_processes_from_process_0_alone(
+    tmp_path: Path,
+) -> None:
+    said = {
+        "wandb": {
+            "use_wandb": True,
+            "project": "accfiy-fsdp",
+            "tags": ["fsdp", "multi-node"],
+        }
+    }
     options = settings(tmp_path, max_steps=2, val_data_path=None, use_fsdp=True, **said)
     options["report_to"] = ["wandb"]
     first, second = run_ranks(train_with_a_tracker, 2, options, process_group=False)
-    assert (first[0], first[-1], second) == ("accfiy-fsdp ['fsdp', 'multi-node']", "end", [])
+    assert (first[0], first[-1], second) == (
+        "accfiy-fsdp ['fsdp', 'multi-node']",
+        "end",
+        [],
+    )
     assert {"step 1", "step 2"} <= set(first)
 
 
@@ -83,7 +114,8 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     started: list[dict[str, Any]] = []
     logged: list[tuple[int, dict[str, float]]] = []
     run = SimpleNamespace(
-        log=lambda values, step, **_: logged.append((step, values)), finish=lambda: logged.append((-1, {}))
+        log=lambda values, step, **_: logged.append((step, values)),
+        finish=lambda: logged.append((-1, {})),
     )
 
     def init(**options: Any) -> SimpleNamespace:
@@ -94,17 +126,33 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     wandb.init = init  # type: ignore[attr-defined]
     wandb.Html, wandb.Image = str, np.shape  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    said = {"wandb": {"use_wandb": True, "project": "accfiy-fsdp", "tags": ["fsdp", "multi-node"]}}
-    options = {**settings(tmp_path, max_steps=3, run_name="mine"), "report_to": ["wandb"], **said}
+    said = {
+        "wandb": {
+            "use_wandb": True,
+            "project": "accfiy-fsdp",
+            "tags": ["fsdp", "multi-node"],
+        }
+    }
+    options = {
+        **settings(tmp_path, max_steps=3, run_name="mine"),
+        "report_to": ["wandb"],
+        **said,
+    }
     assert train(options) == 3
     (only,) = started
-    assert (only["project"], only["name"], only["tags"]) == ("accfiy-fsdp", "mine", ["fsdp", "multi-node"])
+    assert (only["project"], only["name"], only["tags"]) == (
+        "accfiy-fsdp",
+        "mine",
+        ["fsdp", "multi-node"],
+    )
     assert only["config"]["max_steps"] == 3
     assert [step for step, values in logged if "train/loss" in values] == [1, 2, 3]
     assert any("eval/ndcg_at_10" in values for _, values in logged)
     assert logged[-1] == (-1, {})
     step, report = logged[-2]
-    assert step == 3 and report["report"].startswith("<!doctype html>"), "the report, before the end"  # type: ignore[attr-defined]
+    assert step == 3 and report["report"].startswith("<!doctype html>"), (
+        "the report, before the end"
+    )  # type: ignore[attr-defined]
     assert report["report/picture"] == (597, 2 * 981, 3)
     metrics = Metrics(load_config(options))
     metrics.on_start(SimpleNamespace(session=SimpleNamespace(is_main=False)))  # type: ignore[arg-type]
@@ -113,20 +161,38 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     assert len(started) == 1
 
 
-def test_mlflow_gets_settings_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_gets_settings_and_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By Accelerate's tracker, with a module in place of MLflow."""
     told: dict[str, Any] = {"params": {}, "steps": {}}
     mlflow: Any = ModuleType("mlflow")
-    mlflow.utils = SimpleNamespace(validation=SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100))
+    mlflow.utils = SimpleNamespace(
+        validation=SimpleNamespace(
+            MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100
+        )
+    )
     mlflow.search_experiments = lambda filter_string: []
     mlflow.create_experiment = lambda name, **_: told.setdefault("experiment", name)
     mlflow.start_run = lambda run_name, **_: told.setdefault("run", run_name)
     mlflow.log_params = told["params"].update
-    mlflow.log_metrics = lambda values, step: told["steps"].setdefault(step, {}).update(values)
-    mlflow.log_artifact = lambda local_path, **_: told.setdefault("files", []).append(Path(local_path).name)
+    mlflow.log_metrics = lambda values, step: (
+        told["steps"].setdefault(step, {}).update(values)
+    )
+    mlflow.log_artifact = lambda local_path, **_: told.setdefault("files", []).append(
+        Path(local_path).name
+    )
     mlflow.end_run = lambda: told.setdefault("ended", True)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    train(settings(tmp_path, max_steps=2, report_to=["mlflow"], wandb_project="ours", run_name="first"))
+    train(
+        settings(
+            tmp_path,
+            max_steps=2,
+            report_to=["mlflow"],
+            wandb_project="ours",
+            run_name="first",
+        )
+    )
     assert (told["experiment"], told["run"], told["ended"]) == ("ours", "first", True)
     assert float(told["params"]["learning_rate"]) == 2e-3
     assert told["files"] == ["report.html", "report.png"]

@@ -17,7 +17,9 @@ class Breaks(Hook):
         self.after, self.part, self.weight = after, name, None
 
     def on_start(self, run):
-        self.weight = next(one for name, one in run.parts.model.named_parameters() if self.part in name)
+        self.weight = next(
+            one for name, one in run.parts.model.named_parameters() if self.part in name
+        )
 
     def _break(self):
         with torch.no_grad():
@@ -34,20 +36,36 @@ class Breaks(Hook):
 
 def test_skipping_gives_up_and_keeps_what_was_saved_before(tmp_path, caplog):
     options = settings(
-        tmp_path, max_steps=60, save_steps=1, save_total_limit=2, on_nonfinite="skip", val_data_path=None
+        tmp_path,
+        max_steps=60,
+        save_steps=1,
+        save_total_limit=2,
+        on_nonfinite="skip",
+        val_data_path=None,
     )
-    with pytest.raises(RunError, match=rf"^{MOST_SKIPPED} steps in a row were skipped .*checkpoint-4 is untouched"):
+    with pytest.raises(
+        RunError,
+        match=rf"^{MOST_SKIPPED} steps in a row were skipped .*checkpoint-4 is untouched",
+    ):
         vembed.train(options, hooks=[Breaks(after=4)])
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
     assert not (tmp_path / "run" / "final").exists()
     assert len(metrics(tmp_path / "run")) <= 4 + MOST_SKIPPED
 
 
-@pytest.mark.parametrize("part", ["embeddings.word_embeddings", "embeddings.position_embeddings"])
+@pytest.mark.parametrize(
+    "part", ["embeddings.word_embeddings", "embeddings.position_embeddings"]
+)
 def test_a_model_whose_weights_are_not_finite_does_not_replace_final(tmp_path, part):
     options = settings(tmp_path, max_steps=2, eval_steps=None)
     result = vembed.train(options)
     before = (result.model_dir / "model.safetensors").read_bytes()
-    with pytest.raises(RunError, match=r"final/ is not written: .* not finite; lower learning_rate \(now 0\.002\)"):
+    with pytest.raises(
+        RunError,
+        match=r"final/ is not written: .* not finite; lower learning_rate \(now 0\.002\)",
+    ):
         vembed.train({**options, "overwrite": True}, hooks=[Breaks(name=part)])
     assert (result.model_dir / "model.safetensors").read_bytes() == before

@@ -12,15 +12,25 @@ from transformers import GPT2Config, GPT2Model
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
-from tests.training.tiny_run import TinyLoss, TinyModel, backward, config_for, step, whole_state
-from vembed.distributed.session import start_session
+from tests.training.tiny_run import (
+    TinyLoss,
+    TinyModel,
+    backward,
+    config_for,
+    step,
+    whole_state,
+)
 from vembed.errors import UserError
+from vembed.parallel.session import start_session
 from vembed.training.optim import build_optimizer, trained_parameters
 
 
 def trained(config, model=None):
     return {
-        one.name: one for one in trained_parameters(model or TinyModel(frozen_embeddings=False), TinyLoss(), config)
+        one.name: one
+        for one in trained_parameters(
+            model or TinyModel(frozen_embeddings=False), TinyLoss(), config
+        )
     }
 
 
@@ -38,7 +48,9 @@ def test_biases_norms_and_scalars_do_not_decay(tmp_path):
 def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
     model, loss = TinyModel(frozen_embeddings=False), TinyLoss()
     optimizer = build_optimizer(model, loss, config_for(tmp_path, weight_decay=0.5))
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters()
+    }
     for parameter in [*model.parameters(), *loss.parameters()]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -52,7 +64,10 @@ def test_head_learning_rate_is_for_heads_projections_and_learned_scales(tmp_path
     model = TinyModel(frozen_embeddings=False)
     model.backbone.text_projection = nn.Linear(7, 7, bias=False)
     rates = {
-        name: one.learning_rate for name, one in trained(config_for(tmp_path, head_learning_rate=0.5), model).items()
+        name: one.learning_rate
+        for name, one in trained(
+            config_for(tmp_path, head_learning_rate=0.5), model
+        ).items()
     }
     assert {name for name, rate in rates.items() if rate == 0.5} == {
         "head.weight",
@@ -67,9 +82,15 @@ def test_layers_learn_less_the_deeper_they_lie(tmp_path):
     config = config_for(tmp_path, layer_lr_decay=0.5)
     rates = {
         name: one.learning_rate
-        for name, one in trained(config, TinyModel(num_layers=3, frozen_embeddings=False)).items()
+        for name, one in trained(
+            config, TinyModel(num_layers=3, frozen_embeddings=False)
+        ).items()
     }
-    assert [rates[f"backbone.layer.{number}.linear.weight"] for number in range(3)] == [0.025, 0.05, 0.1]
+    assert [rates[f"backbone.layer.{number}.linear.weight"] for number in range(3)] == [
+        0.025,
+        0.05,
+        0.1,
+    ]
     assert rates["backbone.embeddings.weight"] == 0.0125
     assert rates["head.weight"] == rates["loss.scale"] == 0.1
 
@@ -77,11 +98,23 @@ def test_layers_learn_less_the_deeper_they_lie(tmp_path):
 def test_each_tower_counts_its_own_layers(tmp_path):
     towers = nn.Module()
     towers.backbone = nn.ModuleDict(
-        {"text": TinyModel(num_layers=2).backbone, "image": TinyModel(num_layers=4).backbone}
+        {
+            "text": TinyModel(num_layers=2).backbone,
+            "image": TinyModel(num_layers=4).backbone,
+        }
     )
     towers.requires_grad_(True)
-    rates = {name: one.learning_rate for name, one in trained(config_for(tmp_path, layer_lr_decay=0.5), towers).items()}
-    assert rates["backbone.text.layer.1.linear.weight"] == rates["backbone.image.layer.3.linear.weight"] == 0.1
+    rates = {
+        name: one.learning_rate
+        for name, one in trained(
+            config_for(tmp_path, layer_lr_decay=0.5), towers
+        ).items()
+    }
+    assert (
+        rates["backbone.text.layer.1.linear.weight"]
+        == rates["backbone.image.layer.3.linear.weight"]
+        == 0.1
+    )
     assert rates["backbone.text.embeddings.weight"] == 0.1 * 0.5**2
     assert rates["backbone.image.embeddings.weight"] == 0.1 * 0.5**4
 
@@ -91,42 +124,75 @@ def test_layers_are_found_whatever_they_are_called(tmp_path):
         def __init__(self):
             super().__init__()
             self.words = nn.Embedding(5, 3)
-            self.stack = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(3))
+            self.stack = nn.ModuleList(
+                nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(3)
+            )
             self.out = nn.Linear(3, 3)
 
-    rates = {name: one.learning_rate for name, one in trained(config_for(tmp_path, layer_lr_decay=0.5), Own()).items()}
-    assert [rates[f"stack.{number}.0.weight"] for number in range(3)] == [0.025, 0.05, 0.1]
+    rates = {
+        name: one.learning_rate
+        for name, one in trained(
+            config_for(tmp_path, layer_lr_decay=0.5), Own()
+        ).items()
+    }
+    assert [rates[f"stack.{number}.0.weight"] for number in range(3)] == [
+        0.025,
+        0.05,
+        0.1,
+    ]
     assert (rates["words.weight"], rates["out.weight"]) == (0.0125, 0.1)
     gpt2 = GPT2Model(GPT2Config(n_layer=2, n_embd=4, n_head=2, vocab_size=9))
-    rates = {name: one.learning_rate for name, one in trained(config_for(tmp_path, layer_lr_decay=0.5), gpt2).items()}
+    rates = {
+        name: one.learning_rate
+        for name, one in trained(config_for(tmp_path, layer_lr_decay=0.5), gpt2).items()
+    }
     assert rates["wte.weight"] == rates["wpe.weight"] == 0.025
-    assert (rates["h.0.attn.c_attn.weight"], rates["h.1.attn.c_attn.weight"], rates["ln_f.weight"]) == (0.05, 0.1, 0.1)
+    assert (
+        rates["h.0.attn.c_attn.weight"],
+        rates["h.1.attn.c_attn.weight"],
+        rates["ln_f.weight"],
+    ) == (0.05, 0.1, 0.1)
 
 
 def test_decay_of_sgd_is_decoupled_as_that_of_all_others(tmp_path):
     """Weights shrink by lr * weight_decay, beside a step along the gradient as it is."""
     model, loss = TinyModel(), TinyLoss()
     before = model.head.weight.detach().clone()
-    optimizer = build_optimizer(model, loss, config_for(tmp_path, optim="sgd", weight_decay=0.5))
+    optimizer = build_optimizer(
+        model, loss, config_for(tmp_path, optim="sgd", weight_decay=0.5)
+    )
     backward(model, loss)
     gradient = model.head.weight.grad.clone()
     optimizer.step()
-    torch.testing.assert_close(model.head.weight.detach(), before * (1 - 0.1 * 0.5) - 0.1 * gradient)
+    torch.testing.assert_close(
+        model.head.weight.detach(), before * (1 - 0.1 * 0.5) - 0.1 * gradient
+    )
 
 
 def test_nothing_to_train_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match="nothing to train"):
-        build_optimizer(TinyModel().requires_grad_(False), nn.Module(), config_for(tmp_path))
+        build_optimizer(
+            TinyModel().requires_grad_(False), nn.Module(), config_for(tmp_path)
+        )
 
 
-@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"])
+@pytest.mark.parametrize(
+    "optim", ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"]
+)
 @pytest.mark.promise("D33")
 def test_every_optimizer_trains_every_parameter(tmp_path, optim, caplog):
     caplog.set_level(logging.INFO, logger="vembed")
     torch.manual_seed(1)
-    model, loss = TinyModel(dim=72, frozen_embeddings=False), TinyLoss()  # 72 * 72 > 4096: large enough for 8 bits
-    optimizer = build_optimizer(model, loss, config_for(tmp_path, optim=optim, learning_rate=1e-3))
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model, loss = (
+        TinyModel(dim=72, frozen_embeddings=False),
+        TinyLoss(),
+    )  # 72 * 72 > 4096: large enough for 8 bits
+    optimizer = build_optimizer(
+        model, loss, config_for(tmp_path, optim=optim, learning_rate=1e-3)
+    )
+    before = {
+        name: parameter.detach().clone() for name, parameter in model.named_parameters()
+    }
     for _ in range(2):
         step(model, loss, optimizer)
     for name, parameter in model.named_parameters():
@@ -134,7 +200,12 @@ def test_every_optimizer_trains_every_parameter(tmp_path, optim, caplog):
     assert loss.scale.item() != 2.0
     assert "weight decay 0.01 on" in caplog.text
     if "8bit" in optim:
-        kinds = {value.dtype for state in optimizer.state.values() for key, value in state.items() if key == "state1"}
+        kinds = {
+            value.dtype
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if key == "state1"
+        }
         assert torch.uint8 in kinds
         assert "AdamW8bit of bitsandbytes" in caplog.text
     if "paged" in optim:
@@ -147,12 +218,19 @@ def test_missing_bitsandbytes_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(UserError, match=r"pip install 'vembed\[gpu\]'"):
-        build_optimizer(TinyModel(), TinyLoss(), config_for(tmp_path, optim="adamw_8bit"))
+        build_optimizer(
+            TinyModel(), TinyLoss(), config_for(tmp_path, optim="adamw_8bit")
+        )
 
 
 # ---- sharded parameters ----------------------------------------------------------------------------------------
 
-OPTIONS = {"weight_decay": 0.5, "layer_lr_decay": 0.5, "head_learning_rate": 0.3, "learning_rate": 0.01}
+OPTIONS = {
+    "weight_decay": 0.5,
+    "layer_lr_decay": 0.5,
+    "head_learning_rate": 0.3,
+    "learning_rate": 0.01,
+}
 
 
 def groups_of(optimizer, names):
@@ -166,7 +244,9 @@ def groups_of(optimizer, names):
 
 def train_two_steps(config, model, loss):
     optimizer = build_optimizer(model, loss, config)
-    names = {id(one.parameter): one.name for one in trained_parameters(model, loss, config)}
+    names = {
+        id(one.parameter): one.name for one in trained_parameters(model, loss, config)
+    }
     groups = groups_of(optimizer, names)
     for _ in range(2):
         step(model, loss, optimizer)
@@ -183,18 +263,29 @@ class Torchao(types.ModuleType):
 
 
 def sharded(tmp_path, model_name, version):
-    config = config_for(tmp_path, model_name=model_name, use_fsdp=True, fsdp_version=version, **OPTIONS)
+    config = config_for(
+        tmp_path, model_name=model_name, use_fsdp=True, fsdp_version=version, **OPTIONS
+    )
     with start_session(config) as session:
-        model, loss = session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)), TinyLoss()
+        model, loss = (
+            session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)),
+            TinyLoss(),
+        )
         groups, state, optimizer = train_two_steps(config, model, loss)
         held = sum(
-            value.to_local().numel() if isinstance(value, torch.distributed.tensor.DTensor) else value.numel()
+            value.to_local().numel()
+            if isinstance(value, torch.distributed.tensor.DTensor)
+            else value.numel()
             for entries in optimizer.state.values()
             for key, value in entries.items()
             if key == "exp_avg"
         )
         refused = {}
-        for optim, torchao in (("adafactor", None), ("adamw_8bit", None), ("paged_adamw_8bit", Torchao())):
+        for optim, torchao in (
+            ("adafactor", None),
+            ("adamw_8bit", None),
+            ("paged_adamw_8bit", Torchao()),
+        ):
             sys.modules["torchao"] = sys.modules["torchao.optim"] = torchao
             try:
                 build_optimizer(model, loss, config.model_copy(update={"optim": optim}))
@@ -211,41 +302,67 @@ def sharded(tmp_path, model_name, version):
 @pytest.mark.promise("E41")
 def test_shards_step_as_the_whole_does(tmp_path, version):
     config = config_for(tmp_path, **OPTIONS)
-    groups, expected, optimizer = train_two_steps(config, TinyModel(dim=8, frozen_embeddings=False), TinyLoss())
+    groups, expected, optimizer = train_two_steps(
+        config, TinyModel(dim=8, frozen_embeddings=False), TinyLoss()
+    )
     num_values = sum(entries["exp_avg"].numel() for entries in optimizer.state.values())
-    results = run_ranks(sharded, 2, tmp_path, str(shared(tiny_bert)), version, process_group=False)
+    results = run_ranks(
+        sharded, 2, tmp_path, str(shared(tiny_bert)), version, process_group=False
+    )
     for found_groups, found, _, refused in results:
         assert found_groups == groups
         assert set(found) == set(expected)
         for name, value in expected.items():
-            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+            np.testing.assert_allclose(
+                found[name], value, rtol=1e-5, atol=1e-7, err_msg=name
+            )
         assert "use optim: adamw_8bit with fsdp_version: 2" in refused["adafactor"]
-        way_out = r"pip install 'vembed[fsdp]'" if version == 2 else "use fsdp_version: 2"
+        way_out = (
+            r"pip install 'vembed[fsdp]'" if version == 2 else "use fsdp_version: 2"
+        )
         assert way_out in refused["adamw_8bit"]
-        too_few = "one of shape [1, 8] has too few rows for all" if version == 2 else "use fsdp_version: 2"
+        too_few = (
+            "one of shape [1, 8] has too few rows for all"
+            if version == 2
+            else "use fsdp_version: 2"
+        )
         assert too_few in refused["paged_adamw_8bit"]
     # The optimizer's state is sharded with the parameters; the loss's scale is on both.
     assert num_values <= sum(held for _, _, held, _ in results) <= num_values + 10
 
 
 def flattened(tmp_path, model_name):
-    options = {"use_fsdp": True, "fsdp_version": 1, "fsdp_use_orig_params": False, "weight_decay": 0.5}
+    options = {
+        "use_fsdp": True,
+        "fsdp_version": 1,
+        "fsdp_use_orig_params": False,
+        "weight_decay": 0.5,
+    }
     config = config_for(tmp_path, model_name=model_name, **options)
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("vembed").addHandler(handler)
     with start_session(config) as session:
-        model, loss = session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)), TinyLoss()
+        model, loss = (
+            session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)),
+            TinyLoss(),
+        )
         optimizer = build_optimizer(model, loss, config)
         backward(model, loss)
         optimizer.step()
         with pytest.raises(UserError, match="fsdp_use_orig_params: true"):
-            build_optimizer(model, loss, config.model_copy(update={"layer_lr_decay": 0.5}))
-    return [line for line in lines if "flattens" in line], {group["weight_decay"] for group in optimizer.param_groups}
+            build_optimizer(
+                model, loss, config.model_copy(update={"layer_lr_decay": 0.5})
+            )
+    return [line for line in lines if "flattens" in line], {
+        group["weight_decay"] for group in optimizer.param_groups
+    }
 
 
 def test_flat_parameters_say_what_they_cost(tmp_path):
-    lines, decays = run_ranks(flattened, 2, tmp_path, str(shared(tiny_bert)), process_group=False)[0]
+    lines, decays = run_ranks(
+        flattened, 2, tmp_path, str(shared(tiny_bert)), process_group=False
+    )[0]
     assert len(lines) == 1
     assert decays == {0.0}

@@ -43,7 +43,9 @@ def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path: Path) -> None:
     assert "report: " in told
 
 
-def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(tmp_path: Path) -> None:
+def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(
+    tmp_path: Path,
+) -> None:
     terminal, inner = pty.openpty()
     process = started(tmp_path, Path(os.ttyname(inner)), max_steps=100_000)
     seen = b""
@@ -67,7 +69,9 @@ def no_file_above(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_wait_until_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_wait_until_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="vembed")
     path = tmp_path / "lines"
     file = LineFile(path)
@@ -88,26 +92,39 @@ def test_lines_wait_until_there_is_room(tmp_path: Path, caplog: pytest.LogCaptur
     ]
 
 
-def test_a_full_disk_is_said_once_by_the_log(caplog: pytest.LogCaptureFixture, capsys: Any) -> None:
+def test_a_full_disk_is_said_once_by_the_log(
+    caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
     handler = LogFile(Path("/dev/full"))
     handler.begin()
     for _ in range(3):
         handler.handle(logging.makeLogRecord({"msg": "a line"}))
     handler.close()
-    assert caplog.messages == ["/dev/full: No space left on device; lines are missing in it until there is room"]
+    assert caplog.messages == [
+        "/dev/full: No space left on device; lines are missing in it until there is room"
+    ]
     assert capsys.readouterr().err == ""
 
 
-def test_a_tracker_that_fails_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_fails_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accelerate.tracking import TensorBoardTracker
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TensorBoardTracker, "log", fail)
-    result = vembed.train(settings(tmp_path, report_to=["tensorboard"], val_data_path=None))
+    result = vembed.train(
+        settings(tmp_path, report_to=["tensorboard"], val_data_path=None)
+    )
     told = (tmp_path / "run" / "training_log.txt").read_text()
-    assert told.count("report_to: tensorboard failed and is disabled ([Errno 28] No space left on device)") == 1
+    assert (
+        told.count(
+            "report_to: tensorboard failed and is disabled ([Errno 28] No space left on device)"
+        )
+        == 1
+    )
     assert len(metrics(result.output_dir)) == 6
 
 
@@ -115,14 +132,20 @@ def test_a_log_that_cannot_be_opened_is_a_mistake_in_output_dir(tmp_path: Path) 
     options = settings(tmp_path)
     (tmp_path / "run" / "training_log.txt").mkdir(parents=True)
     with pytest.raises(
-        UserError, match=r"output_dir: .*/run/training_log\.txt cannot be written to \(Is a directory\)"
+        UserError,
+        match=r"output_dir: .*/run/training_log\.txt cannot be written to \(Is a directory\)",
     ):
         vembed.train(options)
 
 
-@pytest.mark.parametrize(("save_steps", "way_out"), [(3, "resume from checkpoint-6"), (None, "train again")])
+@pytest.mark.parametrize(
+    ("save_steps", "way_out"), [(3, "resume from checkpoint-6"), (None, "train again")]
+)
 def test_a_disk_that_is_full_at_the_end(
-    save_steps: int | None, way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save_steps: int | None,
+    way_out: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -131,8 +154,11 @@ def test_a_disk_that_is_full_at_the_end(
     with monkeypatch.context() as patch:
         patch.setattr(finish, "save_model", fail)
         with pytest.raises(
-            RunError, match=rf"could not be written \(.*No space.*make room in {tmp_path}/run and {way_out}"
+            RunError,
+            match=rf"could not be written \(.*No space.*make room in {tmp_path}/run and {way_out}",
         ):
             vembed.train(options)
     if save_steps:
-        assert (vembed.train({**options, "resume": True}).model_dir / "model.safetensors").exists()
+        assert (
+            vembed.train({**options, "resume": True}).model_dir / "model.safetensors"
+        ).exists()

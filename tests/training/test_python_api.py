@@ -15,7 +15,10 @@ from vembed.data.sources import open_examples
 from vembed.training.callbacks import EvaluationInfo, StepInfo
 
 WORDS = texts(64)
-ROWS = [{"query": WORDS[2 * row], "positive": f"{WORDS[2 * row + 1]} {row}"} for row in range(32)]
+ROWS = [
+    {"query": WORDS[2 * row], "positive": f"{WORDS[2 * row + 1]} {row}"}
+    for row in range(32)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +27,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(folder: Path, **more: Any) -> dict[str, Any]:
-    options = {"model_name": shared(tiny_bert), "batch_size": 8, "max_steps": 6, "logging_steps": 1, "report_to": []}
-    return {**options, "model_name": str(shared(tiny_bert)), "output_dir": str(folder / "run"), **more}
+    options = {
+        "model_name": shared(tiny_bert),
+        "batch_size": 8,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "report_to": [],
+    }
+    return {
+        **options,
+        "model_name": str(shared(tiny_bert)),
+        "output_dir": str(folder / "run"),
+        **more,
+    }
 
 
 def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path: Path) -> None:
@@ -37,17 +51,32 @@ def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path: Path) -> None:
         return "stop" if info.step == 3 else None
 
     result = vembed.train(
-        config(tmp_path, data_path=ROWS, val_data_path=ROWS[:8]), on_step=on_step, on_evaluation=evaluations.append
+        config(tmp_path, data_path=ROWS, val_data_path=ROWS[:8]),
+        on_step=on_step,
+        on_evaluation=evaluations.append,
     )
-    assert [one.step for one in steps] == [1, 2, 3] and all(one.loss > 0 and one.grad_norm > 0 for one in steps)
+    assert [one.step for one in steps] == [1, 2, 3] and all(
+        one.loss > 0 and one.grad_norm > 0 for one in steps
+    )
     assert [one.step for one in evaluations] == [0, 3]
-    assert evaluations[-1].scores["ndcg@10"] == result.metrics["ndcg@10"] and evaluations[-1].metric == "ndcg@10"
+    assert (
+        evaluations[-1].scores["ndcg@10"] == result.metrics["ndcg@10"]
+        and evaluations[-1].metric == "ndcg@10"
+    )
     assert result.steps == 3
-    assert (result.model_dir / "config.json").is_file() and (result.output_dir / "report.html").is_file()
+    assert (result.model_dir / "config.json").is_file() and (
+        result.output_dir / "report.html"
+    ).is_file()
     report = (result.output_dir / "report.md").read_text()
-    assert "8 of the 8 pairs of the validation data (100%) are in the training data too" in report
+    assert (
+        "8 of the 8 pairs of the validation data (100%) are in the training data too"
+        in report
+    )
     with pytest.raises(vembed.UserError, match="on_step returned 'no': return 'stop'"):
-        vembed.train(config(tmp_path, data_path=ROWS, output_dir=str(tmp_path / "other")), on_step=lambda _: "no")
+        vembed.train(
+            config(tmp_path, data_path=ROWS, output_dir=str(tmp_path / "other")),
+            on_step=lambda _: "no",
+        )
 
 
 def test_datasets_and_paths_become_paths(tmp_path: Path) -> None:
@@ -57,9 +86,14 @@ def test_datasets_and_paths_become_paths(tmp_path: Path) -> None:
     assert len(datasets.load_from_disk(stored)) == 32
     assert as_path("data_path", datasets.Dataset.from_list(ROWS)) == stored
     assert as_path("data_path", Path("a.jsonl")) == "a.jsonl"
-    assert as_path("data_path", [Path("a.jsonl"), {"path": "b.jsonl"}]) == ["a.jsonl", {"path": "b.jsonl"}]
+    assert as_path("data_path", [Path("a.jsonl"), {"path": "b.jsonl"}]) == [
+        "a.jsonl",
+        {"path": "b.jsonl"},
+    ]
     assert as_path("data_path", ROWS) == as_path("data_path", list(map(dict, ROWS)))
-    with pytest.raises(vembed.UserError, match=r"data_path, record 1: .* is not JSON serializable"):
+    with pytest.raises(
+        vembed.UserError, match=r"data_path, record 1: .* is not JSON serializable"
+    ):
         as_path("data_path", [{"query": b"x"}])
 
 
@@ -67,21 +101,35 @@ def test_tables_become_paths(tmp_path: Path) -> None:
     import pandas as pd
     import pyarrow as pa
 
-    frame = pd.DataFrame(ROWS)[::2].assign(negatives=[["a", "b"]] * 16, score=[None, *[0.5] * 15])
+    frame = pd.DataFrame(ROWS)[::2].assign(
+        negatives=[["a", "b"]] * 16, score=[None, *[0.5] * 15]
+    )
     for table in (frame, pa.Table.from_pandas(frame, preserve_index=False)):
         stored = as_path("data_path", table)
-        assert as_path("data_path", table.copy() if isinstance(table, pd.DataFrame) else table) == stored
+        assert (
+            as_path(
+                "data_path", table.copy() if isinstance(table, pd.DataFrame) else table
+            )
+            == stored
+        )
         store = open_examples(TrainConfig(model_name="m", data_path=stored), stored)
         assert len(store) == 16 and store[1].query.text == ROWS[2]["query"]
         assert [one.text for one in store[1].negatives] == ["a", "b"]
         assert store[0].scores is None and store[1].scores == (0.5,)
-    with pytest.raises(vembed.UserError, match="data_path: the table has a column of mixed types"):
+    with pytest.raises(
+        vembed.UserError, match="data_path: the table has a column of mixed types"
+    ):
         as_path("data_path", pd.DataFrame({"query": ["a", 1]}, dtype=object))
 
 
 def test_a_dataset_dict_is_refused_with_its_splits() -> None:
     import datasets
 
-    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS))
-    with pytest.raises(vembed.UserError, match=r"splits train, test: give one of them, such as data\['train'\]"):
+    splits = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(ROWS), test=datasets.Dataset.from_list(ROWS)
+    )
+    with pytest.raises(
+        vembed.UserError,
+        match=r"splits train, test: give one of them, such as data\['train'\]",
+    ):
         as_path("data_path", splits)

@@ -15,7 +15,14 @@ from vembed.errors import UserError
 from vembed.tools.resume_table import updated
 from vembed.training import integrity
 from vembed.training.loop_state import LoopState
-from vembed.training.resume import JUDGES, MAY_CHANGE, candidates, compare_resume, refuse, trim_metrics
+from vembed.training.resume import (
+    JUDGES,
+    MAY_CHANGE,
+    candidates,
+    compare_resume,
+    refuse,
+    trim_metrics,
+)
 
 
 def names(paths):
@@ -25,7 +32,10 @@ def names(paths):
 def test_a_new_run_wants_a_folder_without_checkpoints(tmp_path):
     assert candidates(config_for(tmp_path)) == []
     fake_checkpoint(tmp_path, 10)
-    with pytest.raises(UserError, match=r"holds 1 checkpoint\(s\) of an earlier run, the newest checkpoint-10"):
+    with pytest.raises(
+        UserError,
+        match=r"holds 1 checkpoint\(s\) of an earlier run, the newest checkpoint-10",
+    ):
         candidates(config_for(tmp_path))
 
 
@@ -38,7 +48,9 @@ def test_resume_takes_the_newest_first(tmp_path):
             "checkpoint-20",
             "checkpoint-3",
         ]
-    assert names(candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-20")))) == ["checkpoint-20"]
+    assert names(
+        candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-20")))
+    ) == ["checkpoint-20"]
 
 
 def test_resume_where_there_is_nothing(tmp_path):
@@ -47,7 +59,9 @@ def test_resume_where_there_is_nothing(tmp_path):
         candidates(config_for(tmp_path / "new", resume=True))
     with pytest.raises(UserError, match="is not a folder"):
         candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-7")))
-    with pytest.raises(UserError, match="neither a checkpoint nor a folder with checkpoints"):
+    with pytest.raises(
+        UserError, match="neither a checkpoint nor a folder with checkpoints"
+    ):
         candidates(config_for(tmp_path, resume=str(tmp_path)))
 
 
@@ -85,7 +99,10 @@ def test_differences_are_classified_and_shown(tmp_path):
     del saved["max_train_minutes"]  # an older vembed did not know it
     now = config_for(tmp_path, seed=2, epochs=3, temperature=0.1, strategy="ddp")
     found = compare_resume(
-        saved, now, {"data": "abc", "global_batch_size": 64, "old": 1}, {"data": "abc", "global_batch_size": 32}
+        saved,
+        now,
+        {"data": "abc", "global_batch_size": 64, "old": 1},
+        {"data": "abc", "global_batch_size": 32},
     )
     assert {str(one): one.is_allowed for one in found} == {
         "seed 1 -> 2": False,
@@ -108,30 +125,53 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="vembed")
     with starting(tmp_path) as run:
         run.resume().train().save()
-    with starting(tmp_path, resume=True, seed=7) as run, pytest.raises(UserError, match="seed 42 -> 7"):
+    with (
+        starting(tmp_path, resume=True, seed=7) as run,
+        pytest.raises(UserError, match="seed 42 -> 7"),
+    ):
         run.resume()
-    with starting(tmp_path, resume=True) as run, pytest.raises(UserError, match="data abc -> xyz"):
+    with (
+        starting(tmp_path, resume=True) as run,
+        pytest.raises(UserError, match="data abc -> xyz"),
+    ):
         run.resume({"data": "xyz", "global_batch_size": 8})
     with starting(tmp_path, resume=True, resume_anyway=True, seed=7, epochs=9) as run:
         assert run.resume().state["step"] == 1
-    assert "resume_anyway: going on although the settings differ: seed 42 -> 7" in caplog.text
+    assert (
+        "resume_anyway: going on although the settings differ: seed 42 -> 7"
+        in caplog.text
+    )
     assert "settings changed since the checkpoint: epochs auto -> 9.0" in caplog.text
 
 
-@pytest.mark.parametrize(("option", "value"), [("eval_metric", "mrr@10"), ("val_data_path", "other.jsonl")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("eval_metric", "mrr@10"), ("val_data_path", "other.jsonl")]
+)
 def test_scores_of_another_judge_are_forgotten(tmp_path, option, value):
     with starting(tmp_path) as run:
         run.resume().train()
-        scores = {"before": {"ndcg@10": 0.1}, "scores": {"ndcg@10": 0.9}, "scored_step": 1}
+        scores = {
+            "before": {"ndcg@10": 0.1},
+            "scores": {"ndcg@10": 0.9},
+            "scored_step": 1,
+        }
         patience = {"best": 0.9, "best_step": 1, "count": 3}
         hooks = {"guards": {"before": {}}, "patience": patience}
-        run.state |= {"best": 0.9, "best_step": 1, "best_scores": {"ndcg@10": 0.9}, **scores, "hooks": hooks}
+        run.state |= {
+            "best": 0.9,
+            "best_step": 1,
+            "best_scores": {"ndcg@10": 0.9},
+            **scores,
+            "hooks": hooks,
+        }
         run.save()
     with starting(tmp_path, resume=True) as run:
         assert (state := run.resume().state)["best"] == 0.9
         assert state["hooks"] == hooks
     scores["hooks"] = {"guards": {"before": {}}}
-    if option == "val_data_path":  # what was measured on other data is neither a start nor an end for this run
+    if (
+        option == "val_data_path"
+    ):  # what was measured on other data is neither a start nor an end for this run
         scores |= {"before": {}, "scores": {}, "scored_step": None}
     with starting(tmp_path, resume=True, **{option: value}) as run:
         assert run.resume().state == {**asdict(LoopState(step=1)), **scores}
@@ -151,10 +191,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_leaves_the_way_free(tmp_path, c
     with starting(tmp_path, resume=True) as run:
         assert run.resume().state["step"] == 2
         assert "checkpoint-3: rank00000-00000.safetensors has" in caplog.text
-        assert "checkpoint-4.partial (incomplete, left by an earlier process)" in caplog.text
+        assert (
+            "checkpoint-4.partial (incomplete, left by an earlier process)"
+            in caplog.text
+        )
         assert (tmp_path / "checkpoint-3.damaged").is_dir()
         run.train().save()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint-1",
+        "checkpoint-2",
+        "checkpoint-3",
+    ]
     assert integrity.verify(tmp_path / "checkpoint-3") == []
 
 
@@ -162,11 +209,15 @@ def test_when_no_checkpoint_is_whole(tmp_path, caplog):
     with starting(tmp_path) as run:
         run.resume().train().save()
     damage(tmp_path / "checkpoint-1", "state.json", "flip", 0.5)
-    for resume, said in ((True, "true"), (str(tmp_path / "checkpoint-1"), f"{tmp_path}/checkpoint-1")):
+    for resume, said in (
+        (True, "true"),
+        (str(tmp_path / "checkpoint-1"), f"{tmp_path}/checkpoint-1"),
+    ):
         with (
             starting(tmp_path, resume=resume) as run,
             pytest.raises(
-                UserError, match=rf"^resume: {said}, but none of the 1 .* is intact \(.*anew with resume: auto"
+                UserError,
+                match=rf"^resume: {said}, but none of the 1 .* is intact \(.*anew with resume: auto",
             ),
         ):
             run.resume()
@@ -189,7 +240,12 @@ def line_of(step, **values):
 
 def test_metrics_end_where_the_run_goes_on(tmp_path):
     assert trim_metrics(tmp_path, 3) == 0
-    kept = [line_of(0, eval={"ndcg@10": 0.1}), line_of(1, loss=2.0), line_of(3), line_of(3, eval={})]
+    kept = [
+        line_of(0, eval={"ndcg@10": 0.1}),
+        line_of(1, loss=2.0),
+        line_of(3),
+        line_of(3, eval={}),
+    ]
     write_metrics(tmp_path, *kept, line_of(4), line_of(5), '{"step": 6, "lo')
     assert trim_metrics(tmp_path, 3) == 3
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(kept)
@@ -198,7 +254,9 @@ def test_metrics_end_where_the_run_goes_on(tmp_path):
 
 
 def test_lines_that_are_no_metrics_go(tmp_path):
-    write_metrics(tmp_path, "[]\n", '{"loss": 1}\n', '{"step": "x"}\n', "\x00\n", line_of(1))
+    write_metrics(
+        tmp_path, "[]\n", '{"loss": 1}\n', '{"step": "x"}\n', "\x00\n", line_of(1)
+    )
     assert trim_metrics(tmp_path, 1) == 4
     assert (tmp_path / "metrics.jsonl").read_text() == line_of(1)
 

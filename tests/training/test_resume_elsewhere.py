@@ -20,10 +20,10 @@ from tests.harness import run_ranks
 from tests.training.test_run import settings
 from vembed.config.resolved import Decision
 from vembed.data.examples import Example, ImageRef, Item
-from vembed.distributed import placement, session
-from vembed.distributed.placement import CHECKPOINT, choose_precision
 from vembed.errors import UserError
 from vembed.evaluation.dataset import ScoredPairs
+from vembed.parallel import placement, session
+from vembed.parallel.placement import CHECKPOINT, choose_precision
 from vembed.training import integrity, trainer
 from vembed.training.identity import require_same_data
 from vembed.training.image_files import MOST_SAMPLED, of_evaluation, of_examples
@@ -37,7 +37,9 @@ CPU = torch.device("cpu")
 def test_a_resumed_run_keeps_the_precision_that_auto_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = settings(tmp_path, save_steps=1, max_steps=1, val_data_path=None, eval_before=False)
+    options = settings(
+        tmp_path, save_steps=1, max_steps=1, val_data_path=None, eval_before=False
+    )
     with monkeypatch.context() as patched:  # a CPU with instructions for bfloat16
         patched.setattr(session, "bf16_instructions", lambda: "amx_bf16")
         patched.setattr(placement, "BF16_HIDDEN", 1)
@@ -46,13 +48,20 @@ def test_a_resumed_run_keeps_the_precision_that_auto_chose(
     assert state["precision"] == "bf16" and state["config"]["mixed_precision"] == "auto"
     capsys.readouterr()
     with pytest.raises(UserError, match="mixed_precision auto -> no"):
-        vembed.train({**options, "resume": True, "max_steps": 2, "mixed_precision": "no"})
+        vembed.train(
+            {**options, "resume": True, "max_steps": 2, "mixed_precision": "no"}
+        )
     vembed.train({**options, "resume": True, "max_steps": 2})
     out = capsys.readouterr().out
-    assert "mixed precision: bf16 (auto: kept from the run that is resumed; here it would be no)" in out
+    assert (
+        "mixed precision: bf16 (auto: kept from the run that is resumed; here it would be no)"
+        in out
+    )
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "state.json").read_text())
     assert state["precision"] == "bf16"
-    vembed.train({**options, "resume": True, "max_steps": 3, "mixed_precision": "bf16"})  # what `auto` came to
+    vembed.train(
+        {**options, "resume": True, "max_steps": 3, "mixed_precision": "bf16"}
+    )  # what `auto` came to
 
 
 def test_the_precision_of_a_resumed_run_on_other_devices() -> None:
@@ -61,14 +70,20 @@ def test_the_precision_of_a_resumed_run_on_other_devices() -> None:
     assert (kept.value, kept.source) == ("no", CHECKPOINT)
     lost = choose_precision(AUTO, CPU, resumed="fp16")
     assert (lost.value, lost.source) == ("no", CHECKPOINT)
-    assert "the run that is resumed computed in fp16, which does not go here" in lost.reason
+    assert (
+        "the run that is resumed computed in fp16, which does not go here"
+        in lost.reason
+    )
     asked: Decision[Any] = Decision("no", "mixed_precision: no", "cfg.yaml:3")
     assert choose_precision(asked, CPU, resumed="bf16") == asked
 
 
 def examples(folder: Path, count: int = 3) -> list[Example]:
     return [
-        Example(Item(text=str(one)), (Item(images=(ImageRef(path=str(folder / f"{one}.jpg")),)),))
+        Example(
+            Item(text=str(one)),
+            (Item(images=(ImageRef(path=str(folder / f"{one}.jpg")),)),),
+        )
         for one in range(count)
     ]
 
@@ -86,7 +101,10 @@ def test_image_files_are_compared_by_content_and_not_by_name(tmp_path: Path) -> 
     assert of_examples([Example(Item(text="a"), (Item(text="b"),))]) is None
     assert of_evaluation(None) is None
     pair = examples(tmp_path / "b")[0]
-    assert of_evaluation(ScoredPairs("pairs", (pair.query,), (pair.positives[0],), (1.0,))) is not None
+    assert (
+        of_evaluation(ScoredPairs("pairs", (pair.query,), (pair.positives[0],), (1.0,)))
+        is not None
+    )
 
 
 def on_two_machines(folder: str) -> str:
@@ -94,7 +112,9 @@ def on_two_machines(folder: str) -> str:
     own = examples(Path(folder) / "ab"[int(os.environ["RANK"])])
     pair = examples(Path(folder) / "a")[0]
     evaluation = ScoredPairs("pairs", (pair.query,), (pair.positives[0],), (1.0,))
-    data: Any = SimpleNamespace(examples=SimpleNamespace(fingerprint="same"), evaluation=evaluation)
+    data: Any = SimpleNamespace(
+        examples=SimpleNamespace(fingerprint="same"), evaluation=evaluation
+    )
     try:
         require_same_data({"image_files": of_examples(own)}, data)
     except UserError as error:
@@ -109,7 +129,11 @@ def test_ranks_with_other_images_are_refused(tmp_path: Path) -> None:
     assert run_ranks(on_two_machines, 2, str(tmp_path)) == ["", ""]
     write(tmp_path / "b" / "2.jpg", seed=7)
     for said in run_ranks(on_two_machines, 2, str(tmp_path)):
-        assert "the content of the data's image files is " in said and " on rank 0 (" in said and " on rank 1 (" in said
+        assert (
+            "the content of the data's image files is " in said
+            and " on rank 0 (" in said
+            and " on rank 1 (" in said
+        )
         assert said.endswith(": give every machine the same images")
 
 
@@ -118,7 +142,12 @@ def test_of_many_images_and_of_large_ones_a_sample_is_read(tmp_path: Path) -> No
     file.write_bytes(bytes(10**6))
     one = [Example(Item(text="a"), (Item(images=(ImageRef(path=str(file)),)),))]
     before = of_examples(one)
-    for place, is_seen in ((0, True), (200_000, False), (500_000, True), (999_999, True)):
+    for place, is_seen in (
+        (0, True),
+        (200_000, False),
+        (500_000, True),
+        (999_999, True),
+    ):
         content = bytearray(10**6)
         content[place] = 1
         file.write_bytes(content)
@@ -140,60 +169,99 @@ def test_of_many_images_and_of_large_ones_a_sample_is_read(tmp_path: Path) -> No
 def first_part(folder: Path, **more: Any) -> dict[str, Any]:
     """Train a few steps, of which step 2 is the best one; return the options of a run that goes on elsewhere, and in
     which nothing gets better."""
-    options = settings(folder, max_steps=8, eval_steps=2, save_steps=2, load_best_model_at_end=True, **more)
+    options = settings(
+        folder,
+        max_steps=8,
+        eval_steps=2,
+        save_steps=2,
+        load_best_model_at_end=True,
+        **more,
+    )
     scores = iter([0.1, 0.9, 0.5, 0.4, 0.3])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(scores)})
+        patched.setattr(
+            trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(scores)}
+        )
         vembed.train(options, on_step=lambda told: "stop" if told.step == 4 else None)
-    return {**options, "output_dir": str(folder / "other"), "resume": str(folder / "run" / "checkpoint-4")}
+    return {
+        **options,
+        "output_dir": str(folder / "other"),
+        "resume": str(folder / "run" / "checkpoint-4"),
+    }
 
 
 def go_on(options: dict[str, Any], *scores: float) -> Any:
     given = iter(scores)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(given)})
+        patched.setattr(
+            trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(given)}
+        )
         return vembed.train(options)
 
 
 def same_weights(model: Path, checkpoint: Path, folder: Path) -> bool:
-    one, other = (load_file(place / "model.safetensors") for place in (model, whole_model(str(checkpoint), folder)))
+    one, other = (
+        load_file(place / "model.safetensors")
+        for place in (model, whole_model(str(checkpoint), folder))
+    )
     return all(bool((one[name] == other[name]).all()) for name in one)
 
 
-def test_the_best_checkpoint_of_another_folder_becomes_the_model(tmp_path: Path) -> None:
+def test_the_best_checkpoint_of_another_folder_becomes_the_model(
+    tmp_path: Path,
+) -> None:
     options = first_part(tmp_path)
     result = go_on(options, 0.2, 0.1)
     assert result.metrics["ndcg@10"] == 0.9
-    assert same_weights(result.model_dir, tmp_path / "run" / "checkpoint-2", tmp_path / "whole")
+    assert same_weights(
+        result.model_dir, tmp_path / "run" / "checkpoint-2", tmp_path / "whole"
+    )
     # It is in this folder too, which the other one may be removed from under.
     held = {path.name for path in (tmp_path / "other").glob("checkpoint-*")}
     assert {"checkpoint-2", "checkpoint-6"} <= held
     assert not integrity.verify(tmp_path / "other" / "checkpoint-2")
 
 
-def test_a_best_checkpoint_that_is_gone_is_no_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_best_checkpoint_that_is_gone_is_no_candidate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = first_part(tmp_path)
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")
     result = go_on(options, 0.2, 0.1)
-    assert "checkpoint-2 is not there any more: final/ gets a later one" in capsys.readouterr().out
+    assert (
+        "checkpoint-2 is not there any more: final/ gets a later one"
+        in capsys.readouterr().out
+    )
     # Of those that are there, the one that was resumed from is the best.
     assert result.metrics["ndcg@10"] == 0.5
-    assert same_weights(result.model_dir, tmp_path / "run" / "checkpoint-4", tmp_path / "whole")
+    assert same_weights(
+        result.model_dir, tmp_path / "run" / "checkpoint-4", tmp_path / "whole"
+    )
 
 
 def test_a_skipped_step_without_a_checkpoint_is_not_the_best_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = settings(tmp_path, max_steps=6, eval_steps=2, save_steps=2, load_best_model_at_end=True)
-    scores, apply, norms = iter([0.1, 0.5, 0.9, 0.4]), Update.apply, iter([1.0, 1.0, 1.0, math.nan, 1.0, 1.0])
+    options = settings(
+        tmp_path, max_steps=6, eval_steps=2, save_steps=2, load_best_model_at_end=True
+    )
+    scores, apply, norms = (
+        iter([0.1, 0.5, 0.9, 0.4]),
+        Update.apply,
+        iter([1.0, 1.0, 1.0, math.nan, 1.0, 1.0]),
+    )
 
     def broken(self: Update, share: torch.Tensor) -> Outcome:
         return apply(self, share * next(norms))
 
-    monkeypatch.setattr(trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(scores)})
+    monkeypatch.setattr(
+        trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(scores)}
+    )
     monkeypatch.setattr(Update, "apply", broken)
     result = vembed.train({**options, "on_nonfinite": "skip"})
     assert not (tmp_path / "run" / "checkpoint-4").exists()
     assert result.metrics["ndcg@10"] == 0.5
-    assert same_weights(result.model_dir, tmp_path / "run" / "checkpoint-2", tmp_path / "whole")
+    assert same_weights(
+        result.model_dir, tmp_path / "run" / "checkpoint-2", tmp_path / "whole"
+    )
     assert "cannot load the weights" not in capsys.readouterr().out

@@ -25,7 +25,9 @@ def part_of_a_run(options, last_step):
 
     def signalled(self, save_seconds=0.0):
         counted.append(1)
-        if len(counted) == last_step and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        if len(counted) == last_step and os.environ["RANK"] == str(
+            int(os.environ["WORLD_SIZE"]) - 1
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
             while not self._number:
                 time.sleep(0.001)
@@ -40,12 +42,21 @@ def part_of_a_run(options, last_step):
 
 
 def logged(folder):
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.mark.promise("E18", "E35")
 def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_path):
-    options = settings(tmp_path, global_batch_size=12, max_steps=9, eval_steps=3, report_to=["tensorboard"])
+    options = settings(
+        tmp_path,
+        global_batch_size=12,
+        max_steps=9,
+        eval_steps=3,
+        report_to=["tensorboard"],
+    )
     # Adam would turn rounding in gradients near zero into whole steps.
     options |= {"use_gradient_cache": True, "adam_epsilon": 1e-4}
     del options["batch_size"]
@@ -53,16 +64,28 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
     moved = {**options, "output_dir": str(tmp_path / "moved"), "resume": "auto"}
     full = {**moved, "use_fsdp": True, "fsdp_state_dict_type": "FULL_STATE_DICT"}
     assert run_ranks(part_of_a_run, 2, full, 2, process_group=False) == [143, 143]
-    assert run_ranks(part_of_a_run, 3, {**moved, "strategy": "ddp"}, 3, process_group=False) == [143] * 3
+    assert (
+        run_ranks(
+            part_of_a_run, 3, {**moved, "strategy": "ddp"}, 3, process_group=False
+        )
+        == [143] * 3
+    )
     fsdp1 = {**moved, "use_fsdp": True, "fsdp_version": 1, "async_save": True}
     assert run_ranks(part_of_a_run, 2, fsdp1, 2, process_group=False) == [143, 143]
     result = vembed.train(moved)
-    assert [path.name for path in sorted((tmp_path / "moved").glob("checkpoint-*"))] == [
+    assert [
+        path.name for path in sorted((tmp_path / "moved").glob("checkpoint-*"))
+    ] == [
         "checkpoint-2",
         "checkpoint-5",
         "checkpoint-7",
     ]
-    assert AutoModel.from_pretrained(tmp_path / "moved" / "checkpoint-2" / "model").config.hidden_size == 32
+    assert (
+        AutoModel.from_pretrained(
+            tmp_path / "moved" / "checkpoint-2" / "model"
+        ).config.hidden_size
+        == 32
+    )
     assert not (tmp_path / "moved" / "checkpoint-5" / "model").exists()
     expected, found = logged(tmp_path / "whole"), logged(tmp_path / "moved")
     assert [line["step"] for line in found] == [line["step"] for line in expected]
@@ -77,8 +100,12 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
     events = EventAccumulator(str(tmp_path / "moved" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 10))
     assert [event.step for event in events.Scalars("eval/ndcg_at_10")] == [0, 3, 6, 9]
-    weights, others = (load_file(one.model_dir / "model.safetensors") for one in (result, whole))
+    weights, others = (
+        load_file(one.model_dir / "model.safetensors") for one in (result, whole)
+    )
     for name, value in others.items():
         if name.endswith("key.bias"):
             continue  # it shifts all scores of a softmax alike: its gradient is rounding, which Adam blows up to a step
-        np.testing.assert_allclose(weights[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            weights[name], value, rtol=1e-4, atol=1e-5, err_msg=name
+        )

@@ -23,18 +23,40 @@ from vembed.training.resume import keep_decisions
 
 BASE: dict[str, Any] = {"model_name": "m", "data_path": "d"}
 SCORED: dict[str, Any] = {**BASE, "val_data_path": "v"}
-SIZE = Size(total_steps=1000, examples_per_step=32, num_training=2.0, num_evaluated=400, checkpoint_bytes=10**8)
+SIZE = Size(
+    total_steps=1000,
+    examples_per_step=32,
+    num_training=2.0,
+    num_evaluated=400,
+    checkpoint_bytes=10**8,
+)
 
 
-def rate(what: str = "weights", family: str = "text_encoder", width: int = 384, **options: Any) -> float:
-    facts = Trained(what, family, width, options.pop("tuned", True), options.pop("new", False), family == "clip")  # type: ignore[arg-type]
+def rate(
+    what: str = "weights",
+    family: str = "text_encoder",
+    width: int = 384,
+    **options: Any,
+) -> float:
+    facts = Trained(
+        what,
+        family,
+        width,
+        options.pop("tuned", True),
+        options.pop("new", False),
+        family == "clip",
+    )  # type: ignore[arg-type]
     return peak_rate(TrainConfig(**BASE, **options), facts).value
 
 
 def test_the_rate_follows_what_is_trained() -> None:
     full = rate()
     assert rate("head") > full and rate(new=True) > rate(tuned=False) > full
-    assert rate(width=4096, family="text_decoder") < rate(width=1024, family="text_decoder") < full
+    assert (
+        rate(width=4096, family="text_decoder")
+        < rate(width=1024, family="text_decoder")
+        < full
+    )
     assert rate(family="clip", width=512) < full
     adapters = rate("adapters")
     assert adapters > 5 * full
@@ -46,14 +68,20 @@ def test_the_rate_follows_what_is_trained() -> None:
     assert rate(new=True, loss="cosent") == pytest.approx(rate(new=True) / 4, rel=0.05)
 
 
-def test_weights_of_narrow_models_get_higher_rates_below_those_of_initial_ones() -> None:
+def test_weights_of_narrow_models_get_higher_rates_below_those_of_initial_ones() -> (
+    None
+):
     for family in ("text_decoder", "clip"):
-        rates = [rate(family=family, width=width, tuned=False) for width in (512, 256, 192, 48)]
+        rates = [
+            rate(family=family, width=width, tuned=False)
+            for width in (512, 256, 192, 48)
+        ]
         assert rates == sorted(rates) and rates[0] < rates[2] / 4
     assert rate(width=192, tuned=False) < rate(width=192, new=True)
     assert rate(width=48, tuned=False) == pytest.approx(0.75 * rate(width=48, new=True))
     times, times_all = (
-        rate(what, width=192, tuned=False) / rate(what, width=384, tuned=False) for what in ("adapters", "weights")
+        rate(what, width=192, tuned=False) / rate(what, width=384, tuned=False)
+        for what in ("adapters", "weights")
     )
     assert 2 < times < times_all / 2, "adapters of narrow models rise too, by the root"
 
@@ -65,10 +93,18 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None
     assert temperature(loss="cosent") == temperature(loss="angle") == 0.1
     assert temperature() == temperature(losses=[{"loss": "cosent"}]) == 0.05
     assert temperature(loss="cosent", temperature=0.05) == 0.05
-    again = keep_decisions(TrainConfig(**BASE, loss="cosent"), {"loss": "cosent", "temperature": 0.05})
-    assert with_temperature(again).temperature == 0.05, "a resumed run keeps what its checkpoint has"
-    same = keep_decisions(TrainConfig(**BASE, learn_temperature=True), {"temperature": 0.05})
-    assert "temperature" not in same.model_fields_set, "a learned one goes on from the model's own"
+    again = keep_decisions(
+        TrainConfig(**BASE, loss="cosent"), {"loss": "cosent", "temperature": 0.05}
+    )
+    assert with_temperature(again).temperature == 0.05, (
+        "a resumed run keeps what its checkpoint has"
+    )
+    same = keep_decisions(
+        TrainConfig(**BASE, learn_temperature=True), {"temperature": 0.05}
+    )
+    assert "temperature" not in same.model_fields_set, (
+        "a learned one goes on from the model's own"
+    )
 
 
 def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
@@ -76,28 +112,57 @@ def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
         return with_temperature(TrainConfig(**BASE, **options), own).temperature
 
     assert temperature(0.01) == 0.01
-    assert temperature(None) == temperature(0.01, temperature=0.05) == temperature(0.01, loss="circle") == 0.05
-    assert temperature(0.01, loss="cosent") == 0.1, "scores of pairs have nothing to do with it"
-    again = keep_decisions(TrainConfig(**BASE), {"loss": "infonce", "temperature": 0.05})
-    assert with_temperature(again, 0.01).temperature == 0.05, "a resumed run keeps what its checkpoint has"
+    assert (
+        temperature(None)
+        == temperature(0.01, temperature=0.05)
+        == temperature(0.01, loss="circle")
+        == 0.05
+    )
+    assert temperature(0.01, loss="cosent") == 0.1, (
+        "scores of pairs have nothing to do with it"
+    )
+    again = keep_decisions(
+        TrainConfig(**BASE), {"loss": "infonce", "temperature": 0.05}
+    )
+    assert with_temperature(again, 0.01).temperature == 0.05, (
+        "a resumed run keeps what its checkpoint has"
+    )
 
 
 def test_reasons_name_rank_and_alpha() -> None:
-    said = peak_rate(TrainConfig(**BASE, lora_r=8), Trained("adapters", "text_encoder", 384, True, False)).reason
+    said = peak_rate(
+        TrainConfig(**BASE, lora_r=8),
+        Trained("adapters", "text_encoder", 384, True, False),
+    ).reason
     assert "rank 8, alpha 32" in said
 
 
-def test_adapters_of_short_runs_get_a_higher_rate_and_weights_of_long_ones_a_lower() -> None:
-    def steps(what: Any, number: int, width: int = 384, *, has_scale: bool = False) -> float:
-        facts = Trained(what, "text_encoder", width, True, False, has_scale, total_steps=number)
+def test_adapters_of_short_runs_get_a_higher_rate_and_weights_of_long_ones_a_lower() -> (
+    None
+):
+    def steps(
+        what: Any, number: int, width: int = 384, *, has_scale: bool = False
+    ) -> float:
+        facts = Trained(
+            what, "text_encoder", width, True, False, has_scale, total_steps=number
+        )
         return peak_rate(TrainConfig(**BASE), facts).value
 
     assert steps("adapters", 20) > steps("adapters", 48) == steps("adapters", 10_000)
-    assert steps("weights", 20) == steps("weights", 100) > steps("weights", 200) > steps("weights", 400)
-    assert steps("weights", 10_000) == pytest.approx(steps("weights", 100) * 0.71, rel=0.01)
+    assert (
+        steps("weights", 20)
+        == steps("weights", 100)
+        > steps("weights", 200)
+        > steps("weights", 400)
+    )
+    assert steps("weights", 10_000) == pytest.approx(
+        steps("weights", 100) * 0.71, rel=0.01
+    )
     assert steps("weights", 10_000, 4096) >= 5e-6
     for width, has_scale in ((192, False), (768, True)):
-        assert steps("weights", 20, width, has_scale=has_scale) == steps("weights", 10_000, width, has_scale=has_scale)
+        assert steps("weights", 20, width, has_scale=has_scale) == steps(
+            "weights", 10_000, width, has_scale=has_scale
+        )
 
 
 def test_the_rate_is_in_inverse_proportion_to_the_width() -> None:
@@ -107,16 +172,35 @@ def test_the_rate_is_in_inverse_proportion_to_the_width() -> None:
 
 @pytest.mark.parametrize(
     ("examples", "texts", "towers"),
-    [(100, 6, 48), (300, 6, 46), (1_000, 6, 25), (3_000, 4, 15), (30_000, 1, 5), (10**7, 1, 1)],
+    [
+        (100, 6, 48),
+        (300, 6, 46),
+        (1_000, 6, 25),
+        (3_000, 4, 15),
+        (30_000, 1, 5),
+        (10**7, 1, 1),
+    ],
 )
-def test_few_examples_are_seen_more_often(examples: int, texts: int, towers: int) -> None:
-    assert [passes(TrainConfig(**BASE), examples, has_scale=one).value for one in (False, True)] == [texts, towers]
-    assert passes(TrainConfig(**BASE, epochs=2.5), examples, has_scale=True).value == 2.5
+def test_few_examples_are_seen_more_often(
+    examples: int, texts: int, towers: int
+) -> None:
+    assert [
+        passes(TrainConfig(**BASE), examples, has_scale=one).value
+        for one in (False, True)
+    ] == [texts, towers]
+    assert (
+        passes(TrainConfig(**BASE, epochs=2.5), examples, has_scale=True).value == 2.5
+    )
 
 
 def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not() -> None:
     found = rhythm(TrainConfig(**SCORED), SIZE)
-    assert (found.eval_steps, found.save_steps, found.keeps_best, found.patience) == (100, 100, True, 4)
+    assert (found.eval_steps, found.save_steps, found.keeps_best, found.patience) == (
+        100,
+        100,
+        True,
+        4,
+    )
     dear = rhythm(TrainConfig(**SCORED), Size(1000, 32, 2.0, 6_000, 10**8))
     assert dear.eval_steps is not None and 3 <= 1000 // dear.eval_steps < 10
     dearest = rhythm(TrainConfig(**SCORED), Size(100, 32, 2.0, 60_000, 10**8))
@@ -128,15 +212,33 @@ def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not() -> None:
 
 
 def test_what_the_config_gives_stays() -> None:
-    given = {"eval_steps": 7, "save_steps": None, "logging_steps": 3, "patience": 2, "load_best_model_at_end": False}
+    given = {
+        "eval_steps": 7,
+        "save_steps": None,
+        "logging_steps": 3,
+        "patience": 2,
+        "load_best_model_at_end": False,
+    }
     found = rhythm(TrainConfig(**SCORED, **given), SIZE)
-    assert (found.eval_steps, found.save_steps, found.logging_steps, found.patience) == (7, None, 3, 2)
+    assert (
+        found.eval_steps,
+        found.save_steps,
+        found.logging_steps,
+        found.patience,
+    ) == (7, None, 3, 2)
     assert not found.keeps_best and found.reasons == {}
     assert rhythm(TrainConfig(**SCORED, eval_steps=None), SIZE).eval_steps is None
-    assert rhythm(TrainConfig(**SCORED, epochs=2), SIZE).patience is None, "the config says how long the run is"
-    assert rhythm(TrainConfig(**SCORED, save_steps=70), SIZE).eval_steps == 70, "every checkpoint has a score"
+    assert rhythm(TrainConfig(**SCORED, epochs=2), SIZE).patience is None, (
+        "the config says how long the run is"
+    )
+    assert rhythm(TrainConfig(**SCORED, save_steps=70), SIZE).eval_steps == 70, (
+        "every checkpoint has a score"
+    )
     uneven = rhythm(TrainConfig(**SCORED, eval_steps=4, save_steps=6), SIZE)
-    assert not uneven.keeps_best and "no multiple" in uneven.reasons["load_best_model_at_end"]
+    assert (
+        not uneven.keeps_best
+        and "no multiple" in uneven.reasons["load_best_model_at_end"]
+    )
 
 
 def test_checkpoints_suit_the_run() -> None:
@@ -152,24 +254,39 @@ def test_checkpoints_suit_the_run() -> None:
 
 def test_patience_counts_evaluations_without_a_better_score() -> None:
     def told(hook: Patience, step: int, score: float) -> str | None:
-        return hook.on_evaluation(Evaluation(step, 0.0, {"ndcg@10": score}, "ndcg@10", False))
+        return hook.on_evaluation(
+            Evaluation(step, 0.0, {"ndcg@10": score}, "ndcg@10", False)
+        )
 
     hook = Patience(2, warmup_steps=3)
-    assert [told(hook, step, 0.5) for step in (0, 1, 2, 3)] == [None] * 4, "nothing counts in the warm-up"
+    assert [told(hook, step, 0.5) for step in (0, 1, 2, 3)] == [None] * 4, (
+        "nothing counts in the warm-up"
+    )
     assert told(hook, 4, 0.5) is None
     again = Patience(2, warmup_steps=3)
     again.load_state(json.loads(json.dumps(hook.state())))
     for one in (hook, again):
-        assert told(one, 5, 0.4) == "patience: 2 evaluations since step 1 found no ndcg@10 above 0.5000"
+        assert (
+            told(one, 5, 0.4)
+            == "patience: 2 evaluations since step 1 found no ndcg@10 above 0.5000"
+        )
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, vembed.TrainResult]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], Path, vembed.TrainResult]:
     """A finished run of the four lines, on a cheap evaluation."""
     folder = tmp_path_factory.mktemp("four")
-    rows = [{"query": word, "positive": f"{word} {other}"} for word in tiny.WORDS[:20] for other in tiny.WORDS[:8]]
+    rows = [
+        {"query": word, "positive": f"{word} {other}"}
+        for word in tiny.WORDS[:20]
+        for other in tiny.WORDS[:8]
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::16]))
+    (folder / "val.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows[::16])
+    )
     settings = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": str(folder / "train.jsonl"),
@@ -178,25 +295,47 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path,
     }
     path = folder / "cfg.yaml"
     path.write_text(yaml.safe_dump(settings))
-    return settings, path, vembed.train(path, ["patience=null", "epochs=5", "report_to=none"])
+    return (
+        settings,
+        path,
+        vembed.train(path, ["patience=null", "epochs=5", "report_to=none"]),
+    )
 
 
-def test_four_lines_decide_the_rest_and_say_why(run: tuple[dict[str, Any], Path, vembed.TrainResult]) -> None:
+def test_four_lines_decide_the_rest_and_say_why(
+    run: tuple[dict[str, Any], Path, vembed.TrainResult],
+) -> None:
     _, _, result = run
     log = (result.output_dir / "training_log.txt").read_text()
-    for name in ("learning_rate", "eval_steps", "save_steps", "load_best_model_at_end", "logging_steps"):
+    for name in (
+        "learning_rate",
+        "eval_steps",
+        "save_steps",
+        "load_best_model_at_end",
+        "logging_steps",
+    ):
         assert len(re.findall(rf"\b{name}: \S+ \(auto; .+\)", log)) == 1, name
     written = yaml.safe_load((result.output_dir / "config.yaml").read_text())
-    assert written["learning_rate"] > 2e-5 and written["eval_steps"] == written["save_steps"] == 2
-    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        written["learning_rate"] > 2e-5
+        and written["eval_steps"] == written["save_steps"] == 2
+    )
+    lines = [
+        json.loads(line)
+        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     scores = {line["step"]: line["eval"]["ndcg@10"] for line in lines if "eval" in line}
     assert len(scores) >= 11
     best = max(score for step, score in scores.items() if step)
     assert result.metrics["ndcg@10"] == best, "final/ holds the best"
-    assert vembed.evaluate(result.model_dir, run[0]["val_data_path"])["ndcg@10"] == pytest.approx(best, abs=1e-6)
+    assert vembed.evaluate(result.model_dir, run[0]["val_data_path"])[
+        "ndcg@10"
+    ] == pytest.approx(best, abs=1e-6)
 
 
-def test_a_resumed_run_keeps_what_was_decided(run: tuple[dict[str, Any], Path, vembed.TrainResult]) -> None:
+def test_a_resumed_run_keeps_what_was_decided(
+    run: tuple[dict[str, Any], Path, vembed.TrainResult],
+) -> None:
     _, path, result = run
     before = yaml.safe_load((result.output_dir / "config.yaml").read_text())
     state = (
@@ -204,11 +343,20 @@ def test_a_resumed_run_keeps_what_was_decided(run: tuple[dict[str, Any], Path, v
         if (result.output_dir / "checkpoint-24").is_dir()
         else None
     )
-    again = vembed.train(path, ["epochs=6", "resume=true", "report_to=none", "patience=1"])
+    again = vembed.train(
+        path, ["epochs=6", "resume=true", "report_to=none", "patience=1"]
+    )
     after = yaml.safe_load((result.output_dir / "config.yaml").read_text())
-    assert again.steps > result.steps or "patience" in (result.output_dir / "training_log.txt").read_text()
-    assert {name: after[name] for name in ("learning_rate", "eval_steps", "save_steps", "logging_steps")} == {
-        name: before[name] for name in ("learning_rate", "eval_steps", "save_steps", "logging_steps")
+    assert (
+        again.steps > result.steps
+        or "patience" in (result.output_dir / "training_log.txt").read_text()
+    )
+    assert {
+        name: after[name]
+        for name in ("learning_rate", "eval_steps", "save_steps", "logging_steps")
+    } == {
+        name: before[name]
+        for name in ("learning_rate", "eval_steps", "save_steps", "logging_steps")
     }
     assert state is None or state["config"]["learning_rate"] == before["learning_rate"]
 
@@ -218,11 +366,20 @@ def test_a_model_that_learned_without_pairs_counted_as_an_embedding_model(
 ) -> None:
     """Pre-training by the next token saves final/ as every run does, beside the config that tells of it."""
     settings, _, result = run
-    for loss, kind in (("infonce", "an embedding model already"), ("none", "no embedding model yet")):
+    for loss, kind in (
+        ("infonce", "an embedding model already"),
+        ("none", "no embedding model yet"),
+    ):
         before = tmp_path / loss
         shutil.copytree(result.model_dir, before / "final")
         (before / "config.yaml").write_text(f"loss: {loss}\nlosses: null\n")
         options = ["max_steps=1", "report_to=none", "eval_before=false"]
-        changes = [f"model_name={before / 'final'}", f"output_dir={before / 'next'}", *options]
+        changes = [
+            f"model_name={before / 'final'}",
+            f"output_dir={before / 'next'}",
+            *options,
+        ]
         again = vembed.train({**settings, "val_data_path": None}, changes)
-        assert f"dimensions, {kind}" in (again.output_dir / "training_log.txt").read_text()
+        assert (
+            f"dimensions, {kind}" in (again.output_dir / "training_log.txt").read_text()
+        )

@@ -23,7 +23,12 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average() -> None:
     step = torch.tensor([2.0**-7, 2.0**-9, 2.0**-23, 0.0, 0.0, 0.0])
     # The mean of n draws of a step s lies within 5 s / (2 sqrt(n)) of the value, but once in a million.
     finite = value[:5].double()
-    assert bool(((found[:, :5].mean(0) - finite).abs() <= 5 * step[:5] / (2 * 20_000**0.5) + 1e-12).all())
+    assert bool(
+        (
+            (found[:, :5].mean(0) - finite).abs()
+            <= 5 * step[:5] / (2 * 20_000**0.5) + 1e-12
+        ).all()
+    )
     assert bool(found[:, 5].isinf().all())
 
 
@@ -32,7 +37,11 @@ def steps(dtype: torch.dtype, *, rounds: bool, seed: int = 3) -> torch.Tensor:
     weight = torch.nn.Parameter(torch.ones(1000, dtype=dtype))
     groups = [{"params": [weight], "weight_decay": 0.0}]
     options: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8}
-    optimizer: Any = RoundedAdamW(groups, **options, seed=seed) if rounds else torch.optim.AdamW(groups, **options)
+    optimizer: Any = (
+        RoundedAdamW(groups, **options, seed=seed)
+        if rounds
+        else torch.optim.AdamW(groups, **options)
+    )
     for _ in range(200):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
@@ -40,9 +49,18 @@ def steps(dtype: torch.dtype, *, rounds: bool, seed: int = 3) -> torch.Tensor:
 
 
 def test_small_updates_do_not_vanish() -> None:
-    assert bool((steps(torch.bfloat16, rounds=False) == 1.0).all()), "to the nearest value nothing is learned"
-    assert steps(torch.bfloat16, rounds=True).mean().item() == pytest.approx(0.98, abs=5e-4)
-    torch.testing.assert_close(steps(torch.float32, rounds=True), steps(torch.float32, rounds=False), rtol=1e-6, atol=0)
+    assert bool((steps(torch.bfloat16, rounds=False) == 1.0).all()), (
+        "to the nearest value nothing is learned"
+    )
+    assert steps(torch.bfloat16, rounds=True).mean().item() == pytest.approx(
+        0.98, abs=5e-4
+    )
+    torch.testing.assert_close(
+        steps(torch.float32, rounds=True),
+        steps(torch.float32, rounds=False),
+        rtol=1e-6,
+        atol=0,
+    )
 
 
 def test_draws_repeat_and_follow_the_seed() -> None:
@@ -53,12 +71,16 @@ def test_draws_repeat_and_follow_the_seed() -> None:
 
 def test_bfloat16_weights_get_it_and_what_cannot_be_is_refused(tmp_path: Any) -> None:
     def built(dtype: torch.dtype, **options: Any) -> torch.optim.Optimizer:
-        return build_optimizer(TinyModel().to(dtype), TinyLoss(), config_for(tmp_path, **options))
+        return build_optimizer(
+            TinyModel().to(dtype), TinyLoss(), config_for(tmp_path, **options)
+        )
 
     assert isinstance(built(torch.bfloat16), RoundedAdamW)
     assert isinstance(built(torch.float32), torch.optim.AdamW)
     for optim in ("sgd", "adafactor", "adamw_8bit"):
-        with pytest.raises(UserError, match=f"optim: {optim}: updates of bfloat16 weights vanish"):
+        with pytest.raises(
+            UserError, match=f"optim: {optim}: updates of bfloat16 weights vanish"
+        ):
             built(torch.bfloat16, optim=optim)
     with pytest.raises(UserError, match="use torch_dtype: bfloat16"):
         built(torch.float16)

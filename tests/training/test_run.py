@@ -55,23 +55,36 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def metrics(folder: str | Path, key: str = "loss") -> list[Any]:
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    ]
     return [line[key] for line in lines if key in line]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> vembed.TrainResult:  # type: ignore[name-defined]
     folder = tmp_path_factory.mktemp("plain")
-    return vembed.train(settings(folder, report_to=["tensorboard"], use_mrl=True, mrl_dims=[32, 16]))
+    return vembed.train(
+        settings(folder, report_to=["tensorboard"], use_mrl=True, mrl_dims=[32, 16])
+    )
 
 
-def test_the_log_says_what_each_evaluation_found_and_what_training_has_changed(plain: Any) -> None:
+def test_the_log_says_what_each_evaluation_found_and_what_training_has_changed(
+    plain: Any,
+) -> None:
     lines = (plain.output_dir / "training_log.txt").read_text().splitlines()
     before, after = (line for line in lines if "INFO evaluation " in line)
     scores = plain.metrics
-    assert f"evaluation before training: nDCG@10 {scores['before/ndcg@10']:.4f}, MRR@10 " in before
+    assert (
+        f"evaluation before training: nDCG@10 {scores['before/ndcg@10']:.4f}, MRR@10 "
+        in before
+    )
     change = scores["ndcg@10"] - scores["before/ndcg@10"]
-    assert f"evaluation after step 6: nDCG@10 {scores['ndcg@10']:.4f} ({change:+.4f}), MRR@10 " in after
+    assert (
+        f"evaluation after step 6: nDCG@10 {scores['ndcg@10']:.4f} ({change:+.4f}), MRR@10 "
+        in after
+    )
     assert " 1 process (16 each)" in "\n".join(lines)
 
 
@@ -89,11 +102,23 @@ def test_output_directory_has_all_that_is_promised(plain: Any) -> None:
         assert (output / name).exists(), name
     assert list((output / "tensorboard").glob("events*"))
     events = EventAccumulator(str(output / "tensorboard")).Reload()
-    assert "report/picture" in events.Tags()["images"] and "report/text_summary" in events.Tags()["tensors"]
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        "report/picture" in events.Tags()["images"]
+        and "report/text_summary" in events.Tags()["tensors"]
+    )
+    lines = [
+        json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    wanted = {"epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second"}
+    wanted = {
+        "epoch",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "samples_per_second",
+        "tokens_per_second",
+    }
     assert wanted | {"padding_fraction", "memory"} <= steps[0].keys()
     assert len(steps[0]["memory"]) == 1 and 0 <= steps[0]["padding_fraction"] < 1
     assert [line["step"] for line in lines if "eval" in line] == [0, 6]
@@ -102,10 +127,16 @@ def test_output_directory_has_all_that_is_promised(plain: Any) -> None:
     assert "step 6/6" in (output / "training_log.txt").read_text()
 
 
-def test_the_saved_config_repeats_the_run_bit_for_bit(plain: Any, tmp_path: Path) -> None:
-    again = vembed.train(plain.output_dir / "config.yaml", [f"output_dir={tmp_path / 'again'}"])
+def test_the_saved_config_repeats_the_run_bit_for_bit(
+    plain: Any, tmp_path: Path
+) -> None:
+    again = vembed.train(
+        plain.output_dir / "config.yaml", [f"output_dir={tmp_path / 'again'}"]
+    )
     assert metrics(again.output_dir) == metrics(plain.output_dir)
-    assert metrics(again.output_dir, "grad_norm") == metrics(plain.output_dir, "grad_norm")
+    assert metrics(again.output_dir, "grad_norm") == metrics(
+        plain.output_dir, "grad_norm"
+    )
 
 
 def test_saved_model_scores_as_the_run_said(plain: Any) -> None:
@@ -116,24 +147,45 @@ def test_saved_model_scores_as_the_run_said(plain: Any) -> None:
 @pytest.mark.parametrize("model", [tiny_bert, tiny_qwen3], ids=["encoder", "decoder"])
 def test_micro_batches_change_nothing(model: Any, tmp_path: Path) -> None:
     folder = shared(model, dropout=0.0) if model is tiny_bert else shared(model)
-    common = settings(tmp_path, model_name=str(folder), val_data_path=None, max_steps=20)
+    common = settings(
+        tmp_path, model_name=str(folder), val_data_path=None, max_steps=20
+    )
     # Adam would turn rounding in gradients that are zero (those of key biases) into whole steps.
     common |= {"adam_epsilon": 1e-4, "learning_rate": 5e-4}
-    whole = vembed.train({**common, "output_dir": str(tmp_path / "whole"), "micro_batch_tokens": 10**6})
-    small = vembed.train(
-        {**common, "output_dir": str(tmp_path / "small"), "micro_batch_tokens": 100, "use_gradient_cache": True}
+    whole = vembed.train(
+        {**common, "output_dir": str(tmp_path / "whole"), "micro_batch_tokens": 10**6}
     )
-    np.testing.assert_allclose(metrics(small.output_dir), metrics(whole.output_dir), rtol=1e-6)
+    small = vembed.train(
+        {
+            **common,
+            "output_dir": str(tmp_path / "small"),
+            "micro_batch_tokens": 100,
+            "use_gradient_cache": True,
+        }
+    )
+    np.testing.assert_allclose(
+        metrics(small.output_dir), metrics(whole.output_dir), rtol=1e-6
+    )
 
 
 def test_gradient_cache_changes_nothing_with_dropout(tmp_path: Path) -> None:
-    common = settings(tmp_path, model_name=str(shared(tiny_bert, dropout=0.1)), val_data_path=None)
+    common = settings(
+        tmp_path, model_name=str(shared(tiny_bert, dropout=0.1)), val_data_path=None
+    )
     common["micro_batch_tokens"] = 100
     runs = [
-        vembed.train({**common, "output_dir": str(tmp_path / str(cache)), "use_gradient_cache": cache})
+        vembed.train(
+            {
+                **common,
+                "output_dir": str(tmp_path / str(cache)),
+                "use_gradient_cache": cache,
+            }
+        )
         for cache in (True, False)
     ]
-    np.testing.assert_allclose(metrics(runs[0].output_dir), metrics(runs[1].output_dir), rtol=1e-6)
+    np.testing.assert_allclose(
+        metrics(runs[0].output_dir), metrics(runs[1].output_dir), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("loss", ["infonce", "cosent", "cosine", "triplet", "sigmoid"])
@@ -145,10 +197,20 @@ def test_every_loss_falls(loss: str, tmp_path: Path) -> None:
             words = draw.sample(WORDS, 6)
             kept = draw.randint(0, 6)
             other = words[:kept] + draw.sample(WORDS, 6 - kept)
-            rows.append({"sentence1": " ".join(words), "sentence2": " ".join(other), "score": kept / 6})
+            rows.append(
+                {
+                    "sentence1": " ".join(words),
+                    "sentence2": " ".join(other),
+                    "score": kept / 6,
+                }
+            )
         path = tmp_path / "scored.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        more |= {"data_path": str(path), "val_data_path": str(path), "eval_before": True}
+        more |= {
+            "data_path": str(path),
+            "val_data_path": str(path),
+            "eval_before": True,
+        }
     result = vembed.train({**settings(tmp_path), **more})
     losses = metrics(result.output_dir)
     assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4])
@@ -166,12 +228,21 @@ def test_lora_saves_the_merged_model_and_the_adapter(tmp_path: Path) -> None:
 
 
 def test_resume_is_exact(tmp_path: Path) -> None:
-    common = settings(tmp_path, model_name=str(shared(tiny_bert, dropout=0.1)), save_steps=2, micro_batch_tokens=100)
+    common = settings(
+        tmp_path,
+        model_name=str(shared(tiny_bert, dropout=0.1)),
+        save_steps=2,
+        micro_batch_tokens=100,
+    )
     whole = vembed.train({**common, "output_dir": str(tmp_path / "whole")})
-    vembed.train({**common, "output_dir": str(tmp_path / "cut"), "max_steps": 6, "save_steps": 3})
+    vembed.train(
+        {**common, "output_dir": str(tmp_path / "cut"), "max_steps": 6, "save_steps": 3}
+    )
     for path in (tmp_path / "cut").glob("checkpoint-6"):
         path.rename(tmp_path / "gone")
-    rest = vembed.train({**common, "output_dir": str(tmp_path / "cut"), "resume": True, "save_steps": 3})
+    rest = vembed.train(
+        {**common, "output_dir": str(tmp_path / "cut"), "resume": True, "save_steps": 3}
+    )
     for key in ("step", "loss", "learning_rate", "grad_norm"):
         assert metrics(rest.output_dir, key) == metrics(whole.output_dir, key)
     from safetensors.torch import load_file
@@ -182,7 +253,14 @@ def test_resume_is_exact(tmp_path: Path) -> None:
 
 def test_best_checkpoint_is_the_final_model(tmp_path: Path) -> None:
     result = vembed.train(
-        settings(tmp_path, eval_steps=1, save_steps=1, load_best_model_at_end=True, learning_rate=0.05, max_steps=4)
+        settings(
+            tmp_path,
+            eval_steps=1,
+            save_steps=1,
+            load_best_model_at_end=True,
+            learning_rate=0.05,
+            max_steps=4,
+        )
     )
     scores = [line["ndcg@10"] for line in metrics(result.output_dir, "eval")][1:]
     assert result.metrics["ndcg@10"] == max(scores)
@@ -190,49 +268,96 @@ def test_best_checkpoint_is_the_final_model(tmp_path: Path) -> None:
     assert again["ndcg@10"] == pytest.approx(max(scores), abs=1e-6)
 
 
-def test_a_training_that_makes_the_model_worse_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_training_that_makes_the_model_worse_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     result = vembed.train(settings(tmp_path, learning_rate=3.0, max_grad_norm=0))
     metric = "ndcg@10"
     before, after = result.metrics[f"before/{metric}"], result.metrics[metric]
     assert after < before, "nothing to say"
     said = f"{metric} is {after:.4f} in final/ and was {before:.4f} before training: use the model as it was"
-    assert f"warning: {said}" in capfd.readouterr().out and said in Path(tmp_path, "run/report.html").read_text()
+    assert (
+        f"warning: {said}" in capfd.readouterr().out
+        and said in Path(tmp_path, "run/report.html").read_text()
+    )
 
 
 @pytest.mark.promise("E32")
 def test_non_finite_loss_stops_and_names_the_examples(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"step \d+: .*an earlier update with learning_rate: 1e\+30 broke them"):
-        vembed.train(settings(tmp_path, learning_rate=1e30, max_grad_norm=0, warmup_ratio=0.0, val_data_path=None))
+    with pytest.raises(
+        RunError,
+        match=r"step \d+: .*an earlier update with learning_rate: 1e\+30 broke them",
+    ):
+        vembed.train(
+            settings(
+                tmp_path,
+                learning_rate=1e30,
+                max_grad_norm=0,
+                warmup_ratio=0.0,
+                val_data_path=None,
+            )
+        )
 
 
-def test_data_smaller_than_a_batch_are_trained_on_and_the_log_says_so(tmp_path: Path) -> None:
+def test_data_smaller_than_a_batch_are_trained_on_and_the_log_says_so(
+    tmp_path: Path,
+) -> None:
     output = vembed.train(settings(tmp_path, batch_size=512, max_steps=1)).output_dir
-    assert "the smallest batch has 96, since there are 96 in all" in (output / "training_log.txt").read_text()
+    assert (
+        "the smallest batch has 96, since there are 96 in all"
+        in (output / "training_log.txt").read_text()
+    )
 
 
 def test_accumulated_batches_are_one_step(tmp_path: Path) -> None:
-    result = vembed.train(settings(tmp_path, gradient_accumulation_steps=2, epochs=1, max_steps=None))
+    result = vembed.train(
+        settings(tmp_path, gradient_accumulation_steps=2, epochs=1, max_steps=None)
+    )
     assert metrics(result.output_dir, "epoch")[-1] == pytest.approx(1.0)
     assert result.steps == 3
 
 
 def test_texts_that_are_cut_are_counted(tmp_path: Path) -> None:
-    config = settings(tmp_path, val_data_path=None, max_steps=1, batch_size=4, max_length=40)
+    config = settings(
+        tmp_path, val_data_path=None, max_steps=1, batch_size=4, max_length=40
+    )
     for name, longest, expected in (("short", 20, 0), ("long", 100, 1)):
-        rows = [{"query": f"red {word}", "positive": f"{word} " * longest} for word in WORDS[:16]]
-        Path(config["data_path"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            {"query": f"red {word}", "positive": f"{word} " * longest}
+            for word in WORDS[:16]
+        ]
+        Path(config["data_path"]).write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
         output = vembed.train({**config, "output_dir": str(tmp_path / name)}).output_dir
         said = (output / "training_log.txt").read_text()
-        assert said.count("max_length: 16 of the first 32 texts fill 40 tokens, and what is longer is cut") == expected
+        assert (
+            said.count(
+                "max_length: 16 of the first 32 texts fill 40 tokens, and what is longer is cut"
+            )
+            == expected
+        )
 
 
 def test_a_loss_of_nothing_is_noticed(tmp_path: Path) -> None:
     config = settings(tmp_path, val_data_path=None, max_steps=2)
-    rows = [{"query": f"red {word}", "positive": "the one document"} for word in WORDS[:32]]
-    Path(config["data_path"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        {"query": f"red {word}", "positive": "the one document"} for word in WORDS[:32]
+    ]
+    Path(config["data_path"]).write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     output = vembed.train(config).output_dir
-    warnings = [line for line in (output / "training_log.txt").read_text().splitlines() if "WARNING" in line]
-    assert len(warnings) == 1 and "the loss of step 1 is exactly 0" in warnings[0] and "mask_duplicates" in warnings[0]
+    warnings = [
+        line
+        for line in (output / "training_log.txt").read_text().splitlines()
+        if "WARNING" in line
+    ]
+    assert (
+        len(warnings) == 1
+        and "the loss of step 1 is exactly 0" in warnings[0]
+        and "mask_duplicates" in warnings[0]
+    )
 
 
 def test_mean_cosine_is_that_of_all_pairs() -> None:

@@ -16,8 +16,8 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_dinov2
 from tests.training.test_run import settings
 from vembed.config.schema import TrainConfig
-from vembed.families.decisions import describe
 from vembed.models.embedding_model import load_embedder
+from vembed.models.families.decisions import describe
 from vembed.models.precision import dtype_in_files, saved_dtype
 
 BF16_STEP = 2**-8
@@ -30,9 +30,15 @@ def in_dtype(source: Path, folder: Path, dtype: torch.dtype) -> Path:
     for path in source.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     weights = load_file(folder / "model.safetensors")
-    save_file({name: one.to(dtype) for name, one in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: one.to(dtype) for name, one in weights.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")})
+    )
     return folder
 
 
@@ -41,36 +47,76 @@ def half(folder: Path, dtype: torch.dtype = torch.bfloat16) -> str:
 
 
 def stored(folder: Path) -> set[torch.dtype]:
-    return {one.dtype for path in folder.rglob("*.safetensors") for one in load_file(path).values()}
+    return {
+        one.dtype
+        for path in folder.rglob("*.safetensors")
+        for one in load_file(path).values()
+    }
 
 
-def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(tmp_path: Path) -> None:
-    options = settings(tmp_path, model_name=half(tmp_path), use_mrl=True, mrl_dims=[16, 8], save_steps=3)
+def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
+    tmp_path: Path,
+) -> None:
+    options = settings(
+        tmp_path,
+        model_name=half(tmp_path),
+        use_mrl=True,
+        mrl_dims=[16, 8],
+        save_steps=3,
+    )
     result = vembed.train(options)
     assert stored(result.model_dir) == {torch.bfloat16}
-    assert json.loads((result.model_dir / "config.json").read_text())["dtype"] == "bfloat16"
-    assert "weights: stored in torch.bfloat16 (save_dtype: auto)" in (tmp_path / "run/training_log.txt").read_text()
-    assert {one.dtype for one in load_embedder(result.model_dir).backbone.parameters()} == {torch.bfloat16}
+    assert (
+        json.loads((result.model_dir / "config.json").read_text())["dtype"]
+        == "bfloat16"
+    )
+    assert (
+        "weights: stored in torch.bfloat16 (save_dtype: auto)"
+        in (tmp_path / "run/training_log.txt").read_text()
+    )
+    assert {
+        one.dtype for one in load_embedder(result.model_dir).backbone.parameters()
+    } == {torch.bfloat16}
     scores = vembed.evaluate(result.model_dir, options["val_data_path"])
     for name in ("ndcg@10", "dim16/ndcg@10", "dim8/ndcg@10"):
-        assert scores[name] == pytest.approx(result.metrics[name], abs=8 * BF16_STEP), name
-    assert SentenceTransformer(str(result.model_dir), device="cpu").encode(["red cat"]).shape == (1, 16)
-    masters = {**options, "resume": True, "output_dir": str(tmp_path / "run"), "max_steps": 9, "save_dtype": "float32"}
-    exact = vembed.train(masters)  # goes on from the checkpoint, which holds the masters
+        assert scores[name] == pytest.approx(result.metrics[name], abs=8 * BF16_STEP), (
+            name
+        )
+    assert SentenceTransformer(str(result.model_dir), device="cpu").encode(
+        ["red cat"]
+    ).shape == (1, 16)
+    masters = {
+        **options,
+        "resume": True,
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 9,
+        "save_dtype": "float32",
+    }
+    exact = vembed.train(
+        masters
+    )  # goes on from the checkpoint, which holds the masters
     assert stored(exact.model_dir) == {torch.float32}
     scores = vembed.evaluate(exact.model_dir, options["val_data_path"])
     assert scores["ndcg@10"] == pytest.approx(exact.metrics["ndcg@10"], abs=1e-6)
 
 
 def test_lora_on_a_bfloat16_model(tmp_path: Path) -> None:
-    result = vembed.train(settings(tmp_path, model_name=half(tmp_path), use_lora=True, max_steps=3))
-    assert {one.dtype for one in load_file(result.model_dir / "model.safetensors").values()} == {torch.bfloat16}
+    result = vembed.train(
+        settings(tmp_path, model_name=half(tmp_path), use_lora=True, max_steps=3)
+    )
+    assert {
+        one.dtype for one in load_file(result.model_dir / "model.safetensors").values()
+    } == {torch.bfloat16}
     assert stored(result.model_dir / "adapter") == {torch.float32}
 
 
 def test_a_float32_model_stays_one_unless_asked_otherwise(tmp_path: Path) -> None:
-    assert stored(vembed.train(settings(tmp_path, max_steps=1)).model_dir) == {torch.float32}
-    asked = settings(tmp_path, max_steps=1, save_dtype="float16", output_dir=str(tmp_path / "asked"))
+    assert stored(vembed.train(settings(tmp_path, max_steps=1)).model_dir) == {
+        torch.float32
+    }
+    asked = settings(
+        tmp_path, max_steps=1, save_dtype="float16", output_dir=str(tmp_path / "asked")
+    )
     assert stored(vembed.train(asked).model_dir) == {torch.float16}
 
 
@@ -80,21 +126,39 @@ def trained_there(options: dict[str, Any]) -> None:
 
 
 def test_sharded_with_whole_models_in_checkpoints(tmp_path: Path) -> None:
-    options = settings(tmp_path, model_name=half(tmp_path), max_steps=2, save_steps=1, use_fsdp=True, eval_before=False)
+    options = settings(
+        tmp_path,
+        model_name=half(tmp_path),
+        max_steps=2,
+        save_steps=1,
+        use_fsdp=True,
+        eval_before=False,
+    )
     options |= {"fsdp_state_dict_type": "FULL_STATE_DICT", "mixed_precision": "no"}
     run_ranks(trained_there, 2, options, process_group=False)
-    assert stored(tmp_path / "run" / "final") == stored(tmp_path / "run" / "checkpoint-1" / "model") == {torch.bfloat16}
+    assert (
+        stored(tmp_path / "run" / "final")
+        == stored(tmp_path / "run" / "checkpoint-1" / "model")
+        == {torch.bfloat16}
+    )
 
 
-def test_a_weight_that_is_too_large_for_float16_keeps_the_model_in_float32(tmp_path: Path) -> None:
+def test_a_weight_that_is_too_large_for_float16_keeps_the_model_in_float32(
+    tmp_path: Path,
+) -> None:
     source = in_dtype(shared(tiny_bert), tmp_path / "source", torch.float32)
     weights = load_file(source / "model.safetensors")
     weights["embeddings.LayerNorm.bias"][0] = 1e5
     save_file(weights, source / "model.safetensors", {"format": "pt"})
-    result = vembed.train(settings(tmp_path, model_name=str(source), max_steps=1, save_dtype="float16"))
+    result = vembed.train(
+        settings(tmp_path, model_name=str(source), max_steps=1, save_dtype="float16")
+    )
     assert stored(result.model_dir) == {torch.float32}
     said = (tmp_path / "run" / "training_log.txt").read_text()
-    assert "float16 cannot hold embeddings.LayerNorm.bias: the model is stored in float32" in said
+    assert (
+        "float16 cannot hold embeddings.LayerNorm.bias: the model is stored in float32"
+        in said
+    )
 
 
 def test_the_files_decide_whatever_the_config_says(tmp_path: Path) -> None:
@@ -103,10 +167,15 @@ def test_the_files_decide_whatever_the_config_says(tmp_path: Path) -> None:
     clip = in_dtype(shared(tiny_clip), tmp_path / "clip", torch.float16)
     config = json.loads((text / "config.json").read_text())
     (text / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
-    assert dtype_in_files(text) == torch.bfloat16 and dtype_in_files(shared(tiny_bert)) == torch.float32
+    assert (
+        dtype_in_files(text) == torch.bfloat16
+        and dtype_in_files(shared(tiny_bert)) == torch.float32
+    )
 
     def decided(**options: Any) -> torch.dtype | None:
-        settings = TrainConfig(data_path=[], **{name: str(value) for name, value in options.items()})
+        settings = TrainConfig(
+            data_path=[], **{name: str(value) for name, value in options.items()}
+        )
         return saved_dtype(settings, describe(settings))
 
     assert decided(model_name=text, image_model_name=image) == torch.bfloat16

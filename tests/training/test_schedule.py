@@ -23,17 +23,28 @@ def test_linear_rises_to_the_peak_and_falls_towards_zero():
 
 
 def test_without_warmup_the_first_step_has_the_peak():
-    assert [lr_factor(step, 4, 0, "linear") for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    assert [lr_factor(step, 4, 0, "linear") for step in range(4)] == [
+        1.0,
+        0.75,
+        0.5,
+        0.25,
+    ]
     assert [lr_factor(step, 4, 0, "constant") for step in range(4)] == [1.0] * 4
 
 
 def test_cosine_is_half_way_down_in_the_middle():
     assert lr_factor(5, 10, 0, "cosine") == pytest.approx(0.5)
-    assert lr_factor(9, 10, 0, "cosine") == pytest.approx(0.5 * (1 + math.cos(0.9 * math.pi)))
+    assert lr_factor(9, 10, 0, "cosine") == pytest.approx(
+        0.5 * (1 + math.cos(0.9 * math.pi))
+    )
 
 
 @settings(max_examples=200)
-@given(total=st.integers(1, 500), warmup=st.integers(0, 600), kind=st.sampled_from(["linear", "cosine", "constant"]))
+@given(
+    total=st.integers(1, 500),
+    warmup=st.integers(0, 600),
+    kind=st.sampled_from(["linear", "cosine", "constant"]),
+)
 def test_no_step_is_wasted_and_the_peak_is_reached(total, warmup, kind):
     factors = [lr_factor(step, total, warmup, kind) for step in range(total)]
     assert all(0.0 < factor <= 1.0 for factor in factors)
@@ -45,16 +56,26 @@ def test_no_step_is_wasted_and_the_peak_is_reached(total, warmup, kind):
 
 
 def test_a_resumed_run_needs_no_state(tmp_path):
-    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(1))], "initial_lr": 0.1}], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": [torch.nn.Parameter(torch.ones(1))], "initial_lr": 0.1}], lr=0.1
+    )
     whole = schedule_of(tmp_path)
     curve = [whole.set(optimizer, step) for step in range(10)]
-    assert schedule_of(tmp_path).set(optimizer, 7) == curve[7] == optimizer.param_groups[0]["lr"]
+    assert (
+        schedule_of(tmp_path).set(optimizer, 7)
+        == curve[7]
+        == optimizer.param_groups[0]["lr"]
+    )
 
 
 def test_groups_keep_their_ratio_and_tensors_stay_tensors(tmp_path):
     groups = [
         {"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1, "initial_lr": 0.1},
-        {"params": [torch.nn.Parameter(torch.ones(1))], "lr": torch.tensor(0.5), "initial_lr": 0.5},
+        {
+            "params": [torch.nn.Parameter(torch.ones(1))],
+            "lr": torch.tensor(0.5),
+            "initial_lr": 0.5,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, foreach=False)
     held = optimizer.param_groups[1]["lr"]
@@ -69,9 +90,14 @@ def test_scaling_with_the_batch_is_off_by_default_and_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="vembed")
     assert schedule_of(tmp_path, examples=256).peak == 0.1
     assert "peak 0.1 (the same on any number of processes)" in caplog.text
-    linear = schedule_of(tmp_path, examples=256, learning_rate=1e-4, scale_learning_rate="linear")
+    linear = schedule_of(
+        tmp_path, examples=256, learning_rate=1e-4, scale_learning_rate="linear"
+    )
     assert linear.peak == pytest.approx(1e-4 * 256 / 32)
-    assert "peak 0.0008 (0.0001 * (256 examples per step / base_batch_size 32))" in caplog.text
+    assert (
+        "peak 0.0008 (0.0001 * (256 examples per step / base_batch_size 32))"
+        in caplog.text
+    )
     sqrt = schedule_of(tmp_path, examples=128, scale_learning_rate="sqrt")
     assert sqrt.peak == pytest.approx(0.2)
     assert "sqrt(128 examples per step / base_batch_size 32)" in caplog.text
@@ -81,6 +107,8 @@ def test_warmup_in_steps_or_as_a_ratio(tmp_path, caplog):
     assert schedule_of(tmp_path, total_steps=15, warmup_ratio=0.1).warmup_steps == 2
     assert schedule_of(tmp_path, total_steps=15, warmup_steps=7).warmup_steps == 7
     assert schedule_of(tmp_path, total_steps=15, warmup_ratio=0.0).warmup_steps == 0
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not [
+        record for record in caplog.records if record.levelno >= logging.WARNING
+    ]
     schedule_of(tmp_path, total_steps=15, warmup_steps=30)
     assert "warmup_steps: 30 is more than the 15 steps" in caplog.text

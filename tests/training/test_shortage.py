@@ -18,12 +18,12 @@ from tests.training.tiny_run import config_for
 from vembed.config.fsdp import FsdpConfig
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.distributed.environment import RankInfo
-from vembed.distributed.hardware import GPUS
-from vembed.distributed.memory import is_shortage
-from vembed.distributed.placement import place
 from vembed.errors import RunError
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.hardware import GPUS
+from vembed.parallel.memory import is_shortage
+from vembed.parallel.placement import place
 from vembed.training.budget import Budget, find_budget
 from vembed.training.shortage import MemoryGuard, advice
 
@@ -42,36 +42,60 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryGuard, "__init__", on_a_gpu)
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, micro_batches: set[int], *, above_rows: int = 0) -> None:
+def fail_at(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: set[int], *, above_rows: int = 0
+) -> None:
     """The model's forward runs out of memory at these calls in training, or whenever it gets many rows."""
     original, count = EmbeddingModel.forward, [0]
     # In turns as torch's allocator says it, and as a library that allocates by itself. Each is made anew: an error
     # holds the frames that it came through, and their tensors.
-    errors = itertools.cycle([
-        lambda: torch.OutOfMemoryError("CUDA out of memory (simulated)"),
-        lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    ])  # fmt: skip
+    errors = itertools.cycle(
+        [
+            lambda: torch.OutOfMemoryError("CUDA out of memory (simulated)"),
+            lambda: RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+        ]
+    )
 
     def forward(self: EmbeddingModel, parts: Any, **options: Any) -> Any:
         if self.training:
             count[0] += 1
-            if count[0] in micro_batches or (above_rows and len(parts[0][1]["input_ids"]) > above_rows):
+            if count[0] in micro_batches or (
+                above_rows and len(parts[0][1]["input_ids"]) > above_rows
+            ):
                 raise next(errors)()
         return original(self, parts, **options)
 
     monkeypatch.setattr(EmbeddingModel, "forward", forward)
 
 
-@pytest.mark.parametrize(("version", "cache", "is_said"), [(1, False, True), (1, True, False), (2, False, False)])
+@pytest.mark.parametrize(
+    ("version", "cache", "is_said"),
+    [(1, False, True), (1, True, False), (2, False, False)],
+)
 def test_fsdp1_says_that_it_cannot_keep_several_graphs(
-    version: Literal[1, 2], cache: bool, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    version: Literal[1, 2],
+    cache: bool,
+    is_said: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    options = {"use_gradient_cache": cache, "kept_graph_tokens": 100, "micro_batch_tokens": 100}
-    session = SimpleNamespace(fsdp=FsdpConfig(version=version), device=torch.device("cpu"))
+    options = {
+        "use_gradient_cache": cache,
+        "kept_graph_tokens": 100,
+        "micro_batch_tokens": 100,
+    }
+    session = SimpleNamespace(
+        fsdp=FsdpConfig(version=version), device=torch.device("cpu")
+    )
     caplog.set_level(logging.INFO, logger="vembed")
     budget = find_budget(config_for(tmp_path, **options), None, None, session, [])  # type: ignore[arg-type]
     said = "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1"
-    assert (said in caplog.text, "fsdp_version: 2 keeps" in caplog.text) == (is_said, is_said)
+    assert (said in caplog.text, "fsdp_version: 2 keeps" in caplog.text) == (
+        is_said,
+        is_said,
+    )
     assert budget.keeps_graphs(50, 2, session) is (version == 2 and not cache)  # type: ignore[arg-type]
     assert budget.keeps_graphs(50, 1, session) is not cache  # type: ignore[arg-type]
 
@@ -81,28 +105,54 @@ def test_fsdp1_says_that_it_cannot_keep_several_graphs(
 def test_step_is_replayed_with_half_the_budget(
     cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
 ) -> None:
-    common = settings(tmp_path, model_name=str(shared(tiny_bert, dropout=0.0)), val_data_path=None, max_steps=4)
-    common |= {"micro_batch_tokens": 400, "use_gradient_cache": cache, "gradient_accumulation_steps": 2}
+    common = settings(
+        tmp_path,
+        model_name=str(shared(tiny_bert, dropout=0.0)),
+        val_data_path=None,
+        max_steps=4,
+    )
+    common |= {
+        "micro_batch_tokens": 400,
+        "use_gradient_cache": cache,
+        "gradient_accumulation_steps": 2,
+    }
     plain = vembed.train({**common, "output_dir": str(tmp_path / "plain")})
     with monkeypatch.context() as patch:
         # In the first and in the second phase, in the first and in the second batch of a step.
         fail_at(patch, {3, 11, 19})
         short = vembed.train({**common, "output_dir": str(tmp_path / "short")})
-    assert metrics(short.output_dir) == pytest.approx(metrics(plain.output_dir), rel=1e-5)
+    assert metrics(short.output_dir) == pytest.approx(
+        metrics(plain.output_dir), rel=1e-5
+    )
     said = (short.output_dir / "training_log.txt").read_text()
     assert "micro-batches of 200 tokens instead of 400" in said
 
 
 def test_other_errors_are_no_shortage() -> None:
-    assert not is_shortage(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"))
+    assert not is_shortage(
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"
+        )
+    )
     assert is_shortage(RuntimeError("CUDA error: out of memory"))
 
 
 @pytest.mark.promise("D26")
-def test_no_budget_is_small_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None) -> None:
+def test_no_budget_is_small_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
+) -> None:
     fail_at(monkeypatch, set(range(1, 100)))
-    with pytest.raises(RunError, match=r"out of device memory .*1\. micro_batch_tokens.*use_lora: true"):
-        vembed.train(settings(tmp_path, micro_batch_tokens=200, val_data_path=None, kept_graph_tokens=10**6))
+    with pytest.raises(
+        RunError, match=r"out of device memory .*1\. micro_batch_tokens.*use_lora: true"
+    ):
+        vembed.train(
+            settings(
+                tmp_path,
+                micro_batch_tokens=200,
+                val_data_path=None,
+                kept_graph_tokens=10**6,
+            )
+        )
 
 
 def test_chunks_of_rows_got_advice_about_tokens_without_a_limit(
@@ -110,8 +160,17 @@ def test_chunks_of_rows_got_advice_about_tokens_without_a_limit(
 ) -> None:
     # The chunk was halved to one row, and the step replayed 30 times more until the tokens were few too.
     fail_at(monkeypatch, set(range(1, 100)))
-    with pytest.raises(RunError, match=r"gradient_cache_chunk_size: 1 \(now 1\)") as caught:
-        vembed.train(settings(tmp_path, gradient_cache_chunk_size=4, val_data_path=None, kept_graph_tokens=10**6))
+    with pytest.raises(
+        RunError, match=r"gradient_cache_chunk_size: 1 \(now 1\)"
+    ) as caught:
+        vembed.train(
+            settings(
+                tmp_path,
+                gradient_cache_chunk_size=4,
+                val_data_path=None,
+                kept_graph_tokens=10**6,
+            )
+        )
     assert "micro_batch_tokens" not in str(caught.value)
     said = (tmp_path / "run" / "training_log.txt").read_text()
     assert "of 2 rows instead of 4" in said and said.count("the step is replayed") == 2
@@ -120,25 +179,51 @@ def test_chunks_of_rows_got_advice_about_tokens_without_a_limit(
 @pytest.mark.parametrize(
     ("options", "ranks", "wanted", "absent"),
     [
-        ({"fsdp_version": 1}, RankInfo(0, 2, 0, 2), "fsdp_offload_params: true", "adamw_8bit"),
+        (
+            {"fsdp_version": 1},
+            RankInfo(0, 2, 0, 2),
+            "fsdp_offload_params: true",
+            "adamw_8bit",
+        ),
         ({}, RankInfo(0, 2, 0, 2), "optim: adamw_8bit", "fsdp_sharding_strategy"),
-        ({}, RankInfo(0, 2, 0, 2), "fsdp_reshard_after_forward: true", "over all machines"),
-        ({"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}, RankInfo(0, 2, 0, 2),
-         "fsdp_sharding_strategy: FULL_SHARD", "fsdp_reshard_after_forward"),
-        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, RankInfo(0, 4, 0, 2),
-         "fsdp_sharding_strategy: FULL_SHARD (over all machines: about", "use_fsdp"),
+        (
+            {},
+            RankInfo(0, 2, 0, 2),
+            "fsdp_reshard_after_forward: true",
+            "over all machines",
+        ),
+        (
+            {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+            RankInfo(0, 2, 0, 2),
+            "fsdp_sharding_strategy: FULL_SHARD",
+            "fsdp_reshard_after_forward",
+        ),
+        (
+            {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+            RankInfo(0, 4, 0, 2),
+            "fsdp_sharding_strategy: FULL_SHARD (over all machines: about",
+            "use_fsdp",
+        ),
     ],
     ids=["FSDP1", "FSDP2", "gathered", "gathered by FSDP1", "hybrid"],
-)  # fmt: skip
+)
 def test_under_fsdp_the_advice_named_what_does_not_go_there(
     options: dict[str, Any], ranks: RankInfo, wanted: str, absent: str
 ) -> None:
-    config = TrainConfig(model_name=str(shared(tiny_bert)), data_path="-", use_fsdp=True, **options)
-    placement = place(resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100)
+    config = TrainConfig(
+        model_name=str(shared(tiny_bert)), data_path="-", use_fsdp=True, **options
+    )
+    placement = place(
+        resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100
+    )
     session = SimpleNamespace(
-        placement=placement, device=torch.device("cpu"), rank=ranks.rank, world_size=ranks.world_size, strategy="fsdp",
+        placement=placement,
+        device=torch.device("cpu"),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        strategy="fsdp",
         keeps_gathered=placement.keeps_gathered(1.0),
-    )  # fmt: skip
+    )
     said = advice(session, Budget(8192, None, 8192, None))  # type: ignore[arg-type]
     assert wanted in said and absent not in said
     assert "micro_batch_tokens: 4096 (now 8,192)" in said

@@ -11,20 +11,38 @@ from vembed.training.callbacks import StepInfo
 
 
 def test_scores_and_report(tmp_path: Path) -> None:
-    run = settings(tmp_path, quantize_embeddings="binary", use_mrl=True, mrl_dims=[16, 8], max_steps=2, epochs=None)
+    run = settings(
+        tmp_path,
+        quantize_embeddings="binary",
+        use_mrl=True,
+        mrl_dims=[16, 8],
+        max_steps=2,
+        epochs=None,
+    )
     run["report_every"] = 1
     seen = []
 
     def on_step(info: StepInfo) -> None:
         seen.append((tmp_path / "run" / "report.html").is_file())
 
-    result = vembed.train({name: value for name, value in run.items() if value is not None}, on_step=on_step)
+    result = vembed.train(
+        {name: value for name, value in run.items() if value is not None},
+        on_step=on_step,
+    )
     assert seen == [True, True], "the report is written as the run goes on"
     names = [name for name in result.metrics if name.startswith("compressed/")]
     forms = ("float32", "int8", "binary", "binary_rescored")
-    assert {f"compressed/{form}/{dim}/ndcg@10" for form in forms for dim in (16, 8)} <= set(names)
-    lines = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {
+        f"compressed/{form}/{dim}/ndcg@10" for form in forms for dim in (16, 8)
+    } <= set(names)
+    lines = [
+        json.loads(line)
+        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert any("compressed/binary/8/ndcg@10" in line.get("eval", ()) for line in lines)
-    page, text = (result.output_dir / "report.html").read_text(), (result.output_dir / "report.md").read_text()
+    page, text = (
+        (result.output_dir / "report.html").read_text(),
+        (result.output_dir / "report.md").read_text(),
+    )
     assert "Stored vectors" in page and "nDCG@10 by bytes per document" in page
     assert "## Stored vectors" in text and "| binary, rescored | 16 | 2 |" in text

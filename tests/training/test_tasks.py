@@ -19,10 +19,15 @@ from tests.tiny import shared, texts, tiny_bert, tiny_clip
 from vembed.config.entries import DataSource
 from vembed.config.loading import resolve_run
 from vembed.config.sampling import parse_sampling
-from vembed.config.terms import source_batch_sizes, source_configs, task_names, task_numbers
+from vembed.config.terms import (
+    source_batch_sizes,
+    source_configs,
+    task_names,
+    task_numbers,
+)
 from vembed.data.batches import BatchSchedule
+from vembed.data_tools.init.datasets import open_sets
 from vembed.losses.build import build_loss
-from vembed.start.datasets import open_sets
 
 
 def files(folder: Path) -> list[dict[str, Any]]:
@@ -30,26 +35,61 @@ def files(folder: Path) -> list[dict[str, Any]]:
     words = texts(200, seed=4, longest=14)
     rows = {
         "retrieval": [
-            {"query": words[4 * n], "positive": words[4 * n + 1], "negatives": words[4 * n + 2 : 4 * n + 4]}
-            for n in range(16)
-        ],
-        "sts": [{"sentence1": words[64 + n], "sentence2": words[100 + n], "score": n % 5 / 5} for n in range(16)],
-        "scored": [
             {
-                "query": words[120 + n], "positive": words[140 + n], "negatives": [words[160 + n]],
-                "positive_scores": [2.0], "negative_scores": [n / 16],
+                "query": words[4 * n],
+                "positive": words[4 * n + 1],
+                "negatives": words[4 * n + 2 : 4 * n + 4],
             }
             for n in range(16)
         ],
-        "topics": [{"text": words[180 + n], "label": f"class {n % 5}"} for n in range(16)],
-    }  # fmt: skip
+        "sts": [
+            {
+                "sentence1": words[64 + n],
+                "sentence2": words[100 + n],
+                "score": n % 5 / 5,
+            }
+            for n in range(16)
+        ],
+        "scored": [
+            {
+                "query": words[120 + n],
+                "positive": words[140 + n],
+                "negatives": [words[160 + n]],
+                "positive_scores": [2.0],
+                "negative_scores": [n / 16],
+            }
+            for n in range(16)
+        ],
+        "topics": [
+            {"text": words[180 + n], "label": f"class {n % 5}"} for n in range(16)
+        ],
+    }
     for name, records in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    cosent = {"losses": [{"loss": "cosent", "learn_temperature": True}], "temperature": 0.1}
-    scored = {"losses": [{"loss": "kl", "teacher": "scores", "temperature": 1.0}, {"loss": "infonce", "weight": 0.1}]}
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(one) + "\n" for one in records)
+        )
+    cosent = {
+        "losses": [{"loss": "cosent", "learn_temperature": True}],
+        "temperature": 0.1,
+    }
+    scored = {
+        "losses": [
+            {"loss": "kl", "teacher": "scores", "temperature": 1.0},
+            {"loss": "infonce", "weight": 0.1},
+        ]
+    }
     return [
-        {"path": str(folder / "retrieval.jsonl"), "name": "retrieval", "max_negatives": 1},
-        {"path": str(folder / "sts.jsonl"), "name": "sts", "global_batch_size": 8, **cosent},
+        {
+            "path": str(folder / "retrieval.jsonl"),
+            "name": "retrieval",
+            "max_negatives": 1,
+        },
+        {
+            "path": str(folder / "sts.jsonl"),
+            "name": "sts",
+            "global_batch_size": 8,
+            **cosent,
+        },
         {"path": str(folder / "scored.jsonl"), "name": "scored", **scored},
         {"path": str(folder / "topics.jsonl"), "name": "topics"},
     ]
@@ -57,11 +97,19 @@ def files(folder: Path) -> list[dict[str, Any]]:
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
     return {
-        "model_name": str(shared(tiny_bert)), "data_path": files(folder), "homogeneous_batches": True,
-        "global_batch_size": 4, "max_steps": 10, "logging_steps": 1, "report_to": [], "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant", "warmup_ratio": 0.0,
-        "output_dir": str(folder / "out"), **more,
-    }  # fmt: skip
+        "model_name": str(shared(tiny_bert)),
+        "data_path": files(folder),
+        "homogeneous_batches": True,
+        "global_batch_size": 4,
+        "max_steps": 10,
+        "logging_steps": 1,
+        "report_to": [],
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "warmup_ratio": 0.0,
+        "output_dir": str(folder / "out"),
+        **more,
+    }
 
 
 def train(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -80,8 +128,16 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -
     terms = [name for step in one for name in step if name.count("/") == 2]
     assert set(terms) == {"loss/sts/cosent", "loss/scored/kl", "loss/scored/infonce"}
     scored = next(step for step in one if "loss/scored" in step)
-    assert scored["loss"] == pytest.approx(scored["loss/scored/kl"] + 0.1 * scored["loss/scored/infonce"], rel=1e-6)
-    sharded = options(tmp_path, output_dir=str(tmp_path / "two"), strategy="fsdp", use_fsdp=True, save_steps=3)
+    assert scored["loss"] == pytest.approx(
+        scored["loss/scored/kl"] + 0.1 * scored["loss/scored/infonce"], rel=1e-6
+    )
+    sharded = options(
+        tmp_path,
+        output_dir=str(tmp_path / "two"),
+        strategy="fsdp",
+        use_fsdp=True,
+        save_steps=3,
+    )
     run_ranks(train, 2, {**sharded, "max_steps": 3}, process_group=False)
     two = run_ranks(train, 2, {**sharded, "resume": True}, process_group=False)[0]
     assert [step["step"] for step in two] == list(range(1, 11))
@@ -90,37 +146,70 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -
 
 
 def test_labelled_images_are_pairs_of_their_class(tmp_path: Path) -> None:
-    rows = [{"image": write(tmp_path / f"{n}.jpg", seed=n).name, "label": n % 4} for n in range(12)]
-    (tmp_path / "images.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    rows = [
+        {"image": write(tmp_path / f"{n}.jpg", seed=n).name, "label": n % 4}
+        for n in range(12)
+    ]
+    (tmp_path / "images.jsonl").write_text(
+        "".join(json.dumps(one) + "\n" for one in rows)
+    )
     settings = options(
-        tmp_path, model_name=str(shared(tiny_clip)), data_path=str(tmp_path / "images.jsonl"),
-        homogeneous_batches=False, max_steps=12, learning_rate=1e-2,
-    )  # fmt: skip
+        tmp_path,
+        model_name=str(shared(tiny_clip)),
+        data_path=str(tmp_path / "images.jsonl"),
+        homogeneous_batches=False,
+        max_steps=12,
+        learning_rate=1e-2,
+    )
     losses = [step["loss"] for step in train(settings)]
-    assert "labelled with 4 classes" in (tmp_path / "out" / "training_log.txt").read_text()
+    assert (
+        "labelled with 4 classes" in (tmp_path / "out" / "training_log.txt").read_text()
+    )
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
 def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path: Path) -> None:
     sources = files(tmp_path)[:1]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts(16, seed=9)))
-    anchor = {"path": str(tmp_path / "texts.jsonl"), "name": "texts", "losses": [{"loss": "anchor", "weight": 5.0}]}
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": one}) + "\n" for one in texts(16, seed=9))
+    )
+    anchor = {
+        "path": str(tmp_path / "texts.jsonl"),
+        "name": "texts",
+        "losses": [{"loss": "anchor", "weight": 5.0}],
+    }
     last = {}
     for weight in (1e-9, 5.0):
         name = str(tmp_path / str(weight))
-        one = train(options(tmp_path, data_path=sources[0]["path"], homogeneous_batches=False, anchor_weight=weight,
-                            output_dir=name))  # fmt: skip
+        one = train(
+            options(
+                tmp_path,
+                data_path=sources[0]["path"],
+                homogeneous_batches=False,
+                anchor_weight=weight,
+                output_dir=name,
+            )
+        )
         assert one[0]["loss/anchor"] == pytest.approx(0.0, abs=1e-5)
         last[weight] = one[-1]["loss/anchor"]
     assert last[5.0] < 0.5 * last[1e-9]
-    both = train(options(tmp_path, data_path=[*sources, anchor], output_dir=str(tmp_path / "both")))
+    both = train(
+        options(
+            tmp_path, data_path=[*sources, anchor], output_dir=str(tmp_path / "both")
+        )
+    )
     assert {name for step in both for name in step if name.startswith("loss/")} == {
-        "loss/retrieval", "loss/texts", "loss/texts/anchor",
-    }  # fmt: skip
+        "loss/retrieval",
+        "loss/texts",
+        "loss/texts/anchor",
+    }
 
 
 def test_a_task_needs_batches_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(vembed.UserError, match="a source with losses or a temperature of its own needs batches of"):
+    with pytest.raises(
+        vembed.UserError,
+        match="a source with losses or a temperature of its own needs batches of",
+    ):
         resolve_run(options(tmp_path, homogeneous_batches=False))
 
 
@@ -132,15 +221,28 @@ def test_a_task_needs_batches_of_its_own(tmp_path: Path) -> None:
             "a source with a batch size of its own needs batches of",
         ),
         (
-            {"data_path": [{"path": "a", "batch_size": 4}, "b"], "homogeneous_batches": True, "global_batch_size": 8},
+            {
+                "data_path": [{"path": "a", "batch_size": 4}, "b"],
+                "homogeneous_batches": True,
+                "global_batch_size": 8,
+            },
             "a has batch_size: 4, and the run counts by global_batch_size: give the source global_batch_size too",
         ),
         (
-            {"data_path": [{"path": "a", "global_batch_size": 4}, "b"], "homogeneous_batches": True},
+            {
+                "data_path": [{"path": "a", "global_batch_size": 4}, "b"],
+                "homogeneous_batches": True,
+            },
             "a has global_batch_size: 4, and the run counts by batch_size: give the source batch_size too",
         ),
-        ({"data_path": ["a", "b"], "sampling": "round_robin"}, "round_robin takes a batch of each source in turn"),
-        ({"data_path": [{"path": "a", "val_data_path": "v"}, "b"]}, "a has val_data_path, and the run has none"),
+        (
+            {"data_path": ["a", "b"], "sampling": "round_robin"},
+            "round_robin takes a batch of each source in turn",
+        ),
+        (
+            {"data_path": [{"path": "a", "val_data_path": "v"}, "b"]},
+            "a has val_data_path, and the run has none",
+        ),
     ],
 )
 def test_sources_that_do_not_go_together(change: dict[str, Any], message: str) -> None:
@@ -151,11 +253,22 @@ def test_sources_that_do_not_go_together(change: dict[str, Any], message: str) -
 def test_each_task_is_validated_logged_and_drawn(tmp_path: Path) -> None:
     sources = files(tmp_path)[:2]
     sources[1]["val_data_path"] = sources[1]["path"]
-    settings = options(tmp_path, data_path=sources, val_data_path=sources[0]["path"], eval_steps=2, max_steps=4)
+    settings = options(
+        tmp_path,
+        data_path=sources,
+        val_data_path=sources[0]["path"],
+        eval_steps=2,
+        max_steps=4,
+    )
     steps = train(settings)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     scores = [line["eval"] for line in lines if "eval" in line]
-    assert [set(one) & {"ndcg@10", "task/sts/spearman"} for one in scores] == [{"ndcg@10", "task/sts/spearman"}] * 3
+    assert [set(one) & {"ndcg@10", "task/sts/spearman"} for one in scores] == [
+        {"ndcg@10", "task/sts/spearman"}
+    ] * 3
     assert "task sts: spearman:" in (tmp_path / "out" / "training_log.txt").read_text()
     page = (tmp_path / "out" / "report.html").read_text()
     assert "task sts: Spearman" in page
@@ -169,23 +282,32 @@ def test_held_out_examples_are_scored_by_task(tmp_path: Path) -> None:
     config = resolve_run(options(tmp_path, data_path=sources, val_split=0.3)).config
     sets = open_sets(config, compares=False)
     assert set(sets.by_task) == {"retrieval", "sts", "scored"}
-    assert sum(one.num_inputs for one in sets.by_task.values()) == sets.evaluation.num_inputs
+    assert (
+        sum(one.num_inputs for one in sets.by_task.values())
+        == sets.evaluation.num_inputs
+    )
     assert {item.prompt for item in sets.by_task["sts"].first} == {"compare: "}
     given = [{**one, "val_data_path": one["path"]} for one in sources]
-    config = resolve_run(options(tmp_path, data_path=given, val_data_path=given[0]["path"])).config
+    config = resolve_run(
+        options(tmp_path, data_path=given, val_data_path=given[0]["path"])
+    ).config
     sets = open_sets(config, compares=False)
     assert {item.prompt for item in sets.by_task["sts"].first} == {"compare: "}
 
 
 def test_the_loss_is_that_of_the_source() -> None:
     sources = [DataSource(path="a"), DataSource(path="b", temperature=0.5, losses=None)]
-    config = config_of(homogeneous_batches=True).model_copy(update={"data_path": sources})
+    config = config_of(homogeneous_batches=True).model_copy(
+        update={"data_path": sources}
+    )
     loss = build_loss(config)
     batch = make_batch(5)
     for number, wanted in enumerate(source_configs(config)):
         of_source = replace(batch, source=number)
         check(of_source, wanted, build_loss(wanted))
-        assert torch.equal(loss.double()(of_source), build_loss(wanted).double()(of_source))
+        assert torch.equal(
+            loss.double()(of_source), build_loss(wanted).double()(of_source)
+        )
 
 
 @pytest.mark.parametrize(
@@ -200,29 +322,50 @@ def test_the_loss_is_that_of_the_source() -> None:
         ("round_robin", (1.0, 1.0), [336, 672]),
     ],
 )
-def test_sources_are_drawn_as_sampling_says(sampling: str, weights: tuple[float, float], wanted: list[int]) -> None:
+def test_sources_are_drawn_as_sampling_says(
+    sampling: str, weights: tuple[float, float], wanted: list[int]
+) -> None:
     assert parse_sampling(sampling).num_drawn((1000, 10), weights, (4, 8)) == wanted
 
 
-@pytest.mark.parametrize("text", ["temperature", "temperature(1.5)", "temperature(-1)", "random"])
+@pytest.mark.parametrize(
+    "text", ["temperature", "temperature(1.5)", "temperature(-1)", "random"]
+)
 def test_sampling_that_does_not_exist(tmp_path: Path, text: str) -> None:
-    with pytest.raises(vembed.UserError, match=r"sampling must be proportional, temperature\(alpha\) with alpha"):
+    with pytest.raises(
+        vembed.UserError,
+        match=r"sampling must be proportional, temperature\(alpha\) with alpha",
+    ):
         resolve_run(options(tmp_path, sampling=text))
 
 
 def test_the_earlier_name_of_the_temperature() -> None:
-    run = resolve_run({"model_name": "m", "data_path": ["a", "b"], "sampling_alpha": 0.3})
+    run = resolve_run(
+        {"model_name": "m", "data_path": ["a", "b"], "sampling_alpha": 0.3}
+    )
     assert run.config.sampling == "temperature(0.3)"
 
 
 def test_turns_and_batch_sizes() -> None:
-    turns = BatchSchedule([90, 20], 4, 1, homogeneous=True, batch_sizes=[4, 6], sampling=parse_sampling("round_robin"))
+    turns = BatchSchedule(
+        [90, 20],
+        4,
+        1,
+        homogeneous=True,
+        batch_sizes=[4, 6],
+        sampling=parse_sampling("round_robin"),
+    )
     for epoch in range(2):
         batches = [turns.batch(epoch, step) for step in range(turns.steps_per_epoch)]
-        assert [(turns.source_of(int(one[0])), len(one)) for one in batches] == [(0, 4), (1, 6)] * 11
+        assert [(turns.source_of(int(one[0])), len(one)) for one in batches] == [
+            (0, 4),
+            (1, 6),
+        ] * 11
     assert "of each source in turn; of 6: source 2" in turns.summary()
     sized = BatchSchedule([8, 12], 4, 1, homogeneous=True, batch_sizes=[4, 6])
-    assert sorted(len(sized.batch(0, step)) for step in range(sized.steps_per_epoch)) == [4, 4, 6, 6]
+    assert sorted(
+        len(sized.batch(0, step)) for step in range(sized.steps_per_epoch)
+    ) == [4, 4, 6, 6]
     assert sized.num_left_out == 0
 
 
@@ -230,19 +373,27 @@ def test_sources_of_one_task_share_batches() -> None:
     schedule = BatchSchedule([12, 12, 12], 6, 1, homogeneous=True, tasks=[0, 1, 0])
     seen = set()
     for step in range(schedule.steps_per_epoch):
-        seen.add(frozenset(schedule.source_of(int(index)) for index in schedule.batch(0, step)))
+        seen.add(
+            frozenset(
+                schedule.source_of(int(index)) for index in schedule.batch(0, step)
+            )
+        )
     assert seen == {frozenset({0, 2}), frozenset({1})}
     entries = [
-        {"path": "a", "temperature": 0.1}, {"path": "b"}, {"path": "c", "temperature": 0.1},
+        {"path": "a", "temperature": 0.1},
+        {"path": "b"},
+        {"path": "c", "temperature": 0.1},
         {"path": "d", "temperature": 0.1, "batch_size": 2},
-    ]  # fmt: skip
+    ]
     config = config_of(homogeneous_batches="task").model_copy(
         update={"data_path": [DataSource(**one) for one in entries]}
     )
     assert task_numbers(config) == [0, 1, 0, 3]
     assert task_names(config, ["a", "b", "c", "d"]) == ["a and c", "b", "a and c", "d"]
     assert source_batch_sizes(config, 2) == [64, 64, 64, 4]
-    resumed = config.model_copy(update={"global_batch_size": 64})  # on one process, from two
+    resumed = config.model_copy(
+        update={"global_batch_size": 64}
+    )  # on one process, from two
     assert source_batch_sizes(resumed, 1) == [64, 64, 64, 4]
     loss = build_loss(config)
     assert len(loss.sources) == 3
@@ -251,5 +402,8 @@ def test_sources_of_one_task_share_batches() -> None:
 def test_the_schedule_knows_the_source() -> None:
     schedule = BatchSchedule([7, 5], 2, 1, homogeneous=True)
     for step in range(schedule.steps_per_epoch):
-        assert len({schedule.source_of(int(index)) for index in schedule.batch(0, step)}) == 1
+        assert (
+            len({schedule.source_of(int(index)) for index in schedule.batch(0, step)})
+            == 1
+        )
     assert [schedule.source_of(index) for index in (0, 6, 7, 11)] == [0, 0, 1, 1]

@@ -18,13 +18,25 @@ from vembed.training.profiling import Profile
         ([2, 3], range(1, 6), "steps 2 to 3"),
         ([4, 9], range(1, 6), "steps 4 to 5"),  # the run ends before
         ([2, 4], range(3, 6), "steps 3 to 4"),  # resumed within
-        ([2, 3], [1, 2, 2, 3, 4], "steps 2 to 3"),  # a step that is replayed after it ran out of memory
+        (
+            [2, 3],
+            [1, 2, 2, 3, 4],
+            "steps 2 to 3",
+        ),  # a step that is replayed after it ran out of memory
         ([2, 3], range(4, 6), None),
-        ([2, 5], range(1, 4), "steps 2 to 3"),  # ended by patience, a guard, a time limit, a signal or an error
+        (
+            [2, 5],
+            range(1, 4),
+            "steps 2 to 3",
+        ),  # ended by patience, a guard, a time limit, a signal or an error
     ],
 )
 def test_a_trace_of_the_steps_that_there_are(
-    chosen: list[int], done: list[int], recorded: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    chosen: list[int],
+    done: list[int],
+    recorded: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="vembed")
     profile = Profile(config_for(tmp_path, profile_steps=chosen), rank=0, total_steps=5)
@@ -42,6 +54,8 @@ def test_a_trace_of_the_steps_that_there_are(
         assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_steps_behind_the_end_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_behind_the_end_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     Profile(config_for(tmp_path, profile_steps=[6, 8]), rank=0, total_steps=5)
     assert "profile_steps: [6, 8] is after the run's last step, 5" in caplog.text

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.test_checkpoint import starting
 from tests.training.tiny_run import assert_same, config_for
-from vembed.distributed.parameters import clip_gradients
 from vembed.errors import RunError
+from vembed.parallel.parameters import clip_gradients
 from vembed.training import update as module
 from vembed.training.loop_state import LoopState
 from vembed.training.update import FIRST_SCALE, GradientScale, Outcome, Update
@@ -22,13 +22,22 @@ HALF = SimpleNamespace(mixed_precision="fp16", strategy="single")
 
 def train(run, state, tmp_path, overflows):
     """Steps as the run takes them in float16, where `overflows` says which gradients are not finite; the scales."""
-    update = Update(run.model, run.loss, run.optimizer, HALF, config_for(tmp_path, max_grad_norm=1.0), state.scale)
+    update = Update(
+        run.model,
+        run.loss,
+        run.optimizer,
+        HALF,
+        config_for(tmp_path, max_grad_norm=1.0),
+        state.scale,
+    )
     scales = []
     for is_overflow in overflows:
         loss = run.model(torch.arange(11)).pow(2).sum() * run.loss.scale
         (loss * state.scale.value).backward()
         if is_overflow:
-            next(one for one in run.model.parameters() if one.grad is not None).grad[0] = torch.inf
+            next(one for one in run.model.parameters() if one.grad is not None).grad[
+                0
+            ] = torch.inf
         outcome = update.apply(loss.detach())
         assert outcome.applied is not is_overflow
         state.step += 1
@@ -67,11 +76,16 @@ NO, YES = False, True
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ([NO, YES, NO, NO], [NO, NO, NO, NO, YES]),  # it grows after the third good step, which the break divides
+        (
+            [NO, YES, NO, NO],
+            [NO, NO, NO, NO, YES],
+        ),  # it grows after the third good step, which the break divides
         ([YES] * 18, [NO, NO, NO, YES]),  # it has come down to 1, and stays there
     ],
 )
-def test_float16_resumes_with_its_scale_bit_for_bit(tmp_path, monkeypatch, before, after):
+def test_float16_resumes_with_its_scale_bit_for_bit(
+    tmp_path, monkeypatch, before, after
+):
     monkeypatch.setattr(module, "GROWTH_STEPS", 3)
     with starting(tmp_path / "whole") as run:
         scales = train(run.resume(), LoopState(), tmp_path, before + after)
@@ -91,20 +105,29 @@ def test_float16_resumes_with_its_scale_bit_for_bit(tmp_path, monkeypatch, befor
 
 def test_float16_that_overflows_with_the_lowest_scale_stops_the_run(tmp_path):
     """Otherwise a model whose weights are broken would leave out every step to the end, each with the same line."""
-    parts = [(SimpleNamespace(where=["train.jsonl:1", "train.jsonl:2"]), torch.tensor(True))]
+    parts = [
+        (SimpleNamespace(where=["train.jsonl:1", "train.jsonl:2"]), torch.tensor(True))
+    ]
     with starting(tmp_path) as run:
         scale = GradientScale(value=2.0, is_started=True)
-        update = Update(run.model, run.loss, run.optimizer, HALF, config_for(tmp_path), scale)
+        update = Update(
+            run.model, run.loss, run.optimizer, HALF, config_for(tmp_path), scale
+        )
         watch = Watch(config_for(tmp_path))
         watch.precision = "fp16"
         outcomes = []
         for _ in range(2):
             run.model(torch.arange(11)).sum().backward()
-            next(one for one in run.model.parameters() if one.grad is not None).grad[0] = torch.inf
+            next(one for one in run.model.parameters() if one.grad is not None).grad[
+                0
+            ] = torch.inf
             outcomes.append(update.apply(torch.ones(())))
     assert [one.is_overflow for one in outcomes] == [True, False] and scale.value == 1.0
     assert not watch.finite(1, outcomes[0], parts)
-    with pytest.raises(RunError, match=r"step 2: loss 1.0, gradient norm inf.*use mixed_precision: bf16 instead of"):
+    with pytest.raises(
+        RunError,
+        match=r"step 2: loss 1.0, gradient norm inf.*use mixed_precision: bf16 instead of",
+    ):
         watch.finite(2, outcomes[1], parts)
 
 
@@ -114,14 +137,20 @@ def test_examples_of_each_batch_of_a_step_are_named(tmp_path):
         (SimpleNamespace(where=[f"train.jsonl:{number}"]), torch.tensor(is_finite))
         for number, is_finite in enumerate([True, False, True], start=1)
     ]
-    with pytest.raises(RunError, match=r"non-finite embeddings on rank 0: train\.jsonl:2\. Lower"):
-        Watch(config_for(tmp_path)).finite(7, Outcome(math.nan, math.nan, applied=False), parts)
+    with pytest.raises(
+        RunError, match=r"non-finite embeddings on rank 0: train\.jsonl:2\. Lower"
+    ):
+        Watch(config_for(tmp_path)).finite(
+            7, Outcome(math.nan, math.nan, applied=False), parts
+        )
 
 
 def test_a_loss_that_stays_is_warned_of_after_200_steps_of_this_run(tmp_path, caplog):
     def look(watch, step):
         outcome = Outcome(1.5, 1.0, applied=True)
-        watch.figures(SimpleNamespace(step=step, outcome=outcome, embeddings=torch.eye(4)))
+        watch.figures(
+            SimpleNamespace(step=step, outcome=outcome, embeddings=torch.eye(4))
+        )
 
     resumed = Watch(config_for(tmp_path))
     for step in (1001, 1010, 1100):
@@ -138,7 +167,9 @@ def test_other_dtypes_have_no_scale(tmp_path):
     with starting(tmp_path) as run:
         scale = GradientScale()
         session = SimpleNamespace(mixed_precision="bf16", strategy="single")
-        update = Update(run.model, run.loss, run.optimizer, session, config_for(tmp_path), scale)
+        update = Update(
+            run.model, run.loss, run.optimizer, session, config_for(tmp_path), scale
+        )
         run.model(torch.arange(11)).sum().backward()
         update.apply(torch.ones(()))
     assert scale == GradientScale(value=1.0, good_steps=0)

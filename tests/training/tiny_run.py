@@ -43,7 +43,12 @@ class TinyModel(nn.Module):
     """7 does not divide by 2 or 3, and the head's single row leaves all ranks but one without a piece of it."""
 
     def __init__(
-        self, dim: int = 7, num_layers: int = 2, *, num_outputs: int = 1, frozen_embeddings: bool = True
+        self,
+        dim: int = 7,
+        num_layers: int = 2,
+        *,
+        num_outputs: int = 1,
+        frozen_embeddings: bool = True,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -68,7 +73,12 @@ class TinyLoss(EmbeddingLoss):
 def config_for(output_dir: Path, **options: Any) -> TrainConfig:
     """Nobody reads the model's folder or the data, except that FSDP wants to know how large the model is: there,
     `model_name` must be the folder of a real one, made before the ranks start."""
-    options = {"model_name": "tiny", "data_path": "none.jsonl", "learning_rate": 0.1, **options}
+    options = {
+        "model_name": "tiny",
+        "data_path": "none.jsonl",
+        "learning_rate": 0.1,
+        **options,
+    }
     return TrainConfig(output_dir=str(output_dir), **options)
 
 
@@ -83,17 +93,23 @@ def step(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer) ->
     optimizer.zero_grad()
 
 
-def whole_state(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+def whole_state(
+    model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, np.ndarray]:
     """Weights and optimizer state, whole on every rank, read by torch's own functions and not by ours."""
     model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     weights, state = get_state_dict(model_and_loss, optimizer, options=options)
-    values = {name: value.detach().cpu().clone().numpy() for name, value in weights.items()}
+    values = {
+        name: value.detach().cpu().clone().numpy() for name, value in weights.items()
+    }
     for name, entries in state["state"].items():
         for key, value in entries.items():
             nested = value if isinstance(value, dict) else {"": value}
             for part, one in nested.items():
-                values[f"{name}:{key}:{part}"] = torch.as_tensor(one).detach().cpu().clone().numpy()
+                values[f"{name}:{key}:{part}"] = (
+                    torch.as_tensor(one).detach().cpu().clone().numpy()
+                )
     return values
 
 

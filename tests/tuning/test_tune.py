@@ -17,17 +17,23 @@ from vembed.cli import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, UserError
-from vembed.tuning import option_search as searching
-from vembed.tuning.option_search import Search, run_tune
-from vembed.tuning.search_space import ranges
+from vembed.pipelines.tuning import option_search as searching
+from vembed.pipelines.tuning.option_search import Search, run_tune
+from vembed.pipelines.tuning.search_space import ranges
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tune")
-    rows = [{"query": word, "positive": f"{word} {other}"} for word in tiny.WORDS[:20] for other in tiny.WORDS[:8]]
+    rows = [
+        {"query": word, "positive": f"{word} {other}"}
+        for word in tiny.WORDS[:20]
+        for other in tiny.WORDS[:8]
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::16]))
+    (folder / "val.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows[::16])
+    )
     settings = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": str(folder / "train.jsonl"),
@@ -41,7 +47,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_search_that_fails_in_the_middle_goes_on(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     search = Search(str(config), (), tmp_path / "tune", 5)
     original, calls = searching._train, []
@@ -62,11 +71,18 @@ def test_a_search_that_fails_in_the_middle_goes_on(
     trials = json.loads((tmp_path / "tune" / "trials.json").read_text())
     assert len(trials) == 5 and trials[0]["trial"] == 0
     best = load_config(tmp_path / "tune" / "best.yaml")
-    top = max((one for one in trials if one["state"] == "complete"), key=lambda one: one["score"])
+    top = max(
+        (one for one in trials if one["state"] == "complete"),
+        key=lambda one: one["score"],
+    )
     assert f"best: trial {top['trial']}, {top['score']:.4f}" in said
     if top["trial"]:
-        assert best.learning_rate == pytest.approx(top["options"]["learning_rate"], rel=0.01)
-    assert best.output_dir == str(config.parent / "run"), "the search's folders are its own"
+        assert best.learning_rate == pytest.approx(
+            top["options"]["learning_rate"], rel=0.01
+        )
+    assert best.output_dir == str(config.parent / "run"), (
+        "the search's folders are its own"
+    )
     assert run_tune(search) == 0, "nothing is left to do"
     assert len(json.loads((tmp_path / "tune" / "trials.json").read_text())) == 5
     with pytest.raises(UserError, match="choose another --output"):
@@ -80,8 +96,19 @@ def test_a_search_that_goes_on_tries_nothing_twice(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
     monkeypatch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
     for trials in (2, 3, 4):  # each start draws its first guesses at random
-        run_tune(Search(str(config), ("learning_rate=1e-4",), tmp_path / "tune", trials, ("learning_rate",)))
-    tried = [one["options"]["learning_rate"] for one in json.loads((tmp_path / "tune" / "trials.json").read_text())]
+        run_tune(
+            Search(
+                str(config),
+                ("learning_rate=1e-4",),
+                tmp_path / "tune",
+                trials,
+                ("learning_rate",),
+            )
+        )
+    tried = [
+        one["options"]["learning_rate"]
+        for one in json.loads((tmp_path / "tune" / "trials.json").read_text())
+    ]
     assert len(tried) == len(set(tried)) == 4
 
 
@@ -90,7 +117,11 @@ def test_an_interrupted_search_says_how_it_goes_on(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: str
 ) -> None:
     folder, words = tmp_path / "tune", ("epochs=1000", "learning_rate=1e-4")
-    given = {**yaml.safe_load(config.read_text()), "epochs": 1000, "learning_rate": 1e-4}
+    given = {
+        **yaml.safe_load(config.read_text()),
+        "epochs": 1000,
+        "learning_rate": 1e-4,
+    }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
     # The learning rate is that of the first trial, and is searched as well.
     with monkeypatch.context() as patch:  # trial 0
@@ -98,10 +129,17 @@ def test_an_interrupted_search_says_how_it_goes_on(
         run_tune(Search(str(config), words, folder, 1))
     flags = ["--trials", "3", "--output", str(folder), "--nproc", nproc]
     search = start("tune", str(config), *words, *flags, stderr=tmp_path / "stderr")
-    metrics = [folder / f"trial-{number}" / "metrics.jsonl" for number in range(1, int(nproc) + 1)]
+    metrics = [
+        folder / f"trial-{number}" / "metrics.jsonl"
+        for number in range(1, int(nproc) + 1)
+    ]
     end = time.monotonic() + 60
-    while not all("loss" in one.read_text() if one.is_file() else False for one in metrics):
-        assert search.poll() is None and time.monotonic() < end, (tmp_path / "stderr").read_text()
+    while not all(
+        "loss" in one.read_text() if one.is_file() else False for one in metrics
+    ):
+        assert search.poll() is None and time.monotonic() < end, (
+            tmp_path / "stderr"
+        ).read_text()
         time.sleep(0.05)
     search.send_signal(signal.SIGTERM)
     assert search.wait(60) == 143
@@ -114,19 +152,47 @@ def test_an_interrupted_search_says_how_it_goes_on(
 def test_a_trial_whose_time_is_up_has_its_score(config: Path, tmp_path: Path) -> None:
     """The limit is on each training, not on the search."""
     words = ("epochs=1000", "max_train_minutes=0.03")
-    assert run_tune(Search(str(config), (*words, "eval_steps=5"), tmp_path / "tune", 2, ("temperature",))) == 0
+    assert (
+        run_tune(
+            Search(
+                str(config),
+                (*words, "eval_steps=5"),
+                tmp_path / "tune",
+                2,
+                ("temperature",),
+            )
+        )
+        == 0
+    )
     assert len(json.loads((tmp_path / "tune" / "trials.json").read_text())) == 2
     with pytest.raises(RunError, match="the time was up before the first evaluation"):
-        run_tune(Search(str(config), (*words, "eval_steps=100000"), tmp_path / "other", 2, ("temperature",)))
+        run_tune(
+            Search(
+                str(config),
+                (*words, "eval_steps=100000"),
+                tmp_path / "other",
+                2,
+                ("temperature",),
+            )
+        )
 
 
 def test_two_processes_share_the_trials(config: Path, tmp_path: Path) -> None:
-    flags = ["--trials", "6", "--output", str(tmp_path / "tune"), "--options", "learning_rate,temperature"]
+    flags = [
+        "--trials",
+        "6",
+        "--output",
+        str(tmp_path / "tune"),
+        "--options",
+        "learning_rate,temperature",
+    ]
     done = command("tune", str(config), *flags, "--nproc", "2")
     assert done.returncode == 0, done.stderr
     trials = json.loads((tmp_path / "tune" / "trials.json").read_text())
     assert len(trials) == 6
-    assert all(set(one["options"]) == {"learning_rate", "temperature"} for one in trials)
+    assert all(
+        set(one["options"]) == {"learning_rate", "temperature"} for one in trials
+    )
     assert len({one["options"]["learning_rate"] for one in trials}) == 6
     pictures = [tmp_path / "tune" / f"importance.{kind}" for kind in ("svg", "png")]
     complete = [one for one in trials if one["state"] == "complete"]
@@ -137,7 +203,9 @@ def test_a_dry_run_shows_ranges_and_writes_nothing(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["tune", str(config), "use_lora=true", "--trials", "9", "--dry-run"])
+    done = CliRunner().invoke(
+        app, ["tune", str(config), "use_lora=true", "--trials", "9", "--dry-run"]
+    )
     assert done.exit_code == 0, done.output
     assert "trials: 9, the first one the config as it is" in done.output
     for name in ("learning_rate", "temperature", "batch_size", "lora_r"):
@@ -145,18 +213,26 @@ def test_a_dry_run_shows_ranges_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mistakes_are_one_sentence(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_one_sentence(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UserError, match="the config has none: give val_data_path"):
         run_tune(Search(str(config), ("val_data_path=null",), tmp_path / "tune", 3))
     with pytest.raises(UserError, match="--options size: it can search learning_rate"):
-        run_tune(Search(str(config), (), tmp_path / "tune", 3, ("size",)), is_dry_run=True)
-    with pytest.raises(UserError, match="--options size: it can search learning_rate"):  # before the first trial
+        run_tune(
+            Search(str(config), (), tmp_path / "tune", 3, ("size",)), is_dry_run=True
+        )
+    with pytest.raises(
+        UserError, match="--options size: it can search learning_rate"
+    ):  # before the first trial
         run_tune(Search(str(config), (), tmp_path / "tune", 3, ("size",)))
     assert not (tmp_path / "tune").exists()
     with pytest.raises(UserError, match=r"--output .* is a file; give a folder"):
         run_tune(Search(str(config), (), config, 3), is_dry_run=True)
     with pytest.raises(UserError, match="has no effect on this run"):
-        run_tune(Search(str(config), (), tmp_path / "tune", 3, ("lora_r",)), is_dry_run=True)
+        run_tune(
+            Search(str(config), (), tmp_path / "tune", 3, ("lora_r",)), is_dry_run=True
+        )
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(UserError, match=r"pip install 'vembed\[search\]'"):
         run_tune(Search(str(config), (), tmp_path / "tune", 3))
@@ -164,17 +240,29 @@ def test_mistakes_are_one_sentence(config: Path, tmp_path: Path, monkeypatch: py
 
 def test_only_what_has_an_effect_is_searched() -> None:
     base = {"model_name": "m", "data_path": "d", "learning_rate": 1e-4}
-    assert "temperature" not in [one.option for one in ranges(TrainConfig(**base, loss="cosine"))]
-    starts = {one.option: one.start for one in ranges(TrainConfig(**base, loss="cosent"))}
+    assert "temperature" not in [
+        one.option for one in ranges(TrainConfig(**base, loss="cosine"))
+    ]
+    starts = {
+        one.option: one.start for one in ranges(TrainConfig(**base, loss="cosent"))
+    }
     assert starts["temperature"] == 0.1, "what the first trial has"
-    assert "batch_size" not in [one.option for one in ranges(TrainConfig(**base, global_batch_size=64))]
-    rate = next(one for one in ranges(TrainConfig(**base)) if one.option == "learning_rate")
+    assert "batch_size" not in [
+        one.option for one in ranges(TrainConfig(**base, global_batch_size=64))
+    ]
+    rate = next(
+        one for one in ranges(TrainConfig(**base)) if one.option == "learning_rate"
+    )
     assert rate.low < rate.start == 1e-4 < rate.high
 
 
 @pytest.mark.parametrize("start", [0.001, 0.05, 1.0, 3.0])
-def test_the_range_of_the_temperature_holds_that_of_the_first_trial(start: float) -> None:
-    config = TrainConfig(model_name="m", data_path="d", learning_rate=1e-4, temperature=start)
+def test_the_range_of_the_temperature_holds_that_of_the_first_trial(
+    start: float,
+) -> None:
+    config = TrainConfig(
+        model_name="m", data_path="d", learning_rate=1e-4, temperature=start
+    )
     found = next(one for one in ranges(config) if one.option == "temperature")
     assert found.low <= start <= found.high
     assert found.low < found.high

@@ -27,7 +27,9 @@ def bilingual_model(folder: Path, distance: float = 3.0) -> Path:
     step = torch.randn(table.shape[1], generator=torch.Generator().manual_seed(5))
     step *= distance * table.norm(dim=1).mean() / step.norm() / 4
     for plain, enciphered in CIPHER.items():
-        one, other = (tokenizer.convert_tokens_to_ids(word) for word in (plain, enciphered))
+        one, other = (
+            tokenizer.convert_tokens_to_ids(word) for word in (plain, enciphered)
+        )
         table[other] = table[one] + step
     weights["embeddings.word_embeddings.weight"] = table
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -38,4 +40,6 @@ def bilingual_texts(count: int, words: int = 4) -> tuple[list[str], list[str]]:
     """The same sentences in both languages."""
     draw = random.Random(3)
     plain = [[draw.choice(PLAIN[:HALF]) for _ in range(words)] for _ in range(count)]
-    return [" ".join(line) for line in plain], [" ".join(CIPHER[word] for word in line) for line in plain]
+    return [" ".join(line) for line in plain], [
+        " ".join(CIPHER[word] for word in line) for line in plain
+    ]

@@ -14,7 +14,7 @@ from tests.weights.bilingual import bilingual_model, bilingual_texts
 from vembed import Embedder, UserError
 from vembed.cli import app
 from vembed.config.schema import TrainConfig
-from vembed.distributed.session import start_session
+from vembed.parallel.session import start_session
 from vembed.weights.directions import directions, erasure, linear_probe, projection
 from vembed.weights.edit import _texts, edit, pareto_front
 from vembed.weights.residual_writers import writers_of
@@ -48,7 +48,11 @@ def test_directions_and_projection():
         ((*found,),) = directions(first, second, how)
         assert abs(np.array(found) @ unit) > 0.999
     matrix, offset = projection(unit[None], 0.5)
-    np.testing.assert_allclose(first @ matrix.T + offset, first - 0.5 * np.outer(first @ unit, unit), atol=1e-12)
+    np.testing.assert_allclose(
+        first @ matrix.T + offset,
+        first - 0.5 * np.outer(first @ unit, unit),
+        atol=1e-12,
+    )
     with pytest.raises(UserError, match="100 and 50 texts"):
         directions(first, second[:50], "principal")
     with pytest.raises(UserError, match="the same mean"):
@@ -58,15 +62,22 @@ def test_directions_and_projection():
 def test_erasure_leaves_one_mean_and_nothing_to_a_linear_probe():
     draw = np.random.default_rng(1)
     mix = draw.normal(size=(8, 8))
-    first, second = draw.normal(size=(2000, 8)) @ mix, (draw.normal(size=(2000, 8)) + 1) @ mix
-    assert linear_probe((first[:1000], second[:1000]), (first[1000:], second[1000:])) > 0.9
+    first, second = (
+        draw.normal(size=(2000, 8)) @ mix,
+        (draw.normal(size=(2000, 8)) + 1) @ mix,
+    )
+    assert (
+        linear_probe((first[:1000], second[:1000]), (first[1000:], second[1000:])) > 0.9
+    )
     matrix, offset = erasure(first, second, 1.0)
     one, two = first @ matrix.T + offset, second @ matrix.T + offset
     np.testing.assert_allclose(one.mean(axis=0), two.mean(axis=0), atol=0.05)
     assert linear_probe((one[:1000], two[:1000]), (one[1000:], two[1000:])) < 0.55
 
 
-@pytest.mark.parametrize(("make", "in_a_layer"), [(tiny_distilbert, 2), (tiny_qwen3_st, 2), (tiny_clip, 2)])
+@pytest.mark.parametrize(
+    ("make", "in_a_layer"), [(tiny_distilbert, 2), (tiny_qwen3_st, 2), (tiny_clip, 2)]
+)
 def test_writers_of_families(make, in_a_layer):
     embedder = Embedder(shared(make), device="cpu")
     found = writers_of(embedder.model, embedder.backbone, embedder.description)
@@ -75,20 +86,36 @@ def test_writers_of_families(make, in_a_layer):
     assert all(layers.count(layer) == in_a_layer for layer in set(layers) - {0})
     names = dict(embedder.model.named_parameters())
     width = embedder.hidden_states(["a cat"]).shape[-1]
-    assert all(names[f"{one.name}.weight"].shape[1 if one.by_rows else 0] == width for one in found)
+    assert all(
+        names[f"{one.name}.weight"].shape[1 if one.by_rows else 0] == width
+        for one in found
+    )
 
 
 def test_writers_named_as_in_gpt_neox_and_a_layer_of_which_only_one_is_known():
     from transformers import AlbertConfig, AlbertModel, GPTNeoXConfig, GPTNeoXModel
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "vocab_size": 32,
+    }
     description = Embedder(shared(tiny_qwen3_st), device="cpu").description
     neox = GPTNeoXModel(GPTNeoXConfig(**sizes, num_hidden_layers=2))
-    found = [(one.layer, one.name.partition(".")[2]) for one in writers_of(neox, neox, description)[1:]]
+    found = [
+        (one.layer, one.name.partition(".")[2])
+        for one in writers_of(neox, neox, description)[1:]
+    ]
     ends = ("attention.dense", "mlp.dense_4h_to_h")
     assert found == [(layer, f"{layer - 1}.{end}") for layer in (1, 2) for end in ends]
-    albert = AlbertModel(AlbertConfig(**sizes, embedding_size=16, num_hidden_layers=2), add_pooling_layer=False)
-    with pytest.raises(UserError, match="AlbertLayerGroup have names that vembed does not know"):
+    albert = AlbertModel(
+        AlbertConfig(**sizes, embedding_size=16, num_hidden_layers=2),
+        add_pooling_layer=False,
+    )
+    with pytest.raises(
+        UserError, match="AlbertLayerGroup have names that vembed does not know"
+    ):
         writers_of(albert, albert, description)
 
 
@@ -96,9 +123,13 @@ def test_writers_named_as_in_gpt_neox_and_a_layer_of_which_only_one_is_known():
 
 
 @pytest.mark.promise("B18")
-def test_a_language_is_removed_and_texts_find_each_other_across(model, files, tmp_path, capsys):
+def test_a_language_is_removed_and_texts_find_each_other_across(
+    model, files, tmp_path, capsys
+):
     with pytest.raises(SystemExit) as end:
-        app(["edit", str(model), *files, "-o", str(tmp_path / "out"), "--where", "both"])
+        app(
+            ["edit", str(model), *files, "-o", str(tmp_path / "out"), "--where", "both"]
+        )
     assert end.value.code == 0
     told = json.loads((tmp_path / "out" / "edit.json").read_text())
     before, after = told["before"], told["after"]
@@ -120,26 +151,49 @@ def test_a_language_is_removed_and_texts_find_each_other_across(model, files, tm
 
 
 def test_the_weights_are_those_of_the_formula(model, files, tmp_path):
-    result = vembed.edit(model, tmp_path / "out", *files, strength=0.7, layers=[1], trials=0)
-    before, after = (load_file(one / "model.safetensors") for one in (model, result.model_dir))
+    result = vembed.edit(
+        model, tmp_path / "out", *files, strength=0.7, layers=[1], trials=0
+    )
+    before, after = (
+        load_file(one / "model.safetensors") for one in (model, result.model_dir)
+    )
     one, two = bilingual_texts(COUNT)
-    states = Embedder(model, device="cpu").hidden_states([*one[0::2], *two[0::2]], [1], batch_size=1)[:, 0]
-    difference = states[: COUNT // 2].astype(np.float64).mean(axis=0) - states[COUNT // 2 :].mean(axis=0)
+    states = Embedder(model, device="cpu").hidden_states(
+        [*one[0::2], *two[0::2]], [1], batch_size=1
+    )[:, 0]
+    difference = states[: COUNT // 2].astype(np.float64).mean(axis=0) - states[
+        COUNT // 2 :
+    ].mean(axis=0)
     v = torch.from_numpy(difference / np.linalg.norm(difference))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    names = [f"encoder.layer.0.{end}.weight" for end in ("attention.output.dense", "output.dense")]
+    names = [
+        f"encoder.layer.0.{end}.weight"
+        for end in ("attention.output.dense", "output.dense")
+    ]
     assert changed == set(names)  # the biases are zeros
     for name in changed:
         whole = before[name].double()
-        expected = whole - 0.7 * (torch.outer(v, v @ whole) if whole.ndim == 2 else v * (v @ whole))
+        expected = whole - 0.7 * (
+            torch.outer(v, v @ whole) if whole.ndim == 2 else v * (v @ whole)
+        )
         torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-6)
 
 
 def _edit_on_a_rank(model, files, output, version):
     options = {} if version is None else {"strategy": "fsdp", "fsdp_version": version}
-    config = TrainConfig(model_name=model, data_path="unused", mixed_precision="no", **options)
+    config = TrainConfig(
+        model_name=model, data_path="unused", mixed_precision="no", **options
+    )
     with start_session(config) as session:
-        result = edit(model, output, *files, where="both", direction="principal", components=2, session=session)
+        result = edit(
+            model,
+            output,
+            *files,
+            where="both",
+            direction="principal",
+            components=2,
+            session=session,
+        )
         return session.strategy, result.after
 
 
@@ -147,8 +201,19 @@ def _edit_on_a_rank(model, files, output, version):
 def on_ranks(model, files, tmp_path_factory):
     """Output of one process and of two that hold shards of either kind, and the folder that they wrote."""
     place = tmp_path_factory.mktemp("edited")
-    alone = run_ranks(_edit_on_a_rank, 1, str(model), files, str(place / "one"), None, process_group=False)
-    cases = {str(version): (str(model), files, str(place / str(version)), version) for version in (1, 2)}
+    alone = run_ranks(
+        _edit_on_a_rank,
+        1,
+        str(model),
+        files,
+        str(place / "one"),
+        None,
+        process_group=False,
+    )
+    cases = {
+        str(version): (str(model), files, str(place / str(version)), version)
+        for version in (1, 2)
+    }
     return alone, run_cases(_edit_on_a_rank, 2, cases, process_group=False), place
 
 
@@ -168,22 +233,32 @@ def test_shards_are_edited_to_the_same_bits(on_ranks, version):
 
 
 def test_a_search_draws_a_front_and_takes_the_best_that_holds(model, files, tmp_path):
-    result = vembed.edit(model, tmp_path / "out", *files, trials=6, max_drop=0.01, seed=1)
+    result = vembed.edit(
+        model, tmp_path / "out", *files, trials=6, max_drop=0.01, seed=1
+    )
     assert len(result.trials) == 6
     points = [(one.scores["probe"], one.scores["across"]) for one in result.trials]
     told = json.loads((tmp_path / "out" / "edit.json").read_text())
     assert told["front"] == pareto_front(points)
-    holding = [one for one in result.trials if one.scores["across"] >= result.before["across"] - 0.01]
+    holding = [
+        one
+        for one in result.trials
+        if one.scores["across"] >= result.before["across"] - 0.01
+    ]
     chosen = next(one for one in result.trials if one.plan == result.plan)
     assert chosen.scores["probe"] == min(one.scores["probe"] for one in holding)
-    assert result.after == pytest.approx(chosen.scores)  # every trial began at the same weights
+    assert result.after == pytest.approx(
+        chosen.scores
+    )  # every trial began at the same weights
     for kind in ("svg", "png"):
         assert (tmp_path / "out" / f"trials.{kind}").stat().st_size > 1000
     assert pareto_front([(0.5, 0.9), (0.6, 0.8), (0.9, 1.0), (0.5, 0.9)]) == [0, 2, 3]
 
 
 def test_a_text_is_a_line_of_the_file(tmp_path):
-    (tmp_path / "windows.txt").write_bytes("\ufeffone\r\ntwo\u2028and\x0cmore\r\n\r\nthree".encode())
+    (tmp_path / "windows.txt").write_bytes(
+        "\ufeffone\r\ntwo\u2028and\x0cmore\r\n\r\nthree".encode()
+    )
     assert _texts(tmp_path / "windows.txt") == ("one", "two\u2028and\x0cmore", "three")
 
 

@@ -18,7 +18,7 @@ from tests.weights.variants import pairs, variant
 from vembed import UserError
 from vembed.cli import app
 from vembed.config.schema import TrainConfig
-from vembed.distributed.session import start_session
+from vembed.parallel.session import start_session
 from vembed.tools.export import run_export
 from vembed.weights import methods
 from vembed.weights.merge import merge
@@ -31,7 +31,10 @@ def models(tmp_path_factory):
 
 
 def weights_of(folder):
-    return {name: tensor.astype(np.float64) for name, tensor in load_file(Path(folder) / "model.safetensors").items()}
+    return {
+        name: tensor.astype(np.float64)
+        for name, tensor in load_file(Path(folder) / "model.safetensors").items()
+    }
 
 
 def test_mean_and_slerp_of_three_models_against_numpy(models, tmp_path, monkeypatch):
@@ -41,34 +44,54 @@ def test_mean_and_slerp_of_three_models_against_numpy(models, tmp_path, monkeypa
     found = weights_of(result.model_dir)
     assert found.keys() == given[0].keys()
     for name, value in found.items():
-        np.testing.assert_allclose(value, np.mean([one[name] for one in given], axis=0), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            value, np.mean([one[name] for one in given], axis=0), rtol=0, atol=1e-6
+        )
     vembed.merge(models[:2], tmp_path / "slerp", "slerp", weights=[0.25, 0.75])
     found = weights_of(tmp_path / "slerp")
     for name, value in found.items():
         a, b = (one[name].ravel() for one in given[:2])
-        if np.issubdtype(load_file(models[0] / "model.safetensors")[name].dtype, np.floating) and a.any():
-            angle = np.arccos(np.clip(a @ b / np.linalg.norm(a) / np.linalg.norm(b), -1, 1))
-            expected = (np.sin(0.25 * angle) * a + np.sin(0.75 * angle) * b) / np.sin(angle)
+        if (
+            np.issubdtype(
+                load_file(models[0] / "model.safetensors")[name].dtype, np.floating
+            )
+            and a.any()
+        ):
+            angle = np.arccos(
+                np.clip(a @ b / np.linalg.norm(a) / np.linalg.norm(b), -1, 1)
+            )
+            expected = (np.sin(0.25 * angle) * a + np.sin(0.75 * angle) * b) / np.sin(
+                angle
+            )
             np.testing.assert_allclose(value.ravel(), expected, rtol=0, atol=1e-6)
 
 
 def test_slerp_whose_first_models_have_no_weight_is_the_last_one(models, tmp_path):
-    found = weights_of(vembed.merge(models, tmp_path / "slerp", "slerp", weights=[0, 0, 1]).model_dir)
+    found = weights_of(
+        vembed.merge(models, tmp_path / "slerp", "slerp", weights=[0, 0, 1]).model_dir
+    )
     for name, value in weights_of(models[2]).items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
 
 
 def test_the_merged_folder_is_a_model(models, tmp_path):
     vembed.merge(models, tmp_path / "out", dtype="bfloat16")
-    vectors = vembed.Embedder(tmp_path / "out", device="cpu", torch_dtype="float32").encode(["red cat", "bird"])
+    vectors = vembed.Embedder(
+        tmp_path / "out", device="cpu", torch_dtype="float32"
+    ).encode(["red cat", "bird"])
     settings = json.loads((tmp_path / "out" / "merge.json").read_text())
     assert settings["method"] == "mean" and len(settings["models"]) == 3
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
+        == "bfloat16"
+    )
     assert "Merged by vembed" in (tmp_path / "out" / "README.md").read_text()
     assert not list(tmp_path.glob(".*"))
     from sentence_transformers import SentenceTransformer
 
-    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu", model_kwargs={"dtype": "float32"})
+    theirs = SentenceTransformer(
+        str(tmp_path / "out"), device="cpu", model_kwargs={"dtype": "float32"}
+    )
     np.testing.assert_allclose(vectors, theirs.encode(["red cat", "bird"]), atol=1e-6)
 
 
@@ -77,25 +100,42 @@ def test_back_to_a_base_with_other_names(models, tmp_path):
     shutil.copytree(shared(tiny_bert), base)
     tensors = load_file(base / "model.safetensors")
     extra = {"cls.predictions.bias": np.zeros(3, np.float32)}
-    save_file({**{f"bert.{name}": one for name, one in tensors.items()}, **extra}, base / "model.safetensors")
+    save_file(
+        {**{f"bert.{name}": one for name, one in tensors.items()}, **extra},
+        base / "model.safetensors",
+    )
     vembed.merge(models[0], tmp_path / "out", base=base, interpolate=0.5)
     own, found = weights_of(models[0]), weights_of(tmp_path / "out")
     for name in own:
-        np.testing.assert_allclose(found[name], (own[name] + tensors[name]) / 2, atol=1e-6)
+        np.testing.assert_allclose(
+            found[name], (own[name] + tensors[name]) / 2, atol=1e-6
+        )
 
 
 def test_the_command_and_a_sweep(models, tmp_path, capsys):
     data = pairs(tmp_path / "val.jsonl")
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as end:
-        words = ["merge", str(models[0]), str(models[1]), "-o", str(out), "--sweep", "0,0.5,1", "--data", str(data)]
+        words = [
+            "merge",
+            str(models[0]),
+            str(models[1]),
+            "-o",
+            str(out),
+            "--sweep",
+            "0,0.5,1",
+            "--data",
+            str(data),
+        ]
         app(words)
     assert end.value.code == 0
     swept = json.loads((out / "sweep.json").read_text())
     assert [point["at"] for point in swept["points"]] == [0, 0.5, 1]
     best = max(point["score"] for point in swept["points"])
     assert vembed.evaluate(out, data)["ndcg@10"] == pytest.approx(best)
-    assert swept["points"][0]["score"] == pytest.approx(vembed.evaluate(models[0], data)["ndcg@10"])
+    assert swept["points"][0]["score"] == pytest.approx(
+        vembed.evaluate(models[0], data)["ndcg@10"]
+    )
     assert (out / "sweep.svg").read_text().startswith("<?xml")
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert f"score: {best:.4f}" in capsys.readouterr().out
@@ -103,7 +143,10 @@ def test_the_command_and_a_sweep(models, tmp_path, capsys):
 
 def test_a_soup_is_never_below_its_best_member(tmp_path):
     good = shared(tiny_bert_st)
-    members = [variant(tmp_path / f"m{seed}", seed, of=good, by=by) for seed, by in enumerate((0.02, 0.5, 0.03, 0.1))]
+    members = [
+        variant(tmp_path / f"m{seed}", seed, of=good, by=by)
+        for seed, by in enumerate((0.02, 0.5, 0.03, 0.1))
+    ]
     data = pairs(tmp_path / "val.jsonl", 40)
     result = vembed.merge(members, tmp_path / "soup", "soup", data=data)
     alone = [vembed.evaluate(one, data)["ndcg@10"] for one in members]
@@ -122,10 +165,14 @@ def _soup_on_a_rank(members, data, output):
 def test_two_processes_make_the_same_soup(models, tmp_path):
     data = str(pairs(tmp_path / "val.jsonl"))
     names = [str(one) for one in models]
-    scores = run_ranks(_soup_on_a_rank, 2, names, data, str(tmp_path / "two"), process_group=False)
+    scores = run_ranks(
+        _soup_on_a_rank, 2, names, data, str(tmp_path / "two"), process_group=False
+    )
     alone = vembed.merge(names, tmp_path / "one", "soup", data=data)
     assert scores == [alone.score, alone.score]
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    one, two = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")
+    )
     assert all((one[name] == two[name]).all() for name in one)
 
 
@@ -137,11 +184,24 @@ def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     data = pairs(root / "train.jsonl", 16)
     common = {
-        "model_name": str(shared(tiny_bert_st)), "data_path": str(data), "batch_size": 4, "report_to": "none",
-        "learning_rate": 1e-2, "max_steps": 4, "save_steps": 1, "save_total_limit": 4, "strategy": "ddp",
-    }  # fmt: skip
+        "model_name": str(shared(tiny_bert_st)),
+        "data_path": str(data),
+        "batch_size": 4,
+        "report_to": "none",
+        "learning_rate": 1e-2,
+        "max_steps": 4,
+        "save_steps": 1,
+        "save_total_limit": 4,
+        "strategy": "ddp",
+    }
     whole = vembed.train({**common, "output_dir": str(root / "whole")})
-    adapter = {**common, "use_lora": True, "lora_r": 2, "save_merged": False, "save_steps": 4}
+    adapter = {
+        **common,
+        "use_lora": True,
+        "lora_r": 2,
+        "save_merged": False,
+        "save_steps": 4,
+    }
     lora = vembed.train({**adapter, "output_dir": str(root / "lora")})
     return whole.output_dir, lora.output_dir
 
@@ -149,26 +209,48 @@ def runs(tmp_path_factory):
 def test_mean_of_the_last_checkpoints_of_a_run(runs, tmp_path):
     run, _ = runs
     result = vembed.merge(run, tmp_path / "out", last=3)
-    assert [Path(one).name for one in result.models] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    assert [Path(one).name for one in result.models] == [
+        "checkpoint-2",
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
     for step in (2, 3, 4):
-        vembed.merge(run / f"checkpoint-{step}", tmp_path / f"m{step}", "task_arithmetic", base=shared(tiny_bert_st))
+        vembed.merge(
+            run / f"checkpoint-{step}",
+            tmp_path / f"m{step}",
+            "task_arithmetic",
+            base=shared(tiny_bert_st),
+        )
     steps = [weights_of(tmp_path / f"m{step}") for step in (2, 3, 4)]
     final, found = weights_of(run / "final"), weights_of(tmp_path / "out")
     for name, value in found.items():
         np.testing.assert_allclose(steps[-1][name], final[name], atol=1e-6)
-        np.testing.assert_allclose(value, np.mean([one[name] for one in steps], axis=0), atol=1e-6)
+        np.testing.assert_allclose(
+            value, np.mean([one[name] for one in steps], axis=0), atol=1e-6
+        )
     assert any(np.abs(steps[0][name] - steps[2][name]).max() > 1e-4 for name in found)
 
 
 def test_checkpoints_of_a_run_whose_loss_has_learned_weights(tmp_path):
     config = {
-        "model_name": str(shared(tiny_bert_st)), "data_path": str(pairs(tmp_path / "train.jsonl", 16)),
-        "batch_size": 4, "report_to": "none", "max_steps": 2, "save_steps": 1, "save_total_limit": 2,
-        "output_dir": str(tmp_path / "run"), "losses": [{"loss": "infonce"}, {"loss": "embedding"}],
+        "model_name": str(shared(tiny_bert_st)),
+        "data_path": str(pairs(tmp_path / "train.jsonl", 16)),
+        "batch_size": 4,
+        "report_to": "none",
+        "max_steps": 2,
+        "save_steps": 1,
+        "save_total_limit": 2,
+        "output_dir": str(tmp_path / "run"),
+        "losses": [{"loss": "infonce"}, {"loss": "embedding"}],
         "teachers": [str(shared(tiny_bert, hidden=16))],
-    }  # fmt: skip
+    }
     vembed.train(config)
-    vembed.merge(tmp_path / "run" / "checkpoint-2", tmp_path / "m2", "task_arithmetic", base=shared(tiny_bert_st))
+    vembed.merge(
+        tmp_path / "run" / "checkpoint-2",
+        tmp_path / "m2",
+        "task_arithmetic",
+        base=shared(tiny_bert_st),
+    )
     final, found = weights_of(tmp_path / "run" / "final"), weights_of(tmp_path / "m2")
     for name, value in found.items():
         np.testing.assert_allclose(value, final[name], atol=1e-6)
@@ -176,8 +258,15 @@ def test_checkpoints_of_a_run_whose_loss_has_learned_weights(tmp_path):
 
 def test_an_adapter_counts_as_the_whole_model(runs, tmp_path):
     _, lora = runs
-    vembed.merge([lora / "final", shared(tiny_bert_st)], tmp_path / "out", "weighted", weights=[1, 3])
-    whole = weights_of(run_export(str(lora / "final"), str(tmp_path / "whole"), merge=True))
+    vembed.merge(
+        [lora / "final", shared(tiny_bert_st)],
+        tmp_path / "out",
+        "weighted",
+        weights=[1, 3],
+    )
+    whole = weights_of(
+        run_export(str(lora / "final"), str(tmp_path / "whole"), merge=True)
+    )
     base, found = weights_of(shared(tiny_bert_st)), weights_of(tmp_path / "out")
     assert any(np.abs(whole[name] - base[name]).max() > 1e-3 for name in base)
     for name, value in found.items():
@@ -185,27 +274,39 @@ def test_an_adapter_counts_as_the_whole_model(runs, tmp_path):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_model_saved_by_an_older_transformers_has_position_ids(models, tmp_path, is_first):
+def test_a_model_saved_by_an_older_transformers_has_position_ids(
+    models, tmp_path, is_first
+):
     older = tmp_path / "older"
     shutil.copytree(models[0], older)
     path = next(older.rglob("model.safetensors"))
     values = load_file(path)
-    prefix = next(iter(name for name in values if "word_embeddings" in name)).rpartition("embeddings.word")[0]
-    save_file({**values, f"{prefix}embeddings.position_ids": np.arange(512)[None]}, path, {"format": "pt"})
+    prefix = next(
+        iter(name for name in values if "word_embeddings" in name)
+    ).rpartition("embeddings.word")[0]
+    save_file(
+        {**values, f"{prefix}embeddings.position_ids": np.arange(512)[None]},
+        path,
+        {"format": "pt"},
+    )
     pair = [older, models[1]] if is_first else [models[1], older]
     vembed.merge(pair, tmp_path / "out")
     one, two = weights_of(models[0]), weights_of(models[1])
     for name, value in weights_of(tmp_path / "out").items():
         if not name.endswith("position_ids"):
             np.testing.assert_allclose(value, (one[name] + two[name]) / 2, atol=1e-6)
-    np.testing.assert_allclose(np.linalg.norm(vembed.Embedder(tmp_path / "out").encode("red")), 1, atol=1e-5)
+    np.testing.assert_allclose(
+        np.linalg.norm(vembed.Embedder(tmp_path / "out").encode("red")), 1, atol=1e-5
+    )
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_one_sentence(models, tmp_path):
-    with pytest.raises(UserError, match=r"is a bert and .* is a qwen3: only models of one architecture"):
+    with pytest.raises(
+        UserError, match=r"is a bert and .* is a qwen3: only models of one architecture"
+    ):
         vembed.merge([models[0], shared(tiny_qwen3_st)], tmp_path / "out")
     other = tmp_path / "other"
     shutil.copytree(models[0], other)
@@ -239,10 +340,19 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
         ({"method": "ties"}, "give it as base"),
         ({"last": 3}, "no run's output folder"),
         ({"method": "average"}, "is not one of mean"),
-        ({"method": "dare", "density": 0.0, "base": "x"}, "density: 0 is the share of each difference that dare keeps"),
+        (
+            {"method": "dare", "density": 0.0, "base": "x"},
+            "density: 0 is the share of each difference that dare keeps",
+        ),
         ({"method": "ties", "density": 5.0, "base": "x"}, "density: 5 is the share"),
-        ({"method": "weighted", "weights": [float("nan"), 1, 1]}, "weights: nan is not a number to compute with"),
-        ({"interpolate": float("inf"), "base": "x"}, "interpolate: inf is not a number"),
+        (
+            {"method": "weighted", "weights": [float("nan"), 1, 1]},
+            "weights: nan is not a number to compute with",
+        ),
+        (
+            {"interpolate": float("inf"), "base": "x"},
+            "interpolate: inf is not a number",
+        ),
     ],
 )
 def test_mistakes(models, tmp_path, options, message):
@@ -281,12 +391,21 @@ def test_memory_does_not_grow_with_the_models(tmp_path):
     for name in ("a", "b"):
         folder = tmp_path / name
         folder.mkdir()
-        header = json.dumps({"w": {"dtype": "F32", "shape": [BYTES // 4], "data_offsets": [0, BYTES]}}).encode()
+        header = json.dumps(
+            {"w": {"dtype": "F32", "shape": [BYTES // 4], "data_offsets": [0, BYTES]}}
+        ).encode()
         with (folder / "model.safetensors").open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
-            file.truncate(8 + len(header) + BYTES)  # sparse: zeros that take no room on the disk
+            file.truncate(
+                8 + len(header) + BYTES
+            )  # sparse: zeros that take no room on the disk
     # A process of its own from the start: pages that it shares with another one would count when they are copied.
-    words = [sys.executable, "-c", MEASURE, *(str(tmp_path / name) for name in ("a", "b", "out"))]
+    words = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        *(str(tmp_path / name) for name in ("a", "b", "out")),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     grown, _ = (int(word) * 1024 for word in done.stdout.split())
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > BYTES

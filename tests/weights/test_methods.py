@@ -19,7 +19,9 @@ def small_pieces(monkeypatch):
 def values():
     draw = np.random.default_rng(0)
     base = draw.normal(size=SIZE).astype(np.float32)
-    models = [(base + 0.1 * draw.normal(size=SIZE)).astype(np.float32) for _ in range(3)]
+    models = [
+        (base + 0.1 * draw.normal(size=SIZE)).astype(np.float32) for _ in range(3)
+    ]
     return base.astype(np.float64), [one.astype(np.float64) for one in models]
 
 
@@ -30,14 +32,18 @@ def reader(array):
 def merged(values, method, weights=(1.0, 1.0, 1.0), **options):
     base, models = values
     recipe = Recipe(method, weights, **options)
-    pieces = merged_pieces(recipe, "w", SIZE, [reader(one) for one in models[: len(weights)]], reader(base))
+    pieces = merged_pieces(
+        recipe, "w", SIZE, [reader(one) for one in models[: len(weights)]], reader(base)
+    )
     return torch.cat(list(pieces)).numpy()
 
 
 def slerp(first, second, rank_batch):
     cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
     angle = np.arccos(cosine)
-    return (np.sin((1 - rank_batch) * angle) * first + np.sin(rank_batch * angle) * second) / np.sin(angle)
+    return (
+        np.sin((1 - rank_batch) * angle) * first + np.sin(rank_batch * angle) * second
+    ) / np.sin(angle)
 
 
 def close(found, expected, summed):
@@ -48,7 +54,11 @@ def test_mean_and_weighted(values):
     _, models = values
     close(merged(values, "mean"), np.mean(models, axis=0), models)
     weights = (3.0, 1.0, 2.0)
-    close(merged(values, "weighted", weights), np.average(models, axis=0, weights=weights), models)
+    close(
+        merged(values, "weighted", weights),
+        np.average(models, axis=0, weights=weights),
+        models,
+    )
 
 
 def test_slerp_of_two_and_three(values):
@@ -69,8 +79,16 @@ def test_slerp_of_equal_tensors_and_of_zeros_is_a_line(values):
 def test_task_arithmetic_and_interpolation(values):
     base, (a, b, c) = values
     expected = base + 0.5 * ((a - base) - 2 * (b - base) + (c - base))
-    close(merged(values, "task_arithmetic", (1.0, -2.0, 1.0), scale=0.5), expected, [a, b, c])
-    close(merged(values, "mean", interpolate=0.7), base + 0.7 * (np.mean([a, b, c], axis=0) - base), [a, b, c])
+    close(
+        merged(values, "task_arithmetic", (1.0, -2.0, 1.0), scale=0.5),
+        expected,
+        [a, b, c],
+    )
+    close(
+        merged(values, "mean", interpolate=0.7),
+        base + 0.7 * (np.mean([a, b, c], axis=0) - base),
+        [a, b, c],
+    )
 
 
 @pytest.mark.parametrize("density", [0.1, 0.2, 1.0])
@@ -80,13 +98,20 @@ def test_ties(values, density):
     for model in models:
         change = model - base
         size = np.abs(change).astype(np.float32)
-        trimmed.append(np.where(size >= np.sort(size)[-round(density * SIZE)], change, 0))
+        trimmed.append(
+            np.where(size >= np.sort(size)[-round(density * SIZE)], change, 0)
+        )
     weights = (1.0, 2.0, 0.5)
     total = sum(weight * one for weight, one in zip(weights, trimmed, strict=True))
     agrees = [(np.sign(one) == np.sign(total)) & (one != 0) for one in trimmed]
-    above = sum(weight * one * kept for weight, one, kept in zip(weights, trimmed, agrees, strict=True))
+    above = sum(
+        weight * one * kept
+        for weight, one, kept in zip(weights, trimmed, agrees, strict=True)
+    )
     below = sum(weight * kept for weight, kept in zip(weights, agrees, strict=True))
-    expected = base + 1.5 * np.divide(above, below, out=np.zeros(SIZE), where=below != 0)
+    expected = base + 1.5 * np.divide(
+        above, below, out=np.zeros(SIZE), where=below != 0
+    )
     close(merged(values, "ties", weights, density=density, scale=1.5), expected, models)
 
 

@@ -12,13 +12,17 @@ from safetensors.torch import load_file, save_file
 from tests.tiny import shared, texts, tiny_bert_st
 
 
-def variant(folder: Path, seed: int, *, of: Path | None = None, by: float = 0.05) -> Path:
+def variant(
+    folder: Path, seed: int, *, of: Path | None = None, by: float = 0.05
+) -> Path:
     """A copy of a model with noise on its weights."""
     shutil.copytree(of or shared(tiny_bert_st), folder)
     draw = torch.Generator().manual_seed(seed)
     path = folder / "model.safetensors"
     noisy = {
-        name: tensor + by * torch.randn(tensor.shape, generator=draw) if tensor.is_floating_point() else tensor
+        name: tensor + by * torch.randn(tensor.shape, generator=draw)
+        if tensor.is_floating_point()
+        else tensor
         for name, tensor in load_file(path).items()
     }
     save_file(noisy, path, metadata={"format": "pt"})

@@ -18,11 +18,47 @@ Distribution = Literal["single", "ddp", "fsdp"]
 
 TOP_KEYS = frozenset(
     {
-        *("command_file", "commands", "compute_environment", "debug", "deepspeed_config", "distributed_type"),
-        *("downcast_bf16", "dynamo_config", "enable_cpu_affinity", "fp8_config", "fsdp_config", "gpu_ids"),
-        *("machine_rank", "main_process_ip", "main_process_port", "main_training_function", "megatron_lm_config"),
-        *("mixed_precision", "mpirun_config", "num_machines", "num_processes", "parallelism_config", "rdzv_backend"),
-        *("same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone", "use_cpu"),
+        *(
+            "command_file",
+            "commands",
+            "compute_environment",
+            "debug",
+            "deepspeed_config",
+            "distributed_type",
+        ),
+        *(
+            "downcast_bf16",
+            "dynamo_config",
+            "enable_cpu_affinity",
+            "fp8_config",
+            "fsdp_config",
+            "gpu_ids",
+        ),
+        *(
+            "machine_rank",
+            "main_process_ip",
+            "main_process_port",
+            "main_training_function",
+            "megatron_lm_config",
+        ),
+        *(
+            "mixed_precision",
+            "mpirun_config",
+            "num_machines",
+            "num_processes",
+            "parallelism_config",
+            "rdzv_backend",
+        ),
+        *(
+            "same_network",
+            "tpu_env",
+            "tpu_name",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+            "tpu_vm",
+            "tpu_zone",
+            "use_cpu",
+        ),
     }
 )
 """Keys that Accelerate's own reader accepts; a test compares them with the installed version."""
@@ -91,7 +127,11 @@ TRAINING_CONFIGS = ("free_transformer",)
 
 def preset_names() -> list[str]:
     """Return the names of the presets that `accelerate_config` accepts."""
-    return sorted(path.stem for path in presets_folder().glob("*.yaml") if path.stem not in TRAINING_CONFIGS)
+    return sorted(
+        path.stem
+        for path in presets_folder().glob("*.yaml")
+        if path.stem not in TRAINING_CONFIGS
+    )
 
 
 def find_accelerate_file(name: str) -> Path:
@@ -103,26 +143,36 @@ def find_accelerate_file(name: str) -> Path:
         if path.is_file():
             return path
     except OSError as error:
-        raise UserError(f"accelerate_config: {shown(name)} cannot be read: {error.strerror}") from None
+        raise UserError(
+            f"accelerate_config: {shown(name)} cannot be read: {error.strerror}"
+        ) from None
     # `configs/accelerate_fsdp.yaml` names the preset even without a checkout.
     if path.stem in preset_names() and path.parent.name == "configs":
         return presets_folder() / path.name
     near = nearest(path.stem, preset_names())
     hint = f", did you mean {near!r}?" if near else ""
-    raise UserError(f"accelerate_config: {name!r} is neither a file nor a preset ({join_words(preset_names())}){hint}")
+    raise UserError(
+        f"accelerate_config: {name!r} is neither a file nor a preset ({join_words(preset_names())}){hint}"
+    )
 
 
 def read_accelerate_file(name: str) -> AccelerateFile:
     """Read a preset or a file. Unknown keys are errors, also inside fsdp_config, where Accelerate ignores them."""
     path = find_accelerate_file(name)
-    shown_path = f"configs/{path.name}" if path.parent == presets_folder() else str(path)
+    shown_path = (
+        f"configs/{path.name}" if path.parent == presets_folder() else str(path)
+    )
     tree = read_tree(path)
     notes: list[str] = []
     keys = _known_keys(tree, shown_path, notes)
     value = {key: node.plain() for key, node in keys.items()}
     distribution = _distribution(value.get("distributed_type"), shown_path)
     num_machines = _number(value, "num_machines", shown_path) or None
-    fsdp = _fsdp_options(keys["fsdp_config"], shown_path, notes) if value.get("fsdp_config") else {}
+    fsdp = (
+        _fsdp_options(keys["fsdp_config"], shown_path, notes)
+        if value.get("fsdp_config")
+        else {}
+    )
     if distribution == "fsdp" and "fsdp_version" not in fsdp:
         fsdp["fsdp_version"] = 1
         notes.append(
@@ -143,10 +193,14 @@ def read_accelerate_file(name: str) -> AccelerateFile:
         num_processes=_processes_per_machine(value, num_machines or 1, shown_path),
         num_machines=num_machines,
         machine_rank=_number(value, "machine_rank", shown_path) or 0,
-        main_process_ip=str(value["main_process_ip"]) if value.get("main_process_ip") else None,
+        main_process_ip=str(value["main_process_ip"])
+        if value.get("main_process_ip")
+        else None,
         main_process_port=_number(value, "main_process_port", shown_path),
         use_cpu=_switch(value.get("use_cpu"), shown_path),
-        gpu_ids=None if str(value.get("gpu_ids", "all")) in ("all", "None") else str(value["gpu_ids"]),
+        gpu_ids=None
+        if str(value.get("gpu_ids", "all")) in ("all", "None")
+        else str(value["gpu_ids"]),
         notes=tuple(notes),
     )
 
@@ -173,16 +227,23 @@ def launcher_options(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]
     options: dict[str, Any] = {}
     if env.get("ACCELERATE_MIXED_PRECISION") == "fp16":
         options["mixed_precision"] = "fp16"
-    defaults = ["mixed_precision: no"] if env.get("ACCELERATE_MIXED_PRECISION") == "no" else []
+    defaults = (
+        ["mixed_precision: no"] if env.get("ACCELERATE_MIXED_PRECISION") == "no" else []
+    )
     if env.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return options, _unsaid(defaults)
     for variable, name in ENVIRONMENT.items():
         if env.get(variable):
-            value = parse_value(env[variable], f"{variable}={env[variable][:60]}, set by accelerate launch")
+            value = parse_value(
+                env[variable],
+                f"{variable}={env[variable][:60]}, set by accelerate launch",
+            )
             try:
                 options[name] = checked(name, normalise(name, value))
             except ValueError as error:
-                raise UserError(f"{variable}={env[variable]}, set by accelerate launch: {error}") from None
+                raise UserError(
+                    f"{variable}={env[variable]}, set by accelerate launch: {error}"
+                ) from None
     options["use_fsdp"] = True
     # As Accelerate itself does where the variable is missing.
     version = options.setdefault("fsdp_version", 1)
@@ -192,20 +253,38 @@ def launcher_options(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]
     if version == 2:
         if options.get("fsdp_sharding_strategy") == "FULL_SHARD" and reshard == "false":
             options["fsdp_sharding_strategy"] = "SHARD_GRAD_OP"
-        for name in ("fsdp_use_orig_params", "fsdp_sync_module_states", "fsdp_backward_prefetch"):
+        for name in (
+            "fsdp_use_orig_params",
+            "fsdp_sync_module_states",
+            "fsdp_backward_prefetch",
+        ):
             options.pop(name, None)
-    elif reshard in ("shard_grad_op", "no_shard", "hybrid_shard"):  # Accelerate's newer spelling for FSDP1
+    elif reshard in (
+        "shard_grad_op",
+        "no_shard",
+        "hybrid_shard",
+    ):  # Accelerate's newer spelling for FSDP1
         options["fsdp_sharding_strategy"] = reshard.upper()
     # Accelerate exports a size with every policy; layers are units whatever their size unless somebody asks otherwise.
     if options.get("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":
         options.pop("fsdp_min_num_params", None)
-    unsaid = [name for name in ("fsdp_forward_prefetch", "fsdp_activation_checkpointing") if options.get(name) is False]
+    unsaid = [
+        name
+        for name in ("fsdp_forward_prefetch", "fsdp_activation_checkpointing")
+        if options.get(name) is False
+    ]
     for name in unsaid:
         del options[name]
-    said = ", ".join(f"{name}: {value}" for name, value in options.items() if name != "use_fsdp")
+    said = ", ".join(
+        f"{name}: {value}" for name, value in options.items() if name != "use_fsdp"
+    )
     notes = [f"FSDP options set by accelerate launch: {said}"]
     defaults += [f"{name}: false" for name in unsaid]
-    defaults += ["fsdp_reshard_after_forward: true"] if version == 2 and reshard == "true" else []
+    defaults += (
+        ["fsdp_reshard_after_forward: true"]
+        if version == 2 and reshard == "true"
+        else []
+    )
     notes += _unsaid(defaults)
     if options.get("fsdp_min_num_params") == ACCELERATE_MIN_NUM_PARAMS:
         notes.append(
@@ -247,7 +326,10 @@ def _known_keys(tree: Node, source: str, notes: list[str]) -> dict[str, Node]:
 def _distribution(kind: Any, source: str) -> Distribution:
     # FALSE: an unquoted NO that another tool has read by YAML 1.1 and written again.
     known: dict[str, Distribution] = {"FSDP": "fsdp", "NO": "single", "FALSE": "single"}
-    known |= dict.fromkeys(("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU"), "ddp")
+    known |= dict.fromkeys(
+        ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU"),
+        "ddp",
+    )
     if str(kind).upper() not in known:
         raise UserError(
             f"{source}: distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO for vembed, but is {shown(kind)}"
@@ -260,7 +342,9 @@ def _mixed_precision(value: Any, source: str) -> Literal["no", "bf16", "fp16"] |
         return None
     precision = normalise("mixed_precision", value)
     if precision not in ("no", "bf16", "fp16"):
-        raise UserError(f"{source}: mixed_precision must be no, bf16 or fp16, but is {shown(value)}")
+        raise UserError(
+            f"{source}: mixed_precision must be no, bf16 or fp16, but is {shown(value)}"
+        )
     return precision  # type: ignore[no-any-return]
 
 
@@ -268,8 +352,14 @@ def _number(value: Mapping[str, Any], key: str, source: str) -> int | None:
     number = value.get(key)
     if number is None:
         return None
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**20:
-        raise UserError(f"{source}: {key} must be a whole number, but is {shown(number)}")
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, int)
+        or not 0 <= number < 2**20
+    ):
+        raise UserError(
+            f"{source}: {key} must be a whole number, but is {shown(number)}"
+        )
     return number
 
 
@@ -280,7 +370,9 @@ def _switch(value: Any, source: str) -> bool:
         raise UserError(f"{source}: use_cpu {error}, but is {shown(value)}") from None
 
 
-def _processes_per_machine(value: Mapping[str, Any], num_machines: int, source: str) -> int | None:
+def _processes_per_machine(
+    value: Mapping[str, Any], num_machines: int, source: str
+) -> int | None:
     if str(value.get("num_processes", "auto")) in ("auto", "gpu", "-1", "None"):
         return None
     # Accelerate counts the processes of all machines together.
@@ -294,7 +386,9 @@ def _processes_per_machine(value: Mapping[str, Any], num_machines: int, source: 
 
 def _fsdp_options(block: Node, source: str, notes: list[str]) -> dict[str, Any]:
     if not isinstance(block.value, dict):
-        raise UserError(f"{source}, line {block.line}: fsdp_config must hold keys with values")
+        raise UserError(
+            f"{source}, line {block.line}: fsdp_config must hold keys with values"
+        )
     options: dict[str, Any] = {}
     for key, node in block.value.items():
         where = f"{source}, line {node.line}"
@@ -302,15 +396,16 @@ def _fsdp_options(block: Node, source: str, notes: list[str]) -> dict[str, Any]:
             notes.append(f"{key} in {source} has no effect: vembed does not use it")
             continue
         name, value = target_of(key, "fsdp"), node.plain()
-        if name == "fsdp_reshard_after_forward" and normalise("fsdp_sharding_strategy", value) in (
-            all_options()["fsdp_sharding_strategy"].choices
-        ):
+        if name == "fsdp_reshard_after_forward" and normalise(
+            "fsdp_sharding_strategy", value
+        ) in (all_options()["fsdp_sharding_strategy"].choices):
             name = "fsdp_sharding_strategy"  # Accelerate's spelling for FSDP1
         if not isinstance(name, str) or not name.startswith("fsdp_"):
             names = [option for option in all_options() if option.startswith("fsdp_")]
             near = nearest(key if key.startswith("fsdp_") else f"fsdp_{key}", names)
             raise UserError(
-                f"{where}: unknown key {key!r} in fsdp_config" + (f", did you mean {near!r}?" if near else "")
+                f"{where}: unknown key {key!r} in fsdp_config"
+                + (f", did you mean {near!r}?" if near else "")
             )
         if value is None:
             continue

@@ -101,7 +101,9 @@ ALIASES: dict[str, str] = {
 """Map from an option to its aliases. They are valid at the top of a config, inside every block, and as flags."""
 
 
-def _flag(option: str, when_true: Any, when_false: Any = None) -> Callable[[Any], list[Setting]]:
+def _flag(
+    option: str, when_true: Any, when_false: Any = None
+) -> Callable[[Any], list[Setting]]:
     """Return the parser of a switch for one value of an option. Off sets `when_false` only if nothing else does."""
 
     def settings(value: Any) -> list[Setting]:
@@ -117,7 +119,11 @@ def _precision(value: Any) -> list[Setting]:
     if word in ("bf16-true", "16-true"):
         dtype = "bfloat16" if word == "bf16-true" else "float16"
         return [("torch_dtype", dtype), ("pure_dtype", True), ("mixed_precision", "no")]
-    words = {"bf16": "bf16-mixed bf16", "fp16": "16-mixed fp16-mixed fp16 16", "no": "32-true fp32 32 no"}
+    words = {
+        "bf16": "bf16-mixed bf16",
+        "fp16": "16-mixed fp16-mixed fp16 16",
+        "no": "32-true fp32 32 no",
+    }
     for precision, spellings in words.items():
         if word in spellings.split():
             return [("mixed_precision", precision)]
@@ -131,7 +137,11 @@ def _betas(value: Any) -> list[Setting]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value < 1e15
+    ):
         raise ValueError("must be a number above 0")
     return float(value)
 
@@ -150,7 +160,9 @@ def _fsdp_switch(value: Any) -> list[Setting]:
     }
     unknown = [word for word in str(value).lower().split() if word not in words]
     if unknown:
-        raise ValueError(f"must be true, false, or some of the words {', '.join(words)}")
+        raise ValueError(
+            f"must be true, false, or some of the words {', '.join(words)}"
+        )
     return [("use_fsdp", True), *(words[word] for word in str(value).lower().split())]
 
 
@@ -182,7 +194,12 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
 
 BLOCKS: dict[str, dict[str, Target]] = {
     "model": {"name": "model_name", "path": "model_name"},
-    "data": {"path": "data_path", "train": "data_path", "val": "val_data_path", "validation": "val_data_path"},
+    "data": {
+        "path": "data_path",
+        "train": "data_path",
+        "val": "val_data_path",
+        "validation": "val_data_path",
+    },
     "training": {},
     "train": {},
     "trainer": {},
@@ -190,7 +207,12 @@ BLOCKS: dict[str, dict[str, Target]] = {
     "scheduler": {"name": "lr_scheduler_type", "type": "lr_scheduler_type"},
     "loss": {"name": "loss", "type": "loss"},
     "lora": {"enabled": "use_lora", "rank": "lora_r"},
-    "peft": {"enabled": "use_lora", "r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"},
+    "peft": {
+        "enabled": "use_lora",
+        "r": "lora_r",
+        "alpha": "lora_alpha",
+        "dropout": "lora_dropout",
+    },
     "mrl": {"enabled": "use_mrl"},
     "matryoshka": {"enabled": "use_mrl", "dims": "mrl_dims", "weights": "mrl_weights"},
     "distributed": {},
@@ -204,7 +226,14 @@ BLOCKS: dict[str, dict[str, Target]] = {
 }
 """Blocks that may hold options, with their short names. Option names and aliases are valid in every block."""
 
-PREFIXES = {"fsdp": "fsdp_", "fsdp_config": "fsdp_", "lora": "lora_", "mrl": "mrl_", "wandb": "wandb_", "eval": "eval_"}
+PREFIXES = {
+    "fsdp": "fsdp_",
+    "fsdp_config": "fsdp_",
+    "lora": "lora_",
+    "mrl": "mrl_",
+    "wandb": "wandb_",
+    "eval": "eval_",
+}
 """Prefix added to keys of a block: inside `fsdp:`, `min_num_params` is `fsdp_min_num_params`."""
 
 REFUSED = {
@@ -218,7 +247,13 @@ REFUSED = {
     "batch_sampler": "no_duplicates: true keeps equal texts out of one batch; homogeneous_batches: true takes each "
     "batch from one source",
     **dict.fromkeys(
-        ("query_max_len", "passage_max_len", "document_max_len", "query_max_length", "passage_max_length"),
+        (
+            "query_max_len",
+            "passage_max_len",
+            "document_max_len",
+            "query_max_length",
+            "passage_max_length",
+        ),
         "max_length limits queries and documents; texts are not padded to it, so short ones cost nothing more",
     ),
     **dict.fromkeys(
@@ -229,7 +264,9 @@ REFUSED = {
 }
 """Known keys for features that vembed does not have, with the message."""
 
-_FLAT: dict[str, str] = {name: option for option, names in ALIASES.items() for name in names.split()}
+_FLAT: dict[str, str] = {
+    name: option for option, names in ALIASES.items() for name in names.split()
+}
 
 
 def target_of(key: str, block: str | None = None) -> Target | None:
@@ -264,4 +301,12 @@ def known_names(block: str | None = None) -> list[str]:
     if block is None:
         return flat
     prefix = PREFIXES.get(block, "")
-    return [*BLOCKS[block], *(name.removeprefix(prefix) for name in all_options() if name.startswith(prefix)), *flat]
+    return [
+        *BLOCKS[block],
+        *(
+            name.removeprefix(prefix)
+            for name in all_options()
+            if name.startswith(prefix)
+        ),
+        *flat,
+    ]

@@ -14,7 +14,9 @@ from vembed.errors import UserError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
-VALUED_NAMES = frozenset({"precision", "betas", "adam_betas", "scale", "ddp_timeout", "sampling_alpha"})
+VALUED_NAMES = frozenset(
+    {"precision", "betas", "adam_betas", "scale", "ddp_timeout", "sampling_alpha"}
+)
 """Translated names that are not switches; as flags they need a value."""
 COUNTED_OTHERWISE = frozenset({"effective_batch_size"})
 """Aliases whose number has another meaning than the option's own."""
@@ -22,24 +24,45 @@ COUNTED_OTHERWISE = frozenset({"effective_batch_size"})
 LAUNCH_FLAGS = {
     "config": ("FILE", "The config file, where it is not the first word."),
     "set": ("KEY=VALUE", "An option, as key=value alone."),
-    "stage": ("NAME", "Run this one of the config's stages alone. Without it all are run, in order."),
+    "stage": (
+        "NAME",
+        "Run this one of the config's stages alone. Without it all are run, in order.",
+    ),
     "from": ("NAME", "Run the stages from this one on."),
     "until": ("NAME", "Run the stages up to this one."),
     "nproc": ("N", "Processes on this machine. Default: one per GPU, 1 without."),
     "num-machines": ("N", "Machines that take part; start the same command on each."),
     "machine-rank": ("R", "Number of this machine, from 0."),
     "main-process-ip": ("ADDRESS", "Address of machine 0."),
-    "main-process-port": ("PORT", "A free port of machine 0. Default: 29500, or any free one on a single machine."),
-    "run-id": ("WORD", "The same word on every machine: machines of another run are refused."),
-    "accelerate-config": ("FILE|PRESET", "An Accelerate config, or the name of one that vembed brings."),
-    "resume": ("[PATH]", "Go on from the newest checkpoint of output_dir, or from this one."),
+    "main-process-port": (
+        "PORT",
+        "A free port of machine 0. Default: 29500, or any free one on a single machine.",
+    ),
+    "run-id": (
+        "WORD",
+        "The same word on every machine: machines of another run are refused.",
+    ),
+    "accelerate-config": (
+        "FILE|PRESET",
+        "An Accelerate config, or the name of one that vembed brings.",
+    ),
+    "resume": (
+        "[PATH]",
+        "Go on from the newest checkpoint of output_dir, or from this one.",
+    ),
     "resume-anyway": ("", "Resume although model, data, batch or seed have changed."),
     "overwrite": ("", "Replace the earlier run in output_dir."),
     "verbose": ("", "All lines of the log file on the console too."),
     "quiet": ("", "Only warnings and errors on the console."),
     "debug": ("", "A detailed log per process in output_dir/logs/."),
-    "dry-run": ("", "Print what would be trained and launched, and the data; load no model, and end."),
-    "json": ("[FILE.json]", "The result as JSON: alone on standard output, or in this file."),
+    "dry-run": (
+        "",
+        "Print what would be trained and launched, and the data; load no model, and end.",
+    ),
+    "json": (
+        "[FILE.json]",
+        "The result as JSON: alone on standard output, or in this file.",
+    ),
     "all": ("", "With --dry-run: the options that have their default too."),
 }
 """Flags that `--help` lists. Every option of the config is a flag as well."""
@@ -47,7 +70,10 @@ LAUNCH_FLAGS = {
 _JSON = {"json": LAUNCH_FLAGS["json"]}
 VERB_FLAGS = {
     "plan": {
-        "gpu": ("NxNAME", "Plan for other GPUs, as 2xA100-80GB, with an estimate of the hours."),
+        "gpu": (
+            "NxNAME",
+            "Plan for other GPUs, as 2xA100-80GB, with an estimate of the hours.",
+        ),
         "memory": ("GB", "Plan for GPUs of this memory each."),
         **_JSON,
     },
@@ -94,7 +120,9 @@ class TrainArguments:
 
     def shown_words(self) -> list[str]:
         """Return `words` for display, with aliases replaced by the option names."""
-        return replace(self, overrides=tuple(map(_under_its_own_name, self.overrides))).words()
+        return replace(
+            self, overrides=tuple(map(_under_its_own_name, self.overrides))
+        ).words()
 
 
 def parse_train_arguments(words: Sequence[str]) -> TrainArguments:
@@ -109,7 +137,11 @@ def _under_its_own_name(override: str) -> str:
     if blocks and blocks[-1] not in BLOCKS:
         return override
     target = target_of(last, blocks[-1] if blocks else None)
-    return f"{target}={value}" if isinstance(target, str) and last not in COUNTED_OTHERWISE else override
+    return (
+        f"{target}={value}"
+        if isinstance(target, str) and last not in COUNTED_OTHERWISE
+        else override
+    )
 
 
 def _takes(translation: Callable[[Any], Any], word: str) -> bool:
@@ -135,7 +167,10 @@ def train_help() -> str:
     ]
     for flag, (value, text) in LAUNCH_FLAGS.items():
         lines.append(f"  {f'--{flag} {value}'.rstrip():<34}{text}")
-    lines += ["", "Exit codes: 0 done; 1 failed; 2 bad usage, config or data; 130, 143 stopped by a signal, and saved."]
+    lines += [
+        "",
+        "Exit codes: 0 done; 1 failed; 2 bad usage, config or data; 130, 143 stopped by a signal, and saved.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -148,7 +183,10 @@ def verb_help(verb: str, about: str) -> str:
         "",
         "The config, its options and the flags are those of `vembed train` (`vembed train --help`). Further flags:",
     ]
-    lines += [f"  {f'--{flag} {value}':<34}{text}" for flag, (value, text) in VERB_FLAGS[verb].items()]
+    lines += [
+        f"  {f'--{flag} {value}':<34}{text}"
+        for flag, (value, text) in VERB_FLAGS[verb].items()
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -173,9 +211,13 @@ class _Parser:
             else:
                 self._take_config(word)
         if self.config is None and not self.overrides:
-            raise UserError("which config? Give its file: `vembed train cfg.yaml` (`vembed init` writes one)")
+            raise UserError(
+                "which config? Give its file: `vembed train cfg.yaml` (`vembed init` writes one)"
+            )
         if self.shows_all and not self.is_dry_run:
-            raise UserError("--all belongs to --dry-run: it lists the options that have their default too")
+            raise UserError(
+                "--all belongs to --dry-run: it lists the options that have their default too"
+            )
         return TrainArguments(
             config=self.config,
             overrides=tuple(self.overrides),
@@ -202,14 +244,26 @@ class _Parser:
         elif key == "set":
             pair = value if has_value else self._value(word)
             if not PAIR.match(pair):
-                raise UserError(f"--set {shown(pair)}: it sets an option, as --set batch_size=16")
+                raise UserError(
+                    f"--set {shown(pair)}: it sets an option, as --set batch_size=16"
+                )
             self.overrides.append(pair)
         elif key == "config":
             self._take_config(value if has_value else self._value(word))
-        elif key in ("stage", "from", "until", "machine_rank", "main_process_ip", "main_process_port", "run_id"):
+        elif key in (
+            "stage",
+            "from",
+            "until",
+            "machine_rank",
+            "main_process_ip",
+            "main_process_port",
+            "run_id",
+        ):
             self.launch[key] = value if has_value else self._value(word)
         else:
-            self.overrides.append(f"{key}={value if has_value else self._option_value(key, word)}")
+            self.overrides.append(
+                f"{key}={value if has_value else self._option_value(key, word)}"
+            )
 
     def _option_value(self, key: str, word: str) -> str:
         """Return the value of an option's flag. A switch takes the next word only if that word is a valid value."""
@@ -219,28 +273,45 @@ class _Parser:
         option = all_options().get(target) if isinstance(target, str) else None
         if target is None:
             return self._value_of_unknown(word)
-        needs_value = last in VALUED_NAMES if option is None else "bool" not in option.kinds
+        needs_value = (
+            last in VALUED_NAMES if option is None else "bool" not in option.kinds
+        )
         if needs_value:
             return self._value(word)
         follower = self.words[self.position] if self.position < len(self.words) else "-"
-        is_value = follower.lower() in BOOLS or (option is not None and follower.lower() in option.choices)
+        is_value = follower.lower() in BOOLS or (
+            option is not None and follower.lower() in option.choices
+        )
         if not isinstance(target, str):
             is_value = is_value or _takes(target, follower)
-        if option is not None and "text" in option.kinds and not follower.startswith("-"):
-            is_config = self.config is None and follower.lower().endswith(CONFIG_SUFFIXES)
+        if (
+            option is not None
+            and "text" in option.kinds
+            and not follower.startswith("-")
+        ):
+            is_config = self.config is None and follower.lower().endswith(
+                CONFIG_SUFFIXES
+            )
             is_value = is_value or not (PAIR.match(follower) or is_config)
         return self._take() if is_value else "true"
 
     def _value_of_unknown(self, word: str) -> str:
         near = nearest(
-            word.lstrip("-").partition("=")[0], [*LAUNCH_FLAGS, *(name.replace("_", "-") for name in all_options())]
+            word.lstrip("-").partition("=")[0],
+            [*LAUNCH_FLAGS, *(name.replace("_", "-") for name in all_options())],
         )
-        hint = f", did you mean --{near}?" if near else "; `vembed train --help` and `vembed schema` list what there is"
+        hint = (
+            f", did you mean --{near}?"
+            if near
+            else "; `vembed train --help` and `vembed schema` list what there is"
+        )
         raise UserError(f"unknown option {word}{hint}")
 
     def _value(self, word: str) -> str:
         # Values may begin with one dash: `--num-processes -1`.
-        if self.position >= len(self.words) or re.match(r"--[A-Za-z]", self.words[self.position]):
+        if self.position >= len(self.words) or re.match(
+            r"--[A-Za-z]", self.words[self.position]
+        ):
             raise UserError(f"{word} needs a value")
         return self._take()
 
@@ -260,5 +331,7 @@ class _Parser:
         if text is None:
             return None
         if not text.isdecimal() or len(text) > 5:
-            raise UserError(f"--{key.replace('_', '-')} must be a whole number, but is {shown(text)}")
+            raise UserError(
+                f"--{key.replace('_', '-')} must be a whole number, but is {shown(text)}"
+            )
         return int(text)

@@ -27,5 +27,7 @@ def contradictions(config: TrainConfig) -> list[tuple[tuple[str, ...], str]]:
             f"{'use_lora' if config.use_lora else 'use_qlora'}: true trains adapters beside weights that are not: keep "
             "one of them"
         )
-        found.append((("quantize_weights", "use_lora" if config.use_lora else "use_qlora"), said))
+        found.append(
+            (("quantize_weights", "use_lora" if config.use_lora else "use_qlora"), said)
+        )
     return found

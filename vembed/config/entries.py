@@ -27,9 +27,16 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
 FamilyName = Literal[
-    "text_encoder", "text_decoder", "clip", "siglip", "image_encoder", "vision_language", "composed", "own_text_image"
+    "text_encoder",
+    "text_decoder",
+    "clip",
+    "siglip",
+    "image_encoder",
+    "vision_language",
+    "composed",
+    "own_text_image",
 ]
-"""Names of the model families. `vembed/families/table.py` has a record for each."""
+"""Names of the model families. `vembed/models/families/table.py` has a record for each."""
 
 
 class Form(str):
@@ -39,7 +46,9 @@ class Form(str):
 
 
 SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(ACCEPTED)]
-RELEVANCE = "Given a search query, retrieve the passages that answer it or are relevant to it"
+RELEVANCE = (
+    "Given a search query, retrieve the passages that answer it or are relevant to it"
+)
 """Definition of relevance for models that are asked whether a document is relevant."""
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.005, 1.0
 """Limits of a learned temperature."""
@@ -58,11 +67,24 @@ class Frozen(BaseModel):
 
 
 LossName = Literal[
-    "infonce", "cosent", "cosine", "triplet", "sigmoid",
-    "circle", "angle",
-    "kl", "margin_mse", "score_mse", "embedding", "relational", "spread_out", "listwise", "ranknet", "anchor",
+    "infonce",
+    "cosent",
+    "cosine",
+    "triplet",
+    "sigmoid",
+    "circle",
+    "angle",
+    "kl",
+    "margin_mse",
+    "score_mse",
+    "embedding",
+    "relational",
+    "spread_out",
+    "listwise",
+    "ranknet",
+    "anchor",
     "none",
-]  # fmt: skip
+]
 
 
 class Guard(Frozen):
@@ -134,7 +156,9 @@ class LossTerm(Frozen):
     bidirectional: bool | None = None
     query_query_negatives: bool | None = None
     document_document_negatives: bool | None = None
-    false_negative_margin: Annotated[float, Field(allow_inf_nan=False), Number] | None = None
+    false_negative_margin: (
+        Annotated[float, Field(allow_inf_nan=False), Number] | None
+    ) = None
     hard_negatives_scope: Literal["all", "own"] | None = None
     triplet_margin: NonNegativeFloat | None = None
     circle_margin: Fraction | None = None

@@ -19,7 +19,11 @@ AskedPrecision = Literal["auto", "no", "bf16", "fp16"]
 Precision = Literal["no", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
-PRECISION_OF_DTYPE: dict[str, AskedPrecision] = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+PRECISION_OF_DTYPE: dict[str, AskedPrecision] = {
+    "float32": "no",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,9 @@ class FsdpConfig:
     must_reshard: bool = False
     """True if somebody asked for `fsdp_reshard_after_forward: true`: then parameters are gathered for every
     micro-batch, also where they would fit for a whole step."""
-    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = "BACKWARD_PRE"
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = (
+        "BACKWARD_PRE"
+    )
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
     use_orig_params: bool = True
@@ -75,10 +81,14 @@ FSDP2_ONLY = {
     "fsdp_reshard_after_forward": "FSDP1 has fsdp_sharding_strategy: SHARD_GRAD_OP keeps the parameters gathered",
 }
 """The same for FSDP1."""
-FSDP_OPTIONS = tuple(name for name in TrainConfig.model_fields if name.startswith("fsdp_"))
+FSDP_OPTIONS = tuple(
+    name for name in TrainConfig.model_fields if name.startswith("fsdp_")
+)
 
 
-def resolve_fsdp(config: TrainConfig, values: Mapping[str, Any], source: str) -> tuple[FsdpConfig, list[str]]:
+def resolve_fsdp(
+    config: TrainConfig, values: Mapping[str, Any], source: str
+) -> tuple[FsdpConfig, list[str]]:
     """Return the settings that hold if the model is sharded, and notes for the log.
 
     `values`: the fsdp_* options that somebody has given, the preset's included; `source`: what they start from.
@@ -111,7 +121,9 @@ def resolve_fsdp(config: TrainConfig, values: Mapping[str, Any], source: str) ->
         sync_module_states=values.get("fsdp_sync_module_states", True),
         mixed_precision=precision,
         precision_reason=why,
-        param_dtype=None if values.get("fsdp_mixed_precision") is False else values.get("fsdp_param_dtype"),
+        param_dtype=None
+        if values.get("fsdp_mixed_precision") is False
+        else values.get("fsdp_param_dtype"),
         reduce_dtype=values.get("fsdp_reduce_dtype", "float32"),
         buffer_dtype=values.get("fsdp_buffer_dtype", "float32"),
         output_dtype=values.get("fsdp_output_dtype", "float32"),
@@ -122,7 +134,11 @@ def resolve_fsdp(config: TrainConfig, values: Mapping[str, Any], source: str) ->
 
 def _offload(values: Mapping[str, Any], source: str) -> bool:
     # Both values only if the two switches differ.
-    said = {bool(values[name]) for name in ("fsdp_offload_params", "fsdp_cpu_offload") if name in values}
+    said = {
+        bool(values[name])
+        for name in ("fsdp_offload_params", "fsdp_cpu_offload")
+        if name in values
+    }
     if len(said) == 2:
         raise UserError(
             f"fsdp_offload_params: {values['fsdp_offload_params']} and fsdp_cpu_offload: {values['fsdp_cpu_offload']} "
@@ -132,7 +148,10 @@ def _offload(values: Mapping[str, Any], source: str) -> bool:
 
 
 def _sharding(values: Mapping[str, Any], version: int) -> tuple[Sharding, bool]:
-    strategy, reshard = values.get("fsdp_sharding_strategy"), values.get("fsdp_reshard_after_forward")
+    strategy, reshard = (
+        values.get("fsdp_sharding_strategy"),
+        values.get("fsdp_reshard_after_forward"),
+    )
     keeps = strategy == "SHARD_GRAD_OP"
     # FSDP1 knows the strategy alone.
     if version == 1 or reshard is None:
@@ -151,7 +170,11 @@ def _check(config: TrainConfig, values: Mapping[str, Any], version: int) -> None
             "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP2: use SHARDED_STATE_DICT (each process "
             "writes its own part, and any number of processes can read them), or fsdp_version: 1"
         )
-    if version == 1 and values.get("fsdp_use_orig_params") is False and (config.use_lora or config.use_qlora):
+    if (
+        version == 1
+        and values.get("fsdp_use_orig_params") is False
+        and (config.use_lora or config.use_qlora)
+    ):
         raise UserError(
             "fsdp_use_orig_params: false with use_lora: true cannot work under fsdp_version: 1, which would flatten "
             "trained and frozen weights together: set fsdp_use_orig_params: true, or use fsdp_version: 2"
@@ -167,7 +190,9 @@ def _check(config: TrainConfig, values: Mapping[str, Any], version: int) -> None
         )
 
 
-def _without_effect(config: TrainConfig, values: Mapping[str, Any], version: int) -> list[str]:
+def _without_effect(
+    config: TrainConfig, values: Mapping[str, Any], version: int
+) -> list[str]:
     """Return one note for each option that these settings do not look at."""
 
     def said(name: str) -> str:
@@ -192,7 +217,9 @@ def _without_effect(config: TrainConfig, values: Mapping[str, Any], version: int
                 f"{said(name)} has no effect with fsdp_auto_wrap_policy: {policy}: only {looks_at_it} looks at it"
             )
     if values.get("fsdp_min_num_params") and policy == "NO_WRAP":
-        notes.append(f"{said('fsdp_min_num_params')} has no effect with fsdp_auto_wrap_policy: NO_WRAP")
+        notes.append(
+            f"{said('fsdp_min_num_params')} has no effect with fsdp_auto_wrap_policy: NO_WRAP"
+        )
     if policy == "SIZE_BASED_WRAP" and not values.get("fsdp_min_num_params"):
         notes.append(
             f"fsdp_min_num_params: {values.get('fsdp_min_num_params') or 0} with SIZE_BASED_WRAP counts as "
@@ -207,7 +234,9 @@ def _without_effect(config: TrainConfig, values: Mapping[str, Any], version: int
     return notes
 
 
-def _precision(config: TrainConfig, values: Mapping[str, Any]) -> tuple[AskedPrecision, str]:
+def _precision(
+    config: TrainConfig, values: Mapping[str, Any]
+) -> tuple[AskedPrecision, str]:
     """Return the precision of a sharded model's arithmetic, and why: the most specific option first."""
     if values.get("fsdp_mixed_precision") is False:
         return "no", "fsdp_mixed_precision: false"

@@ -8,7 +8,12 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from vembed.config.accelerate_file import AccelerateFile, file_options, launcher_options, preset_names
+from vembed.config.accelerate_file import (
+    AccelerateFile,
+    file_options,
+    launcher_options,
+    preset_names,
+)
 from vembed.config.aliases import BLOCKS, REFUSED, WANDB, Unsure, known_names, target_of
 from vembed.config.options import checked, nearest, shown
 from vembed.config.parsing import Node, parse_value, read_tree, tree_of_mapping
@@ -90,7 +95,13 @@ class Layer:
     translated: list[str] = field(default_factory=list)
 
     def take(
-        self, path: Sequence[str], value: Node | str, line: int = 0, *, block: str | None = None, prefix: str = ""
+        self,
+        path: Sequence[str],
+        value: Node | str,
+        line: int = 0,
+        *,
+        block: str | None = None,
+        prefix: str = "",
     ) -> None:
         """Enter one key: a block key by key, an option under any of its names. A string comes from the command line."""
         key, *inner = path
@@ -98,34 +109,62 @@ class Layer:
         where = f"{self.name}, line {line}" if line else self.name
         if name in BLOCKS and inner:
             self.take(inner, value, line, block=name, prefix=f"{prefix}{key}.")
-        elif name in BLOCKS and isinstance(value, Node) and isinstance(value.value, dict):
+        elif (
+            name in BLOCKS and isinstance(value, Node) and isinstance(value.value, dict)
+        ):
             for inner_key, node in value.value.items():
-                self.take(inner_key.split("."), node, node.line or 0, block=name, prefix=f"{prefix}{key}.")
+                self.take(
+                    inner_key.split("."),
+                    node,
+                    node.line or 0,
+                    block=name,
+                    prefix=f"{prefix}{key}.",
+                )
         # Its keys are the user's own column names, so `column_mapping.query=title` adds an entry and is no option.
         elif name == "column_mapping" and inner:
             earlier = dict(self.given.pop(name).value) if name in self.given else {}
             plain = value.plain() if isinstance(value, Node) else value
-            self.enter(name, earlier | {".".join(inner): plain}, f"{prefix}{key}", where, line, is_as_written=True)
+            self.enter(
+                name,
+                earlier | {".".join(inner): plain},
+                f"{prefix}{key}",
+                where,
+                line,
+                is_as_written=True,
+            )
         elif inner:
             self._unknown(key, block, where, line)
         else:
-            self._take_option(key, value, block, written=prefix + key, where=where, line=line)
+            self._take_option(
+                key, value, block, written=prefix + key, where=where, line=line
+            )
 
     def _take_option(
-        self, key: str, value: Node | str, block: str | None, *, written: str, where: str, line: int
+        self,
+        key: str,
+        value: Node | str,
+        block: str | None,
+        *,
+        written: str,
+        where: str,
+        line: int,
     ) -> None:
         target = target_of(key, block)
         if target is None:
             self._unknown(key, block, where, line)
         elif isinstance(target, str):
-            plain = value.plain() if isinstance(value, Node) else from_text(target, value)
+            plain = (
+                value.plain() if isinstance(value, Node) else from_text(target, value)
+            )
             self.enter(target, plain, written, where, line)
         else:
             plain = value.plain() if isinstance(value, Node) else parse_value(value)
             try:
                 settings = target(plain)
             except ValueError as error:
-                self.problems.append((line, f"{where}: {written} {error}, but is {shown(plain)}"))
+                self.problems.append(
+                    (line, f"{where}: {written} {error}, but is {shown(plain)}")
+                )
                 return
             said = ", ".join(
                 f"report_to {'with' if setting else 'without'} wandb"
@@ -133,12 +172,18 @@ class Layer:
                 else f"{option}: {_yaml_word(setting)}"
                 for option, setting in settings
             )
-            self.translated.append(f"{written}: {_yaml_word(plain)} -> {said or 'nothing to change'} ({where})")
+            self.translated.append(
+                f"{written}: {_yaml_word(plain)} -> {said or 'nothing to change'} ({where})"
+            )
             for option, setting in settings:
                 if option == WANDB:
-                    self.given[WANDB] = Given(WANDB, setting, written, where, level=self.level)
+                    self.given[WANDB] = Given(
+                        WANDB, setting, written, where, level=self.level
+                    )
                 else:
-                    self.enter(option, setting, written, where, line, is_as_written=True)
+                    self.enter(
+                        option, setting, written, where, line, is_as_written=True
+                    )
 
     def settle(self) -> None:
         """Merge `use_wandb` into `report_to`, or record the contradiction. Call it after all keys were entered."""
@@ -151,11 +196,21 @@ class Layer:
         elif ("wandb" in trackers.value) != switch.value:
             both = f"{switch.key}: {_yaml_word(switch.value)} and {trackers.key}: {shown(trackers.value)}"
             self.problems.append(
-                (0, f"{switch.where}: {both} ({trackers.where}) contradict each other: keep one of them")
+                (
+                    0,
+                    f"{switch.where}: {both} ({trackers.where}) contradict each other: keep one of them",
+                )
             )
 
     def enter(
-        self, option: str, value: Any, written: str, where: str, line: int, *, is_as_written: bool = False
+        self,
+        option: str,
+        value: Any,
+        written: str,
+        where: str,
+        line: int,
+        *,
+        is_as_written: bool = False,
     ) -> None:
         """Enter an option under its own name and canonical value; record invalid, duplicate and translated entries.
 
@@ -170,30 +225,53 @@ class Layer:
             self.problems.append((line, f"{where}: {alias}{error}"))
             self.refused.add(name)
             return
-        new = Given(name, final, written, where, is_sure=not isinstance(option, Unsure), level=self.level)
+        new = Given(
+            name,
+            final,
+            written,
+            where,
+            is_sure=not isinstance(option, Unsure),
+            level=self.level,
+        )
         old = self.given.get(name)
         if old is not None and old.is_sure and new.is_sure and old.value != final:
             both = f"{written}: {_yaml_word(final)} and {old.key}: {_yaml_word(old.value)} ({old.where})"
-            self.problems.append((line, f"{where}: {both} both set {name}: keep one of them"))
+            self.problems.append(
+                (line, f"{where}: {both} both set {name}: keep one of them")
+            )
             return
-        if not is_as_written and (written != name or (isinstance(value, str) and str(final) != value)):
-            self.translated.append(f"{written}: {_yaml_word(value)} -> {name}: {_yaml_word(final)} ({where})")
+        if not is_as_written and (
+            written != name or (isinstance(value, str) and str(final) != value)
+        ):
+            self.translated.append(
+                f"{written}: {_yaml_word(value)} -> {name}: {_yaml_word(final)} ({where})"
+            )
         if old is None or new.is_sure:
             self.given[name] = new
 
     def _unknown(self, key: str, block: str | None, where: str, line: int) -> None:
         if key in REFUSED:
-            self.problems.append((line, f"{where}: {key!r} is not used here: {REFUSED[key]}"))
+            self.problems.append(
+                (line, f"{where}: {key!r} is not used here: {REFUSED[key]}")
+            )
             return
         near = nearest(key, known_names(block))
         target = target_of(near, block) if near else None
         meant = f" ({target})" if isinstance(target, str) and target != near else ""
-        hint = f", did you mean {near!r}{meant}?" if near else "; `vembed schema` lists all options"
+        hint = (
+            f", did you mean {near!r}{meant}?"
+            if near
+            else "; `vembed schema` lists all options"
+        )
         inside = f" in {block}" if block else ""
-        self.problems.append((line, f"{where}: unknown option {shown(key)}{inside}{hint}"))
+        self.problems.append(
+            (line, f"{where}: unknown option {shown(key)}{inside}{hint}")
+        )
 
 
-def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: str | None) -> list[Layer]:
+def source_layers(
+    source: str | Path | Mapping[str, Any] | TrainConfig, stage: str | None
+) -> list[Layer]:
     """Return the layers of a file, a dict or a TrainConfig; with training_stages the shared options, then the stage."""
     if isinstance(source, TrainConfig):
         layer = Layer("TrainConfig")
@@ -211,30 +289,45 @@ def source_layers(source: str | Path | Mapping[str, Any] | TrainConfig, stage: s
     stages = keys.pop(STAGES, None)
     if stages is None:
         if stage is not None:
-            raise UserError(f"{name}: stage {stage!r} was asked for, but there is no {STAGES} block to choose it from")
+            raise UserError(
+                f"{name}: stage {stage!r} was asked for, but there is no {STAGES} block to choose it from"
+            )
         return [_layer(name, keys)]
     asked = keys.pop("stage", None)
-    return _stage_layers(name, keys, stages, stage or (str(asked.plain()) if asked else None))
+    return _stage_layers(
+        name, keys, stages, stage or (str(asked.plain()) if asked else None)
+    )
 
 
 def shared_layer(source: str | Path | Mapping[str, Any]) -> Layer:
     """Return the layer of what stands outside of the stages of a file or dict."""
     keys, name = _keys(source)
-    return _layer(name, {key: node for key, node in keys.items() if key not in (ROAD, STAGES, "stage")})
+    return _layer(
+        name,
+        {key: node for key, node in keys.items() if key not in (ROAD, STAGES, "stage")},
+    )
 
 
-def own_preset(source: str | Path | Mapping[str, Any] | TrainConfig, layers: Sequence[Layer]) -> list[Layer]:
+def own_preset(
+    source: str | Path | Mapping[str, Any] | TrainConfig, layers: Sequence[Layer]
+) -> list[Layer]:
     """Return the layer of a block under `distributed_examples` that `accelerate_config` names in one of `layers`, the
     strongest first; none where it names a preset of vembed or a file. The name is taken out of its layer."""
     if isinstance(source, TrainConfig):
         return []
-    tree = tree_of_mapping(source) if isinstance(source, Mapping) else read_tree(Path(source))
+    tree = (
+        tree_of_mapping(source)
+        if isinstance(source, Mapping)
+        else read_tree(Path(source))
+    )
     name = "the config" if isinstance(source, Mapping) else str(source)
     presets = tree.value.get(OWN_PRESETS)
     if presets is None:
         return []
     if not isinstance(presets.value, dict):
-        raise UserError(f"{name}, line {presets.line}: {OWN_PRESETS} must hold blocks like `distributed`, by name")
+        raise UserError(
+            f"{name}, line {presets.line}: {OWN_PRESETS} must hold blocks like `distributed`, by name"
+        )
     for layer in layers:
         named = layer.given.get("accelerate_config")
         if named is None:
@@ -247,7 +340,13 @@ def own_preset(source: str | Path | Mapping[str, Any] | TrainConfig, layers: Seq
                 f"accelerate_config: {named.value!r} ({named.where}) is neither a file nor a preset ({known})"
             )
         del layer.given["accelerate_config"]
-        return [_layer(name, {"distributed": presets.value[named.value]}, f"{OWN_PRESETS}.{named.value}.")]
+        return [
+            _layer(
+                name,
+                {"distributed": presets.value[named.value]},
+                f"{OWN_PRESETS}.{named.value}.",
+            )
+        ]
     return []
 
 
@@ -258,7 +357,9 @@ def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
         key, is_pair, value = text.partition("=")
         path = [part.strip() for part in key.split(".")]
         if not is_pair or not all(path):
-            layer.problems.append((0, f"{COMMAND_LINE}: {shown(text)} is not of the form key=value"))
+            layer.problems.append(
+                (0, f"{COMMAND_LINE}: {shown(text)} is not of the form key=value")
+            )
         elif path == ["stage"]:
             stage = value
         else:
@@ -284,7 +385,9 @@ def over_the_stage(named: Layer, stage: Layer) -> Layer:
     too, and return them as a layer above it: the file was chosen for this launch, the block for any."""
     where = f"{named.name}, named on the command line"
     # With the other spelling of each switch that the block uses.
-    spoken = set(stage.given) | {other for pair in SAME_SWITCH for other in pair if set(pair) & set(stage.given)}
+    spoken = set(stage.given) | {
+        other for pair in SAME_SWITCH for other in pair if set(pair) & set(stage.given)
+    }
     moved = {name: named.given.pop(name).value for name in spoken & set(named.given)}
     return _plain_layer(where, Level.NAMED_FILE, moved, where)
 
@@ -294,7 +397,9 @@ def _keys(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Node], str]
     if isinstance(source, Mapping):
         tree, name = tree_of_mapping(source), "the config"
     elif not isinstance(source, str | Path):
-        raise UserError(f"the config is {source!r:.80}: give a path, a dict or a TrainConfig")
+        raise UserError(
+            f"the config is {source!r:.80}: give a path, a dict or a TrainConfig"
+        )
     else:
         tree, name = read_tree(Path(source)), str(source)
     keys: dict[str, Node] = dict(tree.value)
@@ -302,9 +407,14 @@ def _keys(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Node], str]
     return keys, name
 
 
-def _plain_layer(name: str, level: Level, options: Mapping[str, Any], where: str) -> Layer:
+def _plain_layer(
+    name: str, level: Level, options: Mapping[str, Any], where: str
+) -> Layer:
     layer = Layer(name, level)
-    layer.given |= {option: Given(option, value, option, where, level=level) for option, value in options.items()}
+    layer.given |= {
+        option: Given(option, value, option, where, level=level)
+        for option, value in options.items()
+    }
     return layer
 
 
@@ -316,16 +426,26 @@ def _layer(name: str, keys: Mapping[str, Node], prefix: str = "") -> Layer:
     return layer
 
 
-def _stage_layers(name: str, keys: dict[str, Node], stages: Node, stage: str | None) -> list[Layer]:
+def _stage_layers(
+    name: str, keys: dict[str, Node], stages: Node, stage: str | None
+) -> list[Layer]:
     """Return three layers: options shared by all stages, those implied by the order (output_dir, model_name), and the
     stage's own."""
     blocks: dict[str, Node] = stages.value if isinstance(stages.value, dict) else {}
     for known, block in blocks.items():
         if not isinstance(block.value, dict):
-            raise UserError(f"{name}, line {block.line}: {STAGES}.{known} must hold options")
-    if not blocks or (stage is None and len(blocks) > 1) or (stage is not None and stage not in blocks):
+            raise UserError(
+                f"{name}, line {block.line}: {STAGES}.{known} must hold options"
+            )
+    if (
+        not blocks
+        or (stage is None and len(blocks) > 1)
+        or (stage is not None and stage not in blocks)
+    ):
         asked = f"there is no stage {stage!r}" if stage else "there are several stages"
-        raise UserError(f"{name}, line {stages.line}: {asked}: choose with --stage NAME: {', '.join(blocks) or 'none'}")
+        raise UserError(
+            f"{name}, line {stages.line}: {asked}: choose with --stage NAME: {', '.join(blocks) or 'none'}"
+        )
     chosen = stage or next(iter(blocks))
     # Three layers, so that the block's own output_dir and model_name win over what the order of stages implies.
     base = _layer(name, keys)
@@ -333,13 +453,21 @@ def _stage_layers(name: str, keys: dict[str, Node], stages: Node, stage: str | N
     root = base.given["output_dir"].value if "output_dir" in base.given else "output"
     implied = Layer(name)
     where = f"{name}, {STAGES}.{chosen}"
-    implied.given["output_dir"] = Given("output_dir", f"{root}/{chosen}", "output_dir", where)
+    implied.given["output_dir"] = Given(
+        "output_dir", f"{root}/{chosen}", "output_dir", where
+    )
     earlier = list(blocks)[: list(blocks).index(chosen)]
     if earlier:
         before = _layer(name, blocks[earlier[-1]].value)
-        folder = before.given["output_dir"].value if "output_dir" in before.given else f"{root}/{earlier[-1]}"
+        folder = (
+            before.given["output_dir"].value
+            if "output_dir" in before.given
+            else f"{root}/{earlier[-1]}"
+        )
         where = f"{name}{RESULT_OF}{earlier[-1]}"
-        implied.given["model_name"] = Given("model_name", f"{folder}/final", "model_name", where)
+        implied.given["model_name"] = Given(
+            "model_name", f"{folder}/final", "model_name", where
+        )
     return [base, implied, own]
 
 

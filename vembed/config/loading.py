@@ -11,7 +11,11 @@ from typing import Any
 import yaml
 
 from vembed.config import rules
-from vembed.config.accelerate_file import AccelerateFile, preset_names, read_accelerate_file
+from vembed.config.accelerate_file import (
+    AccelerateFile,
+    preset_names,
+    read_accelerate_file,
+)
 from vembed.config.entries import DataSource
 from vembed.config.fsdp import FSDP1_ONLY, FSDP2_ONLY
 from vembed.config.layers import (
@@ -53,7 +57,9 @@ DECIDED_BY = {
 """Map from an option to the one that it makes meaningless. The second is not written to config.yaml."""
 
 
-def load_config(source: Source | ResolvedRun, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(
+    source: Source | ResolvedRun, overrides: Sequence[str] = ()
+) -> TrainConfig:
     """Return the config of a file, a dict or a TrainConfig, with `key=value` overrides; UserError on anything wrong."""
     return resolve_run(source, overrides).config
 
@@ -89,7 +95,12 @@ def resolve_run(
     _imply(given, problems)
     notes += _moved_stage(given)
     if isinstance(source, str | Path):
-        _beside_the_file(given, ("data_path", "val_data_path", "image_root", *CODE), Path(source), notes)
+        _beside_the_file(
+            given,
+            ("data_path", "val_data_path", "image_root", *CODE),
+            Path(source),
+            notes,
+        )
     own = given.get("model_class")
     if own is not None and own.value and "model_name" not in given:
         given["model_name"] = replace(own, option="model_name")
@@ -98,22 +109,34 @@ def resolve_run(
     for name, option in all_options().items():
         if option.is_required and name not in given and name not in refused:
             if source == {}:
-                problems.append(f"{name} is missing: give a config file, or {name}=... ({option.accepts})")
+                problems.append(
+                    f"{name} is missing: give a config file, or {name}=... ({option.accepts})"
+                )
             else:
                 place = source if isinstance(source, str | Path) else "the config"
-                problems.append(f"{place}: {name} is missing: add `{name}: ...` ({option.accepts})")
+                problems.append(
+                    f"{place}: {name} is missing: add `{name}: ...` ({option.accepts})"
+                )
     if problems:
         raise _user_error(problems)
     # The default preset is no part of the config: nobody has named it, and `decide` uses it only where FSDP is on.
     named = {name: one for name, one in given.items() if one.level > Level.PRESET}
-    config = TrainConfig.model_validate({name: one.value for name, one in named.items()})
-    problems = [broken.text({name: one.where for name, one in named.items()}) for broken in rules.violations(config)]
+    config = TrainConfig.model_validate(
+        {name: one.value for name, one in named.items()}
+    )
+    problems = [
+        broken.text({name: one.where for name, one in named.items()})
+        for broken in rules.violations(config)
+    ]
     if problems:
         raise _user_error(problems)
     return decide(
         config,
         given,
-        origins={name: named[name].source if name in named else DEFAULT for name in all_options()},
+        origins={
+            name: named[name].source if name in named else DEFAULT
+            for name in all_options()
+        },
         translated=tuple(line for layer in layers for line in layer.translated),
         notes=[*notes, *rules.remarks(config)],
         file=file,
@@ -130,14 +153,31 @@ def _accelerate_layers(
 
     Where nobody names one, FSDP starts from the default preset, unless `accelerate launch` has brought FSDP options.
     """
-    naming = next((layer for layer in (command_line, *reversed(configs)) if "accelerate_config" in layer.given), None)
+    naming = next(
+        (
+            layer
+            for layer in (command_line, *reversed(configs))
+            if "accelerate_config" in layer.given
+        ),
+        None,
+    )
     name = naming.given["accelerate_config"].value if naming is not None else None
     file = None if name is None else read_accelerate_file(name)
     named = [] if file is None else [file_layer(file, Level.FILE)]
-    above = [over_the_stage(named[0], configs[-1])] if naming is command_line and named and len(configs) > 1 else []
-    if "use_fsdp" in launcher.given or (file is not None and file.distribution == "fsdp"):
+    above = (
+        [over_the_stage(named[0], configs[-1])]
+        if naming is command_line and named and len(configs) > 1
+        else []
+    )
+    if "use_fsdp" in launcher.given or (
+        file is not None and file.distribution == "fsdp"
+    ):
         return file, named, above
-    return file, [file_layer(read_accelerate_file(DEFAULT_PRESET), Level.PRESET), *named], above
+    return (
+        file,
+        [file_layer(read_accelerate_file(DEFAULT_PRESET), Level.PRESET), *named],
+        above,
+    )
 
 
 def require_earlier_stage(resolved: ResolvedRun) -> None:
@@ -147,10 +187,17 @@ def require_earlier_stage(resolved: ResolvedRun) -> None:
     """
     origin, folder = resolved.origins["model_name"], resolved.config.model_name
     if RESULT_OF in origin and not Path(folder).is_dir():
-        raise UserError(f"{folder} ({origin}) is not there: train that stage first, or give this one a model_name")
+        raise UserError(
+            f"{folder} ({origin}) is not there: train that stage first, or give this one a model_name"
+        )
 
 
-def render(config: TrainConfig, origins: Mapping[str, str] | None = None, *, only_given: bool = False) -> str:
+def render(
+    config: TrainConfig,
+    origins: Mapping[str, str] | None = None,
+    *,
+    only_given: bool = False,
+) -> str:
     """Return the config as YAML, in the order of the schema, with the origins as comments. `only_given`: without the
     options that have their default."""
     values = config.to_dict()
@@ -177,16 +224,25 @@ def render(config: TrainConfig, origins: Mapping[str, str] | None = None, *, onl
 def save_config(config: TrainConfig, path: str | Path) -> None:
     """Write the config as a file that repeats the run with `vembed train PATH`."""
     Path(path).write_text(
-        "# Every option of this run; `vembed train` with this file repeats it.\n" + render(config), "utf-8"
+        "# Every option of this run; `vembed train` with this file repeats it.\n"
+        + render(config),
+        "utf-8",
     )
 
 
 def one_line_yaml(value: Any) -> str:
     """Return a value as one line of YAML."""
-    if value is None or isinstance(value, bool | int):  # as the dumper writes them, without its cost for each option
+    if value is None or isinstance(
+        value, bool | int
+    ):  # as the dumper writes them, without its cost for each option
         return "null" if value is None else str(value).lower()
     text = yaml.dump(
-        value, Dumper=CoreDumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6
+        value,
+        Dumper=CoreDumper,
+        default_flow_style=True,
+        sort_keys=False,
+        allow_unicode=True,
+        width=10**6,
     )
     return text.removesuffix("...\n").strip()
 
@@ -198,20 +254,42 @@ def _user_error(problems: Sequence[str]) -> UserError:
 
 def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, Given]:
     """Let the stronger layers, which come later, override the weaker ones, and note each value that loses."""
-    version = next((one.given["fsdp_version"].value for one in reversed(layers) if "fsdp_version" in one.given), 2)
+    version = next(
+        (
+            one.given["fsdp_version"].value
+            for one in reversed(layers)
+            if "fsdp_version" in one.given
+        ),
+        2,
+    )
     merged: dict[str, Given] = {}
     for layer in layers:
         for new in _of_version(layer, version, notes):
             # A stronger source also displaces the other spelling of the same switch (SAME_SWITCH).
-            rivals = [new.option, *(other for pair in SAME_SWITCH for other in pair if new.option in pair)]
+            rivals = [
+                new.option,
+                *(
+                    other
+                    for pair in SAME_SWITCH
+                    for other in pair
+                    if new.option in pair
+                ),
+            ]
             for name in dict.fromkeys(rivals):
                 old = merged.get(name)
-                if old is None or (name != new.option and (name in layer.given or _agree(new.value, old.value))):
+                if old is None or (
+                    name != new.option
+                    and (name in layer.given or _agree(new.value, old.value))
+                ):
                     continue
                 if new.value == "auto" and old.level < Level.CONFIG:
                     break  # `auto` leaves it to what the file or the launcher says
                 is_other_source = name != new.option or old.level != new.level
-                if old.value != new.value and old.level > Level.PRESET and is_other_source:
+                if (
+                    old.value != new.value
+                    and old.level > Level.PRESET
+                    and is_other_source
+                ):
                     notes.append(f"{new} overrides {old}")
                 del merged[name]
             else:
@@ -228,16 +306,28 @@ def _of_version(layer: Layer, version: int, notes: list[str]) -> list[Given]:
         return list(layer.given.values())
     special = sorted(set(layer.given) & (FSDP1_ONLY.keys() | FSDP2_ONLY.keys()))
     if special and layer.level > Level.PRESET:
-        notes.append(f"{', '.join(special)} of {layer.name} not used: the run has fsdp_version: {version}")
+        notes.append(
+            f"{', '.join(special)} of {layer.name} not used: the run has fsdp_version: {version}"
+        )
     return [one for name, one in layer.given.items() if name not in special]
 
 
 def _agree(one: Any, other: Any) -> bool:
     """Return True if two switches for one option agree."""
     # Words of two spellings of one switch: strategy: fsdp is use_fsdp: true, FULL_SHARD is reshard_after_forward: true.
-    meanings = {"fsdp": True, "FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False}
-    means = [meanings.get(value, value) if isinstance(value, str) else value for value in (one, other)]
-    return "auto" in means or (all(isinstance(value, bool) for value in means) and means[0] == means[1])
+    meanings = {
+        "fsdp": True,
+        "FULL_SHARD": True,
+        "HYBRID_SHARD": True,
+        "SHARD_GRAD_OP": False,
+    }
+    means = [
+        meanings.get(value, value) if isinstance(value, str) else value
+        for value in (one, other)
+    ]
+    return "auto" in means or (
+        all(isinstance(value, bool) for value in means) and means[0] == means[1]
+    )
 
 
 CODE = ("model_class", "wrap_policy")
@@ -248,24 +338,42 @@ def _imply(given: dict[str, Given], problems: list[str]) -> None:
     """Set the options that follow from another option, so that no other module has to derive them."""
     qlora = given.get("use_qlora")
     if qlora is not None and qlora.value and "use_lora" not in given:
-        given["use_lora"] = Given("use_lora", True, "use_qlora", f"implied by use_qlora, {qlora.where}")
-    batch, parts = given.get("global_batch_size"), given.get("gradient_accumulation_steps")
+        given["use_lora"] = Given(
+            "use_lora", True, "use_qlora", f"implied by use_qlora, {qlora.where}"
+        )
+    batch, parts = (
+        given.get("global_batch_size"),
+        given.get("gradient_accumulation_steps"),
+    )
     # Elsewhere an effective batch counts the accumulated batches; here a step takes the global batch at once.
-    if batch is not None and batch.key.endswith("effective_batch_size") and parts is not None:
+    if (
+        batch is not None
+        and batch.key.endswith("effective_batch_size")
+        and parts is not None
+    ):
         if batch.value % parts.value:
             problems.append(
                 f"{batch.where}: {batch.key}: {batch.value} must be a multiple of gradient_accumulation_steps: "
                 f"{parts.value} ({parts.where})"
             )
         else:
-            where = f"{batch.where}, {batch.value} over {parts.value} accumulated batches"
-            given["global_batch_size"] = Given("global_batch_size", batch.value // parts.value, batch.key, where)
+            where = (
+                f"{batch.where}, {batch.value} over {parts.value} accumulated batches"
+            )
+            given["global_batch_size"] = Given(
+                "global_batch_size", batch.value // parts.value, batch.key, where
+            )
 
 
 def _moved_stage(given: Mapping[str, Given]) -> list[str]:
     """Return a note where the command line moves a stage's folder, and the folder of the stage before stays."""
     model, folder = given.get("model_name"), given.get("output_dir")
-    if model is None or RESULT_OF not in model.where or folder is None or folder.where != COMMAND_LINE:
+    if (
+        model is None
+        or RESULT_OF not in model.where
+        or folder is None
+        or folder.where != COMMAND_LINE
+    ):
         return []
     return [
         f"output_dir: {folder.value} ({COMMAND_LINE}) is this stage's folder alone: it starts from {model.value} "
@@ -273,13 +381,23 @@ def _moved_stage(given: Mapping[str, Given]) -> list[str]:
     ]
 
 
-def _expand_output_dir(given: dict[str, Given], env: Mapping[str, str], notes: list[str], problems: list[str]) -> None:
+def _expand_output_dir(
+    given: dict[str, Given],
+    env: Mapping[str, str],
+    notes: list[str],
+    problems: list[str],
+) -> None:
     one = given.get("output_dir")
     if one is None:
         return
     resume = given["resume"].value if "resume" in given else False
     try:
-        folder = expand_output_dir(one.value, {name: other.value for name, other in given.items()}, env, resume=resume)
+        folder = expand_output_dir(
+            one.value,
+            {name: other.value for name, other in given.items()},
+            env,
+            resume=resume,
+        )
     except ValueError as error:
         problems.append(f"output_dir: {one.value}: {error} ({one.where})")
         return
@@ -288,16 +406,27 @@ def _expand_output_dir(given: dict[str, Given], env: Mapping[str, str], notes: l
         given["output_dir"] = Given("output_dir", folder, one.key, one.where)
 
 
-def _beside_the_file(given: dict[str, Given], names: Sequence[str], file: Path, notes: list[str]) -> None:
+def _beside_the_file(
+    given: dict[str, Given], names: Sequence[str], file: Path, notes: list[str]
+) -> None:
     """Resolve relative paths in the current directory, else in the folder of the config file."""
 
     def found(name: str, path: str) -> str:
         try:
-            if Path(path).is_absolute() or Path(path).exists() or not (file.parent / path).exists():
+            if (
+                Path(path).is_absolute()
+                or Path(path).exists()
+                or not (file.parent / path).exists()
+            ):
                 return path
-        except (OSError, ValueError):  # not a valid file name: the reader of the data reports it
+        except (
+            OSError,
+            ValueError,
+        ):  # not a valid file name: the reader of the data reports it
             return path
-        notes.append(f"{name}: {path} is not in the current directory; using the one beside {file.name}")
+        notes.append(
+            f"{name}: {path} is not in the current directory; using the one beside {file.name}"
+        )
         return str(file.parent / path)
 
     def located(name: str, value: Any) -> Any:
@@ -308,12 +437,23 @@ def _beside_the_file(given: dict[str, Given], names: Sequence[str], file: Path, 
             return [located(name, entry) for entry in value]
         if isinstance(value, DataSource):
             places = {"path": value.path, "val_data_path": value.val_data_path}
-            return value.model_copy(update={key: found(name, path) for key, path in places.items() if path is not None})
+            return value.model_copy(
+                update={
+                    key: found(name, path)
+                    for key, path in places.items()
+                    if path is not None
+                }
+            )
         return found(name, value)
 
     for name in names:
         one = given.get(name)
         # Words of the command line are typed in the current directory, and a preset's name is no path.
-        if one is None or one.value is None or one.level is Level.COMMAND_LINE or one.value in preset_names():
+        if (
+            one is None
+            or one.value is None
+            or one.level is Level.COMMAND_LINE
+            or one.value in preset_names()
+        ):
             continue
         given[name] = replace(one, value=located(name, one.value))

@@ -33,8 +33,16 @@ def _triplet_has_negatives(config: TrainConfig) -> Violation | None:
 
 
 def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
-    learned = [term for _, term in run_terms(config) if term.learn_temperature or term.loss == "sigmoid"]
-    outside = [one.temperature for one in learned if not LOWEST_TEMPERATURE <= one.temperature <= HIGHEST_TEMPERATURE]
+    learned = [
+        term
+        for _, term in run_terms(config)
+        if term.learn_temperature or term.loss == "sigmoid"
+    ]
+    outside = [
+        one.temperature
+        for one in learned
+        if not LOWEST_TEMPERATURE <= one.temperature <= HIGHEST_TEMPERATURE
+    ]
     if not outside:
         return None
     return Violation(
@@ -49,7 +57,10 @@ def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
     if config.losses is None or (config.losses and config.loss == "infonce"):
         return None
     problem = f"and loss: {config.loss} are two ways to say one thing: keep one of them"
-    return Violation(("losses", "loss"), f"losses {problem if config.losses else 'is an empty list: name a loss'}")
+    return Violation(
+        ("losses", "loss"),
+        f"losses {problem if config.losses else 'is an empty list: name a loss'}",
+    )
 
 
 def _teachers_have_names_of_their_own(config: TrainConfig) -> Violation | None:
@@ -58,8 +69,14 @@ def _teachers_have_names_of_their_own(config: TrainConfig) -> Violation | None:
     if twice is None and SCORES not in labels:
         return None
     if twice is None:
-        return Violation(("teachers",), f"teachers: the name {SCORES!r} stands for scores in the data: choose another")
-    return Violation(("teachers",), f"teachers: {twice} is named twice: keep it once, or give each entry a name")
+        return Violation(
+            ("teachers",),
+            f"teachers: the name {SCORES!r} stands for scores in the data: choose another",
+        )
+    return Violation(
+        ("teachers",),
+        f"teachers: {twice} is named twice: keep it once, or give each entry a name",
+    )
 
 
 def _losses_have_teachers(config: TrainConfig) -> Violation | None:
@@ -79,14 +96,18 @@ def _losses_have_teachers(config: TrainConfig) -> Violation | None:
             )
         if guide_of(term) == SCORES:
             return Violation(
-                ("guide",), f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model"
+                ("guide",),
+                f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model",
             )
     return None
 
 
 def _tasks_have_batches_of_their_own(config: TrainConfig) -> Violation | None:
     entries = data_entries(config)
-    sized = any(one.batch_size is not None or one.global_batch_size is not None for one in entries)
+    sized = any(
+        one.batch_size is not None or one.global_batch_size is not None
+        for one in entries
+    )
     if config.homogeneous_batches or not (has_tasks(config) or sized):
         return None
     what = "losses or a temperature" if has_tasks(config) else "a batch size"
@@ -100,7 +121,9 @@ def _batches_are_counted_alike(config: TrainConfig) -> Violation | None:
     given, wanted = "global_batch_size", "batch_size"
     if config.global_batch_size is not None:
         given, wanted = wanted, given
-    other = next((one for one in data_entries(config) if dict(one)[given] is not None), None)
+    other = next(
+        (one for one in data_entries(config) if dict(one)[given] is not None), None
+    )
     if other is None:
         return None
     return Violation(
@@ -111,7 +134,9 @@ def _batches_are_counted_alike(config: TrainConfig) -> Violation | None:
 
 
 def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
-    own = next((one for one in data_entries(config) if one.val_data_path is not None), None)
+    own = next(
+        (one for one in data_entries(config) if one.val_data_path is not None), None
+    )
     if own is None or config.val_data_path is not None or config.val_split is not None:
         return None
     return Violation(
@@ -122,7 +147,11 @@ def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
 
 
 def _turns_need_batches_of_one_source(config: TrainConfig) -> Violation | None:
-    if config.sampling != "round_robin" or config.homogeneous_batches or len(data_entries(config)) < 2:
+    if (
+        config.sampling != "round_robin"
+        or config.homogeneous_batches
+        or len(data_entries(config)) < 2
+    ):
         return None
     return Violation(
         ("sampling", "homogeneous_batches"),
@@ -142,7 +171,9 @@ def _angles_need_even_sizes(config: TrainConfig) -> Violation | None:
 
 
 def _mixtures_are_candidates(config: TrainConfig) -> Violation | None:
-    if config.negatives_from != "own_rank" or not any(term.mix_negatives for _, term in run_terms(config)):
+    if config.negatives_from != "own_rank" or not any(
+        term.mix_negatives for _, term in run_terms(config)
+    ):
         return None
     return Violation(
         ("mix_negatives", "negatives_from"),
@@ -214,11 +245,22 @@ def loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
     values = dict(config)
     losses = tuple(dict.fromkeys(term.loss for _, term in run_terms(config)))
     unread = LOSS_OPTIONS.difference(*(READS[loss] for loss in losses))
-    which = f"loss: {losses[0]}" if len(losses) == 1 and config.losses is None else f"losses: {', '.join(losses)}"
+    which = (
+        f"loss: {losses[0]}"
+        if len(losses) == 1 and config.losses is None
+        else f"losses: {', '.join(losses)}"
+    )
     # One guide or teacher may serve some of the losses, so an option of the run needs one loss that reads it.
-    found = [f"{name}: {word(values[name])} has no effect with {which}" for name in sorted(unread & set_apart)]
+    found = [
+        f"{name}: {word(values[name])} has no effect with {which}"
+        for name in sorted(unread & set_apart)
+    ]
     for number, term in enumerate(config.losses or [], 1):
-        own = {name: value for name, value in dict(term).items() if value is not None and name in LOSS_OPTIONS}
+        own = {
+            name: value
+            for name, value in dict(term).items()
+            if value is not None and name in LOSS_OPTIONS
+        }
         found += [
             f"losses, entry {number}: {name}: {word(own[name])} has no effect with loss: {term.loss}"
             for name in sorted(own.keys() - READS[term.loss])

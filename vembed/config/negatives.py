@@ -6,7 +6,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from vembed.config.entries import Fraction, Frozen, NonNegativeInt, Number, PositiveFloat, PositiveInt
+from vembed.config.entries import (
+    Fraction,
+    Frozen,
+    NonNegativeInt,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+)
 
 LIMITS = frozenset({"relative_margin", "margin", "max_score", "threshold"})
 """Options that limit how high a negative may score."""
@@ -59,7 +66,10 @@ class ChoiceOptions(Frozen):
                 f"top_k: {self.top_k} must be at least skip_first + num_negatives: "
                 f"{self.skip_first} + {self.num_negatives}"
             )
-        if self.per_query_budget is not None and self.per_query_budget < self.num_negatives:
+        if (
+            self.per_query_budget is not None
+            and self.per_query_budget < self.num_negatives
+        ):
             raise ValueError(
                 f"per_query_budget: {self.per_query_budget} must be at least num_negatives: {self.num_negatives}"
             )
@@ -68,7 +78,11 @@ class ChoiceOptions(Frozen):
     @property
     def takes_claimed(self) -> bool:
         """True if claimed candidates come first."""
-        return not (LIMITS & self.model_fields_set) if self.prefer_claimed == "auto" else self.prefer_claimed
+        return (
+            not (LIMITS & self.model_fields_set)
+            if self.prefer_claimed == "auto"
+            else self.prefer_claimed
+        )
 
     @property
     def budget(self) -> int:

@@ -42,7 +42,9 @@ class Option:
     @property
     def is_plain_text(self) -> bool:
         """True if the option accepts any text."""
-        return "text" in self.kinds and not self.choices and self.kinds <= {"text", "null"}
+        return (
+            "text" in self.kinds and not self.choices and self.kinds <= {"text", "null"}
+        )
 
 
 @cache
@@ -76,7 +78,9 @@ def checked(name: str, value: Any) -> Any:
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the most similar name, or None if no name is similar."""
-    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None)
+    return next(
+        iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None
+    )
 
 
 def shown(value: Any) -> str:
@@ -94,7 +98,9 @@ _BLOCKS: dict[str, type[Frozen]] = {"mine": EpochMining}
 """Models of options that hold options of their own."""
 _ENTRIES: dict[str, type[Frozen]] = {"losses": LossTerm, "teachers": Teacher, **_BLOCKS}
 """The same, and models of the entries of options that are lists; `data_path` has DataSource."""
-_BLOCK_NAMES = frozenset(name for block in _BLOCKS.values() for name in block.model_fields)
+_BLOCK_NAMES = frozenset(
+    name for block in _BLOCKS.values() for name in block.model_fields
+)
 
 
 @cache
@@ -115,15 +121,26 @@ def _refusal(option: Option, value: Any, error: ValidationError) -> str:
             keys = list(_ENTRIES.get(option.name, DataSource).model_fields)
             near = nearest(str(key), keys)
             known = f"; an entry may have {', '.join(keys[:-1])} and {keys[-1]}"
-            place = "".join(f", entry {part + 1}" for part in inside if isinstance(part, int))
-            return f"{option.name}{place}: unknown key {key!r}" + (f", did you mean {near!r}?" if near else "") + known
+            place = "".join(
+                f", entry {part + 1}" for part in inside if isinstance(part, int)
+            )
+            return (
+                f"{option.name}{place}: unknown key {key!r}"
+                + (f", did you mean {near!r}?" if near else "")
+                + known
+            )
     if option.name in _BLOCKS and isinstance(value, Mapping):
         return f"{option.name}: {_inside(error)}"
     if value is None:
         return f"{option.name} has no value; give {option.accepts}, or leave the line out for {shown(option.default)}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # 2^63 as a float too: YAML and JSON give 1e30.
-    if is_number and "whole number" in option.accepts and abs(value) >= 2**63 and value == value // 1:
+    if (
+        is_number
+        and "whole number" in option.accepts
+        and abs(value) >= 2**63
+        and value == value // 1
+    ):
         return f"{option.name}: {shown(value)} is too large; a whole number must be below 2^63"
     near = nearest(str(value), option.choices) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
@@ -135,7 +152,11 @@ def _inside(error: ValidationError) -> str:
     problem = error.errors()[0]
     if problem["type"] == "value_error":
         return problem["msg"].removeprefix("Value error, ")
-    name = ".".join(str(part) for part in problem["loc"] if isinstance(part, int) or part in _BLOCK_NAMES)
+    name = ".".join(
+        str(part)
+        for part in problem["loc"]
+        if isinstance(part, int) or part in _BLOCK_NAMES
+    )
     return f"{name} {problem['msg'].replace('Input should be', 'must be')}, but is {shown(problem['input'])}"
 
 
@@ -149,10 +170,16 @@ def join_words(words: Sequence[str]) -> str:
 def _sections() -> dict[str, str]:
     """Return the section of each option: the title of the class that has the field."""
     sections = [base for base in TrainConfig.__bases__ if issubclass(base, BaseModel)]
-    return {name: str(section.model_config["title"]) for section in sections for name in section.model_fields}
+    return {
+        name: str(section.model_config["title"])
+        for section in sections
+        for name in section.model_fields
+    }
 
 
-def _accepted(annotation: Any, metadata: Iterable[Any] = ()) -> tuple[list[str], list[str], set[str]]:
+def _accepted(
+    annotation: Any, metadata: Iterable[Any] = ()
+) -> tuple[list[str], list[str], set[str]]:
     """Return (alternatives in words, accepted words, kinds of other values) of a type annotation."""
     origin = get_origin(annotation)
     if origin is Annotated:
@@ -163,7 +190,9 @@ def _accepted(annotation: Any, metadata: Iterable[Any] = ()) -> tuple[list[str],
         choices: list[str] = []
         kinds: set[str] = set()
         for member in get_args(annotation):
-            member_words, member_choices, member_kinds = _accepted(member, metadata if member is not None else ())
+            member_words, member_choices, member_kinds = _accepted(
+                member, metadata if member is not None else ()
+            )
             words += member_words
             choices += member_choices
             kinds |= member_kinds
@@ -182,11 +211,17 @@ def _accepted(annotation: Any, metadata: Iterable[Any] = ()) -> tuple[list[str],
     return _simple(annotation, metadata)
 
 
-def _simple(annotation: Any, metadata: Iterable[Any]) -> tuple[list[str], list[str], set[str]]:
+def _simple(
+    annotation: Any, metadata: Iterable[Any]
+) -> tuple[list[str], list[str], set[str]]:
     if annotation is bool:
         return ["true", "false"], [], {"bool"}
     if annotation is str:
-        return [next((str(item) for item in metadata if isinstance(item, Form)), "text")], [], {"text"}
+        return (
+            [next((str(item) for item in metadata if isinstance(item, Form)), "text")],
+            [],
+            {"text"},
+        )
     if annotation in (None, type(None)):
         return [], [], {"null"}
     noun = {int: "a whole number", float: "a number"}[annotation]
@@ -206,4 +241,6 @@ def _range(metadata: Iterable[Any]) -> str:
                 high = f"at most {bound.le:g}"
             elif isinstance(bound, Lt) and bound.lt != LARGEST:
                 high = f"below {bound.lt:g}"
-    return f" ({', '.join(part for part in (low, high) if part)})" if low or high else ""
+    return (
+        f" ({', '.join(part for part in (low, high) if part)})" if low or high else ""
+    )

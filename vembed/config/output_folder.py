@@ -19,7 +19,11 @@ _GENERAL = frozenset({"model", "final", "merged", ""})
 
 
 def expand_output_dir(
-    template: str, values: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, resume: Any = False
+    template: str,
+    values: Mapping[str, Any],
+    env: Mapping[str, str] = os.environ,
+    *,
+    resume: Any = False,
 ) -> str:
     """Return the folder that a template names. `values`: the options by name. Raise ValueError for a bad template."""
     # Not str.format: other braces, format specs and attributes in a folder's name stay as they are.
@@ -28,7 +32,9 @@ def expand_output_dir(
         return template
     unknown = [name for name in names if name not in FIELDS]
     if unknown:
-        raise ValueError(f"{{{unknown[0]}}} is not known; a folder's name may contain {{{'}, {'.join(FIELDS)}}}")
+        raise ValueError(
+            f"{{{unknown[0]}}} is not known; a folder's name may contain {{{'}, {'.join(FIELDS)}}}"
+        )
     if "time" in names:
         if resume in (True, "auto"):
             raise ValueError(
@@ -36,7 +42,9 @@ def expand_output_dir(
                 "there; give resume the folder of the earlier run, or leave out {time}"
             )
         if values.get("num_machines", 1) != 1:
-            raise ValueError("{time} differs between machines; give all of them one fixed folder")
+            raise ValueError(
+                "{time} differs between machines; give all of them one fixed folder"
+            )
     data = values.get("data_path")
     first = data[0] if isinstance(data, list) and data else data
     path = first.path if isinstance(first, DataSource) else str(first)
@@ -44,7 +52,9 @@ def expand_output_dir(
         "model": _short(str(values.get("model_name", ""))),
         "data": _short(path).partition(".")[0],
         "seed": str(values.get("seed", 42)),
-        "time": datetime.fromtimestamp(_start_time(env)).strftime("%Y%m%d-%H%M%S") if "time" in names else "",
+        "time": datetime.fromtimestamp(_start_time(env)).strftime("%Y%m%d-%H%M%S")
+        if "time" in names
+        else "",
     }
     return _FIELD.sub(lambda found: known[found[1]], template)
 
@@ -61,6 +71,8 @@ def _start_time(env: Mapping[str, str]) -> float:
 
 def _short(name: str) -> str:
     """Return the last part of a path or Hub name that says which model or file it is."""
-    parts = [part for part in PurePath(name.replace("\\", "/")).parts if part not in _GENERAL]
+    parts = [
+        part for part in PurePath(name.replace("\\", "/")).parts if part not in _GENERAL
+    ]
     last = parts[-1] if parts else name
     return re.sub(r"[^\w.-]+", "-", last).strip("-.") or "run"

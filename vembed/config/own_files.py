@@ -11,9 +11,18 @@ from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
 from vembed.config.violation import Violation
 
-OWN_FILES = frozenset({
-    "config.yaml", "metrics.jsonl", "run.json", "report.html", "report.md", "final", "tensorboard", "logs",
-})  # fmt: skip
+OWN_FILES = frozenset(
+    {
+        "config.yaml",
+        "metrics.jsonl",
+        "run.json",
+        "report.html",
+        "report.md",
+        "final",
+        "tensorboard",
+        "logs",
+    }
+)
 """Files and folders of output_dir that a run writes, replaces or cuts."""
 # Also what is beside them for a while: checkpoint-100.partial, .final.new, .hub, .probe-0 (of the test for a shared
 # disk).
@@ -22,7 +31,11 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+.*|\.(final|hub|probe-\d+).*")
 
 def is_own(config: TrainConfig, name: str) -> bool:
     """Return whether a run writes a file or folder of this name into its output_dir."""
-    return name in OWN_FILES or name == config.log_file or _CHECKPOINT.fullmatch(name) is not None
+    return (
+        name in OWN_FILES
+        or name == config.log_file
+        or _CHECKPOINT.fullmatch(name) is not None
+    )
 
 
 def log_file_is_another(config: TrainConfig) -> Violation | None:
@@ -39,8 +52,14 @@ def data_are_kept(config: TrainConfig) -> Violation | None:
     for option in ("data_path", "val_data_path"):
         for name in _paths(dict(config)[option]):
             place = Path(name)
-            inside = place.absolute().is_relative_to(output.absolute()) and place.exists()
-            first = place.absolute().relative_to(output.absolute()).parts[:1] if inside else ()
+            inside = (
+                place.absolute().is_relative_to(output.absolute()) and place.exists()
+            )
+            first = (
+                place.absolute().relative_to(output.absolute()).parts[:1]
+                if inside
+                else ()
+            )
             if first and is_own(config, first[0]):
                 said = (
                     f"{option}: {name} is in output_dir under a name that the run writes itself ({first[0]}), and "
@@ -67,7 +86,11 @@ def names_are_text(config: TrainConfig) -> Violation | None:
 
 def _paths(value: Any) -> list[str]:
     entries = value if isinstance(value, list | tuple) else [value]
-    return [one.path if isinstance(one, DataSource) else str(one) for one in entries if one is not None]
+    return [
+        one.path if isinstance(one, DataSource) else str(one)
+        for one in entries
+        if one is not None
+    ]
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -21,13 +21,19 @@ _HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
 def is_hub_dataset(path: str) -> bool:
     """Return whether a path that does not exist can be the name of a data set on the Hub."""
     folder = Path(path).parent
-    is_file = Path(path).suffix.lower() in DATA_ENDINGS or (folder != Path() and folder.is_dir())
+    is_file = Path(path).suffix.lower() in DATA_ENDINGS or (
+        folder != Path() and folder.is_dir()
+    )
     return not is_file and _HUB_DATASET.fullmatch(path) is not None
 
 
 def is_hub_model(name: str) -> bool:
     """Return whether a name that is no folder can be that of a model on the Hub."""
-    return not (Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") > 1)
+    return not (
+        Path(name).expanduser().is_absolute()
+        or name.startswith((".", "~"))
+        or name.count("/") > 1
+    )
 
 
 def is_pattern_or_address(path: str) -> bool:
@@ -38,13 +44,18 @@ def is_pattern_or_address(path: str) -> bool:
 def data_places(config: TrainConfig) -> list[tuple[str, str]]:
     """Return the option and the path of each source of data."""
     sources = data_sources(config)
-    places = [("data_path", source if isinstance(source, str) else source.path) for source in sources]
+    places = [
+        ("data_path", source if isinstance(source, str) else source.path)
+        for source in sources
+    ]
     places += [
         ("val_data_path", source.val_data_path)
         for source in sources
         if isinstance(source, DataSource) and source.val_data_path is not None
     ]
-    return places + ([("val_data_path", config.val_data_path)] if config.val_data_path else [])
+    return places + (
+        [("val_data_path", config.val_data_path)] if config.val_data_path else []
+    )
 
 
 def missing_data(config: TrainConfig) -> list[tuple[str, str]]:
@@ -61,30 +72,48 @@ def missing_path(option: str, path: str) -> str | None:
 
 def is_inside(path: str, folders: Sequence[Path]) -> bool:
     """Return whether a path is in one of the folders, none of which need be there yet."""
-    return any(Path(path).absolute().is_relative_to(folder.absolute()) for folder in folders)
+    return any(
+        Path(path).absolute().is_relative_to(folder.absolute()) for folder in folders
+    )
 
 
-def missing_places(config: TrainConfig, origins: Mapping[str, str], made: Sequence[Path] = ()) -> list[str]:
+def missing_places(
+    config: TrainConfig, origins: Mapping[str, str], made: Sequence[Path] = ()
+) -> list[str]:
     """Return a sentence for each file and folder that a run would look for and not find. `made`: folders that will be
     there when the run begins."""
-    sentences = [missing_path(option, path) for option, path in data_places(config) if not is_inside(path, made)]
+    sentences = [
+        missing_path(option, path)
+        for option, path in data_places(config)
+        if not is_inside(path, made)
+    ]
     found = [one for one in sentences if one is not None]
     folder = config.model_name
-    is_given_elsewhere = folder == config.model_class or RESULT_OF in origins["model_name"] or is_inside(folder, made)
+    is_given_elsewhere = (
+        folder == config.model_class
+        or RESULT_OF in origins["model_name"]
+        or is_inside(folder, made)
+    )
     if not _exists(folder) and not is_hub_model(folder) and not is_given_elsewhere:
         found.append(
             f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
             f"such as org/model{similar_path(folder)}"
         )
     if config.image_root is not None and not _exists(config.image_root):
-        found.append(f"image_root: {config.image_root} does not exist (looked from {Path.cwd()})")
+        found.append(
+            f"image_root: {config.image_root} does not exist (looked from {Path.cwd()})"
+        )
     return found
 
 
-def require_places(config: TrainConfig, origins: Mapping[str, str], made: Sequence[Path] = ()) -> None:
+def require_places(
+    config: TrainConfig, origins: Mapping[str, str], made: Sequence[Path] = ()
+) -> None:
     """Raise UserError if a file or folder is missing that a run would look for, and that is in none of `made`."""
     if missing := missing_places(config, origins, made):
-        raise UserError("\n".join([missing[0], *(f"also: {one}" for one in missing[1:])]))
+        raise UserError(
+            "\n".join([missing[0], *(f"also: {one}" for one in missing[1:])])
+        )
 
 
 def similar_path(path: str) -> str:
@@ -95,7 +124,10 @@ def similar_path(path: str) -> str:
         return f"; if these are several, write a list: [{', '.join(parts)}]"
     place = Path(path).expanduser()
     try:
-        near = nearest(place.name, sorted(one.name for one in place.parent.iterdir() if one != place))
+        near = nearest(
+            place.name,
+            sorted(one.name for one in place.parent.iterdir() if one != place),
+        )
     except (OSError, ValueError, RuntimeError):
         return ""
     return f"; did you mean {Path(path).parent / near}?" if near else ""
@@ -112,8 +144,17 @@ def short_name(name: str) -> str:
     """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
     parts = [part for part in re.split(r"[/\\]", name) if part]
     general = {"model", "final", "merged", "snapshots"}
-    part = next((part for part in reversed(parts) if part not in general and not _is_hash(part)), name)
-    return part.rpartition("--")[2] if part.startswith("models--") else part  # a folder of the Hub's cache
+    part = next(
+        (
+            part
+            for part in reversed(parts)
+            if part not in general and not _is_hash(part)
+        ),
+        name,
+    )
+    return (
+        part.rpartition("--")[2] if part.startswith("models--") else part
+    )  # a folder of the Hub's cache
 
 
 def _is_hash(part: str) -> bool:

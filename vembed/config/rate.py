@@ -74,7 +74,9 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
     if trained.is_new and trained.what == "weights":
         is_of_order = config.losses is None and config.loss in OF_ORDER
         return Decision(
-            _two_digits(_of_initial(trained.width) * (SCRATCH_OF_ORDER if is_of_order else 1.0)),
+            _two_digits(
+                _of_initial(trained.width) * (SCRATCH_OF_ORDER if is_of_order else 1.0)
+            ),
             f"from scratch: initial weights of {trained.width:,d} dimensions"
             + (f", loss: {config.loss}" if is_of_order else ""),
         )
@@ -84,15 +86,23 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
     if trained.what == "weights":
         is_long = trained.total_steps > LONG and whole == wide and not trained.has_scale
         reason += f", {trained.total_steps:,d} steps" if is_long else ""
-        rate = max(whole * (LONG / min(trained.total_steps, LONGEST)) ** 0.25, LOWEST) if is_long else whole
+        rate = (
+            max(whole * (LONG / min(trained.total_steps, LONGEST)) ** 0.25, LOWEST)
+            if is_long
+            else whole
+        )
         return Decision(_two_digits(rate), f"all weights: {reason}")
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out;
     # with use_rslora it is alpha / sqrt(r), and the root of the rank is left.
-    strength = config.lora_alpha * (math.sqrt(config.lora_r) if config.use_rslora else 1.0)
+    strength = config.lora_alpha * (
+        math.sqrt(config.lora_r) if config.use_rslora else 1.0
+    )
     rate = math.sqrt(wide * whole) * ADAPTERS * min(max(ALPHA / strength, 0.1), 10.0)
     rate *= math.sqrt(SHORT / min(max(trained.total_steps, SHORTEST), SHORT))
     root = ", rslora" if config.use_rslora else ""
-    root += f", only {trained.total_steps:,d} steps" if trained.total_steps < SHORT else ""
+    root += (
+        f", only {trained.total_steps:,d} steps" if trained.total_steps < SHORT else ""
+    )
     return Decision(
         _two_digits(rate),
         f"LoRA of rank {config.lora_r}, alpha {config.lora_alpha}{root}: {rate / whole:.3g} times "
@@ -106,8 +116,12 @@ def _of_weights(trained: Trained) -> tuple[float, str]:
     if trained.has_scale:
         return TWO_TOWERS, f"a {kind} model"
     rate = (TUNED if trained.is_tuned else RAW) * WIDTH / trained.width
-    tuned = "an embedding model already" if trained.is_tuned else "no embedding model yet"
-    return min(max(rate, LOWEST), HIGHEST), f"a {kind} of {trained.width:,d} dimensions, {tuned}"
+    tuned = (
+        "an embedding model already" if trained.is_tuned else "no embedding model yet"
+    )
+    return min(
+        max(rate, LOWEST), HIGHEST
+    ), f"a {kind} of {trained.width:,d} dimensions, {tuned}"
 
 
 def _of_narrow(trained: Trained, rate: float) -> float:
@@ -123,7 +137,9 @@ def _of_narrow(trained: Trained, rate: float) -> float:
 
 def _of_initial(width: int) -> float:
     """Return the peak for initial weights."""
-    return min(SCRATCH * (512 / width if width < 512 else math.sqrt(512 / width)), MOST_SCRATCH)
+    return min(
+        SCRATCH * (512 / width if width < 512 else math.sqrt(512 / width)), MOST_SCRATCH
+    )
 
 
 def _two_digits(value: float) -> float:
@@ -132,5 +148,7 @@ def _two_digits(value: float) -> float:
 
 def rate_of(config: TrainConfig) -> float:
     """Return the learning rate of a config in which it is decided."""
-    assert config.learning_rate != "auto", "peak_rate decides it when the model is built"
+    assert config.learning_rate != "auto", (
+        "peak_rate decides it when the model is built"
+    )
     return config.learning_rate

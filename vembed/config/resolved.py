@@ -35,7 +35,9 @@ class Decision(Generic[T]):
 
     def as_text(self) -> dict[str, str]:
         """Return value, reason and source as they are written to run.json."""
-        value = str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
+        value = (
+            str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
+        )
         return {"value": value, "reason": self.reason, "source": self.source}
 
     def __str__(self) -> str:
@@ -79,20 +81,28 @@ class ResolvedRun:
         """Return what is decided by the GPU where the run is on one, as lines for a dry run."""
         lines = []
         recomputation = self.recomputation
-        if recomputation.source == DEFAULT and recomputation.value and self.config.use_gradient_cache is not False:
+        if (
+            recomputation.source == DEFAULT
+            and recomputation.value
+            and self.config.use_gradient_cache is not False
+        ):
             lines.append(
                 "on a GPU gradient checkpointing is off where micro-batches fit without it, since Gradient Cache "
                 "bounds the graphs; `vembed plan` with --gpu says which"
             )
         if self.config.torch_compile == "auto":
-            lines.append("on a GPU layers are compiled in runs of more than about five minutes (torch_compile: auto)")
+            lines.append(
+                "on a GPU layers are compiled in runs of more than about five minutes (torch_compile: auto)"
+            )
         return lines
 
     def asked_precision(self, *, sharded: bool) -> Decision[AskedPrecision]:
         """The precision that was asked for, for a sharded model or a whole one."""
         if not sharded or self.fsdp is None:
             return self.precision
-        return Decision(self.fsdp.mixed_precision, self.fsdp.precision_reason, self.fsdp.source)
+        return Decision(
+            self.fsdp.mixed_precision, self.fsdp.precision_reason, self.fsdp.source
+        )
 
 
 def decide(
@@ -110,15 +120,33 @@ def decide(
     file or launcher that the FSDP settings start from."""
     _check_file(config, given, file)
     strategy = _strategy(config, given, base)
-    values = {name: given[name].value for name in FSDP_OPTIONS if name in given and given[name].value is not None}
-    own = [one for one in given.values() if one.option in FSDP_OPTIONS and one.level in BY_HAND]
+    values = {
+        name: given[name].value
+        for name in FSDP_OPTIONS
+        if name in given and given[name].value is not None
+    }
+    own = [
+        one
+        for one in given.values()
+        if one.option in FSDP_OPTIONS and one.level in BY_HAND
+    ]
     # Recomputation has a decision of its own, also where nothing is sharded.
-    own = [one for one in own if one.value is not None and one.option != "fsdp_activation_checkpointing"]
+    own = [
+        one
+        for one in own
+        if one.value is not None and one.option != "fsdp_activation_checkpointing"
+    ]
     # Also for `auto`: the placement may choose FSDP, and needs its settings then.
-    fsdp, fsdp_notes = resolve_fsdp(config, values, base) if strategy.value in ("auto", "fsdp") else (None, [])
+    fsdp, fsdp_notes = (
+        resolve_fsdp(config, values, base)
+        if strategy.value in ("auto", "fsdp")
+        else (None, [])
+    )
     found = list(notes)
     if fsdp is None and _wants_fsdp(config):
-        fsdp_notes = ["fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"]
+        fsdp_notes = [
+            "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"
+        ]
     elif fsdp is None:
         found += [f"{one} has no effect with strategy: {strategy.value}" for one in own]
     return ResolvedRun(
@@ -143,7 +171,9 @@ def _wants_fsdp(config: TrainConfig) -> bool:
     return config.use_fsdp or config.strategy == "fsdp"
 
 
-def _check_file(config: TrainConfig, given: Mapping[str, Given], file: AccelerateFile | None) -> None:
+def _check_file(
+    config: TrainConfig, given: Mapping[str, Given], file: AccelerateFile | None
+) -> None:
     """Refuse FSDP beside a file without it, unless FSDP was asked for by a stronger source than the file."""
     if file is None or file.distribution == "fsdp" or not _wants_fsdp(config):
         return
@@ -165,24 +195,35 @@ def _asked(name: str, value: T, given: Mapping[str, Given]) -> Decision[T]:
     return Decision(value, name if one.level in BY_HAND else one.where, one.source)
 
 
-def _strategy(config: TrainConfig, given: Mapping[str, Given], base: str) -> Decision[AskedStrategy]:
+def _strategy(
+    config: TrainConfig, given: Mapping[str, Given], base: str
+) -> Decision[AskedStrategy]:
     """Return how processes share the model, as far as somebody has said it."""
     if _wants_fsdp(config):
         source = given["use_fsdp" if config.use_fsdp else "strategy"].source
         sharding = given.get("fsdp_sharding_strategy")
         # FSDP with NO_SHARD is a copy on each process, which ddp gives without wrapping anything.
         if sharding is not None and sharding.value == "NO_SHARD":
-            return Decision("ddp", "asked for by fsdp_sharding_strategy: NO_SHARD", source)
+            return Decision(
+                "ddp", "asked for by fsdp_sharding_strategy: NO_SHARD", source
+            )
         return Decision("fsdp", f"asked for, with the options of {base}", source)
     if config.strategy != "auto":
         return Decision(config.strategy, "asked for", given["strategy"].source)
     # Given and false: `_wants_fsdp` has answered the other case.
     if "use_fsdp" in given:
-        return Decision("ddp", "use_fsdp: false rules sharding out", given["use_fsdp"].source)
-    return Decision("auto", "decided by the size of the model: ddp where it fits, fsdp where it does not")
+        return Decision(
+            "ddp", "use_fsdp: false rules sharding out", given["use_fsdp"].source
+        )
+    return Decision(
+        "auto",
+        "decided by the size of the model: ddp where it fits, fsdp where it does not",
+    )
 
 
-def _recomputation(given: Mapping[str, Given], strategy: Decision[AskedStrategy]) -> Decision[bool]:
+def _recomputation(
+    given: Mapping[str, Given], strategy: Decision[AskedStrategy]
+) -> Decision[bool]:
     # The name of the two that is not FSDP's wins; both switch the same thing.
     for name in ("gradient_checkpointing", "fsdp_activation_checkpointing"):
         if name in given and given[name].value is not None:
@@ -192,7 +233,9 @@ def _recomputation(given: Mapping[str, Given], strategy: Decision[AskedStrategy]
     return Decision(False, "default without use_fsdp")
 
 
-def _precision(config: TrainConfig, given: Mapping[str, Given]) -> Decision[AskedPrecision]:
+def _precision(
+    config: TrainConfig, given: Mapping[str, Given]
+) -> Decision[AskedPrecision]:
     asked = _asked("mixed_precision", config.mixed_precision, given)
     if asked.value == "auto":
         return Decision("auto", "auto", asked.source)
@@ -201,7 +244,10 @@ def _precision(config: TrainConfig, given: Mapping[str, Given]) -> Decision[Aske
 
 
 def _timeout(
-    config: TrainConfig, given: Mapping[str, Given], env: Mapping[str, str], notes: list[str]
+    config: TrainConfig,
+    given: Mapping[str, Given],
+    env: Mapping[str, str],
+    notes: list[str],
 ) -> Decision[float]:
     asked = _asked("dist_timeout_minutes", config.dist_timeout_minutes, given)
     said = env.get(TIMEOUT_VARIABLE)
@@ -212,10 +258,14 @@ def _timeout(
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise UserError(f"{TIMEOUT_VARIABLE}={said} must be a number of seconds above 0; or use dist_timeout_minutes")
+        raise UserError(
+            f"{TIMEOUT_VARIABLE}={said} must be a number of seconds above 0; or use dist_timeout_minutes"
+        )
     # The config is more specific than the environment, also where it gives the default's value.
     if "dist_timeout_minutes" not in given:
         return Decision(seconds / 60, f"{TIMEOUT_VARIABLE}={said}", "environment")
     if seconds != 60 * asked.value:
-        notes.append(f"{given['dist_timeout_minutes']} overrides {TIMEOUT_VARIABLE}={said} (environment)")
+        notes.append(
+            f"{given['dist_timeout_minutes']} overrides {TIMEOUT_VARIABLE}={said} (environment)"
+        )
     return asked

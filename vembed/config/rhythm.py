@@ -48,7 +48,9 @@ class Size:
     @property
     def evaluation_share(self) -> float:
         """Forward passes of an evaluation over those of the run. A backward pass counts as two."""
-        return self.num_evaluated / (3 * self.total_steps * self.examples_per_step * self.num_training)
+        return self.num_evaluated / (
+            3 * self.total_steps * self.examples_per_step * self.num_training
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,11 @@ class Rhythm:
         if config.max_steps is None:
             values["epochs"] = epochs
         given = dict(config)
-        return config.model_copy(update={name: value for name, value in values.items() if given[name] == "auto"})
+        return config.model_copy(
+            update={
+                name: value for name, value in values.items() if given[name] == "auto"
+            }
+        )
 
     def lines(self) -> list[str]:
         """Return one line for each decision."""
@@ -94,26 +100,38 @@ class Rhythm:
         }
 
 
-def passes(config: TrainConfig, num_examples: int, *, has_scale: bool) -> Decision[float]:
+def passes(
+    config: TrainConfig, num_examples: int, *, has_scale: bool
+) -> Decision[float]:
     """Return the passes over the data. `has_scale`: of a model with the scale of its own loss, as CLIP and SigLIP."""
     if config.epochs != "auto":
         return Decision(config.epochs, "epochs")
     from_scratch = starts_from_nothing(config)
     epochs = epochs_for(num_examples, from_scratch=from_scratch, has_scale=has_scale)
     if from_scratch:
-        return Decision(epochs, f"from scratch: initial weights see {num_examples:,d} examples {epochs:g} times")
+        return Decision(
+            epochs,
+            f"from scratch: initial weights see {num_examples:,d} examples {epochs:g} times",
+        )
     if epochs == 1:
         return Decision(epochs, f"{num_examples:,d} examples are enough for one pass")
     towers = ", and two towers with a low rate need more" if has_scale else ""
-    return Decision(epochs, f"{num_examples:,d} examples are few: each is seen {epochs:g} times{towers}")
+    return Decision(
+        epochs,
+        f"{num_examples:,d} examples are few: each is seen {epochs:g} times{towers}",
+    )
 
 
 def starts_from_nothing(config: TrainConfig) -> bool:
     """Return True if the config says that the weights are initial ones."""
-    return config.from_scratch or (config.model_class is not None and config.model_name == config.model_class)
+    return config.from_scratch or (
+        config.model_class is not None and config.model_name == config.model_class
+    )
 
 
-def epochs_for(num_examples: int, *, from_scratch: bool = False, has_scale: bool = False) -> float:
+def epochs_for(
+    num_examples: int, *, from_scratch: bool = False, has_scale: bool = False
+) -> float:
     """Return the passes over so many examples."""
     times = (FROM_SCRATCH if from_scratch else 1) * (TWO_TOWERS if has_scale else 1)
     most = times * (MOST_OF_TWO_TOWERS if has_scale else MOST_EPOCHS)
@@ -153,7 +171,9 @@ def _eval_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> int
     count = int(min(max(SHARE / share, FEWEST_EVALUATIONS), NUM_EVALUATIONS))
     # Even the fewest evaluations would take longer than the training itself.
     if FEWEST_EVALUATIONS * share > 1 and not needs_checkpoints(config):
-        reasons["eval_steps"] = f"before and after training: one evaluation takes {share:.0%} of the computation"
+        reasons["eval_steps"] = (
+            f"before and after training: one evaluation takes {share:.0%} of the computation"
+        )
         return None
     every = _round_down(max(size.total_steps // count, 1))
     if isinstance(config.save_steps, int):
@@ -166,7 +186,9 @@ def _eval_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> int
     return every
 
 
-def _save_steps(config: TrainConfig, size: Size, eval_steps: int | None, reasons: dict[str, str]) -> int | None:
+def _save_steps(
+    config: TrainConfig, size: Size, eval_steps: int | None, reasons: dict[str, str]
+) -> int | None:
     if config.save_steps != "auto":
         return config.save_steps
     asked = needs_checkpoints(config)
@@ -175,16 +197,29 @@ def _save_steps(config: TrainConfig, size: Size, eval_steps: int | None, reasons
             f"a checkpoint takes {size.checkpoint_bytes / 1e9:,.0f} GB: give save_steps to write some"
         )
         return None
-    if eval_steps is not None and size.num_evaluated and (size.total_steps >= SHORT_RUN or asked):
-        reasons["save_steps"] = "a checkpoint at each evaluation, so that the best one is kept"
+    if (
+        eval_steps is not None
+        and size.num_evaluated
+        and (size.total_steps >= SHORT_RUN or asked)
+    ):
+        reasons["save_steps"] = (
+            "a checkpoint at each evaluation, so that the best one is kept"
+        )
         return eval_steps
     if size.total_steps < SAVED_RUN:
         return None
-    reasons["save_steps"] = f"about {NUM_EVALUATIONS} checkpoints in {size.total_steps:,d} steps"
+    reasons["save_steps"] = (
+        f"about {NUM_EVALUATIONS} checkpoints in {size.total_steps:,d} steps"
+    )
     return _round_down(size.total_steps // NUM_EVALUATIONS)
 
 
-def _keeps_best(config: TrainConfig, eval_steps: int | None, save_steps: int | None, reasons: dict[str, str]) -> bool:
+def _keeps_best(
+    config: TrainConfig,
+    eval_steps: int | None,
+    save_steps: int | None,
+    reasons: dict[str, str],
+) -> bool:
     if config.load_best_model_at_end != "auto":
         return config.load_best_model_at_end
     if config.val_data_path is None and config.val_split is None:
@@ -192,7 +227,9 @@ def _keeps_best(config: TrainConfig, eval_steps: int | None, save_steps: int | N
     if eval_steps is None or save_steps is None:
         return False
     if config.guards:
-        reasons["load_best_model_at_end"] = "the guards decide which checkpoint final/ gets"
+        reasons["load_best_model_at_end"] = (
+            "the guards decide which checkpoint final/ gets"
+        )
         return False
     if save_steps % eval_steps:
         reasons["load_best_model_at_end"] = (
@@ -200,27 +237,39 @@ def _keeps_best(config: TrainConfig, eval_steps: int | None, save_steps: int | N
             "no score"
         )
         return False
-    reasons["load_best_model_at_end"] = "there are validation data: final/ gets the checkpoint with the best score"
+    reasons["load_best_model_at_end"] = (
+        "there are validation data: final/ gets the checkpoint with the best score"
+    )
     return True
 
 
 def _logging_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> int:
     if config.logging_steps != "auto":
         return config.logging_steps
-    every = _round_down(min(max(size.total_steps // NUM_LOGGED, FEWEST_LOGGED), MOST_BETWEEN_LINES))
-    reasons["logging_steps"] = f"{math.ceil(size.total_steps / every):,d} lines for {size.total_steps:,d} steps"
+    every = _round_down(
+        min(max(size.total_steps // NUM_LOGGED, FEWEST_LOGGED), MOST_BETWEEN_LINES)
+    )
+    reasons["logging_steps"] = (
+        f"{math.ceil(size.total_steps / every):,d} lines for {size.total_steps:,d} steps"
+    )
     return every
 
 
-def _patience(config: TrainConfig, eval_steps: int | None, reasons: dict[str, str]) -> int | None:
+def _patience(
+    config: TrainConfig, eval_steps: int | None, reasons: dict[str, str]
+) -> int | None:
     if config.patience != "auto":
         return config.patience
-    if eval_steps is None or (config.val_data_path is None and config.val_split is None):
+    if eval_steps is None or (
+        config.val_data_path is None and config.val_split is None
+    ):
         return None
     if config.epochs != "auto" or config.max_steps is not None:
         reasons["patience"] = "the config says how long the run is"
         return None
-    reasons["patience"] = "the run ends early where so many evaluations in a row find nothing better"
+    reasons["patience"] = (
+        "the run ends early where so many evaluations in a row find nothing better"
+    )
     return PATIENCE
 
 

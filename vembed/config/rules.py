@@ -62,7 +62,11 @@ def _one_warm_up(config: TrainConfig) -> Violation | None:
 
 
 def _warm_up_ends(config: TrainConfig) -> Violation | None:
-    if config.warmup_steps is None or config.max_steps is None or config.warmup_steps <= config.max_steps:
+    if (
+        config.warmup_steps is None
+        or config.max_steps is None
+        or config.warmup_steps <= config.max_steps
+    ):
         return None
     return Violation(
         ("warmup_steps", "max_steps"),
@@ -102,7 +106,11 @@ def _dims_differ(config: TrainConfig) -> Violation | None:
     dims = config.mrl_dims
     if dims is None or (dims and len(set(dims)) == len(dims)):
         return None
-    problem = "names a size twice: keep it once" if dims else "is empty: give at least one size"
+    problem = (
+        "names a size twice: keep it once"
+        if dims
+        else "is empty: give at least one size"
+    )
     return Violation(("mrl_dims",), f"mrl_dims: {dims} {problem}")
 
 
@@ -116,7 +124,9 @@ def _projection_to_initialise(config: TrainConfig) -> Violation | None:
 
 
 def _kept_features_have_a_frozen_tower(config: TrainConfig) -> Violation | None:
-    with_adapters = (config.use_lora or config.use_qlora) and config.lora_towers != "all"
+    with_adapters = (
+        config.use_lora or config.use_qlora
+    ) and config.lora_towers != "all"
     if not config.cache_frozen_features or config.freeze or with_adapters:
         return None
     return Violation(
@@ -141,7 +151,10 @@ def _composed_has_two_towers(config: TrainConfig) -> Violation | None:
             ("model_family",),
             "model_family: composed needs a second tower: give image_model_name the model that encodes images",
         )
-    if config.image_model_name is not None and config.model_family not in ("auto", "composed"):
+    if config.image_model_name is not None and config.model_family not in (
+        "auto",
+        "composed",
+    ):
         return Violation(
             ("model_family", "image_model_name"),
             f"image_model_name: {config.image_model_name} makes a composed model, but model_family is "
@@ -151,7 +164,11 @@ def _composed_has_two_towers(config: TrainConfig) -> Violation | None:
 
 
 def _pixels_in_order(config: TrainConfig) -> Violation | None:
-    if config.min_pixels is None or config.max_pixels is None or config.min_pixels <= config.max_pixels:
+    if (
+        config.min_pixels is None
+        or config.max_pixels is None
+        or config.min_pixels <= config.max_pixels
+    ):
         return None
     return Violation(
         ("min_pixels", "max_pixels"),
@@ -166,9 +183,15 @@ def _one_strategy(config: TrainConfig) -> Violation | None:
             ("use_fsdp", "strategy"),
             f"use_fsdp: true and strategy: {config.strategy} contradict each other: keep one of them",
         )
-    if said and not config.use_fsdp and config.strategy == "fsdp" and "strategy" in config.model_fields_set:
+    if (
+        said
+        and not config.use_fsdp
+        and config.strategy == "fsdp"
+        and "strategy" in config.model_fields_set
+    ):
         return Violation(
-            ("use_fsdp", "strategy"), "use_fsdp: false and strategy: fsdp contradict each other: keep one of them"
+            ("use_fsdp", "strategy"),
+            "use_fsdp: false and strategy: fsdp contradict each other: keep one of them",
         )
     return None
 
@@ -216,7 +239,8 @@ def _guards_have_checkpoints(config: TrainConfig) -> Violation | None:
     missing = _missing_for_best(config)
     if missing:
         return Violation(
-            ("guards",), f"guards end a run with the last checkpoint that held: give {' and '.join(missing)} too"
+            ("guards",),
+            f"guards end a run with the last checkpoint that held: give {' and '.join(missing)} too",
         )
     return _checkpoints_are_evaluated(config, "guards need")
 
@@ -226,7 +250,10 @@ def _guards_have_names(config: TrainConfig) -> Violation | None:
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is None:
         return None
-    return Violation(("guards",), f"guards: {twice} is named twice: keep it once, or give each entry a name")
+    return Violation(
+        ("guards",),
+        f"guards: {twice} is named twice: keep it once, or give each entry a name",
+    )
 
 
 def _best_model_is_known(config: TrainConfig) -> Violation | None:
@@ -245,7 +272,11 @@ def _best_model_is_known(config: TrainConfig) -> Violation | None:
 def _missing_for_best(config: TrainConfig) -> list[str]:
     """Return the options without which no checkpoint is evaluated."""
     given = dict(config) | {"val_data_path": config.val_data_path or config.val_split}
-    return [name for name in ("val_data_path", "eval_steps", "save_steps") if given[name] is None]
+    return [
+        name
+        for name in ("val_data_path", "eval_steps", "save_steps")
+        if given[name] is None
+    ]
 
 
 def _checkpoints_are_evaluated(config: TrainConfig, needs: str) -> Violation | None:
@@ -261,7 +292,9 @@ def _checkpoints_are_evaluated(config: TrainConfig, needs: str) -> Violation | N
 
 
 def _metric_is_computed(config: TrainConfig) -> Violation | None:
-    cutoff = re.fullmatch(r"(?:dim\d+/)?(?:ndcg|mrr|recall|map)@(\d+)", config.eval_metric)
+    cutoff = re.fullmatch(
+        r"(?:dim\d+/)?(?:ndcg|mrr|recall|map)@(\d+)", config.eval_metric
+    )
     if cutoff is None or int(cutoff.group(1)) in config.eval_ks:
         return None
     return Violation(
@@ -276,15 +309,20 @@ def _profiled_steps(config: TrainConfig) -> Violation | None:
     if steps is None or (len(steps) == 2 and steps[0] <= steps[1]):
         return None
     return Violation(
-        ("profile_steps",), f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
+        ("profile_steps",),
+        f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]",
     )
 
 
 def _log_file_inside(config: TrainConfig) -> Violation | None:
-    if config.log_file.strip(". ") and PurePath(config.log_file).name == config.log_file:
+    if (
+        config.log_file.strip(". ")
+        and PurePath(config.log_file).name == config.log_file
+    ):
         return None
     return Violation(
-        ("log_file",), f"log_file: {config.log_file!r} must be the name of a file in output_dir, as training_log.txt"
+        ("log_file",),
+        f"log_file: {config.log_file!r} must be the name of a file in output_dir, as training_log.txt",
     )
 
 
@@ -328,8 +366,14 @@ RULES: tuple[Rule, ...] = (
 # ---- remarks: options without effect -------------------------------------------------------------------------------
 
 LORA = (
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_towers", "use_rslora", "use_dora",
-)  # fmt: skip
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_towers",
+    "use_rslora",
+    "use_dora",
+)
 NEEDED_BY: dict[str, tuple[str, ...]] = {
     "use_mrl": ("mrl_dims", "mrl_weights", "mrl_projection", "mrl_projection_init"),
     "use_lora": (*LORA, "save_merged"),
@@ -347,7 +391,10 @@ LEAST_OF_ADAPTERS = 1e-4
 
 def _prompts_without_line_breaks(config: TrainConfig) -> list[str]:
     """Return one sentence per prompt that holds a backslash and an n, which shells and plain YAML leave as they are."""
-    prompts = {"query_prompt": config.query_prompt, "document_prompt": config.document_prompt}
+    prompts = {
+        "query_prompt": config.query_prompt,
+        "document_prompt": config.document_prompt,
+    }
     for source in data_entries(config):
         prompts |= {
             f"data_path, {source.path}: query_prompt": source.query_prompt,
@@ -371,19 +418,42 @@ def remarks(config: TrainConfig) -> list[str]:
     for needed, names in NEEDED_BY.items():
         if not values[needed]:
             found += [
-                f"{name}: {word(values[name])} has no effect without {needed}" for name in names if name in set_apart
+                f"{name}: {word(values[name])} has no effect without {needed}"
+                for name in names
+                if name in set_apart
             ]
     if config.optim in ("sgd", "adafactor"):
         adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
-        found += [f"{name}: {word(values[name])} has no effect with optim: {config.optim}" for name in adam
-                  if name in set_apart]  # fmt: skip
-    if config.base_batch_size != defaults.base_batch_size and config.scale_learning_rate == "none":
-        found.append(f"base_batch_size: {config.base_batch_size:,d} has no effect with scale_learning_rate: none")
+        found += [
+            f"{name}: {word(values[name])} has no effect with optim: {config.optim}"
+            for name in adam
+            if name in set_apart
+        ]
+    if (
+        config.base_batch_size != defaults.base_batch_size
+        and config.scale_learning_rate == "none"
+    ):
+        found.append(
+            f"base_batch_size: {config.base_batch_size:,d} has no effect with scale_learning_rate: none"
+        )
     if config.val_data_path is None and config.val_split is None:
-        unread = [name for name in ("eval_steps", "patience") if isinstance(values[name], int)]
-        unread += [name for name in ("eval_before", "eval_metric", "eval_ks", "eval_batch_tokens") if name in set_apart]
-        found += [f"{name}: {word(values[name])} has no effect without val_data_path or val_split" for name in unread]
-    if config.max_steps is not None and config.epochs != "auto" and "epochs" in config.model_fields_set:
+        unread = [
+            name for name in ("eval_steps", "patience") if isinstance(values[name], int)
+        ]
+        unread += [
+            name
+            for name in ("eval_before", "eval_metric", "eval_ks", "eval_batch_tokens")
+            if name in set_apart
+        ]
+        found += [
+            f"{name}: {word(values[name])} has no effect without val_data_path or val_split"
+            for name in unread
+        ]
+    if (
+        config.max_steps is not None
+        and config.epochs != "auto"
+        and "epochs" in config.model_fields_set
+    ):
         found.append(
             f"max_steps: {config.max_steps:,d} decides the length of the run, epochs: {config.epochs:g} does not"
         )
@@ -392,25 +462,49 @@ def remarks(config: TrainConfig) -> list[str]:
             f"homogeneous_batches: {word(config.homogeneous_batches)} has no effect with a single source in data_path"
         )
     if config.sampling != "proportional" and len(data_entries(config)) < 2:
-        found.append(f"sampling: {config.sampling} has no effect with a single source in data_path")
-    if config.sampling == "round_robin" and any(one.weight != 1.0 for one in data_entries(config)):
-        found.append("data_path: the weights of the sources have no effect with sampling: round_robin")
+        found.append(
+            f"sampling: {config.sampling} has no effect with a single source in data_path"
+        )
+    if config.sampling == "round_robin" and any(
+        one.weight != 1.0 for one in data_entries(config)
+    ):
+        found.append(
+            "data_path: the weights of the sources have no effect with sampling: round_robin"
+        )
     if config.pure_dtype and config.torch_dtype in ("auto", "float32"):
-        found.append(f"pure_dtype: true has no effect with torch_dtype: {config.torch_dtype}")
+        found.append(
+            f"pure_dtype: true has no effect with torch_dtype: {config.torch_dtype}"
+        )
     if config.resume_anyway and not config.resume:
         found.append("resume_anyway: true has no effect without resume")
-    if set_apart & {"wandb_project", "wandb_tags"} and not {"wandb", "trackio", "mlflow"} & set(config.report_to):
-        found.append(f"wandb_project and wandb_tags have no effect with report_to: {config.report_to or 'none'}")
+    if set_apart & {"wandb_project", "wandb_tags"} and not {
+        "wandb",
+        "trackio",
+        "mlflow",
+    } & set(config.report_to):
+        found.append(
+            f"wandb_project and wandb_tags have no effect with report_to: {config.report_to or 'none'}"
+        )
     if config.val_data_path is not None and config.val_data_path == config.data_path:
-        found.append("val_data_path is the training data: its scores will not say how the model does on new data")
+        found.append(
+            "val_data_path is the training data: its scores will not say how the model does on new data"
+        )
     given = config.learning_rate
-    if (config.use_lora or config.use_qlora) and given != "auto" and given < LEAST_OF_ADAPTERS:
+    if (
+        (config.use_lora or config.use_qlora)
+        and given != "auto"
+        and given < LEAST_OF_ADAPTERS
+    ):
         found.append(
             f"learning_rate: {given:g} is a rate for training all weights, and adapters learn little with it: leave it "
             "out (auto), or give about ten times that"
         )
     found += _prompts_without_line_breaks(config)
-    if config.image_model_name is not None and config.head_learning_rate is None and given != "auto":
+    if (
+        config.image_model_name is not None
+        and config.head_learning_rate is None
+        and given != "auto"
+    ):
         found.append(
             "head_learning_rate is not set: the projections of two towers that never met are new, and learn little at "
             f"learning_rate: {given:g}; 1e-3 is usual for them"

@@ -9,8 +9,12 @@ from typing import Literal
 
 Kind = Literal["proportional", "temperature", "round_robin", "weights"]
 # The numbers of the pattern are 0, 1, .5, 0.5 and 1.0; what it lets through above 1 is refused by value.
-FORM = re.compile(r"(proportional|round_robin|weights)|temperature\(\s*(0|1|0?\.\d+|[01]\.\d*)\s*\)")
-ACCEPTED = "proportional, temperature(alpha) with alpha from 0 to 1, round_robin or weights"
+FORM = re.compile(
+    r"(proportional|round_robin|weights)|temperature\(\s*(0|1|0?\.\d+|[01]\.\d*)\s*\)"
+)
+ACCEPTED = (
+    "proportional, temperature(alpha) with alpha from 0 to 1, round_robin or weights"
+)
 
 
 def checked_sampling(text: str) -> str:
@@ -27,14 +31,19 @@ class Sampling:
     alpha: float = 1.0
     """Power of a source's size."""
 
-    def num_drawn(self, sizes: Sequence[int], weights: Sequence[float], batch_sizes: Sequence[int]) -> list[int]:
+    def num_drawn(
+        self, sizes: Sequence[int], weights: Sequence[float], batch_sizes: Sequence[int]
+    ) -> list[int]:
         """Return how many examples of each source an epoch draws: about as many in all as with `proportional`."""
         wanted = [size * weight for size, weight in zip(sizes, weights, strict=True)]
         if self.kind == "round_robin":
             num_batches = max(1, round(sum(wanted) / sum(batch_sizes)))
             return [num_batches * size for size in batch_sizes]
         if self.alpha != 1.0:
-            shares = [weight * size**self.alpha for size, weight in zip(sizes, weights, strict=True)]
+            shares = [
+                weight * size**self.alpha
+                for size, weight in zip(sizes, weights, strict=True)
+            ]
             factor = sum(wanted) / sum(shares)
             wanted = [share * factor for share in shares]
         return [max(1, round(one)) for one in wanted]

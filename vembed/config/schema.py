@@ -142,7 +142,9 @@ class DataOptions(Frozen, title="data"):
     (`s3://...`), a Hub name, or a list with weights."""
     val_data_path: str | None = None
     """Validation data: as `data_path`, or a BEIR-style folder (corpus, queries and qrels; JSON Lines or Parquet)."""
-    val_split: Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None = None
+    val_split: (
+        Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None
+    ) = None
     """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. All examples of a
     query and of its near-duplicates go to one side; which side depends on the seed and the texts alone."""
     column_mapping: dict[str, str] | None = None
@@ -218,7 +220,9 @@ class LossOptions(Frozen, title="loss"):
     """Use the other queries of the batch as negatives of a query too."""
     document_document_negatives: bool = False
     """Use the other documents of the batch as negatives of a positive document too."""
-    false_negative_margin: Annotated[float, Field(allow_inf_nan=False), Number] | None = None
+    false_negative_margin: (
+        Annotated[float, Field(allow_inf_nan=False), Number] | None
+    ) = None
     """Mask candidates that score above the positive's score plus this margin. Default: none is masked."""
     mask_duplicates: bool = True
     """Mask candidates whose content equals one of the row's positives or its query."""
@@ -299,7 +303,9 @@ class OptimizerOptions(Frozen, title="optimisation"):
     """Multiply the learning rate by global batch / `base_batch_size` (or its square root); the log shows the result."""
     base_batch_size: PositiveInt = 32
     """The global batch that `learning_rate` was chosen for; only with `scale_learning_rate`."""
-    optim: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"] = "adamw"
+    optim: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"] = (
+        "adamw"
+    )
     """Optimizer. The state of the 8-bit ones takes a quarter of the memory."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay; not applied to biases and norms."""
@@ -350,7 +356,9 @@ class DistributedOptions(Frozen, title="distributed"):
     """Number of machines (also `num_nodes`)."""
     fsdp_version: Literal[1, 2] | None = None
     """FSDP implementation. Default: the preset's, 2."""
-    fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
+    fsdp_sharding_strategy: (
+        Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None
+    ) = None
     """Sharding strategy. FULL_SHARD: parameters, gradients and optimizer state are sharded; SHARD_GRAD_OP: parameters
     stay gathered between forward and backward; NO_SHARD: plain DDP; HYBRID_SHARD: sharded inside a machine, replicated
     between machines."""
@@ -358,7 +366,9 @@ class DistributedOptions(Frozen, title="distributed"):
     """Keep parameters, gradients and optimizer state in host memory between uses."""
     fsdp_cpu_offload: bool | None = None
     """Alias of `fsdp_offload_params`; the two must not contradict each other."""
-    fsdp_auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None = None
+    fsdp_auto_wrap_policy: (
+        Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None
+    ) = None
     """Choice of FSDP units: each transformer layer, each module above `fsdp_min_num_params`, or the whole model."""
     fsdp_transformer_layer_cls_to_wrap: str | list[str] | None = None
     """Layer classes (name, dotted path, or a list). Default: the classes that the backbone declares."""
@@ -373,7 +383,9 @@ class DistributedOptions(Frozen, title="distributed"):
     fsdp_reshard_after_forward: bool | None = None
     """FSDP2: free the gathered parameters after the forward pass. Default: from the sharding strategy; if all gathered
     parameters take at most a fifth of a process's memory, training frees them only at the end of a step."""
-    fsdp_backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None = None
+    fsdp_backward_prefetch: (
+        Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None
+    ) = None
     """FSDP1 only: time at which the backward pass gathers the next unit. FSDP2 always prefetches."""
     fsdp_forward_prefetch: bool | None = None
     """Gather the next unit before the current one has finished its forward pass."""
@@ -383,7 +395,9 @@ class DistributedOptions(Frozen, title="distributed"):
     """FSDP1 only: keep the original parameters visible (needed for LoRA). FSDP2 always does."""
     fsdp_activation_checkpointing: bool | None = None
     """Alias of `gradient_checkpointing`, with or without FSDP; the two must not contradict each other."""
-    fsdp_state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"] | None = None
+    fsdp_state_dict_type: (
+        Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"] | None
+    ) = None
     """Format of checkpoints under FSDP. LOCAL_STATE_DICT exists only in FSDP1."""
     fsdp_cpu_ram_efficient_loading: bool | None = None
     """Only rank 0 reads the weights and sends the others their shards."""
@@ -448,7 +462,9 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
     """Dtype of the weights in `final/`. `auto`: that of the original model's files, although training uses float32."""
     logging_steps: Literal["auto"] | PositiveInt = "auto"
     """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
-    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default=["tensorboard"])
+    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
+        default=["tensorboard"]
+    )
     """Trackers; `none` for no tracker."""
     report_every: PositiveInt | None = None
     """Steps between writings of the report while the run goes on. Default: only at the end."""
@@ -484,9 +500,17 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
 # The title of a section's class is its heading in docs/options.md; the docstring under each field is the field's text.
 # Sections stand from the last to the first, because pydantic orders fields from the last base class to the first.
 class TrainConfig(
-    OutputOptions, DistributedOptions, OptimizerOptions, StepOptions, LossOptions, DataOptions, AdapterOptions,
-    HeadOptions, ModelOptions, title="TrainConfig",
-):  # fmt: skip
+    OutputOptions,
+    DistributedOptions,
+    OptimizerOptions,
+    StepOptions,
+    LossOptions,
+    DataOptions,
+    AdapterOptions,
+    HeadOptions,
+    ModelOptions,
+    title="TrainConfig",
+):
     """Options of a training run, in one flat file. `docs/options.md` is generated from them."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -25,7 +25,11 @@ SPELLINGS: dict[str, dict[str, str]] = {
     "fsdp_reduce_dtype": _DTYPE,
     "fsdp_buffer_dtype": _DTYPE,
     "fsdp_output_dtype": _DTYPE,
-    "mixed_precision": {"bf16": "bfloat16", "fp16": "float16", "no": "none float32 fp32 false"},
+    "mixed_precision": {
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "no": "none float32 fp32 false",
+    },
     "attn_implementation": {"flash_attention_2": "flash_attention flash_attn flash"},
     "pooling": {
         "last": "last_token lasttoken eos",
@@ -40,7 +44,11 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "sigmoid": "siglip",
     },
     "similarity": {"cosine": "cos cos_sim", "dot": "dot_score inner_product"},
-    "sampling": {"proportional": "proportional_to_size", "round_robin": "roundrobin", "weights": "weighted"},
+    "sampling": {
+        "proportional": "proportional_to_size",
+        "round_robin": "roundrobin",
+        "weights": "weighted",
+    },
     "optim": {
         "adamw": "adamw_torch adamw_torch_fused adamw_hf",
         "adamw_8bit": "adamw_bnb_8bit adamw8bit",
@@ -49,15 +57,32 @@ SPELLINGS: dict[str, dict[str, str]] = {
     "lr_scheduler_type": {"constant": "constant_with_warmup none"},
     "scale_learning_rate": {"none": "no false"},
     "num_processes": {"auto": "-1 gpu"},
-    "fsdp_sharding_strategy": {"FULL_SHARD": "full", "HYBRID_SHARD": "hybrid", "NO_SHARD": "none"},
+    "fsdp_sharding_strategy": {
+        "FULL_SHARD": "full",
+        "HYBRID_SHARD": "hybrid",
+        "NO_SHARD": "none",
+    },
     "fsdp_auto_wrap_policy": _WRAP,
     "fsdp_backward_prefetch": {"NO_PREFETCH": "none false"},
-    "fsdp_state_dict_type": {"FULL_STATE_DICT": "full", "SHARDED_STATE_DICT": "sharded", "LOCAL_STATE_DICT": "local"},
+    "fsdp_state_dict_type": {
+        "FULL_STATE_DICT": "full",
+        "SHARDED_STATE_DICT": "sharded",
+        "LOCAL_STATE_DICT": "local",
+    },
     "report_to": {"tensorboard": "tb", "wandb": "weights_and_biases"},
 }
 """Map from option and value to the value's synonyms. Case is ignored; `-`, a space and `_` are equal."""
 
-BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+BOOLS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
 def as_bool(value: Any) -> bool:
@@ -85,9 +110,18 @@ def normalise(name: str, value: Any) -> Any:
             return as_bool(value)
         if name == "fsdp_version" and value.strip() in ("1", "2"):
             return int(value)
-    if "list" not in option.kinds or name == "data_path" or value is None or isinstance(value, list | Mapping):
+    if (
+        "list" not in option.kinds
+        or name == "data_path"
+        or value is None
+        or isinstance(value, list | Mapping)
+    ):
         return value
-    parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+    parts = (
+        [part.strip() for part in value.split(",")]
+        if isinstance(value, str)
+        else [value]
+    )
     if "text" in option.kinds:
         return parts[0] if len(parts) == 1 else parts
     return [parse_value(part) if isinstance(part, str) else part for part in parts]
@@ -110,7 +144,10 @@ def _pairs(value: Mapping[Any, Any]) -> dict[Any, Any]:
     """Split keys of the form `a:b`. YAML reads {a:b} without a space as a key without a value."""
     pairs = [(key, entry) for key, entry in value.items()]
     split = [str(key).partition(":") for key, _ in pairs]
-    if any(entry is not None or not colon for (_, entry), (_, colon, _) in zip(pairs, split, strict=True)):
+    if any(
+        entry is not None or not colon
+        for (_, entry), (_, colon, _) in zip(pairs, split, strict=True)
+    ):
         return dict(pairs)
     return {name.strip(): target.strip() for name, _, target in split}
 
@@ -120,7 +157,11 @@ def _trackers(value: Any, words: Mapping[str, str]) -> Any:
         value = value.split(",")
     entries = value if isinstance(value, list) else [value]
     none = (None, False)
-    kept = [entry for entry in entries if entry not in none and _fold(entry) not in ("none", "")]
+    kept = [
+        entry
+        for entry in entries
+        if entry not in none and _fold(entry) not in ("none", "")
+    ]
     return [words.get(_fold(entry), entry) for entry in kept]
 
 

@@ -41,7 +41,11 @@ class Step:
         """Return what the step says itself for an option, a training under any of its names; None where it says
         nothing."""
         # Names of options of the steps between mean other things: `output_path` of a mining is a file.
-        return given_in(self.block, option) if self.kind == "train" else self.block.get(option)
+        return (
+            given_in(self.block, option)
+            if self.kind == "train"
+            else self.block.get(option)
+        )
 
     def options(self) -> dict[str, Any]:
         """Return the options without their lines."""
@@ -100,7 +104,9 @@ def given_in(keys: Mapping[str, Node], option: str) -> Node | None:
     return None
 
 
-def read_road(source: str | Path | Mapping[str, Any], root: str | None = None) -> Road | None:
+def read_road(
+    source: str | Path | Mapping[str, Any], root: str | None = None
+) -> Road | None:
     """Return the steps of a config file or dict; None where it has no stages. `root`: instead of its output_dir."""
     if isinstance(source, Mapping):
         tree, name = tree_of_mapping(source), "the config"
@@ -109,12 +115,16 @@ def read_road(source: str | Path | Mapping[str, Any], root: str | None = None) -
     return road_of(dict(tree.value), name, root)
 
 
-def road_of(keys: Mapping[str, Node], name: str, root: str | None = None) -> Road | None:
+def road_of(
+    keys: Mapping[str, Node], name: str, root: str | None = None
+) -> Road | None:
     """Return the steps of the keys of a config; None where it has no stages."""
     if STAGES not in keys and TRAINING_STAGES not in keys:
         return None
     if STAGES in keys and TRAINING_STAGES in keys:
-        raise UserError(f"{name}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one")
+        raise UserError(
+            f"{name}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one"
+        )
     if root is None:
         named = given_in(keys, "output_dir")
         root = DEFAULT_ROOT if named is None else str(named.plain())
@@ -139,30 +149,42 @@ def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
         block = dict(step.block)
         before, mined = road.model_before(step.name), road.mined_before(step.name)
         # A training stage right before is found by those who read the blocks, and named as the place of the model.
-        implied = before is not None and (step.start is not None or before.kind != "train")
+        implied = before is not None and (
+            step.start is not None or before.kind != "train"
+        )
         # What the block says itself holds.
         if before is not None and implied and step.given("model_name") is None:
-            block["model_name"] = Node(str(road.folder(before.name) / "final"), keys[STAGES].line)
+            block["model_name"] = Node(
+                str(road.folder(before.name) / "final"), keys[STAGES].line
+            )
         if mined is not None and step.given("data_path") is None:
-            block["data_path"] = Node(str(road.folder(mined.name) / MINED), keys[STAGES].line)
+            block["data_path"] = Node(
+                str(road.folder(mined.name) / MINED), keys[STAGES].line
+            )
         blocks[step.name] = Node(block, keys[STAGES].line)
     return Node(blocks, keys[STAGES].line)
 
 
-def _blocks(keys: Mapping[str, Node], name: str) -> list[tuple[str | None, dict[str, Node]]]:
+def _blocks(
+    keys: Mapping[str, Node], name: str
+) -> list[tuple[str | None, dict[str, Node]]]:
     """Return (name or None, options) of each step."""
     node = keys.get(STAGES) or keys[TRAINING_STAGES]
     if isinstance(node.value, dict):
         for known, block in node.value.items():
             if not isinstance(block.value, dict):
-                raise UserError(f"{name}, line {block.line}: stage {known} must hold options")
+                raise UserError(
+                    f"{name}, line {block.line}: stage {known} must hold options"
+                )
         return [(known, dict(block.value)) for known, block in node.value.items()]
     if not isinstance(node.value, list) or not node.value:
         raise UserError(f"{name}, line {node.line}: {STAGES} must be a list of stages")
     found: list[tuple[str | None, dict[str, Node]]] = []
     for number, one in enumerate(node.value, start=1):
         if not isinstance(one, dict):
-            raise UserError(f"{name}, line {node.line}: stage {number} of {STAGES} must hold options")
+            raise UserError(
+                f"{name}, line {node.line}: stage {number} of {STAGES} must hold options"
+            )
         block = dict(tree_of_mapping(one).value)
         given = block.pop("name", None)
         found.append((None if given is None else str(given.plain()), block))
@@ -174,17 +196,31 @@ def _mines_within(node: Node) -> bool:
     return isinstance(node.value, dict) and "every_epochs" in node.value
 
 
-def _step(given: str | None, block: dict[str, Node], number: int, name: str, earlier: list[str]) -> Step:
+def _step(
+    given: str | None,
+    block: dict[str, Node],
+    number: int,
+    name: str,
+    earlier: list[str],
+) -> Step:
     # A step between has its kind as its only key, beside `from`; among other keys `mine` is the option of a training.
-    kinds = [kind for kind in OTHER_KINDS if kind in block and (len(block) == 1 or "from" in block)]
+    kinds = [
+        kind
+        for kind in OTHER_KINDS
+        if kind in block and (len(block) == 1 or "from" in block)
+    ]
     if kinds == ["mine"] and _mines_within(block["mine"]):
         kinds = []
     kind: Kind = kinds[0] if kinds else "train"
     step_name = given or (f"{kind}{number}" if kind == "train" else f"{kind}-{number}")
     if step_name in earlier:
-        raise UserError(f"{name}: two stages are called {step_name}; give each a name of its own")
+        raise UserError(
+            f"{name}: two stages are called {step_name}; give each a name of its own"
+        )
     if "/" in step_name or step_name.startswith("."):
-        raise UserError(f"{name}: stage {step_name}: a name is that of a folder, without / and not beginning with .")
+        raise UserError(
+            f"{name}: stage {step_name}: a name is that of a folder, without / and not beginning with ."
+        )
     start = block.pop("from", None)
     start_name = None if start is None else str(start.plain())
     if start_name is not None and start_name not in earlier:

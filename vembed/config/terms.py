@@ -11,7 +11,9 @@ SCORES = "scores"
 """Name of the teacher whose scores are in the data."""
 SCORED = frozenset({"cosent", "cosine", "angle"})
 """Losses that need a score for every pair."""
-FOLLOWS_TEACHER = frozenset({"kl", "margin_mse", "score_mse", "embedding", "relational"})
+FOLLOWS_TEACHER = frozenset(
+    {"kl", "margin_mse", "score_mse", "embedding", "relational"}
+)
 """Losses without a meaning of their own: they need a teacher."""
 MAY_FOLLOW_TEACHER = FOLLOWS_TEACHER | {"listwise", "ranknet"}
 NEEDS_VECTORS = frozenset({"embedding", "relational", "anchor"})
@@ -32,8 +34,15 @@ def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
     terms = [(1.0, config)]
     if config.losses is not None:
         terms = [(term.weight, with_term(config, term)) for term in config.losses]
-    if config.anchor_weight and all(term.loss not in ("none", ANCHOR) for _, term in terms):
-        terms.append((config.anchor_weight, config.model_copy(update={"loss": ANCHOR, "losses": None})))
+    if config.anchor_weight and all(
+        term.loss not in ("none", ANCHOR) for _, term in terms
+    ):
+        terms.append(
+            (
+                config.anchor_weight,
+                config.model_copy(update={"loss": ANCHOR, "losses": None}),
+            )
+        )
     return terms
 
 
@@ -42,17 +51,29 @@ def with_temperature(config: TrainConfig, own: float | None = None) -> TrainConf
     the model was trained (CLIP, SigLIP)."""
     if config.losses is not None or "temperature" in config.model_fields_set:
         return config
-    usual = ORDER_TEMPERATURE if config.loss in OF_ORDER else own if config.loss == "infonce" else None
+    usual = (
+        ORDER_TEMPERATURE
+        if config.loss in OF_ORDER
+        else own
+        if config.loss == "infonce"
+        else None
+    )
     if usual is None:
         return config
     found = config.model_copy(update={"temperature": usual})
-    found.model_fields_set.discard("temperature")  # still a default: a learned one is not said to be given
+    found.model_fields_set.discard(
+        "temperature"
+    )  # still a default: a learned one is not said to be given
     return found
 
 
 def with_term(config: TrainConfig, term: LossTerm) -> TrainConfig:
     """Return the config with one term's own options in place of the run's."""
-    own = {name: value for name, value in dict(term).items() if name != "weight" and value is not None}
+    own = {
+        name: value
+        for name, value in dict(term).items()
+        if name != "weight" and value is not None
+    }
     return config.model_copy(update={**own, "losses": None})
 
 
@@ -60,7 +81,10 @@ def source_config(config: TrainConfig, source: str | DataSource) -> TrainConfig:
     """Return the config of a run that had one source of `data_path` alone, with the source's own options."""
     if isinstance(source, str):
         return config
-    own: dict[str, object] = {"temperature": source.temperature, "max_negatives": source.max_negatives}
+    own: dict[str, object] = {
+        "temperature": source.temperature,
+        "max_negatives": source.max_negatives,
+    }
     own = {name: value for name, value in own.items() if value is not None}
     if source.losses is not None:
         own |= {"losses": source.losses}
@@ -69,22 +93,32 @@ def source_config(config: TrainConfig, source: str | DataSource) -> TrainConfig:
 
 def data_sources(config: TrainConfig) -> list[str | DataSource]:
     """Return `data_path` as a list, of one source too."""
-    return config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    return (
+        config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    )
 
 
 def source_configs(config: TrainConfig) -> list[TrainConfig]:
     """Return `source_config` for each source."""
-    return [source_config(config, source) for source in data_sources(config)] or [config]
+    return [source_config(config, source) for source in data_sources(config)] or [
+        config
+    ]
 
 
 def has_tasks(config: TrainConfig) -> bool:
     """Return whether sources differ in their losses."""
-    return any(one.losses is not None or one.temperature is not None for one in data_entries(config))
+    return any(
+        one.losses is not None or one.temperature is not None
+        for one in data_entries(config)
+    )
 
 
 def data_entries(config: TrainConfig) -> list[DataSource]:
     """Return the entries of `data_path`."""
-    return [DataSource(path=one) if isinstance(one, str) else one for one in data_sources(config)]
+    return [
+        DataSource(path=one) if isinstance(one, str) else one
+        for one in data_sources(config)
+    ]
 
 
 def task_numbers(config: TrainConfig) -> list[int]:
@@ -93,14 +127,22 @@ def task_numbers(config: TrainConfig) -> list[int]:
     entries = data_entries(config)
     if config.homogeneous_batches != "task":
         return list(range(len(entries)))
-    tasks = [(one.losses, one.temperature, one.batch_size, one.global_batch_size) for one in entries]
+    tasks = [
+        (one.losses, one.temperature, one.batch_size, one.global_batch_size)
+        for one in entries
+    ]
     return [tasks.index(one) for one in tasks]
 
 
 def task_names(config: TrainConfig, names: Sequence[str]) -> list[str]:
     """Return the name of the task of each source, from the names of the sources."""
     numbers = task_numbers(config)
-    return [" and ".join(name for name, one in zip(names, numbers, strict=True) if one == number) for number in numbers]
+    return [
+        " and ".join(
+            name for name, one in zip(names, numbers, strict=True) if one == number
+        )
+        for number in numbers
+    ]
 
 
 def source_batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
@@ -108,7 +150,12 @@ def source_batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
     # A resumed run on another number of processes keeps its global batch; the sources keep their share of it.
     size = config.global_batch_size or config.batch_size * world_size
     return [
-        one.global_batch_size or (one.batch_size * size // config.batch_size if one.batch_size is not None else size)
+        one.global_batch_size
+        or (
+            one.batch_size * size // config.batch_size
+            if one.batch_size is not None
+            else size
+        )
         for one in data_entries(config)
     ]
 
@@ -121,19 +168,25 @@ def run_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
 def compares_listed_alone(config: TrainConfig) -> bool:
     """Return whether all losses of a run compare a positive with the hard negatives of its record, and nothing else."""
     return all(
-        term.loss in ("margin_mse", "score_mse") or (term.loss == "kl" and term.distill_candidates == "listed")
+        term.loss in ("margin_mse", "score_mse")
+        or (term.loss == "kl" and term.distill_candidates == "listed")
         for _, term in run_terms(config)
     )
 
 
 def listed_teachers(config: TrainConfig) -> list[Teacher]:
     """Return the entries of `teachers`."""
-    return [Teacher(model=one) if isinstance(one, str) else one for one in config.teachers or []]
+    return [
+        Teacher(model=one) if isinstance(one, str) else one
+        for one in config.teachers or []
+    ]
 
 
 def listed_guards(config: TrainConfig) -> list[Guard]:
     """Return the entries of `guards`."""
-    return [Guard(path=one) if isinstance(one, str) else one for one in config.guards or []]
+    return [
+        Guard(path=one) if isinstance(one, str) else one for one in config.guards or []
+    ]
 
 
 def followed_teacher(config: TrainConfig) -> str | None:
@@ -145,7 +198,9 @@ def followed_teacher(config: TrainConfig) -> str | None:
     if config.teacher is not None:
         return _label(config, config.teacher)
     listed = listed_teachers(config)
-    if config.loss not in FOLLOWS_TEACHER:  # graded scores of the data are what these losses are made for
+    if (
+        config.loss not in FOLLOWS_TEACHER
+    ):  # graded scores of the data are what these losses are made for
         return None
     return listed[0].label if listed else None
 
@@ -153,7 +208,10 @@ def followed_teacher(config: TrainConfig) -> str | None:
 def reads_scores(config: TrainConfig) -> bool:
     """Return whether a loss of the run reads the scores of the data."""
     return any(
-        term.loss in SCORED or (term.loss in MAY_FOLLOW_TEACHER and followed_teacher(term) in (None, SCORES))
+        term.loss in SCORED
+        or (
+            term.loss in MAY_FOLLOW_TEACHER and followed_teacher(term) in (None, SCORES)
+        )
         for _, term in loss_terms(config)
     )
 
@@ -203,29 +261,50 @@ def losses_of(config: TrainConfig) -> tuple[str, ...]:
 
 def takes_vectors(term: TrainConfig) -> bool:
     """Return whether the loss of a single-term config needs the vectors of its teacher, not only scores of pairs."""
-    return term.loss in NEEDS_VECTORS or (term.loss == "kl" and term.distill_candidates == "batch")
+    return term.loss in NEEDS_VECTORS or (
+        term.loss == "kl" and term.distill_candidates == "batch"
+    )
 
 
-WHOLE_BATCH = frozenset({"cosent", "angle", "listwise", "ranknet", "relational", "spread_out"})
+WHOLE_BATCH = frozenset(
+    {"cosent", "angle", "listwise", "ranknet", "relational", "spread_out"}
+)
 """Losses that compare what a ring never has in one place: they need the embeddings of all processes at once."""
 
 
 def needs_whole_batch(config: TrainConfig) -> str | None:
     """Return the run's first loss that needs all embeddings on every process, or None."""
-    return next((term.loss for _, term in run_terms(config) if term.loss in WHOLE_BATCH), None)
+    return next(
+        (term.loss for _, term in run_terms(config) if term.loss in WHOLE_BATCH), None
+    )
 
 
 _CANDIDATES = frozenset(
     {
-        "mask_duplicates", "hard_negatives_scope", "negatives_from", "query_query_negatives",
-        "document_document_negatives", "false_negative_margin", "guide", "guide_margin", "guide_margin_kind",
-        "max_negatives", "temperature",
+        "mask_duplicates",
+        "hard_negatives_scope",
+        "negatives_from",
+        "query_query_negatives",
+        "document_document_negatives",
+        "false_negative_margin",
+        "guide",
+        "guide_margin",
+        "guide_margin_kind",
+        "max_negatives",
+        "temperature",
     }
-)  # fmt: skip
+)
 _LISTED = frozenset({"teacher", "mask_duplicates", "max_negatives"})
 _SOFTMAX = _LISTED | {"temperature", "learn_temperature", "teacher_temperature"}
 READS: dict[str, frozenset[str]] = {
-    "infonce": _CANDIDATES | {"learn_temperature", "bidirectional", "hardness_alpha", "focal_gamma", "mix_negatives"},
+    "infonce": _CANDIDATES
+    | {
+        "learn_temperature",
+        "bidirectional",
+        "hardness_alpha",
+        "focal_gamma",
+        "mix_negatives",
+    },
     "sigmoid": _CANDIDATES,
     "circle": _CANDIDATES | {"bidirectional", "circle_margin"},
     "angle": frozenset({"temperature", "learn_temperature"}),

@@ -17,7 +17,9 @@ class Violation:
 
     def text(self, places: Mapping[str, str]) -> str:
         """Return the message, followed by the places where its options were set."""
-        said = "; ".join(f"{name}: {places[name]}" for name in self.options if name in places)
+        said = "; ".join(
+            f"{name}: {places[name]}" for name in self.options if name in places
+        )
         return f"{self.sentence} ({said})" if said else self.sentence
 
 

@@ -31,7 +31,9 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     owners = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((owners, values))
     values, owners = values[order], owners[order]
-    once = np.ones(len(values), dtype=bool)  # a content that an example holds twice counts once
+    once = np.ones(
+        len(values), dtype=bool
+    )  # a content that an example holds twice counts once
     once[1:] = (values[1:] != values[:-1]) | (owners[1:] != owners[:-1])
     values, owners = values[once], owners[once]
     _, number, frequency = np.unique(values, return_inverse=True, return_counts=True)
@@ -50,16 +52,22 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     keys = {int(bound[one]): number[first[one] : ends[one]].tolist() for one in placing}
     is_free = np.ones(len(counts), dtype=bool)
     is_free[bound] = False
-    return Conflicts(keys, np.unique(group, return_counts=True)[1], np.flatnonzero(is_free))
+    return Conflicts(
+        keys, np.unique(group, return_counts=True)[1], np.flatnonzero(is_free)
+    )
 
 
-def arrange(conflicts: Conflicts, size: int, max_batches: int, *, drop_last: bool) -> list[np.ndarray]:
+def arrange(
+    conflicts: Conflicts, size: int, max_batches: int, *, drop_last: bool
+) -> list[np.ndarray]:
     """Return batches of at most `size` examples, at most `max_batches` of them, each in the epoch's order.
 
     With `drop_last` all batches are full, and there are as many as can be filled.
     """
     num_examples = len(conflicts.keys) + len(conflicts.free)
-    num_batches = min(max_batches, _upper_bound(conflicts, size, num_examples, drop_last))
+    num_batches = min(
+        max_batches, _upper_bound(conflicts, size, num_examples, drop_last)
+    )
     batches: list[list[int]] = []
     for _ in range(ATTEMPTS):
         if num_batches == 0:
@@ -72,10 +80,14 @@ def arrange(conflicts: Conflicts, size: int, max_batches: int, *, drop_last: boo
         # At least so many batches cannot be filled with what is left.
         num_batches -= -(-room.num_open // size)
     wanted = size if drop_last else 1
-    return [np.sort(np.array(one, dtype=np.int64)) for one in batches if len(one) >= wanted]
+    return [
+        np.sort(np.array(one, dtype=np.int64)) for one in batches if len(one) >= wanted
+    ]
 
 
-def _upper_bound(conflicts: Conflicts, size: int, num_examples: int, drop_last: bool) -> int:
+def _upper_bound(
+    conflicts: Conflicts, size: int, num_examples: int, drop_last: bool
+) -> int:
     """Return a number of batches that no arrangement exceeds: a group gives each batch one example at most."""
     if not drop_last:
         return -(-num_examples // size)
@@ -83,7 +95,9 @@ def _upper_bound(conflicts: Conflicts, size: int, num_examples: int, drop_last: 
     while low < high:
         middle = (low + high + 1) // 2
         # Binary search: with more batches a group can place more, but more places are to be filled.
-        placeable = int(np.minimum(conflicts.group_sizes, middle).sum()) + len(conflicts.free)
+        placeable = int(np.minimum(conflicts.group_sizes, middle).sum()) + len(
+            conflicts.free
+        )
         low, high = (middle, high) if placeable >= middle * size else (low, middle - 1)
     return low
 
@@ -110,7 +124,9 @@ class _Room:
         num_places = self.num_open
         keys, free = conflicts.keys, conflicts.free
         # Examples with conflicts first, while there is choice. Those late in the order wait: they are left out first.
-        waiting = [one for one in keys if one >= num_places or not self._place(one, keys[one])]
+        waiting = [
+            one for one in keys if one >= num_places or not self._place(one, keys[one])
+        ]
         head = free[free < num_places]
         self._place_free(head)
         # Then those that waited, before the free examples that come even later.
@@ -127,7 +143,9 @@ class _Room:
             return False
         for step in range(num_batches):
             batch = (self.next_batch + step) % num_batches
-            if len(self.members[batch]) < self.capacity and not any(batch in one for one in holders):
+            if len(self.members[batch]) < self.capacity and not any(
+                batch in one for one in holders
+            ):
                 self._put(example, keys, batch)
                 self.next_batch = (batch + 1) % num_batches
                 return True
@@ -147,12 +165,17 @@ class _Room:
         """Fill places that suit no waiting example: move a member of another batch there, and take its place."""
         for batch, members in enumerate(self.members):
             while len(members) < self.capacity:
-                done = next((one for one in waiting if self._exchange_one(one, batch, keys)), None)
+                done = next(
+                    (one for one in waiting if self._exchange_one(one, batch, keys)),
+                    None,
+                )
                 if done is None:
                     break
                 waiting.remove(done)
 
-    def _exchange_one(self, example: int, batch: int, keys: dict[int, list[int]]) -> bool:
+    def _exchange_one(
+        self, example: int, batch: int, keys: dict[int, list[int]]
+    ) -> bool:
         num_batches = len(self.members)
         if any(len(self.holders[key]) == num_batches for key in keys[example]):
             return False

@@ -37,7 +37,9 @@ class ContentKeys:
         counts = self.starts[indices + 1] - begins
         ends = np.cumsum(counts)
         # One gather: the position in the result, shifted to where the example begins in `values`.
-        return self.values[np.arange(counts.sum()) + np.repeat(begins - (ends - counts), counts)], counts
+        return self.values[
+            np.arange(counts.sum()) + np.repeat(begins - (ends - counts), counts)
+        ], counts
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,28 @@ class BatchSchedule:
         self._first = np.cumsum([0, *self.sizes])
         self.batch_sizes = list(batch_sizes or [global_batch_size] * len(self.sizes))
         self.turns = sampling.kind == "round_robin"
-        self._num_drawn = sampling.num_drawn(self.sizes, weights or [1.0] * len(self.sizes), self.batch_sizes)
-        self._names = names or [f"source {number}" for number in range(1, len(self.sizes) + 1)]
-        if any(one is not None for one in labels) and len(self.sizes) > 1 and not homogeneous:
+        self._num_drawn = sampling.num_drawn(
+            self.sizes, weights or [1.0] * len(self.sizes), self.batch_sizes
+        )
+        self._names = names or [
+            f"source {number}" for number in range(1, len(self.sizes) + 1)
+        ]
+        if (
+            any(one is not None for one in labels)
+            and len(self.sizes) > 1
+            and not homogeneous
+        ):
             raise UserError(
                 "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: true"
             )
         self._classes = {
             source: ClassBatches(
-                self._names[source], one, self._num_drawn[source], self.batch_sizes[source], seed, source
+                self._names[source],
+                one,
+                self._num_drawn[source],
+                self.batch_sizes[source],
+                seed,
+                source,
             )
             for source, one in enumerate(labels)
             if one is not None
@@ -171,12 +186,18 @@ class BatchSchedule:
             line += ", of each source in turn"
         others = {size for size in self.batch_sizes if size != self.global_batch_size}
         for size in sorted(others):
-            names = [name for name, own in zip(self._names, self.batch_sizes, strict=True) if own == size]
+            names = [
+                name
+                for name, own in zip(self._names, self.batch_sizes, strict=True)
+                if own == size
+            ]
             line += f"; of {size:,d}: {', '.join(names)}"
         if self.smallest_batch < min(self.batch_sizes):
             line += f"; the smallest batch has {self.smallest_batch:,d}"
             small = [
-                f"{name} has {num:,d}" if len(self._members) > 1 else f"there are {num:,d}"
+                f"{name} has {num:,d}"
+                if len(self._members) > 1
+                else f"there are {num:,d}"
                 for name, num, size in self._group_sizes()
                 if num < size
             ]
@@ -233,7 +254,11 @@ class BatchSchedule:
         """Return the batches of each group of sources."""
         drawn = [self._draw(source, epoch) for source in range(len(self.sizes))]
         return [
-            self._group(number, self._mix([drawn[source] for source in sources], number, epoch), epoch)
+            self._group(
+                number,
+                self._mix([drawn[source] for source in sources], number, epoch),
+                epoch,
+            )
             for number, sources in enumerate(self._members)
         ]
 
@@ -241,7 +266,9 @@ class BatchSchedule:
         """Return the batches of one group, of the examples drawn for it."""
         source = self._members[number][0]
         if source in self._classes:
-            return Batches.of(list(self._classes[source].batches(epoch) + int(self._first[source])))
+            return Batches.of(
+                list(self._classes[source].batches(epoch) + int(self._first[source]))
+            )
         if self.keys is None:
             return self._blocks(stream, self.batch_sizes[source])
         return self._without_duplicates(number, stream, self.keys, epoch)
@@ -281,7 +308,9 @@ class BatchSchedule:
             mixed[source_of == source] = stream
         return mixed
 
-    def _without_duplicates(self, group: int, stream: np.ndarray, keys: ContentKeys, epoch: int) -> Batches:
+    def _without_duplicates(
+        self, group: int, stream: np.ndarray, keys: ContentKeys, epoch: int
+    ) -> Batches:
         """Return the batches of one group, without common content inside a batch."""
         conflicts = find_conflicts(*keys.of_all(stream))
         size = self.batch_sizes[self._members[group][0]]
@@ -290,7 +319,10 @@ class BatchSchedule:
         incomplete = self._keeps_incomplete(len(stream), size)
         # Later epochs have at most as many batches as epoch 0.
         most = len(stream) if epoch == 0 else self._num_batches[group]
-        arranged = [stream[rows] for rows in arrange(conflicts, size, most, drop_last=not incomplete)]
+        arranged = [
+            stream[rows]
+            for rows in arrange(conflicts, size, most, drop_last=not incomplete)
+        ]
         if epoch == 0:
             if not arranged:
                 raise UserError(_no_batch(stream, keys, size))

@@ -22,7 +22,9 @@ _ODD_ESCAPES = (b"\\u0000", b"\\ud", b"\\uD")
 class Block(ABC):
     """Consecutive records of a source, with their positions, sizes and lines (int64 [n])."""
 
-    def __init__(self, starts: np.ndarray, sizes: np.ndarray, lines: np.ndarray) -> None:
+    def __init__(
+        self, starts: np.ndarray, sizes: np.ndarray, lines: np.ndarray
+    ) -> None:
         self.starts, self.sizes, self.lines = starts, sizes, lines
 
     @abstractmethod
@@ -39,7 +41,13 @@ class Block(ABC):
 
     def found(self) -> Iterator[Found]:
         """Yield the records one by one."""
-        return zip(self.starts.tolist(), self.sizes.tolist(), self.lines.tolist(), self.records(), strict=True)
+        return zip(
+            self.starts.tolist(),
+            self.sizes.tolist(),
+            self.lines.tolist(),
+            self.records(),
+            strict=True,
+        )
 
     def moved(self, positions: int = 0, lines: int = 0) -> Self:
         """Return the block with numbers added to its positions and lines."""
@@ -52,7 +60,12 @@ class RecordBlock(Block):
     """Records that have been parsed."""
 
     def __init__(
-        self, starts: np.ndarray, sizes: np.ndarray, lines: np.ndarray, records: list[Any], json: bytes | None = None
+        self,
+        starts: np.ndarray,
+        sizes: np.ndarray,
+        lines: np.ndarray,
+        records: list[Any],
+        json: bytes | None = None,
     ) -> None:
         """`json`: what the records were parsed from."""
         super().__init__(starts, sizes, lines)
@@ -73,10 +86,17 @@ class RecordBlock(Block):
     def are_texts(self, names: Sequence[str]) -> bool:
         """See Block."""
         values = [record[name] for name in names for record in self._records]
-        if set(map(type, values)) != {str} or not all(values) or any(map(str.isspace, values)):
+        if (
+            set(map(type, values)) != {str}
+            or not all(values)
+            or any(map(str.isspace, values))
+        ):
             return False
         # Looking for a single byte is by far the fastest.
-        if self._json is not None and (b"\\" not in self._json or not any(map(self._json.__contains__, _ODD_ESCAPES))):
+        if self._json is not None and (
+            b"\\" not in self._json
+            or not any(map(self._json.__contains__, _ODD_ESCAPES))
+        ):
             return True
         joined = "".join(values)
         try:
@@ -89,5 +109,7 @@ def grouped(found: Iterable[Found]) -> Iterator[Block]:
     """Yield records that come one by one in blocks."""
     found = iter(found)
     while block := list(itertools.islice(found, BLOCK)):
-        starts, sizes, lines = (np.array([one[place] for one in block], np.int64) for place in range(3))
+        starts, sizes, lines = (
+            np.array([one[place] for one in block], np.int64) for place in range(3)
+        )
         yield RecordBlock(starts, sizes, lines, [one[3] for one in block])

@@ -35,27 +35,47 @@ def short_hash(*values: Any) -> str:
 class IndexCache:
     """Cache entry for the index of one source with one set of options."""
 
-    def __init__(self, folder: Path, files: Sequence[Path], options: Sequence[Any]) -> None:
+    def __init__(
+        self, folder: Path, files: Sequence[Path], options: Sequence[Any]
+    ) -> None:
         self._folder = folder / "index"
-        self._entry = self._folder / short_hash(FORMAT, [str(path.absolute()) for path in files], *options)
+        self._entry = self._folder / short_hash(
+            FORMAT, [str(path.absolute()) for path in files], *options
+        )
         self._stamps = [stamp(path) for path in files]
 
     def load(self) -> Index | None:
         """Return the stored index; None if there is none, or if the data or images have changed."""
         try:
             facts = json.loads((self._entry / "facts.json").read_text(encoding="utf-8"))
-            if facts["stamps"] != self._stamps or not self._same_images(facts["images"]):
+            if facts["stamps"] != self._stamps or not self._same_images(
+                facts["images"]
+            ):
                 return None
-            arrays = {name: np.load(self._entry / f"{name}.npy", mmap_mode="r") for name in facts["arrays"]}
-        except (OSError, ValueError, KeyError):  # missing or damaged: the index is built again
+            arrays = {
+                name: np.load(self._entry / f"{name}.npy", mmap_mode="r")
+                for name in facts["arrays"]
+            }
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+        ):  # missing or damaged: the index is built again
             return None
-        if any(len(array) != size for array, size in zip(arrays.values(), facts["arrays"].values(), strict=True)):
+        if any(
+            len(array) != size
+            for array, size in zip(
+                arrays.values(), facts["arrays"].values(), strict=True
+            )
+        ):
             return None
         return Index(
             starts=arrays["starts"],
             sizes=arrays["sizes"],
             lines=arrays["lines"],
-            keys=ContentKeys(arrays["key_values"], arrays["key_starts"]) if "key_values" in arrays else None,
+            keys=ContentKeys(arrays["key_values"], arrays["key_starts"])
+            if "key_values" in arrays
+            else None,
             counts=Counts(**facts["counts"]),
             labels=arrays.get("labels"),
             **facts["others"],

@@ -18,7 +18,13 @@ _UNIT = 2**20
 def label_key(label: str) -> int:
     """Return a 63-bit hash of a label, equal on every process and in every run."""
     return (
-        int.from_bytes(hashlib.blake2b(label.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 1
+        int.from_bytes(
+            hashlib.blake2b(
+                label.encode("utf-8", "surrogatepass"), digest_size=8
+            ).digest(),
+            "little",
+        )
+        >> 1
     )
 
 
@@ -31,7 +37,9 @@ def next_of_class(labels: np.ndarray) -> np.ndarray:
     """Return for each example the next one of its class, in a circle; itself if there is no other."""
     members = _Members.of(labels)
     result = np.empty(len(labels), dtype=np.int64)
-    result[members.order] = members.shifted(members.order, np.ones(len(labels), dtype=np.int64))
+    result[members.order] = members.shifted(
+        members.order, np.ones(len(labels), dtype=np.int64)
+    )
     return result
 
 
@@ -61,7 +69,9 @@ class _Members:
         """Return the examples that stand `by` places further in their classes, in a circle."""
         number = self.number[examples]
         start, size = self.starts[number], self.sizes[number]
-        found: np.ndarray = self.order[start + (self.place[examples] - start + by) % size]
+        found: np.ndarray = self.order[
+            start + (self.place[examples] - start + by) % size
+        ]
         return found
 
 
@@ -74,7 +84,15 @@ class ClassBatches:
     such a class, of an example that repeats another one of its class.
     """
 
-    def __init__(self, name: str, labels: np.ndarray, num_drawn: int, batch_size: int, seed: int, source: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        labels: np.ndarray,
+        num_drawn: int,
+        batch_size: int,
+        seed: int,
+        source: int,
+    ) -> None:
         self._members = members = _Members.of(labels)
         self._seed = seed
         self._source = source
@@ -107,11 +125,17 @@ class ClassBatches:
         offset = int(self._bits(1, _OFFSET, epoch)[0] % np.uint64(_UNIT))
         ends = (np.cumsum(self._shares[order]) + offset) // _UNIT
         counts = np.diff(ends, prepend=0)
-        drawn = [self._draw(int(one), int(count), epoch) for one, count in zip(order, counts, strict=True) if count]
+        drawn = [
+            self._draw(int(one), int(count), epoch)
+            for one, count in zip(order, counts, strict=True)
+            if count
+        ]
         # A class takes consecutive slots, no more than there are batches, and slot s is in batch s % num: so it is
         # never twice in a batch.
         table = np.concatenate(drawn).reshape(self.size, num).T
-        shuffled: np.ndarray = table[np.argsort(self._bits(num, _OFFSET, epoch, 1), kind="stable")]
+        shuffled: np.ndarray = table[
+            np.argsort(self._bits(num, _OFFSET, epoch, 1), kind="stable")
+        ]
         return shuffled
 
     def positives(self, examples: np.ndarray, epoch: int, step: int) -> np.ndarray:
@@ -119,17 +143,24 @@ class ClassBatches:
         # A shift by 1 to size - 1 places: any other member, never the example itself.
         others = self._members.sizes[self._members.number[examples]] - 1
         bits = self._bits(len(examples), _POSITIVES, epoch, step)
-        return self._members.shifted(examples, 1 + (bits % others.astype(np.uint64)).astype(np.int64))
+        return self._members.shifted(
+            examples, 1 + (bits % others.astype(np.uint64)).astype(np.int64)
+        )
 
     def _draw(self, number: int, count: int, epoch: int) -> np.ndarray:
         """Return the examples of a class in an epoch: the next ones of its random passes."""
         chosen = int(self._classes[number])
-        start, size = int(self._members.starts[chosen]), int(self._members.sizes[chosen])
+        start, size = (
+            int(self._members.starts[chosen]),
+            int(self._members.sizes[chosen]),
+        )
         begin = epoch * int(self._shares[number]) // _UNIT
         parts = []
         for turn in range(begin // size, (begin + count - 1) // size + 1):
             order = np.argsort(self._bits(size, _MEMBERS, chosen, turn), kind="stable")
-            parts.append(order[max(0, begin - turn * size) : begin + count - turn * size])
+            parts.append(
+                order[max(0, begin - turn * size) : begin + count - turn * size]
+            )
         return self._members.order[start + np.concatenate(parts)]
 
     def _bits(self, size: int, purpose: int, *stream: int) -> np.ndarray:
@@ -146,7 +177,9 @@ def _shares(sizes: np.ndarray, num_batches: int, size: int) -> np.ndarray:
         rest = total - most * int(is_full.sum())
         free = sizes[~is_full]
         shares[is_full] = most
-        shares[~is_full] = np.floor(free * (rest / max(int(free.sum()), 1))).astype(np.int64)
+        shares[~is_full] = np.floor(free * (rest / max(int(free.sum()), 1))).astype(
+            np.int64
+        )
         over = (shares > most) & ~is_full
         if not over.any():
             break

@@ -25,14 +25,20 @@ def is_class_folder(folder: Path) -> bool:
 
 def class_records(folder: Path, cache: Path) -> Path:
     """Return a file with a record for each image of a class folder, in the cache folder: its path and its class."""
-    classes = sorted(one.name for one in folder.iterdir() if one.is_dir() and next(_images(one), None) is not None)
+    classes = sorted(
+        one.name
+        for one in folder.iterdir()
+        if one.is_dir() and next(_images(one), None) is not None
+    )
     if splits := [name for name in classes if name.lower() in SPLITS]:
         raise UserError(
             f"{folder} holds {listed(classes)}, and {splits[0]} is the name of a split, not of a class: give "
             f"{folder / splits[0]} itself, and other splits as val_data_path"
         )
     records = [
-        {"image": str(image.relative_to(folder)), "label": name} for name in classes for image in _images(folder / name)
+        {"image": str(image.relative_to(folder)), "label": name}
+        for name in classes
+        for image in _images(folder / name)
     ]
     text = "".join(json.dumps(record) + "\n" for record in records)
     path = cache / "class_folders" / f"{short_hash(str(folder.absolute()), text)}.jsonl"
@@ -49,4 +55,8 @@ def _images(folder: Path) -> Iterator[Path]:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
+    return (
+        path.suffix.lower() in IMAGE_SUFFIXES
+        and not path.name.startswith(".")
+        and path.is_file()
+    )

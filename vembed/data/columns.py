@@ -17,35 +17,113 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "query_image": ("query_image", "query_images"),
     "query_prompt": ("query_prompt",),
     "positive": (
-        "positive", "positives", "pos", "positive_passages", "document", "passage", "answer", "response", "sentence2",
+        "positive",
+        "positives",
+        "pos",
+        "positive_passages",
+        "document",
+        "passage",
+        "answer",
+        "response",
+        "sentence2",
     ),
     "positive_image": ("positive_image", "positive_images", "document_image", "image"),
-    "negative": ("negative", "negatives", "neg", "hard_negatives", "negative_passages", "rejected_response"),
+    "negative": (
+        "negative",
+        "negatives",
+        "neg",
+        "hard_negatives",
+        "negative_passages",
+        "rejected_response",
+    ),
     "negative_image": ("negative_image", "negative_images"),
-    "score": ("score", "scores", "similarity_score", "positive_scores", "pos_scores", "label"),
+    "score": (
+        "score",
+        "scores",
+        "similarity_score",
+        "positive_scores",
+        "pos_scores",
+        "label",
+    ),
     "negative_score": ("negative_score", "negative_scores", "neg_scores"),
-}  # fmt: skip
+}
 """Accepted column names of each part of a record. If a record has several columns for one part, the first is read; all
 are read for negatives, and `negative_1`, `negative_2` ... are negatives too. `label` is a score beside sentence1 and
 sentence2, a class beside a text or image without a pair, and not read elsewhere."""
 
 GUESSES: dict[str, tuple[str, ...]] = {
     "query": (
-        "instruction", "search", "title", "subject", "caption", "prompt", "source", "query_text", "text1", "premise",
-        "input", "question_text", "q", "question1", "sentence_a", "text_a", "sent1",
+        "instruction",
+        "search",
+        "title",
+        "subject",
+        "caption",
+        "prompt",
+        "source",
+        "query_text",
+        "text1",
+        "premise",
+        "input",
+        "question_text",
+        "q",
+        "question1",
+        "sentence_a",
+        "text_a",
+        "sent1",
     ),
     "positive": (
-        "context", "text", "content", "body", "description", "resolution", "solution", "target", "text2", "hypothesis",
-        "output", "completion", "doc", "a", "question2", "sentence_b", "text_b", "sent2",
+        "context",
+        "text",
+        "content",
+        "body",
+        "description",
+        "resolution",
+        "solution",
+        "target",
+        "text2",
+        "hypothesis",
+        "output",
+        "completion",
+        "doc",
+        "a",
+        "question2",
+        "sentence_b",
+        "text_b",
+        "sent2",
     ),
-    "positive_image": ("image_path", "image_file", "file_name", "filename", "img", "picture", "photo"),
-}  # fmt: skip
+    "positive_image": (
+        "image_path",
+        "image_file",
+        "file_name",
+        "filename",
+        "img",
+        "picture",
+        "photo",
+    ),
+}
 """Likely column names that are not read automatically; used for advice and by `vembed init`."""
 
-JUDGEMENTS = frozenset({
-    "label", "labels", "gold", "duplicate", "match", "relevance", "relevant", "relatedness", "rating", "similarity",
-    "sim", "entailment", "paraphrase", "judgment", "judgement", "judgments", "judgements",
-})  # fmt: skip
+JUDGEMENTS = frozenset(
+    {
+        "label",
+        "labels",
+        "gold",
+        "duplicate",
+        "match",
+        "relevance",
+        "relevant",
+        "relatedness",
+        "rating",
+        "similarity",
+        "sim",
+        "entailment",
+        "paraphrase",
+        "judgment",
+        "judgement",
+        "judgments",
+        "judgements",
+    }
+)
 """Words in likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
 _NO_JUDGEMENTS = frozenset({"id", "ids", "text", "name", "names", "url", "date"})
 """Words in names of columns that only tell something about a judgement."""
@@ -65,7 +143,9 @@ LABEL = "label"
 """Column of the class of a text or image."""
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
 _LAYOUTS_KEPT = 1024
-_ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names} | {TEXT: TEXT}
+_ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names} | {
+    TEXT: TEXT
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +186,19 @@ class Columns:
     """Assignment of a source's columns to the parts of a record, with a list of unused columns."""
 
     def __init__(
-        self, mapping: Mapping[str, str] | None = None, *, may_miss: bool = False, texts_alone: bool = False
+        self,
+        mapping: Mapping[str, str] | None = None,
+        *,
+        may_miss: bool = False,
+        texts_alone: bool = False,
     ) -> None:
         """`mapping`: column_mapping, names in the file -> names in COLUMNS. `may_miss`: the mapping serves several
         sources, and a table need not have all of its names. `texts_alone`: a record may be a single `text`, which is
         query and positive then."""
         self._mapping = _roles(mapping or {})
-        self._labels = [name for name, target in (mapping or {}).items() if target == LABEL]
+        self._labels = [
+            name for name, target in (mapping or {}).items() if target == LABEL
+        ]
         self._texts_alone = texts_alone
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._unused: dict[str, None] = {}
@@ -154,7 +240,10 @@ class Columns:
 
     def nearest(self, columns: Iterable[str] = ()) -> str:
         """Return a hint at the column that the first missing name of column_mapping may mean, or nothing."""
-        names = [*columns, *dict.fromkeys(name for layout in self._layouts for name in layout)]
+        names = [
+            *columns,
+            *dict.fromkeys(name for layout in self._layouts for name in layout),
+        ]
         missing = min(self._not_seen, default="")
         near = difflib.get_close_matches(missing, names, n=1, cutoff=0.4)
         return f"; for {shown(missing)} did you mean {near[0]!r}?" if near else ""
@@ -175,36 +264,58 @@ class Columns:
             self._unused[shown(name)] = None
 
     def _find(self, columns: tuple[str, ...]) -> Layout:
-        mapped = {name: self._mapping[name] for name in columns if name in self._mapping}
+        mapped = {
+            name: self._mapping[name] for name in columns if name in self._mapping
+        }
         found: dict[str, list[str]] = {role: [] for role in (*COLUMNS, TEXT)}
         for name, role in mapped.items():
             found[role].append(name)
-        are_sentences = "sentence1" in columns and "sentence2" in columns and not found["query"]
+        are_sentences = (
+            "sentence1" in columns and "sentence2" in columns and not found["query"]
+        )
         present = set(columns)
         for role, names in COLUMNS.items():
             # A mapped column takes precedence over the table; of negatives all are read.
             if not found[role] or role == "negative":
-                found[role] += [name for name in names if name in present and name not in mapped]
+                found[role] += [
+                    name for name in names if name in present and name not in mapped
+                ]
         found["negative"] += sorted(
-            (name for name in columns if _NUMBERED_NEGATIVE.fullmatch(name) and name not in mapped), key=_number_of
+            (
+                name
+                for name in columns
+                if _NUMBERED_NEGATIVE.fullmatch(name) and name not in mapped
+            ),
+            key=_number_of,
         )
         # Many data sets have a column `label`; it is a score only beside sentence1 and sentence2.
         if not are_sentences and "label" not in mapped:
             found["score"] = [name for name in found["score"] if name != "label"]
-        text = found.pop(TEXT) or [name for name in (TEXT,) if name in present and name not in mapped]
+        text = found.pop(TEXT) or [
+            name for name in (TEXT,) if name in present and name not in mapped
+        ]
         label = None if self._texts_alone else self._label(found, text, present)
         if label is not None:
             images = found["query_image"] or found["positive_image"]
             found = {role: [] for role in COLUMNS} | {
-                "query": text or found["query"], "query_image": images, "query_prompt": found["query_prompt"],
-            }  # fmt: skip
+                "query": text or found["query"],
+                "query_image": images,
+                "query_prompt": found["query_prompt"],
+            }
         if self._texts_alone:
             if not found["query"] and not found["query_image"]:
                 found["query"] = text
             if not found["positive"] and not found["positive_image"]:
-                found["positive"], found["positive_image"] = found["query"], found["query_image"]
+                found["positive"], found["positive_image"] = (
+                    found["query"],
+                    found["query_image"],
+                )
         layout = Layout(
-            **{role: found[role][0] if found[role] else None for role in COLUMNS if role != "negative"},
+            **{
+                role: found[role][0] if found[role] else None
+                for role in COLUMNS
+                if role != "negative"
+            },
             negatives=tuple(found["negative"]),
             are_sentences=are_sentences and found["query"] == ["sentence1"],
             problem=None if label is not None else _problem(found, columns),
@@ -222,17 +333,25 @@ class Columns:
             self._layouts[columns] = layout
         return layout
 
-    def _label(self, found: Mapping[str, list[str]], text: list[str], present: set[str]) -> str | None:
+    def _label(
+        self, found: Mapping[str, list[str]], text: list[str], present: set[str]
+    ) -> str | None:
         """Return the column with the class, of a record that has one and is no pair; None otherwise."""
         label = next((name for name in (*self._labels, LABEL) if name in present), None)
         queries = found["query"] + found["query_image"]
         is_pair = bool(found["positive"] or (queries and found["positive_image"]))
-        return None if is_pair or not (text or queries or found["positive_image"]) else label
+        return (
+            None
+            if is_pair or not (text or queries or found["positive_image"])
+            else label
+        )
 
 
 def refuse_repeated(name: str, columns: Iterable[str]) -> None:
     """Raise UserError if two columns of a table have one name. Columns without a name are not read."""
-    twice = [column for column, count in Counter(columns).items() if count > 1 and column]
+    twice = [
+        column for column, count in Counter(columns).items() if count > 1 and column
+    ]
     if twice:
         raise UserError(f"{name} has more than one column named {listed(twice)}")
 
@@ -255,7 +374,9 @@ def unread_judgement(unused: Iterable[str]) -> str | None:
 
 def classes_as_scores(values: Collection[float]) -> str | None:
     """Return a doubt about the values, once each, of a column `label` that is read as a score; None without one."""
-    if len(values) not in NUM_CLASSES or not all(value >= 0 and float(value).is_integer() for value in values):
+    if len(values) not in NUM_CLASSES or not all(
+        value >= 0 and float(value).is_integer() for value in values
+    ):
         return None
     return (
         f"label ({', '.join(f'{value:.0f}' for value in sorted(values))}) is taken for a score, the higher the more "
@@ -282,9 +403,15 @@ def unread_prompt(unused: Iterable[str]) -> str | None:
     return f"{name} is not read: if it goes before the query, set column_mapping: {{{_quoted(name)}: query_prompt}}"
 
 
-def _named(names: Iterable[str], words: frozenset[str], others: frozenset[str]) -> list[str]:
+def _named(
+    names: Iterable[str], words: frozenset[str], others: frozenset[str]
+) -> list[str]:
     """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
-    found = ((name, set(_plain(name).rstrip("0123456789").split("_"))) for name in names if not name.endswith(INSIDE))
+    found = (
+        (name, set(_plain(name).rstrip("0123456789").split("_")))
+        for name in names
+        if not name.endswith(INSIDE)
+    )
     return [name for name, own in found if own & words and not own & others]
 
 
@@ -294,8 +421,12 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
     for name, target in mapping.items():
         role = _ROLE_OF.get(target)
         if role is None:
-            is_ours = name in _ROLE_OF  # then only a typing error speaks against a mapping that is turned round
-            near = difflib.get_close_matches(target, _ROLE_OF, n=1, cutoff=0.8 if is_ours else 0.6)
+            is_ours = (
+                name in _ROLE_OF
+            )  # then only a typing error speaks against a mapping that is turned round
+            near = difflib.get_close_matches(
+                target, _ROLE_OF, n=1, cutoff=0.8 if is_ours else 0.6
+            )
             if is_ours and not near:
                 raise UserError(
                     f"column_mapping: {{{name}: {target}}} is the wrong way round: the name in the file comes first, "
@@ -303,17 +434,34 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
                 )
             raise UserError(
                 f"column_mapping: {{{name}: {target}}} leads to a name that vembed does not read"
-                + (f"; did you mean '{near[0]}'?" if near else f" (it reads {listed(COLUMNS)})")
+                + (
+                    f"; did you mean '{near[0]}'?"
+                    if near
+                    else f" (it reads {listed(COLUMNS)})"
+                )
             )
-        other = next((earlier for earlier, known in roles.items() if known == role and role != "negative"), None)
+        other = next(
+            (
+                earlier
+                for earlier, known in roles.items()
+                if known == role and role != "negative"
+            ),
+            None,
+        )
         if other is not None:
-            raise UserError(f"column_mapping: {other} and {name} both become {role}, which can be one column alone")
+            raise UserError(
+                f"column_mapping: {other} and {name} both become {role}, which can be one column alone"
+            )
         roles[name] = role
     return roles
 
 
 def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | None:
-    missing = [role for role in ("query", "positive") if not found[role] and not found[f"{role}_image"]]
+    missing = [
+        role
+        for role in ("query", "positive")
+        if not found[role] and not found[f"{role}_image"]
+    ]
     if not missing:
         return None
     if QUERY in columns and "query" in missing:
@@ -321,29 +469,42 @@ def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | Non
             f"{QUERY} without {POSITIVE_MESSAGES} (it has {listed(columns)}): a record of messages needs both, "
             "or write query and positive"
         )
-    free = [name for name in columns if not any(name in names for names in found.values())]
+    free = [
+        name for name in columns if not any(name in names for names in found.values())
+    ]
     images = found["positive_image"]
     if missing == ["query"] and found["positive"] and images:
-        example = {images[0]: "query_image"}  # two columns of documents, of which one must be the query
+        example = {
+            images[0]: "query_image"
+        }  # two columns of documents, of which one must be the query
     elif missing == ["query"] and TEXT in free:
         example = {TEXT: "query"}
     else:
         example = guess_mapping(free, missing)
     for role in missing:
         if not any(target.startswith(role) for target in example.values()):
-            example[f"your_{role}"] = role  # any other column would be a guess by its position alone
-    shown_example = ", ".join(f"{_quoted(name)}: {role}" for name, role in example.items())
+            example[f"your_{role}"] = (
+                role  # any other column would be a guess by its position alone
+            )
+    shown_example = ", ".join(
+        f"{_quoted(name)}: {role}" for name, role in example.items()
+    )
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
         f"column_mapping: {{{shown_example}}}{_otherwise(columns, missing, has_images=bool(images))}"
     )
 
 
-def _otherwise(columns: tuple[str, ...], missing: Sequence[str], *, has_images: bool) -> str:
+def _otherwise(
+    columns: tuple[str, ...], missing: Sequence[str], *, has_images: bool
+) -> str:
     """Return what a record without a query may be instead: a text with a class, or a text alone."""
     if "query" not in missing or has_images:
         return ""
-    if len(columns) == 1 and _plain(columns[0]) in (*COLUMNS["positive"], *GUESSES["positive"]):
+    if len(columns) == 1 and _plain(columns[0]) in (
+        *COLUMNS["positive"],
+        *GUESSES["positive"],
+    ):
         return ", or make pairs of texts alone with `vembed generate`"
     ours = next((name for name in (TEXT, LABEL) if name in columns), None)
     if ours is None or len(columns) != 2:

@@ -9,8 +9,11 @@ from vembed.data.examples import BadRecord
 
 QUERY = "messages"
 POSITIVE_MESSAGES = "positive_messages"
-_SIDES = ((QUERY, "images", "query"), (POSITIVE_MESSAGES, "positive_images", "positive"),
-          ("negative_messages", "negative_images", "negatives"))  # fmt: skip
+_SIDES = (
+    (QUERY, "images", "query"),
+    (POSITIVE_MESSAGES, "positive_images", "positive"),
+    ("negative_messages", "negative_images", "negatives"),
+)
 _IMAGE = "<image>"
 
 
@@ -24,14 +27,22 @@ def fields_of(columns: Iterable[str]) -> dict[str, str]:
     names = list(columns)
     known: dict[str, str] = {}
     if QUERY in names and POSITIVE_MESSAGES in names:
-        known = {name: field for messages, images, field in _SIDES for name in (messages, images)} | {"label": "score"}
+        known = {
+            name: field
+            for messages, images, field in _SIDES
+            for name in (messages, images)
+        } | {"label": "score"}
     return {name: known.get(name, name) for name in names}
 
 
 def as_fields(record: dict[str, Any]) -> dict[str, Any]:
     """Return the record with `query`, `positive`, `negatives` and `score`. Other fields are kept."""
     known = {name for messages, images, _ in _SIDES for name in (messages, images)}
-    fields = {name: value for name, value in record.items() if name not in known and name != "label"}
+    fields = {
+        name: value
+        for name, value in record.items()
+        if name not in known and name != "label"
+    }
     for name, images_name, field in _SIDES:
         conversations, images = record.get(name), record.get(images_name)
         if conversations is None:
@@ -40,19 +51,42 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
             fields[field] = _item(conversations, images, name)
             continue
         if not isinstance(conversations, list):
-            raise BadRecord(f"{name} is {conversations!r:.60}, and a list of messages is needed")
+            raise BadRecord(
+                f"{name} is {conversations!r:.60}, and a list of messages is needed"
+            )
         if not isinstance(images, list | None):
-            raise BadRecord(f"{images_name} is {images!r:.60}, and a list of images is needed")
-        if conversations and isinstance(conversations[0], dict):  # one conversation instead of a list of them
-            conversations, images = [conversations], None if images is None else [images]
+            raise BadRecord(
+                f"{images_name} is {images!r:.60}, and a list of images is needed"
+            )
+        if conversations and isinstance(
+            conversations[0], dict
+        ):  # one conversation instead of a list of them
+            conversations, images = (
+                [conversations],
+                None if images is None else [images],
+            )
         images = images or [None] * len(conversations)
         if len(images) != len(conversations):
             raise BadRecord(
                 f"{name} has {len(conversations):,d} conversations, and {images_name} {len(images):,d} lists"
             )
-        items = [_item(one, own, name) for one, own in zip(conversations, images, strict=True)]
-        before = fields.get(field) if field == "negatives" else None  # of negatives all are read
-        fields[field] = [*(before if isinstance(before, list) else [before] if before is not None else []), *items]
+        items = [
+            _item(one, own, name)
+            for one, own in zip(conversations, images, strict=True)
+        ]
+        before = (
+            fields.get(field) if field == "negatives" else None
+        )  # of negatives all are read
+        fields[field] = [
+            *(
+                before
+                if isinstance(before, list)
+                else [before]
+                if before is not None
+                else []
+            ),
+            *items,
+        ]
     if record.get("label") is not None:
         fields["score"] = record["label"]
     return fields
@@ -73,6 +107,11 @@ def _item(messages: Any, images: Any, name: str) -> dict[str, Any]:
     images = [] if images is None else images if isinstance(images, list) else [images]
     whole = "\n".join(texts)
     if whole.count(_IMAGE) not in (0, len(images)):
-        raise BadRecord(f"{name} has {whole.count(_IMAGE):,d} {_IMAGE} and {len(images):,d} images")
+        raise BadRecord(
+            f"{name} has {whole.count(_IMAGE):,d} {_IMAGE} and {len(images):,d} images"
+        )
     text = whole.replace(_IMAGE, "").strip() if images else whole
-    return {**({"text": text} if text or not images else {}), **({"images": images} if images else {})}
+    return {
+        **({"text": text} if text or not images else {}),
+        **({"images": images} if images else {}),
+    }

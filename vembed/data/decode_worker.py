@@ -26,7 +26,13 @@ import numpy as np
 from vembed.data.examples import ImageRef
 from vembed.data.images import load_image
 from vembed.data.picture_bytes import Arrays, FirstHalf
-from vembed.data.pipe_messages import command_of, environment, messages, output_for_answers, send
+from vembed.data.pipe_messages import (
+    command_of,
+    environment,
+    messages,
+    output_for_answers,
+    send,
+)
 from vembed.errors import UserError
 
 HALF_BYTES = 16 * 2**20
@@ -39,7 +45,13 @@ _HEADER_BYTES = 4096
 _ALIGNMENT = 64
 _MOST_TRACE = 4000
 """Characters of a traceback in an answer: the answers of a job must fit into the pipe (64 KiB)."""
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+_SIGNALS = {
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+}
 """Signals for a whole process group, which the parent answers by ending its workers when it is ready."""
 
 _Places = dict[str, tuple[str, tuple[int, ...], int]]
@@ -93,13 +105,22 @@ class DecodeWorker:
 
     def send(self, images: Sequence[ImageRef]) -> None:
         """Give the process a job. It has two at most."""
-        self._write(pickle.dumps((self._sent, [(image.path, image.data, image.where) for image in images])))
+        self._write(
+            pickle.dumps(
+                (
+                    self._sent,
+                    [(image.path, image.data, image.where) for image in images],
+                )
+            )
+        )
         self._sent += 1
 
     def receive(self) -> list[Arrays | Exception | None]:
         """Return the pixels of each image of the oldest job, or why there are none; None: they are too large."""
         found = [
-            {name: self._copied(*place) for name, place in one.items()} if isinstance(one, dict) else one
+            {name: self._copied(*place) for name, place in one.items()}
+            if isinstance(one, dict)
+            else one
             for one in self._answer()
         ]
         self._received += 1
@@ -109,7 +130,9 @@ class DecodeWorker:
         """End the process and wait for its end."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # it ended before it read everything
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # it ended before it read everything
                 pipe.close()
         try:
             self._process.wait(SECONDS_TO_END)
@@ -142,7 +165,9 @@ class DecodeWorker:
 
     def _ended(self) -> WorkerEnded:
         code = self._process.wait()
-        reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        reason = (
+            f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        )
         job, position = _HEADER.unpack_from(self._area, 0)
         return WorkerEnded(reason, position if job == self._received else None)
 
@@ -158,19 +183,26 @@ def main(area_number: int) -> None:
     area = mmap.mmap(area_number, 0)
     try:
         first: FirstHalf = pickle.loads(next(jobs))  # from the parent process
-    except Exception as error:  # such as a processor whose code this process does not find
+    except (
+        Exception
+    ) as error:  # such as a processor whose code this process does not find
         send(out, pickle.dumps(f"{type(error).__name__}: {error}"[:_MOST_TRACE]))
         return
     try:
         send(out, pickle.dumps(None))
         for job in jobs:
-            send(out, pickle.dumps(_answers(area, first, *pickle.loads(job))))  # from the parent process
+            send(
+                out, pickle.dumps(_answers(area, first, *pickle.loads(job)))
+            )  # from the parent process
     except BrokenPipeError:  # the parent has ended
         os._exit(0)
 
 
 def _answers(
-    area: mmap.mmap, first: FirstHalf, number: int, images: Sequence[tuple[str | None, bytes | None, str]]
+    area: mmap.mmap,
+    first: FirstHalf,
+    number: int,
+    images: Sequence[tuple[str | None, bytes | None, str]],
 ) -> Any:
     """Decode the images of a job. Return for each the places of its pixels, None if they do not fit, or an error."""
     start = _HEADER_BYTES + number % 2 * HALF_BYTES
@@ -180,7 +212,9 @@ def _answers(
         _HEADER.pack_into(area, 0, number, position)
         try:
             made = first(load_image(ImageRef(*image)))
-            size = sum(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in made.values())
+            size = sum(
+                -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in made.values()
+            )
             answers.append(_written(area, made, start) if start + size <= end else None)
             start += size if start + size <= end else 0
         except UserError as error:
@@ -195,7 +229,9 @@ def _written(area: mmap.mmap, made: Arrays, start: int) -> _Places:
     """Write arrays to the shared memory. Return their places."""
     places = {}
     for name, array in made.items():
-        np.frombuffer(area, array.dtype, array.size, start).reshape(array.shape)[...] = array
+        np.frombuffer(area, array.dtype, array.size, start).reshape(array.shape)[
+            ...
+        ] = array
         places[name] = (array.dtype.str, array.shape, start)
         start += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     return places

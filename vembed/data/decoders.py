@@ -45,7 +45,9 @@ class Decoders:
     program, or when there was nothing to do for a while.
     """
 
-    def __init__(self, decode: Callable[[ImageRef], Arrays], first: FirstHalf, count: int) -> None:
+    def __init__(
+        self, decode: Callable[[ImageRef], Arrays], first: FirstHalf, count: int
+    ) -> None:
         """`decode`: decodes an image in the calling thread. `first`: what the processes apply to a decoded image."""
         self._count = count
         self._work = _Work(first, count)
@@ -57,7 +59,10 @@ class Decoders:
         if self._end is None:
             threads = [
                 threading.Thread(
-                    target=_run, args=(self._work, self._decode), name=f"vembed-images-{number}", daemon=True
+                    target=_run,
+                    args=(self._work, self._decode),
+                    name=f"vembed-images-{number}",
+                    daemon=True,
                 )
                 for number in range(self._count)
             ]
@@ -97,7 +102,10 @@ class _Work:
         self._may_start = count > 1 and hasattr(os, "memfd_create")
         self._waiting: deque[Decoding] = deque()
         self._lock = threading.Lock()
-        self._more, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._more, self._done = (
+            threading.Condition(self._lock),
+            threading.Condition(self._lock),
+        )
         self._num_waited_for = 0
         self._bytes_of_one = 1
         self.is_closed = False
@@ -127,10 +135,17 @@ class _Work:
             if self.is_closed:
                 return []
             fits = max(HALF_BYTES // self._bytes_of_one, 1)
-            count = min(most, fits, max(len(self._waiting) // (2 * self._count), 1), len(self._waiting))
+            count = min(
+                most,
+                fits,
+                max(len(self._waiting) // (2 * self._count), 1),
+                len(self._waiting),
+            )
             return [self._waiting.popleft() for _ in range(count)]
 
-    def finish(self, decodings: Sequence[Decoding], results: Sequence[Arrays | BaseException]) -> None:
+    def finish(
+        self, decodings: Sequence[Decoding], results: Sequence[Arrays | BaseException]
+    ) -> None:
         """Hand over what became of images."""
         with self._lock:
             for decoding, result in zip(decodings, results, strict=True):
@@ -138,7 +153,10 @@ class _Work:
                     decoding.error = result
                 else:
                     decoding.result = result
-                    self._bytes_of_one = max(sum(array.nbytes for array in result.values()), self._bytes_of_one)
+                    self._bytes_of_one = max(
+                        sum(array.nbytes for array in result.values()),
+                        self._bytes_of_one,
+                    )
                 decoding.is_done = True
             self._done.notify_all()
 
@@ -158,14 +176,23 @@ class _Work:
             if self._pickled is None:
                 self._pickled = pickle.dumps(self._first)
             return DecodeWorker(self._pickled)
-        except (OSError, WorkerEnded, pickle.PicklingError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            WorkerEnded,
+            pickle.PicklingError,
+            TypeError,
+            AttributeError,
+        ) as error:
             self.go_without(error)
             return None
 
     def go_without(self, reason: object) -> None:
         """Start no more processes."""
         if self._may_start:
-            log.info("images are decoded by threads only (no process could be started: %s)", reason)
+            log.info(
+                "images are decoded by threads only (no process could be started: %s)",
+                reason,
+            )
         self._may_start = False
 
     def slow_down(self) -> None:
@@ -183,7 +210,9 @@ class _Work:
 def _end(work: _Work, threads: Sequence[threading.Thread]) -> None:
     work.close()
     for thread in threads:
-        if thread is not threading.current_thread():  # the last reference may be given up in any thread
+        if (
+            thread is not threading.current_thread()
+        ):  # the last reference may be given up in any thread
             thread.join()
 
 
@@ -212,7 +241,9 @@ def _run(work: _Work, decode: Callable[[ImageRef], Arrays]) -> None:
             process.close()
 
 
-def _decode_here(decoding: Decoding, work: _Work, decode: Callable[[ImageRef], Arrays]) -> None:
+def _decode_here(
+    decoding: Decoding, work: _Work, decode: Callable[[ImageRef], Arrays]
+) -> None:
     try:
         result: Arrays | BaseException = decode(decoding.image)
     except BaseException as error:  # whoever waits for the image gets it
@@ -220,7 +251,9 @@ def _decode_here(decoding: Decoding, work: _Work, decode: Callable[[ImageRef], A
     work.finish([decoding], [result])
 
 
-def _pass_on(process: DecodeWorker, work: _Work, decode: Callable[[ImageRef], Arrays]) -> None:
+def _pass_on(
+    process: DecodeWorker, work: _Work, decode: Callable[[ImageRef], Arrays]
+) -> None:
     """Have images decoded by a process, until there are none for a while or it ends."""
     sent: deque[list[Decoding]] = deque()
     work.pids.add(process.pid)
@@ -235,7 +268,11 @@ def _pass_on(process: DecodeWorker, work: _Work, decode: Callable[[ImageRef], Ar
             if len(sent) == 2 or not taken:
                 results = process.receive()
                 job = sent.popleft()
-                pairs = [(one, result) for one, result in zip(job, results, strict=True) if result is not None]
+                pairs = [
+                    (one, result)
+                    for one, result in zip(job, results, strict=True)
+                    if result is not None
+                ]
                 work.finish([one for one, _ in pairs], [result for _, result in pairs])
                 for one, result in zip(job, results, strict=True):
                     if result is None:  # too large for the shared memory

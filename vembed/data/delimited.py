@@ -36,13 +36,26 @@ class DelimitedFile(TextFile):
             self._begin, number = self._begin + len(first.encode()), 2
         self._delimiter = said[1] if said else delimiter_of(first, delimiter)
         if self._delimiter != delimiter:
-            log.info("%s: fields are separated by %r, not %r, as its header shows", path, self._delimiter, delimiter)
+            log.info(
+                "%s: fields are separated by %r, not %r, as its header shows",
+                path,
+                self._delimiter,
+                delimiter,
+            )
         self._header: list[str] = []
-        start, size, number, problem = next(self._spans(self._begin, number), (0, 0, number, "there is none"))
+        start, size, number, problem = next(
+            self._spans(self._begin, number), (0, 0, number, "there is none")
+        )
         header = BadRecord(problem) if problem else self._row(self._bytes(start, size))
         if isinstance(header, BadRecord):
-            hint = ", or let `vembed init --data` make such a copy" if "not UTF-8" in str(header) else ""
-            raise UserError(f"{self.where(number)}: the header cannot be read: {header}{hint}")
+            hint = (
+                ", or let `vembed init --data` make such a copy"
+                if "not UTF-8" in str(header)
+                else ""
+            )
+            raise UserError(
+                f"{self.where(number)}: the header cannot be read: {header}{hint}"
+            )
         self._header = header
         self._data = start + size, number + self._bytes(start, size).count(b"\n")
         self._check_header(columns)
@@ -72,14 +85,20 @@ class DelimitedFile(TextFile):
             columns.check(self._header)
         except UserError as error:
             is_odd = not guess_mapping(self._header, ("query", "positive"))
-            hint = "; the first line of the file is taken for the names of the columns" if is_odd else ""
+            hint = (
+                "; the first line of the file is taken for the names of the columns"
+                if is_odd
+                else ""
+            )
             raise UserError(f"{self.name}: {error}{hint}") from error
 
     def _first_line(self) -> str:
         with self._from(self._begin) as file:
             return file.readline(MAX_RECORD).decode(errors="replace")
 
-    def _spans(self, start: int, number: int) -> Iterator[tuple[int, int, int, str | None]]:
+    def _spans(
+        self, start: int, number: int
+    ) -> Iterator[tuple[int, int, int, str | None]]:
         """Yield the position, size, first line and problem of each record.
 
         An unclosed quote would consume the records after it, so an unparsable record ends with its first line.
@@ -94,9 +113,17 @@ class DelimitedFile(TextFile):
                     row = next(rows, None)
                     if row is None:
                         return
-                    if self._header and len(row) != len(self._header) and feed.num_lines > 1:
+                    if (
+                        self._header
+                        and len(row) != len(self._header)
+                        and feed.num_lines > 1
+                    ):
                         problem = f"quoted over {feed.num_lines:,d} lines, which make {len(row):,d} cells"
-                    elif self._header and feed.num_lines > 1 and self._are_rows(start, feed.size):
+                    elif (
+                        self._header
+                        and feed.num_lines > 1
+                        and self._are_rows(start, feed.size)
+                    ):
                         problem = f"quoted over {feed.num_lines:,d} lines, each of which is a row"
                 except csv.Error as error:
                     problem = f"not CSV ({_reason(error)})"
@@ -107,7 +134,9 @@ class DelimitedFile(TextFile):
                     size, num_lines = feed.first_size, 1
                     file.seek(start + size)
                 if self._is_tsv and size <= MAX_RECORD:
-                    problem = None  # quotes in TSV may be ordinary characters: `_row` decides
+                    problem = (
+                        None  # quotes in TSV may be ordinary characters: `_row` decides
+                    )
                 yield start, size, number, problem
                 start += size
                 number += num_lines
@@ -115,7 +144,9 @@ class DelimitedFile(TextFile):
     def _are_rows(self, start: int, size: int) -> bool:
         """Return whether each line of a record in TSV is a row: its quotes are ordinary characters then."""
         lines = self._bytes(start, size).rstrip(b"\r\n").split(b"\n")
-        return self._is_tsv and all(line.count(b"\t") == len(self._header) - 1 for line in lines)
+        return self._is_tsv and all(
+            line.count(b"\t") == len(self._header) - 1 for line in lines
+        )
 
     @property
     def _is_tsv(self) -> bool:
@@ -126,14 +157,20 @@ class DelimitedFile(TextFile):
         if isinstance(row, BadRecord):
             return row
         if len(row) != len(self._header):
-            return BadRecord(f"the number of cells is {len(row):,d}, and the header has {len(self._header):,d}")
-        return {name: cell or None for name, cell in zip(self._header, row, strict=True)}
+            return BadRecord(
+                f"the number of cells is {len(row):,d}, and the header has {len(self._header):,d}"
+            )
+        return {
+            name: cell or None for name, cell in zip(self._header, row, strict=True)
+        }
 
     def _row(self, raw: bytes) -> list[str] | BadRecord:
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
-            return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the record): save the file as UTF-8")
+            return BadRecord(
+                f"not UTF-8 (byte {error.start + 1:,d} of the record): save the file as UTF-8"
+            )
         try:
             row = next(csv.reader([text], delimiter=self._delimiter, strict=True), [])
             if not self._is_tsv or len(row) == len(self._header):

@@ -34,7 +34,9 @@ class DirectFile:
         done = 0
         while done < len(more):
             size = min(len(more) - done, BUFFER_BYTES - self._filled)
-            self._buffers[0][self._filled : self._filled + size] = more[done : done + size]
+            self._buffers[0][self._filled : self._filled + size] = more[
+                done : done + size
+            ]
             done, self._filled = done + size, self._filled + size
             if self._filled == BUFFER_BYTES:
                 self._wait()
@@ -56,7 +58,9 @@ class DirectFile:
             return
         try:
             self._wait()
-            self._set_direct(False)  # the end of the file may be in the middle of a block
+            self._set_direct(
+                False
+            )  # the end of the file may be in the middle of a block
             self._write_all(self._buffers[0][: self._filled])
         finally:
             self.abandon()
@@ -87,6 +91,10 @@ class DirectFile:
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | flag if self._is_direct else flags & ~flag)
+            fcntl.fcntl(
+                self._file,
+                fcntl.F_SETFL,
+                flags | flag if self._is_direct else flags & ~flag,
+            )
         except OSError:
             self._is_direct = False

@@ -10,7 +10,9 @@ import numpy as np
 Value = TypeVar("Value")
 
 
-def distinct(values: Sequence[Value], key: Callable[[Value], Hashable]) -> tuple[list[Value], np.ndarray]:
+def distinct(
+    values: Sequence[Value], key: Callable[[Value], Hashable]
+) -> tuple[list[Value], np.ndarray]:
     """Return the first value of each key, and for every value the position of its equal among them, int64 [n]."""
     position: dict[Hashable, int] = {}
     firsts: list[Value] = []

@@ -36,7 +36,9 @@ class ImageRef:
 
     def identity(self) -> bytes:
         """Return bytes that identify the image, without decoding it."""
-        return self.data if self.data is not None else b"path:" + str(self.path).encode()
+        return (
+            self.data if self.data is not None else b"path:" + str(self.path).encode()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,13 @@ class Item:
 
     def read_from(self, where: str) -> Item:
         """Return the item with the file and line of its record on its images."""
-        return replace(self, images=tuple(replace(one, where=where) for one in self.images)) if self.images else self
+        return (
+            replace(
+                self, images=tuple(replace(one, where=where) for one in self.images)
+            )
+            if self.images
+            else self
+        )
 
     def key(self) -> int:
         """Return a 63-bit hash of the content, equal on every process and in every run."""
@@ -61,7 +69,9 @@ class Item:
             digest.update(b"t" + self.text.encode("utf-8", "surrogatepass"))
         for image in self.images:
             digest.update(b"\x00i" + image.identity())
-        return int.from_bytes(digest.digest(), "little") >> 1  # 63 bits: fits a signed int64 tensor
+        return (
+            int.from_bytes(digest.digest(), "little") >> 1
+        )  # 63 bits: fits a signed int64 tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,9 @@ class Example:
 
     def naming_images(self) -> Example:
         """Return the example with its file and line on its images."""
-        if not self.where or not any(item.images for item in (self.query, *self.positives, *self.negatives)):
+        if not self.where or not any(
+            item.images for item in (self.query, *self.positives, *self.negatives)
+        ):
             return self
         return replace(
             self,
@@ -120,7 +132,11 @@ class ReadAs:
         return self._item(item, self.document_prompt)
 
     def _item(self, item: Item, prompt: str | None) -> Item:
-        return replace(item, prompt=prompt if item.prompt is None else item.prompt, max_length=self.max_length)
+        return replace(
+            item,
+            prompt=prompt if item.prompt is None else item.prompt,
+            max_length=self.max_length,
+        )
 
 
 class BadRecord(UserError):  # noqa: N818 - it names the record, not an error of ours

@@ -15,7 +15,9 @@ from vembed.data.features import Features
 from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
 
 SUFFIX = ".features"
-KIND = StoreKind("cache_frozen_features", "features of this tower", SUFFIX, b"vembed features 1")
+KIND = StoreKind(
+    "cache_frozen_features", "features of this tower", SUFFIX, b"vembed features 1"
+)
 
 
 class FeatureStore(RowStore):

@@ -15,8 +15,8 @@ from vembed.data.picture_bytes import PIXELS
 from vembed.data.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
-from vembed.families.description import ModelDescription
-from vembed.families.table import Modality
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.table import Modality
 
 _ENTRY_BYTES = 400
 """Estimated overhead of one cached entry besides its token ids, in bytes."""
@@ -56,17 +56,25 @@ class Featuriser:
         """`cache_bytes` limits the features in memory (once full, further ones are not cached), `image_cache_bytes` the
         pixels (the most recently used are kept). `decoders`: images that are decoded at once; None: one per core."""
         self.description = description
-        self._prompts: dict[Kind, str] = {"query": description.query_prompt, "document": description.document_prompt}
+        self._prompts: dict[Kind, str] = {
+            "query": description.query_prompt,
+            "document": description.document_prompt,
+        }
         # If both prompts are equal, one cache entry serves both kinds.
         same = description.query_prompt == description.document_prompt
-        self._cache_kind: dict[Kind, Kind] = {"query": "query", "document": "query" if same else "document"}
+        self._cache_kind: dict[Kind, Kind] = {
+            "query": "query",
+            "document": "query" if same else "document",
+        }
         self._cache: dict[Address, Features] = {}
         self._cache_bytes_left = cache_bytes
         self._chat: ChatProcessing | None = None
         self._text: TextProcessing | None = None
         self._pixels: Pixels | None = None
         if description.modalities != ("text",):
-            self._pixels = Pixels(description, cache_bytes=image_cache_bytes, decoders=decoders)
+            self._pixels = Pixels(
+                description, cache_bytes=image_cache_bytes, decoders=decoders
+            )
         if "multimodal" in description.modalities:
             assert self._pixels is not None
             self._chat = ChatProcessing(description, self._pixels)
@@ -76,12 +84,25 @@ class Featuriser:
     def features(self, items: Sequence[tuple[Item, Kind]]) -> list[Features]:
         """Return the features of each (item, kind), in order. Reads only the headers of images."""
         addresses: list[Address] = [
-            (item.key(), self._cache_kind[kind], item.prompt, item.max_length) for item, kind in items
+            (item.key(), self._cache_kind[kind], item.prompt, item.max_length)
+            for item, kind in items
         ]
-        found = {address: self._cache[address] for address in addresses if address in self._cache}
-        missing = {address: item for address, (item, _) in zip(addresses, items, strict=True) if address not in found}
+        found = {
+            address: self._cache[address]
+            for address in addresses
+            if address in self._cache
+        }
+        missing = {
+            address: item
+            for address, (item, _) in zip(addresses, items, strict=True)
+            if address not in found
+        }
         for modality in self.description.modalities if missing else ():
-            of_modality = {address: item for address, item in missing.items() if self._modality(item) == modality}
+            of_modality = {
+                address: item
+                for address, item in missing.items()
+                if self._modality(item) == modality
+            }
             made = self._make(modality, of_modality) if of_modality else {}
             found.update(made)
             self._keep(made)
@@ -96,7 +117,11 @@ class Featuriser:
 
     def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what `joined` has given as the model takes it: pixels of 8 bits become numbers on their device."""
-        return batch if self._pixels is None or PIXELS not in batch else self._pixels.finished(batch)
+        return (
+            batch
+            if self._pixels is None or PIXELS not in batch
+            else self._pixels.finished(batch)
+        )
 
     def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
         """Return the tensors of features of one modality as they are moved to the device: `collate` without its end."""
@@ -137,9 +162,14 @@ class Featuriser:
         return self.features([(item, "document")])[0]
 
     def _modality(self, item: Item) -> Modality:
-        modalities, name = self.description.modalities, self.description.name or self.description.source
+        modalities, name = (
+            self.description.modalities,
+            self.description.name or self.description.source,
+        )
         if item.text is None and not item.images:
-            raise UserError("an item has neither a text nor an image; give it one of them")
+            raise UserError(
+                "an item has neither a text nor an image; give it one of them"
+            )
         if not item.images:
             if "text" not in modalities:
                 raise UserError(
@@ -150,7 +180,9 @@ class Featuriser:
         if "multimodal" in modalities:
             return "multimodal"
         if "image" not in modalities:
-            raise UserError(f"{name} embeds texts only, and got an item with an image; give it texts")
+            raise UserError(
+                f"{name} embeds texts only, and got an item with an image; give it texts"
+            )
         if item.text is not None or len(item.images) > 1:
             raise UserError(
                 f"{name} embeds a text or one image, and got an item with {len(item.images)} image(s)"
@@ -158,31 +190,59 @@ class Featuriser:
             )
         return "image"
 
-    def _make(self, modality: Modality, items: Mapping[Address, Item]) -> dict[Address, Features]:
+    def _make(
+        self, modality: Modality, items: Mapping[Address, Item]
+    ) -> dict[Address, Features]:
         """Return the features of items of one modality."""
         if modality == "image":
             assert self._pixels is not None
             length = self._pixels.num_patches
             return {
-                address: Features(modality, length, _key(modality, None, item.images), address[0], None, item.images)
+                address: Features(
+                    modality,
+                    length,
+                    _key(modality, None, item.images),
+                    address[0],
+                    None,
+                    item.images,
+                )
                 for address, item in items.items()
             }
-        prompts = [self._prompts[kind] if prompt is None else prompt for _, kind, prompt, _ in items]
+        prompts = [
+            self._prompts[kind] if prompt is None else prompt
+            for _, kind, prompt, _ in items
+        ]
         limits = [limit for _, _, _, limit in items]
         if modality == "multimodal":
             assert self._chat is not None
-            texts, images = [item.text for item in items.values()], [item.images for item in items.values()]
-            rows = self._chat.encode_with_images(prompts, texts, images)  # an image has no part to cut
+            texts, images = (
+                [item.text for item in items.values()],
+                [item.images for item in items.values()],
+            )
+            rows = self._chat.encode_with_images(
+                prompts, texts, images
+            )  # an image has no part to cut
         elif self._chat is not None:
-            rows = self._chat.encode_texts(prompts, [item.text or "" for item in items.values()], limits)
+            rows = self._chat.encode_texts(
+                prompts, [item.text or "" for item in items.values()], limits
+            )
         else:
             rows = self._text_processing().encode(
-                [prompt + (item.text or "") for prompt, item in zip(prompts, items.values(), strict=True)], limits
+                [
+                    prompt + (item.text or "")
+                    for prompt, item in zip(prompts, items.values(), strict=True)
+                ],
+                limits,
             )
         fixed = (self._chat or self._text_processing()).padding.fixed_length
         return {
             address: Features(
-                modality, fixed or len(row), _key(modality, row, item.images), address[0], row, item.images
+                modality,
+                fixed or len(row),
+                _key(modality, row, item.images),
+                address[0],
+                row,
+                item.images,
             )
             for (address, item), row in zip(items.items(), rows, strict=True)
         }
@@ -193,7 +253,9 @@ class Featuriser:
             if one.token_ids is None:
                 continue  # cheap to make again, and may hold the bytes of the image file
             self._cache_bytes_left -= (
-                _ENTRY_BYTES + one.token_ids.nbytes + sum(len(image.data or b"") for image in one.images)
+                _ENTRY_BYTES
+                + one.token_ids.nbytes
+                + sum(len(image.data or b"") for image in one.images)
             )
             if self._cache_bytes_left < 0:
                 return
@@ -204,7 +266,9 @@ class Featuriser:
         return self._text
 
 
-def _key(modality: Modality, token_ids: np.ndarray | None, images: Sequence[ImageRef]) -> int:
+def _key(
+    modality: Modality, token_ids: np.ndarray | None, images: Sequence[ImageRef]
+) -> int:
     """Return the 63-bit hash of a model input, from token ids and images."""
     digest = hashlib.blake2b(modality.encode(), digest_size=8)
     if token_ids is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vembed.data.features import Features, Featuriser
-from vembed.families.table import Modality
+from vembed.models.families.table import Modality
 from vembed.models.packing import TOKENS, token_index
 
 ModalitySlice = tuple[Modality, list[int]]
@@ -26,24 +26,36 @@ MICRO_BATCHES_AHEAD = 2
 class Feeder:
     """Converter from micro-batches of indices to the tensors of a forward pass."""
 
-    def __init__(self, featuriser: Featuriser, device: torch.device, *, packs_texts: bool = False) -> None:
+    def __init__(
+        self, featuriser: Featuriser, device: torch.device, *, packs_texts: bool = False
+    ) -> None:
         """`packs_texts`: the model removes the padding of texts."""
         self.featuriser = featuriser
         self.device = device
         self.packs_texts = packs_texts
         self.pool: ThreadPoolExecutor | None = None
 
-    def feed(self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]) -> Iterator[ModelInputs]:
+    def feed(
+        self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]
+    ) -> Iterator[ModelInputs]:
         """Yield the inputs of each micro-batch, in order."""
         # Texts only: nothing is to be decoded, so no thread is needed.
-        if all(modality == "text" for micro_batch in micro_batches for modality, _ in micro_batch):
+        if all(
+            modality == "text"
+            for micro_batch in micro_batches
+            for modality, _ in micro_batch
+        ):
             for micro_batch in micro_batches:
                 yield self._to_device(self._collate(micro_batch, features))
             return
         if self.pool is None:
             # These only wait for images and join them; the featuriser's decoders work elsewhere.
-            self.pool = ThreadPoolExecutor(MICRO_BATCHES_AHEAD + 1, thread_name_prefix="vembed-collate")
-        self.featuriser.decode_ahead([features[row] for one in micro_batches for _, rows in one for row in rows])
+            self.pool = ThreadPoolExecutor(
+                MICRO_BATCHES_AHEAD + 1, thread_name_prefix="vembed-collate"
+            )
+        self.featuriser.decode_ahead(
+            [features[row] for one in micro_batches for _, rows in one for row in rows]
+        )
         waiting: deque[Future[ModelInputs]] = deque()
         for micro_batch in micro_batches:
             waiting.append(self.pool.submit(self._collate, micro_batch, features))
@@ -52,7 +64,9 @@ class Feeder:
         while waiting:
             yield self._to_device(waiting.popleft().result())
 
-    def padded_tokens(self, micro_batch: MicroBatch, features: Sequence[Features]) -> int:
+    def padded_tokens(
+        self, micro_batch: MicroBatch, features: Sequence[Features]
+    ) -> int:
         """Return the tokens and patches of a micro-batch, including padding that the model computes."""
         total = 0
         for modality, rows in micro_batch:
@@ -61,28 +75,52 @@ class Feeder:
             total += sum(lengths) if is_packed else len(rows) * max(lengths, default=0)
         return total
 
-    def _collate(self, micro_batch: MicroBatch, features: Sequence[Features]) -> ModelInputs:
+    def _collate(
+        self, micro_batch: MicroBatch, features: Sequence[Features]
+    ) -> ModelInputs:
         """Return the tensors of a micro-batch on the host. With images this runs in a thread beside the step."""
         inputs = []
         for modality, rows in micro_batch:
-            chosen = [features[row] for row in rows] or [self.featuriser.dummy(modality)]
+            chosen = [features[row] for row in rows] or [
+                self.featuriser.dummy(modality)
+            ]
             if self.device.type != "cuda":
                 inputs.append((modality, self.featuriser.collate(chosen)))
                 continue
-            batch = self.featuriser.joined(chosen)  # pixels of 8 bits, which become numbers on the GPU
+            batch = self.featuriser.joined(
+                chosen
+            )  # pixels of 8 bits, which become numbers on the GPU
             if modality == "text" and "attention_mask" in batch:
-                batch[TOKENS] = token_index(batch["attention_mask"])  # on the GPU this would force a sync
-            inputs.append((modality, {name: pinned(tensor, self.device) for name, tensor in batch.items()}))
+                batch[TOKENS] = token_index(
+                    batch["attention_mask"]
+                )  # on the GPU this would force a sync
+            inputs.append(
+                (
+                    modality,
+                    {
+                        name: pinned(tensor, self.device)
+                        for name, tensor in batch.items()
+                    },
+                )
+            )
         return inputs
 
     def _to_device(self, inputs: ModelInputs) -> ModelInputs:
         if self.device.type != "cuda":
             return inputs
         moved = [
-            (modality, {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()})
+            (
+                modality,
+                {
+                    name: tensor.to(self.device, non_blocking=True)
+                    for name, tensor in batch.items()
+                },
+            )
             for modality, batch in inputs
         ]
-        return [(modality, self.featuriser.finished(batch)) for modality, batch in moved]
+        return [
+            (modality, self.featuriser.finished(batch)) for modality, batch in moved
+        ]
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:

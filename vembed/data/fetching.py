@@ -36,20 +36,32 @@ def is_address(path: str) -> bool:
 def unpacked_copy(path: Path, cache: Path) -> Path:
     """Return a file without gzip, zstd or bzip2, in the cache folder; unpacked once for each version of it."""
     name = path.with_suffix("").name
-    target = cache / "unpacked" / f"{short_hash(str(path.absolute()))}-{short_hash(stamp(path))}" / name
+    target = (
+        cache
+        / "unpacked"
+        / f"{short_hash(str(path.absolute()))}-{short_hash(stamp(path))}"
+        / name
+    )
     if target.exists():
         return target
     most = max(MOST, MOST_TIMES * path.stat().st_size)
     title = f"unpacking {path}"
-    with _partial(target, str(path)) as partial, ProgressReport(title, say=log.info) as say:
+    with (
+        _partial(target, str(path)) as partial,
+        ProgressReport(title, say=log.info) as say,
+    ):
         try:
-            with pa.CompressedInputStream(pa.OSFile(str(path)), CODECS[path.suffix.lower()]) as source:
+            with pa.CompressedInputStream(
+                pa.OSFile(str(path)), CODECS[path.suffix.lower()]
+            ) as source:
                 _copy(source, partial, say, str(path), most)
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             reason = str(error).splitlines()[0]
-            raise UserError(f"{path} cannot be unpacked as {CODECS[path.suffix.lower()]}: {reason}") from error
+            raise UserError(
+                f"{path} cannot be unpacked as {CODECS[path.suffix.lower()]}: {reason}"
+            ) from error
     _remove_older(target)
     return target
 
@@ -63,23 +75,39 @@ def fetched_copies(address: str, cache: Path) -> list[tuple[str, Path]]:
         found = sorted(files.glob(place)) if is_pattern(place) else [place]
         if not found:
             raise UserError(f"{address} names no file")
-        return [(files.unstrip_protocol(one), _fetched(files, one, cache)) for one in found]
+        return [
+            (files.unstrip_protocol(one), _fetched(files, one, cache)) for one in found
+        ]
     except ImportError as error:
         scheme = address.partition("://")[0]
-        raise UserError(f"{address} cannot be opened: {error} (a package for {scheme}:// is missing)") from error
+        raise UserError(
+            f"{address} cannot be opened: {error} (a package for {scheme}:// is missing)"
+        ) from error
     except (OSError, ValueError) as error:
         reason = str(error) or type(error).__name__
-        raise UserError(f"{address} cannot be read: {reason.splitlines()[0]}") from error
+        raise UserError(
+            f"{address} cannot be read: {reason.splitlines()[0]}"
+        ) from error
 
 
 def _fetched(files: Any, place: str, cache: Path) -> Path:
     facts = files.info(place)
     if facts["type"] != "file":
-        raise UserError(f"{files.unstrip_protocol(place)} is a folder: name its files, as in .../*.jsonl")
+        raise UserError(
+            f"{files.unstrip_protocol(place)} is a folder: name its files, as in .../*.jsonl"
+        )
     # What tells versions apart depends on the store: an entity tag, a time, or the size alone.
-    version = [str(facts.get(one)) for one in ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")]
+    version = [
+        str(facts.get(one))
+        for one in ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")
+    ]
     address = files.unstrip_protocol(place)
-    target = cache / "fetched" / f"{short_hash(address)}-{short_hash(version)}" / Path(place).name
+    target = (
+        cache
+        / "fetched"
+        / f"{short_hash(address)}-{short_hash(version)}"
+        / Path(place).name
+    )
     if not target.exists():
         with (
             _partial(target, address) as partial,
@@ -96,14 +124,22 @@ def is_pattern(path: str) -> bool:
     return any(one in path for one in "*?[")
 
 
-def _copy(source: Any, target: Path, say: Callable[[int, int | None], None], name: str, most: int | None) -> None:
+def _copy(
+    source: Any,
+    target: Path,
+    say: Callable[[int, int | None], None],
+    name: str,
+    most: int | None,
+) -> None:
     done = 0
     with target.open("wb") as file:
         while piece := source.read(PIECE):
             file.write(piece)
             done += len(piece)
             if most is not None and done > most:
-                raise UserError(f"{name} unpacks to more than {most:,d} bytes, which no texts do")
+                raise UserError(
+                    f"{name} unpacks to more than {most:,d} bytes, which no texts do"
+                )
             say(done, None)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 BLOCK = 2**20
 
 
-def add_content(digest: Any, path: Path, *, pieces: int, piece_bytes: int, whole_bytes: int) -> None:
+def add_content(
+    digest: Any, path: Path, *, pieces: int, piece_bytes: int, whole_bytes: int
+) -> None:
     """Add a file to a digest of hashlib: whole up to `whole_bytes`, otherwise the first piece, the last one, and those
     at equal distances between them."""
     size = path.stat().st_size

@@ -21,10 +21,14 @@ SHORTEST = 24
 """Characters that a text needs for a near-duplicate: shorter ones must be equal."""
 MOST_COMPARED = 500_000
 """With more queries only equal ones are kept together."""
-_MIX = np.random.default_rng(0).integers(1, 2**31 - 1, size=(2, NUM_HASHES), dtype=np.int64)
+_MIX = np.random.default_rng(0).integers(
+    1, 2**31 - 1, size=(2, NUM_HASHES), dtype=np.int64
+)
 
 
-def hold_out(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore, list[tuple[int, Example]]]:
+def hold_out(
+    store: ExampleStore, share: float, seed: int
+) -> tuple[ExampleStore, list[tuple[int, Example]]]:
     """Return the training part of the store and the examples held out, each with the number of its source."""
     groups = query_groups(store)
     # By a hash of seed and content: what is held out does not depend on the order of the records.
@@ -48,7 +52,10 @@ def hold_out(store: ExampleStore, share: float, seed: int) -> tuple[ExampleStore
             f"val_split: {share:g} of {len(store):,d} examples with {len(sizes):,d} different queries leaves nothing "
             "to train on (equal and nearly equal queries are held out together); give val_data_path, or more data"
         )
-    held = [(store.source_of(int(index)), store[int(index)]) for index in np.flatnonzero(is_held)]
+    held = [
+        (store.source_of(int(index)), store[int(index)])
+        for index in np.flatnonzero(is_held)
+    ]
     return store.subset(~is_held, note=f"val_split {share:g}"), held
 
 
@@ -90,8 +97,14 @@ def _joined(texts: dict[int, str]) -> dict[int, int]:
 
 
 def _signature(text: str) -> np.ndarray:
-    shingles = {text[start : start + SHINGLE] for start in range(max(len(text) - SHINGLE + 1, 1))}
-    hashes = np.asarray([zlib.crc32(one.encode("utf-8", "surrogatepass")) >> 1 for one in shingles], dtype=np.int64)
+    shingles = {
+        text[start : start + SHINGLE]
+        for start in range(max(len(text) - SHINGLE + 1, 1))
+    }
+    hashes = np.asarray(
+        [zlib.crc32(one.encode("utf-8", "surrogatepass")) >> 1 for one in shingles],
+        dtype=np.int64,
+    )
     mixed = (hashes[:, None] * (_MIX[0] | 1) + _MIX[1]) % (2**31 - 1)
     lowest: np.ndarray = mixed.min(axis=0)
     return lowest

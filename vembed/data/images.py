@@ -32,16 +32,58 @@ LONGEST_NAME = 64
 _ENCODED = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """Beginnings of images in base64: a data URI, PNG, JPEG, GIF and WebP."""
 
-IMAGE_SUFFIXES = frozenset({
-    ".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif",
-    ".ppm", ".pgm", ".pbm", ".pnm", ".jp2", ".j2k",
-})  # fmt: skip
+IMAGE_SUFFIXES = frozenset(
+    {
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".mpo",
+        ".png",
+        ".apng",
+        ".webp",
+        ".gif",
+        ".bmp",
+        ".tif",
+        ".tiff",
+        ".avif",
+        ".ppm",
+        ".pgm",
+        ".pbm",
+        ".pnm",
+        ".jp2",
+        ".j2k",
+    }
+)
 """Endings of files that are taken for images in a folder."""
-IMAGE_PATH = re.compile(rf"\S.*({'|'.join(map(re.escape, sorted(IMAGE_SUFFIXES)))})", re.IGNORECASE)
+IMAGE_PATH = re.compile(
+    rf"\S.*({'|'.join(map(re.escape, sorted(IMAGE_SUFFIXES)))})", re.IGNORECASE
+)
 """Texts that are probably paths of images."""
-_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+_FORMATS = (
+    "JPEG",
+    "MPO",
+    "PNG",
+    "WEBP",
+    "GIF",
+    "BMP",
+    "TIFF",
+    "PPM",
+    "JPEG2000",
+    "AVIF",
+)
 # Exceptions that Pillow's readers raise on broken files.
-_BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, OverflowError, MemoryError, struct.error)
+_BROKEN = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    EOFError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+)
 # EXIF orientation values.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -87,7 +129,9 @@ class ImageRoot:
 
     def _address(self, address: str) -> ImageRef:
         if not address.startswith(("http://", "https://")):
-            raise BadRecord(f"image address {shown(address, 200)} is neither a path nor http(s)")
+            raise BadRecord(
+                f"image address {shown(address, 200)} is neither a path nor http(s)"
+            )
         if not self.allow_urls:
             raise BadRecord(
                 f"image {shown(address, 200)} is an address, and none is fetched unless allow_image_urls: true"
@@ -99,8 +143,12 @@ class ImageRoot:
         parent = whole.rpartition("/")[0]
         known = self._inside.get(parent)
         if known is None:
-            known = self._inside[parent] = _is_in(parent, self.folder) and _is_in(os.path.realpath(parent), self._real)
-        return known and (not _is_link(whole) or _is_in(os.path.realpath(whole), self._real))
+            known = self._inside[parent] = _is_in(parent, self.folder) and _is_in(
+                os.path.realpath(parent), self._real
+            )
+        return known and (
+            not _is_link(whole) or _is_in(os.path.realpath(whole), self._real)
+        )
 
 
 def check_image(image: ImageRef) -> None:
@@ -141,7 +189,11 @@ def load_image(image: ImageRef) -> Image.Image:
 def image_size(image: ImageRef) -> tuple[int, int]:
     """Return width and height of the image that `load_image` returns, from the file's header only."""
     with _named(image), _opened(image) as file, _parsed(file) as picture:
-        return (picture.height, picture.width) if _turn(picture) in _SIDEWAYS else picture.size
+        return (
+            (picture.height, picture.width)
+            if _turn(picture) in _SIDEWAYS
+            else picture.size
+        )
 
 
 def _is_in(path: str, folder: str) -> bool:
@@ -163,16 +215,30 @@ def _named(image: ImageRef) -> Iterator[None]:
     except UserError as error:
         raise UserError(f"{image_name(image)} {error}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{image_name(image)} has more than {MAX_PIXELS:,d} pixels: scale it down") from error
+        raise UserError(
+            f"{image_name(image)} has more than {MAX_PIXELS:,d} pixels: scale it down"
+        ) from error
     except UnidentifiedImageError as error:
         known = ", ".join(_formats())
-        texts = "; if the column holds texts, write it as strings, not as bytes" if _is_text(image.data) else ""
-        raise UserError(f"{image_name(image)} is none, or of an unknown format (known: {known}){texts}") from error
+        texts = (
+            "; if the column holds texts, write it as strings, not as bytes"
+            if _is_text(image.data)
+            else ""
+        )
+        raise UserError(
+            f"{image_name(image)} is none, or of an unknown format (known: {known}){texts}"
+        ) from error
     except FileNotFoundError as error:
         raise UserError(f"{image_name(image)} does not exist") from error
     except (*_BROKEN, zlib.error) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"{image_name(image)} is broken or cannot be read: {reason or type(error).__name__}") from error
+        reason = (
+            error.strerror
+            if isinstance(error, OSError) and error.strerror
+            else str(error)
+        )
+        raise UserError(
+            f"{image_name(image)} is broken or cannot be read: {reason or type(error).__name__}"
+        ) from error
 
 
 def _is_text(data: bytes | None) -> bool:
@@ -184,7 +250,11 @@ def _is_text(data: bytes | None) -> bool:
 
 def image_name(image: ImageRef) -> str:
     """Return what messages call an image."""
-    name = f"of {len(image.data or b''):,d} bytes" if image.path is None else shown(image.path, 300)
+    name = (
+        f"of {len(image.data or b''):,d} bytes"
+        if image.path is None
+        else shown(image.path, 300)
+    )
     return f"image {name} ({image.where})" if image.where else f"image {name}"
 
 
@@ -208,7 +278,9 @@ def _check_size(size: int) -> None:
     if size == 0:
         raise UserError("is empty")
     if size > MAX_BYTES:
-        raise UserError(f"has {size:,d} bytes, and at most {MAX_BYTES:,d} are read: scale it down")
+        raise UserError(
+            f"has {size:,d} bytes, and at most {MAX_BYTES:,d} are read: scale it down"
+        )
 
 
 @contextmanager
@@ -218,7 +290,9 @@ def _parsed(file: BinaryIO) -> Iterator[Image.Image]:
             raise Image.DecompressionBombError
         if picture.mode == "F" or (picture.mode == "I" and picture.format == "TIFF"):
             kind = "floating-point" if picture.mode == "F" else "signed or 32-bit"
-            raise UserError(f"has {kind} pixels, whose range is unknown: convert it to 8 bits")
+            raise UserError(
+                f"has {kind} pixels, whose range is unknown: convert it to 8 bits"
+            )
         yield picture
 
 
@@ -248,7 +322,9 @@ def _turn(picture: Image.Image) -> Image.Transpose | None:
 def _rgb(picture: Image.Image) -> Image.Image:
     if picture.mode == "RGB":  # `convert` would copy it
         return picture
-    if picture.mode.startswith("I"):  # 16 bits: `convert` would clip everything above 255
+    if picture.mode.startswith(
+        "I"
+    ):  # 16 bits: `convert` would clip everything above 255
         picture = picture.convert("I").point(lambda value: value / 257).convert("L")
     if picture.mode == "P" and "transparency" in picture.info:
         picture = picture.convert("RGBA")

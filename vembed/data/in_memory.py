@@ -31,12 +31,21 @@ def as_path(name: str, value: Any) -> Any:
             f"{name} is a DatasetDict with the splits {listed(value)}: give one of them, such as "
             f"data[{next(iter(value), 'train')!r}]"
         )
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) and "path" not in one for one in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(one, Mapping) and "path" not in one for one in value)
+    ):
         return _stored_rows(name, value)
     if isinstance(value, list):
-        return [as_path(name, one) if isinstance(one, Path) or _is_dataset(one) else one for one in value]
+        return [
+            as_path(name, one) if isinstance(one, Path) or _is_dataset(one) else one
+            for one in value
+        ]
     if isinstance(value, Mapping) and name == "val_data_path":
-        raise UserError(f"{name} is one dict: give a list of dicts, one for each record")
+        raise UserError(
+            f"{name} is one dict: give a list of dicts, one for each record"
+        )
     return value
 
 
@@ -58,10 +67,15 @@ def _stored_table(name: str, table: Any) -> str:
     sink = pa.BufferOutputStream()
     try:
         pq.write_table(
-            table if isinstance(table, pa.Table) else pa.Table.from_pandas(table, preserve_index=False), sink
+            table
+            if isinstance(table, pa.Table)
+            else pa.Table.from_pandas(table, preserve_index=False),
+            sink,
         )
     except pa.ArrowException as error:
-        raise UserError(f"{name}: the table has a column of mixed types: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"{name}: the table has a column of mixed types: {str(error).splitlines()[0]}"
+        ) from error
     return _stored(sink.getvalue().to_pybytes(), "parquet")
 
 
@@ -79,7 +93,12 @@ def _stored_rows(name: str, rows: list[Mapping[str, Any]]) -> str:
     lines = []
     for number, row in enumerate(rows, 1):
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            lines.append(
+                json.dumps(dict(row), ensure_ascii=False).encode(
+                    "utf-8", "surrogatepass"
+                )
+                + b"\n"
+            )
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{name}, record {number}: {error}; records in a list hold texts, numbers and paths of images (a "

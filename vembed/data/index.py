@@ -86,7 +86,9 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
     """
     parts = reader.parts()
     with _Hash(reader.files()) as hashed:
-        say = _progress(reader.name, sum(part.stop - part.start for part in parts), hashed)
+        say = _progress(
+            reader.name, sum(part.stop - part.start for part in parts), hashed
+        )
         # Where to check does not change what is found: the parts and their order are the same.
         if num_workers(len(parts)) > 1:
             found = in_processes(reader, form, parts, with_keys=with_keys, say=say)
@@ -101,9 +103,14 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
         if part.file != file:
             first, file = part.first_line, part.file
         lines.append(one.lines + first)
-        problems += [f"{reader.where(first + line)}: {reason}" for line, reason in one.problems]
+        problems += [
+            f"{reader.where(first + line)}: {reason}" for line, reason in one.problems
+        ]
         first += one.num_lines
-    labels, starts = _labels(_joined(found, lambda one: one.members)), _joined(found, lambda one: one.starts)
+    labels, starts = (
+        _labels(_joined(found, lambda one: one.members)),
+        _joined(found, lambda one: one.starts),
+    )
     # A batch of labelled data is made by classes, one of pairs by rows.
     if len(labels) and len(labels) < len(starts):
         raise UserError(
@@ -112,7 +119,9 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
         )
     keys = None
     if with_keys:
-        ends = np.concatenate([[0], np.cumsum(_joined(found, lambda one: one.num_keys))])
+        ends = np.concatenate(
+            [[0], np.cumsum(_joined(found, lambda one: one.num_keys))]
+        )
         keys = ContentKeys(_joined(found, lambda one: one.keys), ends.astype(np.int64))
     all_lines = np.concatenate(lines)
     counts = Counts()
@@ -122,7 +131,9 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
         starts=starts,
         sizes=_joined(found, lambda one: one.sizes),
         # Of several files the lines count on, by their bytes; half the memory is enough for one.
-        lines=all_lines.astype(np.uint32) if not len(all_lines) or all_lines[-1] < 2**32 else all_lines,
+        lines=all_lines.astype(np.uint32)
+        if not len(all_lines) or all_lines[-1] < 2**32
+        else all_lines,
         keys=keys,
         counts=counts,
         fingerprint=fingerprint,
@@ -135,7 +146,9 @@ def build_index(reader: Reader, form: RecordFormat, *, with_keys: bool) -> Index
     )
 
 
-def _joined(parts: list[PartIndex], of: Callable[[PartIndex], np.ndarray]) -> np.ndarray:
+def _joined(
+    parts: list[PartIndex], of: Callable[[PartIndex], np.ndarray]
+) -> np.ndarray:
     return np.concatenate([of(one) for one in parts])
 
 
@@ -151,7 +164,12 @@ def _labels(members: np.ndarray) -> np.ndarray:
 
 
 def _in_this_process(
-    reader: Reader, form: RecordFormat, parts: Sequence[Part], *, with_keys: bool, say: Callable[[int, int], None]
+    reader: Reader,
+    form: RecordFormat,
+    parts: Sequence[Part],
+    *,
+    with_keys: bool,
+    say: Callable[[int, int], None],
 ) -> list[PartIndex]:
     done, far, results = 0, 0, list[PartIndex]()
     for part in parts:
@@ -159,8 +177,13 @@ def _in_this_process(
         def say_more(some: int, further: int, done: int = done, far: int = far) -> None:
             say(done + some, far + further)
 
-        results.append(index_part(reader, form, part, with_keys=with_keys, say=say_more))
-        done, far = done + len(results[-1].starts) + results[-1].num_bad, far + part.stop - part.start
+        results.append(
+            index_part(reader, form, part, with_keys=with_keys, say=say_more)
+        )
+        done, far = (
+            done + len(results[-1].starts) + results[-1].num_bad,
+            far + part.stop - part.start,
+        )
     return results
 
 
@@ -174,9 +197,13 @@ class _Hash:
     def __init__(self, files: Iterable[Path]) -> None:
         # The size of a piece is part of the fingerprint: another one would make every checkpoint's data look changed.
         self._pieces = [
-            (path, start) for path in files for start in range(0, max(1, path.stat().st_size), HASHED_AT_ONCE)
+            (path, start)
+            for path in files
+            for start in range(0, max(1, path.stat().st_size), HASHED_AT_ONCE)
         ]
-        self._pool = ThreadPoolExecutor(min(8, num_cores()), thread_name_prefix="vembed-hash")
+        self._pool = ThreadPoolExecutor(
+            min(8, num_cores()), thread_name_prefix="vembed-hash"
+        )
         self._digests: list[Future[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -188,13 +215,19 @@ class _Hash:
     def goes_to(self, share: float) -> None:
         """Hash so much of the files. What the pass has just read need not come from the disk again."""
         while len(self._digests) < int(share * len(self._pieces)):
-            self._digests.append(self._pool.submit(_piece_hash, self._pieces[len(self._digests)]))
+            self._digests.append(
+                self._pool.submit(_piece_hash, self._pieces[len(self._digests)])
+            )
 
     def result(self) -> str:
         """Return the hash of the whole files."""
         self.goes_to(1.0)
         digests = [one.result() for one in self._digests]
-        whole = digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))
+        whole = (
+            digests[0]
+            if len(digests) == 1
+            else xxhash.xxh3_128_digest(b"".join(digests))
+        )
         return whole.hex()
 
 
@@ -223,7 +256,12 @@ def _progress(name: str, whole: int, hashed: _Hash) -> Callable[[int, int], None
             took = now - began
             left = f", {duration(took / share - took)} left" if share else ""
             log.info(
-                "%s: %s records checked (%.0f%%), %s/s%s", name, f"{done:,d}", 100 * share, f"{done / took:,.0f}", left
+                "%s: %s records checked (%.0f%%), %s/s%s",
+                name,
+                f"{done:,d}",
+                100 * share,
+                f"{done / took:,.0f}",
+                left,
             )
             due = now + SECONDS_BETWEEN_LINES
 

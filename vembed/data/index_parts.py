@@ -42,7 +42,12 @@ class Counts:
 
     def plus(self, other: Counts) -> Counts:
         """Return the sum of both."""
-        return Counts(*(one + another for one, another in zip(astuple(self), astuple(other), strict=True)))
+        return Counts(
+            *(
+                one + another
+                for one, another in zip(astuple(self), astuple(other), strict=True)
+            )
+        )
 
     @classmethod
     def of_texts(cls, num_records: int, num_negatives: int) -> Counts:
@@ -57,7 +62,11 @@ class Counts:
 
     def add(self, example: Example) -> None:
         """Count one more record."""
-        query, positives, negatives = example.query, example.positives, example.negatives
+        query, positives, negatives = (
+            example.query,
+            example.positives,
+            example.negatives,
+        )
         self.positives += len(positives)
         if negatives:
             self.negatives += len(negatives)
@@ -126,7 +135,11 @@ def index_part(
             # The fast way: a block of plain text pairs is accepted column by column, without an Example for each.
             num_negatives = None if with_keys else form.num_plain_negatives(block)
             if num_negatives is not None:
-                for column, found in ((starts, block.starts), (sizes, block.sizes), (lines, block.lines)):
+                for column, found in (
+                    (starts, block.starts),
+                    (sizes, block.sizes),
+                    (lines, block.lines),
+                ):
                     column.frombytes(found.astype(np.int64, copy=False).tobytes())
                 num_plain[num_negatives] += len(block.starts)
                 continue
@@ -170,7 +183,9 @@ def content_keys(example: Example) -> list[int]:
     return list(dict.fromkeys(item.key() for item in _items(example)))
 
 
-def _outcomes(block: Block, form: RecordFormat, images: _Images) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
+def _outcomes(
+    block: Block, form: RecordFormat, images: _Images
+) -> Iterator[tuple[int, int, int, Example | BadRecord]]:
     """Yield (position, size, line, Example or BadRecord) of each record."""
     found = block.found()
     # Some at a time, so that the threads get many images to check at once.
@@ -200,14 +215,28 @@ class _Images:
 
     def check(self, outcomes: list[Example | BadRecord]) -> None:
         """Replace each example with an invalid image by a `BadRecord`, in place."""
-        images = [(number, image) for number, outcome in enumerate(outcomes) for image in _images(outcome)]
+        images = [
+            (number, image)
+            for number, outcome in enumerate(outcomes)
+            for image in _images(outcome)
+        ]
         if not images:
             return
-        self._pool = self._pool or ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check")
+        self._pool = self._pool or ThreadPoolExecutor(
+            IMAGE_THREADS, thread_name_prefix="vembed-check"
+        )
         # Files are checked once for all records; images inside of records one by one, in order.
-        named = {image.path: image for _, image in images if image.path is not None and image.path not in self.known}
-        self.known.update(zip(named, self._pool.map(image_problem, named.values()), strict=True))
-        held = self._pool.map(image_problem, [image for _, image in images if image.path is None])
+        named = {
+            image.path: image
+            for _, image in images
+            if image.path is not None and image.path not in self.known
+        }
+        self.known.update(
+            zip(named, self._pool.map(image_problem, named.values()), strict=True)
+        )
+        held = self._pool.map(
+            image_problem, [image for _, image in images if image.path is None]
+        )
         for number, image in images:
             problem = next(held) if image.path is None else self.known[image.path]
             if problem is not None:

@@ -16,7 +16,13 @@ from queue import SimpleQueue
 
 from vembed.cores import num_cores
 from vembed.data.index_parts import PartIndex, index_part
-from vembed.data.pipe_messages import command_of, environment, messages, output_for_answers, send
+from vembed.data.pipe_messages import (
+    command_of,
+    environment,
+    messages,
+    output_for_answers,
+    send,
+)
 from vembed.data.readers import Part, Reader
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
@@ -33,7 +39,12 @@ def num_workers(num_parts: int) -> int:
 
 
 def in_processes(
-    reader: Reader, form: RecordFormat, parts: Sequence[Part], *, with_keys: bool, say: Callable[[int, int], None]
+    reader: Reader,
+    form: RecordFormat,
+    parts: Sequence[Part],
+    *,
+    with_keys: bool,
+    say: Callable[[int, int], None],
 ) -> list[PartIndex]:
     """Index the parts in several processes, and return them in order. `say` is called with the records done, and with
     the sizes of the parts done."""
@@ -45,7 +56,12 @@ def in_processes(
     command = command_of("vembed.data.index_worker")
     try:
         for _ in range(count):
-            worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
+            worker = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment(),
+            )
             workers.append(worker)
             _send(worker, job)
             idle.put(worker)
@@ -64,7 +80,10 @@ def in_processes(
         with ThreadPoolExecutor(count, thread_name_prefix="vembed-index") as pool:
             for part, one in zip(parts, pool.map(ask, parts), strict=True):
                 results.append(one)
-                done, far = done + len(one.starts) + one.num_bad, far + part.stop - part.start
+                done, far = (
+                    done + len(one.starts) + one.num_bad,
+                    far + part.stop - part.start,
+                )
                 say(done, far)
         return results
     finally:
@@ -87,7 +106,9 @@ def _received(worker: subprocess.Popen[bytes]) -> object:
     assert worker.stdout is not None
     data = next(messages(worker.stdout), None)
     if data is None:
-        raise RuntimeError(f"a process of the first pass over the data ended with exit code {worker.wait()}")
+        raise RuntimeError(
+            f"a process of the first pass over the data ended with exit code {worker.wait()}"
+        )
     return pickle.loads(data)  # from this process's own child
 
 
@@ -99,7 +120,9 @@ def main() -> None:
     reader, form, with_keys = pickle.loads(next(jobs))  # from the parent process
     for data in jobs:
         try:
-            answer: object = index_part(reader, form, pickle.loads(data), with_keys=with_keys)
+            answer: object = index_part(
+                reader, form, pickle.loads(data), with_keys=with_keys
+            )
         except UserError as error:
             answer = error
         send(out, pickle.dumps(answer))

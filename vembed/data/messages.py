@@ -39,5 +39,9 @@ def joined(problems: Sequence[str]) -> list[str]:
 def listed(names: Iterable[str]) -> str:
     """Return names as a comma-separated list, shortened after LONGEST_LIST."""
     all_names = [shown(name) for name in names]
-    more = f" and {len(all_names) - LONGEST_LIST:,d} more" if len(all_names) > LONGEST_LIST else ""
+    more = (
+        f" and {len(all_names) - LONGEST_LIST:,d} more"
+        if len(all_names) > LONGEST_LIST
+        else ""
+    )
     return ", ".join(all_names[:LONGEST_LIST]) + more

@@ -16,7 +16,9 @@ PRICE = 16
 """An additional micro-batch must save more than 1/16 of the budget in padding."""
 
 
-def split(lengths: Lengths, budget: int, max_rows: int | None = None, at_least: int = 0) -> list[list[int]]:
+def split(
+    lengths: Lengths, budget: int, max_rows: int | None = None, at_least: int = 0
+) -> list[list[int]]:
     """Return micro-batches of indices, longest inputs first, of at most `budget` padded tokens and `max_rows` rows.
 
     An input longer than the budget gets its own micro-batch. If there are fewer than `at_least` micro-batches, the
@@ -48,8 +50,13 @@ class LockstepSplit(Generic[Group]):
         self.places_of = places_of
         self.budget = budget
         self.max_rows = max_rows
-        self._lengths = {group: [lengths[place] for place in places] for group, places in places_of.items()}
-        self._splits = {group: split(own, budget, max_rows) for group, own in self._lengths.items()}
+        self._lengths = {
+            group: [lengths[place] for place in places]
+            for group, places in places_of.items()
+        }
+        self._splits = {
+            group: split(own, budget, max_rows) for group, own in self._lengths.items()
+        }
 
     @property
     def counts(self) -> list[int]:
@@ -59,7 +66,10 @@ class LockstepSplit(Generic[Group]):
     @property
     def padded_tokens(self) -> int:
         """Padded tokens of this rank before the ranks have agreed."""
-        return sum(padded_tokens(self._lengths[group], found) for group, found in self._splits.items())
+        return sum(
+            padded_tokens(self._lengths[group], found)
+            for group, found in self._splits.items()
+        )
 
     def agreed(self, counts: Sequence[int]) -> dict[Group, list[list[int]]]:
         """Return micro-batches of positions in `lengths`, exactly `counts` of each group: the maxima over the ranks.
@@ -69,15 +79,23 @@ class LockstepSplit(Generic[Group]):
             found = own
             if count > len(own):
                 # Split anew, and not padded with dummies: more, smaller micro-batches cost this rank less padding.
-                found = split(self._lengths[group], self.budget, self.max_rows, at_least=count)
+                found = split(
+                    self._lengths[group], self.budget, self.max_rows, at_least=count
+                )
             if found:
-                agreed[group] = [[self.places_of[group][row] for row in rows] for rows in found]
+                agreed[group] = [
+                    [self.places_of[group][row] for row in rows] for rows in found
+                ]
         return agreed
 
 
 def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> int:
     """Return the tokens that the model computes: each micro-batch is padded to its longest input."""
-    return sum(len(rows) * max(int(lengths[row]) for row in rows) for rows in micro_batches if rows)
+    return sum(
+        len(rows) * max(int(lengths[row]) for row in rows)
+        for rows in micro_batches
+        if rows
+    )
 
 
 def price(longest: int, budget: int, max_rows: int | None) -> int:
@@ -85,10 +103,18 @@ def price(longest: int, budget: int, max_rows: int | None) -> int:
     return min(budget, longest * max_rows if max_rows else budget) // PRICE
 
 
-def _sorted(lengths: Lengths, budget: int, max_rows: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _sorted(
+    lengths: Lengths, budget: int, max_rows: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     values = np.asarray(lengths, dtype=np.int64)
-    if budget < 1 or (max_rows is not None and max_rows < 1) or (len(values) and values.min() < 1):
-        raise ValueError(f"lengths, budget ({budget}) and max_rows ({max_rows}) have to be at least 1")
+    if (
+        budget < 1
+        or (max_rows is not None and max_rows < 1)
+        or (len(values) and values.min() < 1)
+    ):
+        raise ValueError(
+            f"lengths, budget ({budget}) and max_rows ({max_rows}) have to be at least 1"
+        )
     order = np.argsort(-values, kind="stable")
     return order, values[order]
 
@@ -106,15 +132,21 @@ def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
     most = np.maximum(1, budget // ordered)
     if max_rows is not None:
         most = np.minimum(most, max_rows)
-    most = np.minimum(most, num_items - np.arange(num_items)).tolist()  # not beyond the last input
+    most = np.minimum(
+        most, num_items - np.arange(num_items)
+    ).tolist()  # not beyond the last input
     widths = ordered.tolist()
     each = price(widths[0], budget, max_rows)
     rows = np.arange(1, num_items + 1)
-    cheapest = np.zeros(num_items + 1, dtype=np.int64)  # cheapest[num_items] = 0: nothing left
+    cheapest = np.zeros(
+        num_items + 1, dtype=np.int64
+    )  # cheapest[num_items] = 0: nothing left
     ends = [0] * num_items
     for i in range(num_items - 1, -1, -1):
         costs = rows[: most[i]] * widths[i] + cheapest[i + 1 : i + 1 + most[i]]
-        num_rows = most[i] - int(costs[::-1].argmin())  # reversed: of equal costs, the most rows
+        num_rows = most[i] - int(
+            costs[::-1].argmin()
+        )  # reversed: of equal costs, the most rows
         cheapest[i] = costs[num_rows - 1] + each
         ends[i] = i + num_rows
     found = [ends[0]]
@@ -129,7 +161,11 @@ def _split(ends: list[int], ordered: np.ndarray, at_least: int) -> list[int]:
         return ends
     widths = ordered.tolist()
     # heapq is a min-heap, so sizes are negative; micro-batches of one row cannot be split.
-    heap = [(-(end - start) * widths[start], start, end) for start, end in pairwise([0, *ends]) if end - start > 1]
+    heap = [
+        (-(end - start) * widths[start], start, end)
+        for start, end in pairwise([0, *ends])
+        if end - start > 1
+    ]
     heapq.heapify(heap)
     cuts = set(ends)
     while heap and len(cuts) < at_least:
@@ -156,6 +192,9 @@ def _middle(widths: list[int], start: int, end: int) -> int:
         else:
             low = cut + 1
     before = low - 1
-    if before > start and (end - before) * widths[before] <= (low - start) * widths[start]:
+    if (
+        before > start
+        and (end - before) * widths[before] <= (low - start) * widths[start]
+    ):
         return before
     return low

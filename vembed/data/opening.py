@@ -13,7 +13,13 @@ from vembed.data.cache import short_hash, stamp
 from vembed.data.class_folders import class_records, is_class_folder
 from vembed.data.columns import Columns
 from vembed.data.delimited import DelimitedFile
-from vembed.data.fetching import CODECS, fetched_copies, is_address, is_pattern, unpacked_copy
+from vembed.data.fetching import (
+    CODECS,
+    fetched_copies,
+    is_address,
+    is_pattern,
+    unpacked_copy,
+)
 from vembed.data.images import IMAGE_SUFFIXES
 from vembed.data.messages import ROOM, listed
 from vembed.data.parquet_table import ParquetTable
@@ -30,7 +36,10 @@ FORMATS = (
 )
 
 WAYS_OUT = {
-    **dict.fromkeys((".feather", ".arrow", ".pkl", ".pickle"), "write it as Parquet (in pandas df.to_parquet)"),
+    **dict.fromkeys(
+        (".feather", ".arrow", ".pkl", ".pickle"),
+        "write it as Parquet (in pandas df.to_parquet)",
+    ),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV"),
     **dict.fromkeys((".txt", ".text"), "give the file the ending of what is in it"),
 }
@@ -50,9 +59,14 @@ def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
         folder = next(one for one in (cache, *cache.absolute().parents) if one.exists())
         free = shutil.disk_usage(folder).free
         if free < size:
-            raise UserError(f"{reader.name} unpacks to {size:,d} bytes, and {cache} has {free:,d} left: {ROOM}")
+            raise UserError(
+                f"{reader.name} unpacks to {size:,d} bytes, and {cache} has {free:,d} left: {ROOM}"
+            )
         log.info(
-            "%s: %s bytes are unpacked into %s, once for each version of the data", reader.name, f"{size:,d}", cache
+            "%s: %s bytes are unpacked into %s, once for each version of the data",
+            reader.name,
+            f"{size:,d}",
+            cache,
         )
     return reader
 
@@ -60,7 +74,10 @@ def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
 def _reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
     if is_address(path):
         copies = fetched_copies(path, cache)
-        return _joined(path, [_named(copy, name, columns, cache, len(copies)) for name, copy in copies])
+        return _joined(
+            path,
+            [_named(copy, name, columns, cache, len(copies)) for name, copy in copies],
+        )
     try:
         place = Path(path).expanduser()
         status = place.stat()
@@ -68,13 +85,19 @@ def _reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
         if is_pattern(path):
             return _open_pattern(path, columns, cache)
         return _open_name(path, columns, role)
-    except (OSError, ValueError, RuntimeError) as error:  # a symlink loop, a NUL character, an unknown home folder
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # a symlink loop, a NUL character, an unknown home folder
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{path} cannot be read: {reason}") from error
     if stat.S_ISDIR(status.st_mode):
         files = data_files(place)
         if files and not is_saved_dataset(place):
-            return _joined(path, [_open_file(one, columns, cache, len(files)) for one in files])
+            return _joined(
+                path, [_open_file(one, columns, cache, len(files)) for one in files]
+            )
         if not is_saved_dataset(place) and is_class_folder(place):
             reader = _named(class_records(place, cache), path, columns, cache)
             reader.folder = place
@@ -82,7 +105,9 @@ def _reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
         if not is_saved_dataset(place):
             raise _no_data(place)
         return open_folder(place, columns, role)
-    if not stat.S_ISREG(status.st_mode):  # a pipe, for example, blocks and can be read only once
+    if not stat.S_ISREG(
+        status.st_mode
+    ):  # a pipe, for example, blocks and can be read only once
         raise UserError(f"{path} is not a regular file")
     if status.st_size == 0:
         raise UserError(f"{path} is empty")
@@ -111,7 +136,11 @@ def files_of_pattern(path: str) -> list[Path]:
 
 def data_files(folder: Path) -> list[Path]:
     """Return the data files of a folder, sorted by name. A folder of one kind of file is one source."""
-    found = [one for one in sorted(folder.iterdir()) if one.is_file() and one.stat().st_size and kind_of(one) in READ]
+    found = [
+        one
+        for one in sorted(folder.iterdir())
+        if one.is_file() and one.stat().st_size and kind_of(one) in READ
+    ]
     return found if len({kind_of(one) for one in found}) == 1 else []
 
 
@@ -125,7 +154,9 @@ def _joined(name: str, readers: Sequence[Reader]) -> Reader:
     return readers[0] if len(readers) == 1 else SeveralFiles(name, readers)
 
 
-def _named(copy: Path, name: str, columns: Columns, cache: Path, num_files: int = 1) -> Reader:
+def _named(
+    copy: Path, name: str, columns: Columns, cache: Path, num_files: int = 1
+) -> Reader:
     """Return the reader of a copy, which messages call by the name of what it was copied from."""
     reader = _open_file(copy, columns, cache, num_files)
     reader.name = name
@@ -135,17 +166,28 @@ def _named(copy: Path, name: str, columns: Columns, cache: Path, num_files: int 
 def _open_file(path: Path, columns: Columns, cache: Path, num_files: int = 1) -> Reader:
     """Return the reader of one of the files of a source."""
     kind = path.suffix.lower()
-    if kind in (".jsonl", ".ndjson", ".json"):  # a list is an array in any of them: no record is one
+    if kind in (
+        ".jsonl",
+        ".ndjson",
+        ".json",
+    ):  # a list is an array in any of them: no record is one
         with path.open("rb") as file:
             is_array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         return JsonArray(path) if is_array else JsonLines(path)
     if kind in (".csv", ".tsv"):
         return DelimitedFile(path, "\t" if kind == ".tsv" else ",", columns)
     if kind in (".parquet", ".pq"):
-        unpacked = cache / "parquet" / short_hash(str(path.absolute())) / short_hash(stamp(path))
+        unpacked = (
+            cache
+            / "parquet"
+            / short_hash(str(path.absolute()))
+            / short_hash(stamp(path))
+        )
         return ParquetTable(path, columns, unpacked, num_files)
     if kind in CODECS:
-        reader = _named(unpacked_copy(path, cache), str(path), columns, cache, num_files)
+        reader = _named(
+            unpacked_copy(path, cache), str(path), columns, cache, num_files
+        )
         reader.folder = path.parent
         return reader
     raise unknown_ending(path)
@@ -168,12 +210,18 @@ def unknown_ending(path: Path) -> UserError:
     """Return the error for a file whose ending no reader has."""
     kind = path.suffix.lower()
     if kind in PACKED:
-        return UserError(f"{path} is packed, and records are read from any place of a file: unpack it ({PACKED[kind]})")
+        return UserError(
+            f"{path} is packed, and records are read from any place of a file: unpack it ({PACKED[kind]})"
+        )
     way_out = f": {WAYS_OUT[kind]}" if kind in WAYS_OUT else ""
-    return UserError(f"{path} has the ending {kind or '(none)'}, and vembed reads {FORMATS}{way_out}")
+    return UserError(
+        f"{path} has the ending {kind or '(none)'}, and vembed reads {FORMATS}{way_out}"
+    )
 
 
 def _open_name(path: str, columns: Columns, role: Role) -> Reader:
     if not is_hub_dataset(path):
-        raise UserError(f"{path} does not exist (looked from {Path.cwd()}){similar_path(path)}")
+        raise UserError(
+            f"{path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
+        )
     return open_hub(path, columns, role)

@@ -61,8 +61,10 @@ def find_overlap(train: Examples, pairs: Iterable[Pair]) -> list[Overlap]:
         positives.setdefault(own[1], pair[1])
         both.setdefault(own, pair)
     results = [
-        Overlap("queries", len(queries)), Overlap("positives", len(positives)), Overlap("pairs", len(both)),
-    ]  # fmt: skip
+        Overlap("queries", len(queries)),
+        Overlap("positives", len(positives)),
+        Overlap("pairs", len(both)),
+    ]
     for example in _compared(train):
         query = normal_key(example.query)
         if query in queries:
@@ -72,7 +74,10 @@ def find_overlap(train: Examples, pairs: Iterable[Pair]) -> list[Overlap]:
             if positive in positives:
                 results[1].found.setdefault(positive, shown(positives[positive]))
             if (query, positive) in both:
-                results[2].found.setdefault((query, positive), " -> ".join(shown(one) for one in both[query, positive]))
+                results[2].found.setdefault(
+                    (query, positive),
+                    " -> ".join(shown(one) for one in both[query, positive]),
+                )
     return [one for one in results if one.found]
 
 
@@ -82,11 +87,15 @@ def warnings_of(overlaps: Sequence[Overlap]) -> list[str]:
     if not kinds - {"positives"}:
         return []
     means = (
-        "the pairs were learned, so the score says little about new queries" if "pairs" in kinds
+        "the pairs were learned, so the score says little about new queries"
+        if "pairs" in kinds
         else "the score may be too high"
-    )  # fmt: skip
+    )
     sentences = [one.sentence() for one in overlaps]
-    return [*sentences[:-1], f"{sentences[-1]}; {means} (val_split holds out whole queries instead)"]
+    return [
+        *sentences[:-1],
+        f"{sentences[-1]}; {means} (val_split holds out whole queries instead)",
+    ]
 
 
 def _percent(share: float) -> str:
@@ -96,7 +105,9 @@ def _percent(share: float) -> str:
 def shown(item: Item) -> str:
     """Return a short form of an item for messages."""
     text = " ".join((item.text or "").split())
-    names = [Path(image.path).name if image.path else "an image" for image in item.images]
+    names = [
+        Path(image.path).name if image.path else "an image" for image in item.images
+    ]
     full = " + ".join([*([repr(text)] if text else []), *names])
     return full if len(full) <= SHOWN else full[: SHOWN - 3] + "..."
 

@@ -71,11 +71,20 @@ class GroupRun:
     def rows_at_once(self) -> int:
         """Return the rows to decompress at a time: by rows and bytes, and by the largest value, since a column stored
         once may unpack to gigabytes."""
-        return max(1, min(CHUNK_ROWS, CHUNK_BYTES * self.num_rows // max(1, self.size), IN_MEMORY // self.largest))
+        return max(
+            1,
+            min(
+                CHUNK_ROWS,
+                CHUNK_BYTES * self.num_rows // max(1, self.size),
+                IN_MEMORY // self.largest,
+            ),
+        )
 
     def row_range(self) -> RowRange:
         """Return the rows as they are stored when they are unpacked."""
-        together = max(1, min(TOGETHER_ROWS, TOGETHER_BYTES * self.num_rows // max(1, self.size)))
+        together = max(
+            1, min(TOGETHER_ROWS, TOGETHER_BYTES * self.num_rows // max(1, self.size))
+        )
         return RowRange(self.start, self.num_rows, self.size, together)
 
 
@@ -83,7 +92,9 @@ class ParquetTable(Rows):
     """A Parquet file. Parquet has no fast random access to rows, so a small file is decompressed into memory. Rows of a
     larger one are stored in the cache folder by the pass that checks them, to be read from there."""
 
-    def __init__(self, path: Path, columns: Columns, unpacked: Path, num_files: int = 1) -> None:
+    def __init__(
+        self, path: Path, columns: Columns, unpacked: Path, num_files: int = 1
+    ) -> None:
         """`unpacked`: folder for the rows, named by a hash of the file's version, inside of a folder for this file.
         `num_files`: files of the source, which share the memory for small ones."""
         super().__init__(str(path), path.parent)
@@ -93,8 +104,16 @@ class ParquetTable(Rows):
             check_columns(self.name, columns, names)
             self._columns = columns.needed(names)
             self._metadata = file.metadata
-            groups = _by_sample(self.name, file, _row_groups(self.name, file, self._columns), self._columns)
-        size, num_rows = sum(one.size for one in groups), sum(one.num_rows for one in groups)
+            groups = _by_sample(
+                self.name,
+                file,
+                _row_groups(self.name, file, self._columns),
+                self._columns,
+            )
+        size, num_rows = (
+            sum(one.size for one in groups),
+            sum(one.num_rows for one in groups),
+        )
         is_held = size <= IN_MEMORY // num_files or not num_rows
         self._runs = _joined(groups, max(PART_BYTES, size // MOST_PARTS))
         self._num_rows = num_rows
@@ -102,7 +121,9 @@ class ParquetTable(Rows):
         if not is_held:
             ranges = [one.row_range() for one in self._runs]
             layout = zlib.crc32(repr((self._columns, ranges)).encode())
-            self._unpacked = UnpackedRows(self.name, unpacked.with_name(f"{unpacked.name}-{layout:08x}"), ranges)
+            self._unpacked = UnpackedRows(
+                self.name, unpacked.with_name(f"{unpacked.name}-{layout:08x}"), ranges
+            )
             self._unpacked.remove_older()
         self._held: _Held | None = None
         self._lock = threading.Lock()
@@ -160,34 +181,49 @@ class ParquetTable(Rows):
         if self._unpacked is None:
             return iter(self._in_memory().batches)
         number = self._unpacked.number_of(part.start)
-        return self._unpacked.stored(number, _ahead(self._read_groups(self._runs[number])))
+        return self._unpacked.stored(
+            number, _ahead(self._read_groups(self._runs[number]))
+        )
 
     def _in_memory(self) -> _Held:
         with self._lock:
             if self._held is None:
-                self._held = _Held([batch for run in self._runs for batch in self._read_groups(run)])
+                self._held = _Held(
+                    [batch for run in self._runs for batch in self._read_groups(run)]
+                )
             return self._held
 
     def _read_groups(self, run: GroupRun) -> Iterator[pa.RecordBatch]:
         """Yield the rows of the row groups. Raise UserError if they are many times larger than the file says."""
         total, num_rows, most = 0, 0, USUAL_TIMES * run.size + IN_MEMORY
         # Without pre_buffer, which would read whole columns of a row group ahead.
-        with pq.ParquetFile(self._path, metadata=self._metadata, buffer_size=READ_BYTES, pre_buffer=False) as file:
+        with pq.ParquetFile(
+            self._path,
+            metadata=self._metadata,
+            buffer_size=READ_BYTES,
+            pre_buffer=False,
+        ) as file:
             for batch in self._batches_of(file, run):
                 total, num_rows = total + batch.nbytes, num_rows + batch.num_rows
                 if total > most:
                     raise _far_more(self.name, f"more than {most:,d}")
                 yield _without_dictionaries(batch)
         if num_rows != run.num_rows:
-            raise ValueError(f"{num_rows:,d} rows where the metadata name {run.num_rows:,d}")
+            raise ValueError(
+                f"{num_rows:,d} rows where the metadata name {run.num_rows:,d}"
+            )
 
-    def _batches_of(self, file: pq.ParquetFile, run: GroupRun) -> Iterator[pa.RecordBatch]:
+    def _batches_of(
+        self, file: pq.ParquetFile, run: GroupRun
+    ) -> Iterator[pa.RecordBatch]:
         groups = list(range(run.first, run.last + 1))
         kinds = [one.type for one in file.schema_arrow if one.name in self._columns]
         # Arrow cannot join dictionaries of several row groups inside of lists and structs.
         is_apart = any(pa.types.is_nested(one) and _plain(one) != one for one in kinds)
         for some in [[one] for one in groups] if is_apart else [groups]:
-            yield from file.iter_batches(run.rows_at_once(), row_groups=some, columns=self._columns)
+            yield from file.iter_batches(
+                run.rows_at_once(), row_groups=some, columns=self._columns
+            )
 
 
 class _Held:
@@ -212,13 +248,20 @@ def _row_groups(name: str, file: pq.ParquetFile, names: list[str]) -> list[Group
     """
     metadata, found, start = file.metadata, list[GroupRun](), 0
     paths = [file.schema.column(number).path for number in range(metadata.num_columns)]
-    used = [(number, path) for number, path in enumerate(paths) if path.split(".")[0] in names]
+    used = [
+        (number, path)
+        for number, path in enumerate(paths)
+        if path.split(".")[0] in names
+    ]
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         size, largest = 0, 1
         for place, path in used:
             column = group.column(place)
-            unpacked, packed = column.total_uncompressed_size, max(column.total_compressed_size, 1)
+            unpacked, packed = (
+                column.total_uncompressed_size,
+                max(column.total_compressed_size, 1),
+            )
             if unpacked > 2 * MAX_RECORD and unpacked > 1000 * packed:
                 raise UserError(
                     f"{name}: {path} unpacks from {packed:,d} to {unpacked:,d} bytes, which no texts "
@@ -233,14 +276,18 @@ def _row_groups(name: str, file: pq.ParquetFile, names: list[str]) -> list[Group
     return found
 
 
-def _by_sample(name: str, file: pq.ParquetFile, groups: list[GroupRun], columns: list[str]) -> list[GroupRun]:
+def _by_sample(
+    name: str, file: pq.ParquetFile, groups: list[GroupRun], columns: list[str]
+) -> list[GroupRun]:
     """Return the row groups with the sizes that some of their rows tell, where those are many times what the metadata
     say: the metadata count a text once that many rows have."""
     times = []
     for place in sorted({0, len(groups) // 2, len(groups) - 1}) if groups else ():
         group = groups[place]
         num_rows = min(SAMPLE_ROWS, group.rows_at_once())
-        rows = _without_dictionaries(next(file.iter_batches(num_rows, row_groups=[group.first], columns=columns)))
+        rows = _without_dictionaries(
+            next(file.iter_batches(num_rows, row_groups=[group.first], columns=columns))
+        )
         times.append(rows.nbytes / rows.num_rows * group.num_rows / max(group.size, 1))
     mean = sum(times) / max(len(times), 1)
     if mean <= USUAL_TIMES:
@@ -285,7 +332,10 @@ def _without_dictionaries(rows: pa.RecordBatch) -> pa.RecordBatch:
     plain = pa.schema([pa.field(one.name, _plain(one.type)) for one in rows.schema])
     if plain.types == rows.schema.types:
         return rows
-    columns = [column.cast(field.type) for column, field in zip(rows.columns, plain, strict=True)]
+    columns = [
+        column.cast(field.type)
+        for column, field in zip(rows.columns, plain, strict=True)
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=plain)
 
 
@@ -309,5 +359,14 @@ def _named_errors(path: Path) -> Iterator[None]:
     """Raise a UserError that names the file for an error of its contents."""
     try:
         yield
-    except (pa.ArrowException, OSError, ValueError, LookupError, OverflowError, MemoryError) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}") from error
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        LookupError,
+        OverflowError,
+        MemoryError,
+    ) as error:
+        raise UserError(
+            f"{path} cannot be read as Parquet: {first_line(error)}"
+        ) from error

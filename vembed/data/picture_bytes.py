@@ -39,11 +39,15 @@ class Resizing:
         """Return the resized and cropped image."""
         if self.size:
             picture = resized(picture, *self._height_and_width(picture), self.resample)
-        planes_HCW = np.frombuffer(picture.tobytes("raw", "RGB;L"), np.uint8).reshape(picture.height, 3, picture.width)
+        planes_HCW = np.frombuffer(picture.tobytes("raw", "RGB;L"), np.uint8).reshape(
+            picture.height, 3, picture.width
+        )
         planes_CHW = planes_HCW.transpose(1, 0, 2)
         if self.crop is not None:
             planes_CHW = _cropped(planes_CHW, *self.crop)
-        return {PIXELS: np.array(planes_CHW, order="C")[None]}  # `tobytes` gives memory that cannot be written
+        return {
+            PIXELS: np.array(planes_CHW, order="C")[None]
+        }  # `tobytes` gives memory that cannot be written
 
     def _height_and_width(self, picture: Image.Image) -> tuple[int, int]:
         if "shortest_edge" not in self.size:
@@ -67,8 +71,18 @@ class Patching:
         """Return the patches, those of a merged token one after the other, and the grid."""
         rows, columns = self._grid(picture)
         patch, merge = self.patch_size, self.merge_size
-        pixels = np.asarray(resized(picture, rows * patch, columns * patch, self.resample))
-        blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, pixels.shape[-1])
+        pixels = np.asarray(
+            resized(picture, rows * patch, columns * patch, self.resample)
+        )
+        blocks = pixels.reshape(
+            rows // merge,
+            merge,
+            patch,
+            columns // merge,
+            merge,
+            patch,
+            pixels.shape[-1],
+        )
         # To [rows of tokens, columns of tokens, rows and columns inside of a token, channels, height, width].
         patches = np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5))
         return {
@@ -78,7 +92,11 @@ class Patching:
 
     def _grid(self, picture: Image.Image) -> tuple[int, int]:
         """Return the rows and columns of patches: whole tokens, within the limits on the image area."""
-        height, width, side = picture.height, picture.width, self.patch_size * self.merge_size
+        height, width, side = (
+            picture.height,
+            picture.width,
+            self.patch_size * self.merge_size,
+        )
         smallest, largest = self.area
         rows, columns = round(height / side), round(width / side)
         if rows * columns * side**2 > largest:
@@ -87,7 +105,10 @@ class Patching:
             columns = max(1, math.floor(width / shrink / side))
         elif rows * columns * side**2 < smallest:
             grow = math.sqrt(smallest / (height * width))
-            rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
+            rows, columns = (
+                math.ceil(height * grow / side),
+                math.ceil(width * grow / side),
+            )
         return rows * self.merge_size, columns * self.merge_size
 
 
@@ -104,9 +125,15 @@ class OwnCode:
         return {name: tensor.numpy() for name, tensor in made.items()}
 
 
-def resized(picture: Image.Image, height: int, width: int, resample: Image.Resampling) -> Image.Image:
+def resized(
+    picture: Image.Image, height: int, width: int, resample: Image.Resampling
+) -> Image.Image:
     """Return the image in another size."""
-    return picture if picture.size == (width, height) else picture.resize((width, height), resample=resample)
+    return (
+        picture
+        if picture.size == (width, height)
+        else picture.resize((width, height), resample=resample)
+    )
 
 
 def _cropped(planes_CHW: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -114,7 +141,8 @@ def _cropped(planes_CHW: np.ndarray, height: int, width: int) -> np.ndarray:
     if planes_CHW.shape[1:] == (height, width):
         return planes_CHW
     (from_top, to_top), (from_left, to_left) = (
-        _middle(has, wanted) for has, wanted in zip(planes_CHW.shape[1:], (height, width), strict=True)
+        _middle(has, wanted)
+        for has, wanted in zip(planes_CHW.shape[1:], (height, width), strict=True)
     )
     if planes_CHW.shape[1] >= height and planes_CHW.shape[2] >= width:
         return planes_CHW[:, from_top, from_left]

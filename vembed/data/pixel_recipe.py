@@ -33,7 +33,10 @@ class Scale:
     def __init__(self, divisor: Any, mean: Any, deviation: Any) -> None:
         """One number or one of each channel. They stay arrays, and tensors: PyTorch multiplies by the inverse of a
         plain number, which rounds differently."""
-        self._terms = [np.asarray(one, np.float32).reshape(1, -1, 1, 1) for one in (divisor, mean, deviation)]
+        self._terms = [
+            np.asarray(one, np.float32).reshape(1, -1, 1, 1)
+            for one in (divisor, mean, deviation)
+        ]
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
     def apply(self, values: Tensor) -> Tensor:
@@ -43,10 +46,16 @@ class Scale:
             numbers = np.empty(values.shape, np.float32)
             step = max(_AT_ONCE // max(values[0].numel(), 1), 1)
             for start in range(0, len(values), step):
-                self._write(values[start : start + step].numpy(), numbers[start : start + step])
+                self._write(
+                    values[start : start + step].numpy(), numbers[start : start + step]
+                )
             return torch.from_numpy(numbers)
-        if values.device not in self._on_device:  # copied once, since every copy waits for the device
-            self._on_device[values.device] = [torch.from_numpy(one).to(values.device) for one in self._terms]
+        if (
+            values.device not in self._on_device
+        ):  # copied once, since every copy waits for the device
+            self._on_device[values.device] = [
+                torch.from_numpy(one).to(values.device) for one in self._terms
+            ]
         of_divisor, of_mean, of_deviation = self._on_device[values.device]
         floats = values.to(torch.float32, memory_format=torch.contiguous_format)
         return floats.div_(of_divisor).sub_(of_mean).div_(of_deviation)
@@ -69,7 +78,9 @@ class PixelRecipe:
 
     def halfway(self, picture: Image.Image) -> Processed:
         """Return the pixels of one RGB image as uint8, and its other tensors."""
-        return {name: torch.from_numpy(array) for name, array in self.first(picture).items()}
+        return {
+            name: torch.from_numpy(array) for name, array in self.first(picture).items()
+        }
 
     def finished(self, halfway: Mapping[str, Tensor]) -> Processed:
         """Return what the processor itself would have returned, on the device of `halfway`, for one or more images."""
@@ -87,7 +98,11 @@ class PatchRecipe(PixelRecipe):
     """An image is a film of so many equal frames, next to each other in a patch."""
 
     def _numbers(self, pixels: Tensor) -> Tensor:
-        return self.scale.apply(pixels[:, :, None, :]).expand(-1, -1, self.frames, -1).flatten(1)
+        return (
+            self.scale.apply(pixels[:, :, None, :])
+            .expand(-1, -1, self.frames, -1)
+            .flatten(1)
+        )
 
 
 def find_recipe(processor: Any) -> PixelRecipe | None:
@@ -102,19 +117,36 @@ def find_recipe(processor: Any) -> PixelRecipe | None:
 def _candidates(processor: Any, settings: Mapping[str, Any]) -> list[PixelRecipe]:
     found: list[PixelRecipe] = []
     size, crop = dict(settings.get("size") or {}), dict(settings.get("crop_size") or {})
-    does_resize, does_crop = bool(settings.get("do_resize")), bool(settings.get("do_center_crop"))
+    does_resize, does_crop = (
+        bool(settings.get("do_resize")),
+        bool(settings.get("do_center_crop")),
+    )
     for scale in _scales(settings):
-        resample = Image.Resampling(int(settings.get("resample") or Image.Resampling.NEAREST))
+        resample = Image.Resampling(
+            int(settings.get("resample") or Image.Resampling.NEAREST)
+        )
         if "temporal_patch_size" in settings:
             area = int(size["shortest_edge"]), int(size["longest_edge"])
-            patching = Patching(area, resample, int(settings["patch_size"]), int(settings["merge_size"]))
-            found.append(PatchRecipe(scale, patching, int(settings["temporal_patch_size"])))
+            patching = Patching(
+                area, resample, int(settings["patch_size"]), int(settings["merge_size"])
+            )
+            found.append(
+                PatchRecipe(scale, patching, int(settings["temporal_patch_size"]))
+            )
         elif not does_resize or set(size) in ({"shortest_edge"}, {"height", "width"}):
             cropped = (crop["height"], crop["width"]) if does_crop else None
-            found.append(PixelRecipe(scale, Resizing(size if does_resize else {}, resample, cropped)))
+            found.append(
+                PixelRecipe(
+                    scale, Resizing(size if does_resize else {}, resample, cropped)
+                )
+            )
     # The processors that resize with torchvision, and those with rules of their own.
     own = OwnCode(processor, {"do_rescale": False, "do_normalize": False})
-    return found + [PixelRecipe(scale, own) for scale in _scales(settings) if "patch_size" not in settings]
+    return found + [
+        PixelRecipe(scale, own)
+        for scale in _scales(settings)
+        if "patch_size" not in settings
+    ]
 
 
 def _scales(settings: Mapping[str, Any]) -> Sequence[Scale]:
@@ -133,14 +165,21 @@ def _agrees(recipe: PixelRecipe, processor: Any, picture: Image.Image) -> bool:
     halfway = recipe.halfway(picture)
     if halfway[PIXELS].dtype != torch.uint8:
         return False
-    found, wanted = recipe.finished(halfway), dict(processor(images=[picture], return_tensors="pt"))
+    found, wanted = (
+        recipe.finished(halfway),
+        dict(processor(images=[picture], return_tensors="pt")),
+    )
     return found.keys() == wanted.keys() and all(
-        wanted[name].dtype == found[name].dtype and torch.equal(wanted[name], found[name]) for name in wanted
+        wanted[name].dtype == found[name].dtype
+        and torch.equal(wanted[name], found[name])
+        for name in wanted
     )
 
 
 def _noise(width: int, height: int) -> Image.Image:
     """Return a picture with every value of a byte in every channel."""
-    values = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    values = np.random.default_rng(width).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
     values.reshape(-1, 3)[:256] = np.arange(256, dtype=np.uint8)[:, None]
     return Image.fromarray(values)

@@ -21,8 +21,8 @@ from vembed.data.images import image_name, load_image
 from vembed.data.picture_bytes import PIXELS, Arrays, OwnCode
 from vembed.data.pixel_recipe import Processed, find_recipe
 from vembed.errors import UserError
-from vembed.families.backbones import read_config
-from vembed.families.description import ModelDescription
+from vembed.models.families.backbones import read_config
+from vembed.models.families.description import ModelDescription
 from vembed.models.processors import load_image_processor
 
 CONVOLUTION_STRIDE = 32
@@ -40,20 +40,33 @@ class Pixels:
     """Processed images with an LRU cache of `cache_bytes`. Gradient Cache runs every micro-batch twice; the second pass
     reads cached images, which are kept as bytes."""
 
-    def __init__(self, description: ModelDescription, *, cache_bytes: int, decoders: int | None = None) -> None:
+    def __init__(
+        self,
+        description: ModelDescription,
+        *,
+        cache_bytes: int,
+        decoders: int | None = None,
+    ) -> None:
         """`decoders`: images that are decoded at once; None: one per core of this process."""
         self._processor = load_image_processor(description)
         self._recipe = find_recipe(self._processor)
         config = read_config(
-            Path(description.image_source or description.source), trust_remote_code=description.trust_remote_code
+            Path(description.image_source or description.source),
+            trust_remote_code=description.trust_remote_code,
         ).to_dict()
         self._patch_size = _patch_size(config.get("vision_config", config))
-        self._first = OwnCode(self._processor, {}) if self._recipe is None else self._recipe.first
+        self._first = (
+            OwnCode(self._processor, {}) if self._recipe is None else self._recipe.first
+        )
         self._kept: OrderedDict[ImageRef, Arrays] = OrderedDict()
         self._cache_bytes = self._bytes_left = cache_bytes
         self._num_decoders = decoders or num_cores()
-        first = self._first  # not this object, which the decoders' threads would keep alive
-        self.decoders = Decoders(lambda image: first(load_image(image)), first, self._num_decoders)
+        first = (
+            self._first
+        )  # not this object, which the decoders' threads would keep alive
+        self.decoders = Decoders(
+            lambda image: first(load_image(image)), first, self._num_decoders
+        )
         self._decoding: dict[ImageRef, Decoding] = {}
         self._bytes_of_one = 0
         """Of the last image that was made."""
@@ -68,7 +81,10 @@ class Pixels:
         """Return the images' tensors, concatenated along the first dimension. `finished` gives what the model takes."""
         made = self._all(images)
         # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
-        return {name: torch.from_numpy(np.concatenate([one[name] for one in made])) for name in made[0]}
+        return {
+            name: torch.from_numpy(np.concatenate([one[name] for one in made]))
+            for name in made[0]
+        }
 
     def finished(self, stacked: Processed) -> Processed:
         """Return the stacked tensors as the model takes them: bytes become numbers, on the device where they are."""
@@ -80,10 +96,19 @@ class Pixels:
         """Begin to decode images, each in a task of its own. No more than half of the cache is decoded ahead: what is
         not read yet would push out what is."""
         with self._lock:
-            most = max(self._cache_bytes // (2 * max(self._bytes_of_one, 1)), 2 * self._num_decoders)
-            wanted = dict.fromkeys(one for one in images if one not in self._kept and one not in self._decoding)
+            most = max(
+                self._cache_bytes // (2 * max(self._bytes_of_one, 1)),
+                2 * self._num_decoders,
+            )
+            wanted = dict.fromkeys(
+                one
+                for one in images
+                if one not in self._kept and one not in self._decoding
+            )
             chosen = list(wanted)[: max(most - len(self._decoding), 0)]
-            self._decoding.update(zip(chosen, self.decoders.start(chosen) if chosen else [], strict=True))
+            self._decoding.update(
+                zip(chosen, self.decoders.start(chosen) if chosen else [], strict=True)
+            )
 
     def forget(self) -> None:
         """Empty the cache."""
@@ -111,25 +136,36 @@ class Pixels:
         try:
             patches = self._processor.get_number_of_image_patches(height, width)
         except ValueError as error:
-            raise UserError(f"{image_name(image)}, {width} x {height} pixels, cannot be used: {error}") from error
+            raise UserError(
+                f"{image_name(image)}, {width} x {height} pixels, cannot be used: {error}"
+            ) from error
         return int(patches) // self.merge_size**2
 
     def alone(self, image: ImageRef) -> Processed:
         """Return the tensors of one image as the model takes them, decoded in the calling thread."""
-        return self.finished({name: torch.from_numpy(one) for name, one in self._first(load_image(image)).items()})
+        return self.finished(
+            {
+                name: torch.from_numpy(one)
+                for name, one in self._first(load_image(image)).items()
+            }
+        )
 
     def _all(self, images: Sequence[ImageRef]) -> list[Arrays]:
         """Return what was made of each image, and keep it."""
         self.decode_ahead(images)
         with self._lock:
-            found = [self._kept.get(image) or self._decoding.get(image) for image in images]
+            found = [
+                self._kept.get(image) or self._decoding.get(image) for image in images
+            ]
         made, seen = [], []
         try:
             for image, one in zip(images, found, strict=True):
                 seen.append(image)
                 # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
                 begun = self.decoders.start([image])[0] if one is None else one
-                made.append(self.decoders.wait(begun) if isinstance(begun, Decoding) else begun)
+                made.append(
+                    self.decoders.wait(begun) if isinstance(begun, Decoding) else begun
+                )
         finally:
             self._keep(seen, made)
         return made
@@ -159,4 +195,8 @@ def _patch_size(config: dict[str, Any]) -> int:
     """Return the side of a patch in pixels. For a network that halves its resolution at each stage (ConvNeXt), of the
     last stage."""
     patch_size, stages = config.get("patch_size"), config.get("depths") or [0]
-    return CONVOLUTION_STRIDE if patch_size is None else int(patch_size) * 2 ** (len(stages) - 1)
+    return (
+        CONVOLUTION_STRIDE
+        if patch_size is None
+        else int(patch_size) * 2 ** (len(stages) - 1)
+    )

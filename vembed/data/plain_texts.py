@@ -9,7 +9,9 @@ from vembed.data.examples import Example, Item
 from vembed.data.images import IMAGE_PATH
 
 _LIST = re.compile(r"""\[\s*['"{].*['"}]\s*\]""", re.DOTALL)
-_OBJECT = re.compile(r"""\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""", re.DOTALL)
+_OBJECT = re.compile(
+    r"""\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""", re.DOTALL
+)
 _PLACE = "<image>"
 """Place of an image in the texts of other programs."""
 
@@ -21,7 +23,11 @@ def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> lis
         "positives": [item for one in examples for item in one.positives],
         "negatives": [item for one in examples for item in one.negatives],
     }
-    return _paths(parts["queries"], parts["positives"]) + _values(parts) + _places(parts, unused)
+    return (
+        _paths(parts["queries"], parts["positives"])
+        + _values(parts)
+        + _places(parts, unused)
+    )
 
 
 def _values(parts: dict[str, list[Item]]) -> list[str]:
@@ -40,7 +46,14 @@ def _values(parts: dict[str, list[Item]]) -> list[str]:
 def _places(parts: dict[str, list[Item]], unused: Collection[str]) -> list[str]:
     found = []
     for name, items in parts.items():
-        text = next((one.text for one in items if one.text and _PLACE in one.text and not one.images), None)
+        text = next(
+            (
+                one.text
+                for one in items
+                if one.text and _PLACE in one.text and not one.images
+            ),
+            None,
+        )
         if text is not None:
             column = "; the column images is not read" if "images" in unused else ""
             found.append(
@@ -52,12 +65,17 @@ def _places(parts: dict[str, list[Item]], unused: Collection[str]) -> list[str]:
 
 def _paths(queries: list[Item], documents: list[Item]) -> list[str]:
     are_paths = [
-        bool(items) and all(IMAGE_PATH.fullmatch(item.text or "") for item in items) for items in (queries, documents)
+        bool(items) and all(IMAGE_PATH.fullmatch(item.text or "") for item in items)
+        for items in (queries, documents)
     ]
     if not any(are_paths):
         return []
     mode = "2".join("i" if is_path else "t" for is_path in are_paths)
-    which = " and ".join(name for name, is_path in zip(("queries", "documents"), are_paths, strict=True) if is_path)
+    which = " and ".join(
+        name
+        for name, is_path in zip(("queries", "documents"), are_paths, strict=True)
+        if is_path
+    )
     example = (documents if are_paths[1] else queries)[0].text
     return [
         f"its {which} look like paths of images ({example!r:.80}), and are taken for texts: if they are paths, set "

@@ -19,8 +19,8 @@ from vembed.data.images import image_size
 from vembed.data.pixels import Pixels
 from vembed.data.prompts import ChatText
 from vembed.errors import UserError
-from vembed.families.backbones import read_config
-from vembed.families.description import ModelDescription
+from vembed.models.families.backbones import read_config
+from vembed.models.families.description import ModelDescription
 from vembed.models.image_positions import POSITIONS, token_positions, tower_inputs
 from vembed.models.processors import load_chat_template, load_tokenizer
 
@@ -45,12 +45,18 @@ class TextProcessing:
         self._around: tuple[int, int] | None = None
         self.padding = Padding(tokenizer, description)
 
-    def encode(self, texts: Sequence[str], limits: Sequence[int | None] = ()) -> list[np.ndarray]:
+    def encode(
+        self, texts: Sequence[str], limits: Sequence[int | None] = ()
+    ) -> list[np.ndarray]:
         """Return the int32 token ids of each text. `limits`: a smaller maximum length for each text."""
         rows = [np.asarray(ids, dtype=np.int32) for ids in self._encoded(texts)]
         if not all(map(len, rows)):
-            empty = next(text for text, row in zip(texts, rows, strict=True) if not len(row))
-            raise UserError(f"the text {empty!r:.60} becomes no token at all with this model's tokenizer; take it out")
+            empty = next(
+                text for text, row in zip(texts, rows, strict=True) if not len(row)
+            )
+            raise UserError(
+                f"the text {empty!r:.60} becomes no token at all with this model's tokenizer; take it out"
+            )
         for position, limit in enumerate(limits):
             if limit is not None and limit < len(rows[position]):
                 rows[position] = self._shorter(rows[position], limit)
@@ -63,11 +69,17 @@ class TextProcessing:
         length = self._longest
         rows = self._encode([_beginning(text, length) for text in texts])
         while unfilled := [
-            number for number, row in enumerate(rows) if len(row) < self._max_length and len(texts[number]) > length
+            number
+            for number, row in enumerate(rows)
+            if len(row) < self._max_length and len(texts[number]) > length
         ]:
             length *= 4
             for number, row in zip(
-                unfilled, self._encode([_beginning(texts[number], length) for number in unfilled]), strict=True
+                unfilled,
+                self._encode(
+                    [_beginning(texts[number], length) for number in unfilled]
+                ),
+                strict=True,
             ):
                 rows[number] = row
         return rows
@@ -103,13 +115,18 @@ class ChatProcessing:
         self._before, self._after = _special_tokens_around(tokenizer)
         self._encode = _batch_encoder(tokenizer, max_length=None)
         self._tails: dict[str, list[int]] = {}
-        config = read_config(Path(description.source), trust_remote_code=description.trust_remote_code)
+        config = read_config(
+            Path(description.source), trust_remote_code=description.trust_remote_code
+        )
         self._config = config.to_dict()
         self.image_token_id = int(self._config["image_token_id"])
         self.padding = Padding(tokenizer, description)
 
     def encode_texts(
-        self, prompts: Sequence[str], texts: Sequence[str], limits: Sequence[int | None] = ()
+        self,
+        prompts: Sequence[str],
+        texts: Sequence[str],
+        limits: Sequence[int | None] = (),
     ) -> list[np.ndarray]:
         """Return the int32 token ids of conversations without images. `limits`: a smaller maximum length for each.
 
@@ -118,9 +135,13 @@ class ChatProcessing:
         rendered, encoded = self._rendered(prompts, texts)
         rows = []
         own = limits or [None] * len(texts)
-        for prompt, text, ids, limit in zip(prompts, rendered, encoded, own, strict=True):
+        for prompt, text, ids, limit in zip(
+            prompts, rendered, encoded, own, strict=True
+        ):
             self._refuse_placeholders(ids, 0)
-            longest = min(limit or self._description.max_length, self._description.max_length)
+            longest = min(
+                limit or self._description.max_length, self._description.max_length
+            )
             row = self._cut(text, ids, longest)
             if len(row) >= longest:
                 tail = self._tail(prompt)
@@ -129,20 +150,35 @@ class ChatProcessing:
             rows.append(np.asarray(row, dtype=np.int32))
         return rows
 
-    def _rendered(self, prompts: Sequence[str], texts: Sequence[str]) -> tuple[list[str], list[list[int]]]:
+    def _rendered(
+        self, prompts: Sequence[str], texts: Sequence[str]
+    ) -> tuple[list[str], list[list[int]]]:
         """Return the conversations and their ids. Of a very long text, only as much as fills `max_length` is used."""
         length = CHARACTERS_PER_TOKEN * self._description.max_length
-        cut = list(texts) if self._cut_left else [_beginning(text, length) for text in texts]
-        rendered = [self._chat.render(prompt, text) for prompt, text in zip(prompts, cut, strict=True)]
+        cut = (
+            list(texts)
+            if self._cut_left
+            else [_beginning(text, length) for text in texts]
+        )
+        rendered = [
+            self._chat.render(prompt, text)
+            for prompt, text in zip(prompts, cut, strict=True)
+        ]
         encoded = self._encode(rendered)
         for number, ids in enumerate(encoded):
-            if len(cut[number]) < len(texts[number]) and len(ids) <= self._description.max_length:
+            if (
+                len(cut[number]) < len(texts[number])
+                and len(ids) <= self._description.max_length
+            ):
                 rendered[number] = self._chat.render(prompts[number], texts[number])
                 encoded[number] = self._encode([rendered[number]])[0]
         return rendered, encoded
 
     def encode_with_images(
-        self, prompts: Sequence[str], texts: Sequence[str | None], images: Sequence[tuple[ImageRef, ...]]
+        self,
+        prompts: Sequence[str],
+        texts: Sequence[str | None],
+        images: Sequence[tuple[ImageRef, ...]],
     ) -> list[np.ndarray]:
         """Return the int32 token ids of conversations with images. Only the headers of the images are read."""
         rendered = [
@@ -150,14 +186,19 @@ class ChatProcessing:
             for prompt, text, shown in zip(prompts, texts, images, strict=True)
         ]
         rows, longest = [], self._description.max_length
-        for text, ids, shown in zip(rendered, self._encode(rendered), images, strict=True):
+        for text, ids, shown in zip(
+            rendered, self._encode(rendered), images, strict=True
+        ):
             self._refuse_placeholders(ids, len(shown))
             counts = [self._num_tokens(image) for image in shown]
             # The template has one placeholder per image; the model expects one per image token.
             compact = np.asarray(ids, dtype=np.int32)
             repeats = np.ones(len(compact), dtype=np.int64)
             repeats[compact == self.image_token_id] = counts
-            row = np.asarray(self._cut(text, np.repeat(compact, repeats).tolist(), longest), dtype=np.int32)
+            row = np.asarray(
+                self._cut(text, np.repeat(compact, repeats).tolist(), longest),
+                dtype=np.int32,
+            )
             if int((row == self.image_token_id).sum()) != sum(counts):
                 raise UserError(
                     f"an item with {len(shown)} image(s) of {sum(counts):,d} tokens does not fit into max_length "
@@ -166,23 +207,35 @@ class ChatProcessing:
             rows.append(row)
         return rows
 
-    def collate(self, rows: Sequence[np.ndarray], images: Sequence[ImageRef]) -> dict[str, torch.Tensor]:
+    def collate(
+        self, rows: Sequence[np.ndarray], images: Sequence[ImageRef]
+    ) -> dict[str, torch.Tensor]:
         """Return the padded conversations and the pixels of all their images, in order."""
         batch = self.padding.pad(rows)
         is_image = batch["input_ids"] == self.image_token_id
         pixels = self._pixels.stack(images)
         # grid [images, (time, height, width)] counts patches; the model merges merge_size**2 of them into one token.
-        num_tokens = int(pixels["image_grid_thw"].prod(dim=1).sum()) // self._pixels.merge_size**2
+        num_tokens = (
+            int(pixels["image_grid_thw"].prod(dim=1).sum())
+            // self._pixels.merge_size**2
+        )
         if num_tokens != int(is_image.sum()):
-            named = ", ".join(image.path or f"{len(image.data or b''):,d} bytes" for image in images[:4])
-            raise UserError(f"an image changed its size since its header was read, one of: {named}")
+            named = ", ".join(
+                image.path or f"{len(image.data or b''):,d} bytes"
+                for image in images[:4]
+            )
+            raise UserError(
+                f"an image changed its size since its header was read, one of: {named}"
+            )
         grid = pixels["image_grid_thw"]
         return {
             **batch,
             **pixels,
             **tower_inputs(self._config, grid),
             "mm_token_type_ids": is_image.long(),
-            POSITIONS: token_positions(is_image, batch.get("attention_mask"), grid, self._pixels.merge_size),
+            POSITIONS: token_positions(
+                is_image, batch.get("attention_mask"), grid, self._pixels.merge_size
+            ),
         }
 
     def _num_tokens(self, image: ImageRef) -> int:
@@ -208,23 +261,36 @@ class ChatProcessing:
         """Return the tokens that the template appends after any text: the common suffix of two renderings."""
         if prompt not in self._tails:
             fillers = [self._chat.render(prompt, filler) for filler in ("0", "1 2 3 4")]
-            first, second = ([*self._before, *ids, *self._after] for ids in self._encode(fillers))
+            first, second = (
+                [*self._before, *ids, *self._after] for ids in self._encode(fillers)
+            )
             count = 0
-            while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:
+            while (
+                count < min(len(first), len(second))
+                and first[-1 - count] == second[-1 - count]
+            ):
                 count += 1
-            self._tails[prompt] = first[len(first) - count :] if count < min(len(first), len(second)) else []
+            self._tails[prompt] = (
+                first[len(first) - count :]
+                if count < min(len(first), len(second))
+                else []
+            )
         return self._tails[prompt]
 
 
 class Padding:
     """Padding of token ids to the longest row, or to a fixed length if the model requires one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, description: ModelDescription) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, description: ModelDescription
+    ) -> None:
         self._pad_id = int(tokenizer.pad_token_id)
         self._left = description.padding_side == "left"
         self._masked = "attention_mask" in tokenizer.model_input_names
         # SigLIP pools the last position, padding included, so all texts must have the same length.
-        self.fixed_length = description.max_length if description.traits.has_fixed_length else None
+        self.fixed_length = (
+            description.max_length if description.traits.has_fixed_length else None
+        )
 
     def pad(self, rows: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
         """Return input_ids [n, length], and attention_mask if a row is padded."""
@@ -234,23 +300,33 @@ class Padding:
         padded = min(lengths) < longest
         mask = np.zeros(ids.shape, dtype=np.int64) if padded and self._masked else None
         for at, row in enumerate(rows):
-            place = slice(longest - len(row), longest) if self._left else slice(0, len(row))
+            place = (
+                slice(longest - len(row), longest) if self._left else slice(0, len(row))
+            )
             ids[at, place] = row
             if mask is not None:
                 mask[at, place] = 1
         batch = {"input_ids": torch.from_numpy(ids)}
-        return batch if mask is None else {**batch, "attention_mask": torch.from_numpy(mask)}
+        return (
+            batch
+            if mask is None
+            else {**batch, "attention_mask": torch.from_numpy(mask)}
+        )
 
 
 def _beginning(text: str, length: int) -> str:
     """Return about the first `length` characters, up to a space: tokens do not reach over one."""
     if len(text) <= length:
         return text
-    end = max(text.rfind(" ", length // 2, length), text.rfind("\n", length // 2, length))
+    end = max(
+        text.rfind(" ", length // 2, length), text.rfind("\n", length // 2, length)
+    )
     return text[: end if end > 0 else length]
 
 
-def _batch_encoder(tokenizer: PreTrainedTokenizerBase, *, max_length: int | None) -> Encode:
+def _batch_encoder(
+    tokenizer: PreTrainedTokenizerBase, *, max_length: int | None
+) -> Encode:
     """Return a function from texts to ids, with special tokens and truncation at `max_length`, or without both.
 
     The Rust core of a fast tokenizer is called directly, with truncation set once: `tokenizer(...)` sets it in each
@@ -258,18 +334,34 @@ def _batch_encoder(tokenizer: PreTrainedTokenizerBase, *, max_length: int | None
     """
     special = max_length is not None
     if not tokenizer.is_fast:
-        options: dict[str, Any] = {"truncation": special, "max_length": max_length, "add_special_tokens": special}
-        return lambda texts: tokenizer(list(texts), padding=False, **options)["input_ids"]
+        options: dict[str, Any] = {
+            "truncation": special,
+            "max_length": max_length,
+            "add_special_tokens": special,
+        }
+        return lambda texts: tokenizer(list(texts), padding=False, **options)[
+            "input_ids"
+        ]
     core: Any = tokenizer.backend_tokenizer
     core.no_padding()
     core.no_truncation()
     if max_length is not None:
-        core.enable_truncation(max_length, stride=0, strategy="longest_first", direction=tokenizer.truncation_side)
+        core.enable_truncation(
+            max_length,
+            stride=0,
+            strategy="longest_first",
+            direction=tokenizer.truncation_side,
+        )
     core.encode_special_tokens = tokenizer.split_special_tokens
-    return lambda texts: [one.ids for one in core.encode_batch_fast(list(texts), add_special_tokens=special)]
+    return lambda texts: [
+        one.ids
+        for one in core.encode_batch_fast(list(texts), add_special_tokens=special)
+    ]
 
 
-def _special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _special_tokens_around(
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[int], list[int]]:
     """Return the special tokens that the tokenizer puts before and after every text."""
     inner = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a", add_special_tokens=True)["input_ids"]

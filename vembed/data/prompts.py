@@ -30,7 +30,11 @@ class ChatText:
         if text is None:
             return self._render(prompt, None, num_images)
         frame = self._frame(prompt, num_images)
-        return self._render(prompt, text, num_images) if frame is None else frame[0] + text + frame[1]
+        return (
+            self._render(prompt, text, num_images)
+            if frame is None
+            else frame[0] + text + frame[1]
+        )
 
     def _frame(self, prompt: str, num_images: int) -> tuple[str, str] | None:
         """Return the parts before and after the text; None if the template modifies the text."""
@@ -42,14 +46,21 @@ class ChatText:
         return self._frames[key]
 
     def _render(self, prompt: str, text: str | None, num_images: int) -> str:
-        content: list[dict[str, str]] = [{"type": "image", "image": ""} for _ in range(num_images)]
+        content: list[dict[str, str]] = [
+            {"type": "image", "image": ""} for _ in range(num_images)
+        ]
         if text is not None:
             content.append({"type": "text", "text": text})
         messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if prompt:
-            messages.insert(0, {"role": "system", "content": [{"type": "text", "text": prompt}]})
+            messages.insert(
+                0, {"role": "system", "content": [{"type": "text", "text": prompt}]}
+            )
         rendered = self._tokenizer.apply_chat_template(
-            messages, chat_template=self._chat.template, tokenize=False, **self._chat.options
+            messages,
+            chat_template=self._chat.template,
+            tokenize=False,
+            **self._chat.options,
         )
         assert isinstance(rendered, str)
         return rendered

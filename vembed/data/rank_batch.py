@@ -54,7 +54,11 @@ class RankBatch:
 
 
 def make_rank_batch(
-    examples: Sequence[Example], first: int, epoch: int, number: int, featuriser: Featuriser
+    examples: Sequence[Example],
+    first: int,
+    epoch: int,
+    number: int,
+    featuriser: Featuriser,
 ) -> RankBatch:
     """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch."""
     items: list[tuple[Item, Kind]] = []
@@ -75,7 +79,9 @@ def make_rank_batch(
         scores.extend(example.scores or ())
         negative_scores.extend(example.negative_scores or ())
     # By key, not by text: a text as query and as document differs if the model has prompts.
-    features, where_to = distinct(featuriser.features(items), key=lambda feature: feature.key)
+    features, where_to = distinct(
+        featuriser.features(items), key=lambda feature: feature.key
+    )
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     return RankBatch(
@@ -91,14 +97,21 @@ def make_rank_batch(
         num_inputs=len(items),
         num_examples=len(examples),
         where=[example.where for example in examples],
-        items=[items[position][0] for position in np.unique(where_to, return_index=True)[1].tolist()],
+        items=[
+            items[position][0]
+            for position in np.unique(where_to, return_index=True)[1].tolist()
+        ],
         negative_scores=_one_each(negative_scores, len(negatives)),
     )
 
 
 def _one_each(values: list[float], count: int) -> np.ndarray | None:
     """The values as an array, if there is one for each; None otherwise."""
-    return np.asarray(values, dtype=np.float64) if values and len(values) == count else None
+    return (
+        np.asarray(values, dtype=np.float64)
+        if values and len(values) == count
+        else None
+    )
 
 
 class Examples(Protocol):
@@ -134,17 +147,29 @@ class RankBatchStream:
         epoch, number = divmod(batch_number, self.batch_schedule.steps_per_epoch)
         indices = self.batch_schedule.batch(epoch, number)
         own = rank_rows(len(indices), self.rank, self.world_size)
-        positives = None if self.pair is None else self.batch_schedule.positives(epoch, number)
+        positives = (
+            None if self.pair is None else self.batch_schedule.positives(epoch, number)
+        )
         if self.pair is None or positives is None:
             examples = [self.store[int(index)] for index in indices[own]]
         else:
-            examples = [self.pair(int(one), int(mate)) for one, mate in zip(indices[own], positives[own], strict=True)]
+            examples = [
+                self.pair(int(one), int(mate))
+                for one, mate in zip(indices[own], positives[own], strict=True)
+            ]
         source = self.batch_schedule.source_of(int(indices[0]))
-        return replace(make_rank_batch(examples, own.start, epoch, number, self.featuriser), source=source)
+        return replace(
+            make_rank_batch(examples, own.start, epoch, number, self.featuriser),
+            source=source,
+        )
 
     def sample(self, num_batches: int = 4) -> list[Features]:
         """Return the features of the first batches, for the measurement of memory."""
-        return [feature for number in range(num_batches) for feature in self.rank_batch(number).features]
+        return [
+            feature
+            for number in range(num_batches)
+            for feature in self.rank_batch(number).features
+        ]
 
     def from_batch(self, first: int, end: int) -> Iterator[RankBatch]:
         """Yield the rank batches first .. end-1, in order."""

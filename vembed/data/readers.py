@@ -184,7 +184,11 @@ class JsonLines(TextFile):
 
     def num_lines(self, part: Part) -> int:
         """Return the number of line ends in a part."""
-        return self._num_lines[part] if part in self._num_lines else super().num_lines(part)
+        return (
+            self._num_lines[part]
+            if part in self._num_lines
+            else super().num_lines(part)
+        )
 
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
@@ -195,20 +199,29 @@ class JsonLines(TextFile):
         """Yield the records whose lines begin in a part."""
         start, number = part.start, 1
         with self._from(max(start - 1, self._begin)) as file:
-            if start > self._begin:  # a line that began before belongs to the part before
-                while not (skipped := file.readline(MAX_RECORD)).endswith(b"\n") and skipped:
+            if (
+                start > self._begin
+            ):  # a line that began before belongs to the part before
+                while (
+                    not (skipped := file.readline(MAX_RECORD)).endswith(b"\n")
+                    and skipped
+                ):
                     start += len(skipped)
                 if not skipped:
                     return
                 start += len(skipped) - 1
                 number += start > part.start
-            while start < part.stop and (data := file.read(min(PIECE_BYTES, part.stop - start))):
+            while start < part.stop and (
+                data := file.read(min(PIECE_BYTES, part.stop - start))
+            ):
                 # A piece ends with a whole line, so that no record is cut.
                 if not data.endswith(b"\n"):
                     data += file.readline(MAX_RECORD + 1)
                 # Fast for what is plainly right; the slow way below finds out what is wrong, and where.
                 plain = self._plain_records(data)
-                if plain is None:  # line by line, up to the end of the part where one may be too long
+                if (
+                    plain is None
+                ):  # line by line, up to the end of the part where one may be too long
                     file.seek(start)
                     stop = start + len(data) if data.endswith(b"\n") else part.stop
                     yield from grouped(self._by_line(file, start, stop, number))
@@ -216,7 +229,11 @@ class JsonLines(TextFile):
                     records, ends = plain
                     starts = np.concatenate([[0], ends[:-1]])
                     yield RecordBlock(
-                        starts + start, ends - starts, np.arange(number, number + len(records)), records, data
+                        starts + start,
+                        ends - starts,
+                        np.arange(number, number + len(records)),
+                        records,
+                        data,
                     )
                 if not data.endswith(b"\n"):
                     return
@@ -249,14 +266,21 @@ class JsonLines(TextFile):
         found = np.flatnonzero(np.frombuffer(data, np.uint8) == _LINE_END) + 1
         return records, found if data.endswith(b"\n") else np.append(found, len(data))
 
-    def _by_line(self, file: BinaryIO, start: int, stop: int, number: int) -> Iterator[Found]:
+    def _by_line(
+        self, file: BinaryIO, start: int, stop: int, number: int
+    ) -> Iterator[Found]:
         inside_long = False
         while (inside_long or start < stop) and (line := file.readline(MAX_RECORD + 1)):
             size = len(line)
             # The rest of a line that is too long is read over, in pieces, up to its end.
             if inside_long or size > MAX_RECORD:
                 if not inside_long:
-                    yield start, 0, number, BadRecord(f"a line of more than {MAX_RECORD:,d} bytes")
+                    yield (
+                        start,
+                        0,
+                        number,
+                        BadRecord(f"a line of more than {MAX_RECORD:,d} bytes"),
+                    )
                 inside_long = not line.endswith(b"\n")
             elif not line.isspace():
                 yield start, size, number, self._record(line)
@@ -275,13 +299,17 @@ class JsonLines(TextFile):
             return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the line)")
         except json.JSONDecodeError as error:
             ends = "; a record stands on one line" if error.pos >= len(text) else ""
-            return BadRecord(f"not JSON ({error.msg} at column {error.pos + 1:,d}){ends}")
+            return BadRecord(
+                f"not JSON ({error.msg} at column {error.pos + 1:,d}){ends}"
+            )
         except RecursionError:
             return BadRecord("JSON that is nested too deeply")
         except ValueError as error:
             return BadRecord(f"not JSON ({error})")
         if end != len(text):
-            return BadRecord(f"not JSON (more text after its end at column {end + 1:,d})")
+            return BadRecord(
+                f"not JSON (more text after its end at column {end + 1:,d})"
+            )
         return record
 
 
@@ -300,22 +328,34 @@ class JsonArray(JsonLines):
         """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""
         size = self.path.stat().st_size
         if size > MAX_ARRAY:
-            raise UserError(f"{self.name} is one JSON array of {size:,d} bytes and would be read whole: use JSON Lines")
+            raise UserError(
+                f"{self.name} is one JSON array of {size:,d} bytes and would be read whole: use JSON Lines"
+            )
         try:
             text = self._bytes(self._begin, size).decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{self.name} is not UTF-8 (byte {error.start + 1:,d})") from error
+            raise UserError(
+                f"{self.name} is not UTF-8 (byte {error.start + 1:,d})"
+            ) from error
         start, line, counted = self._begin, 1, 0
         at = _past_space(text, 0) + 1  # `open_reader` has checked the opening bracket
         closed = text[_past_space(text, at) :][:1] == "]"
         while not closed:
             at = _past_space(text, at)
             # The position counts bytes and `at` counts characters: only what is new is encoded.
-            start, line, counted = start + len(text[counted:at].encode()), line + text.count("\n", counted, at), at
+            start, line, counted = (
+                start + len(text[counted:at].encode()),
+                line + text.count("\n", counted, at),
+                at,
+            )
             try:
                 record, end = self._decode(text, at)
             except (RecursionError, ValueError) as error:
-                self._refuse(text, error.pos if isinstance(error, json.JSONDecodeError) else at, error)
+                self._refuse(
+                    text,
+                    error.pos if isinstance(error, json.JSONDecodeError) else at,
+                    error,
+                )
             yield start, len(text[at:end].encode()), line, record
             at = _past_space(text, end)
             if text[at : at + 1] not in {",", "]"}:

@@ -13,7 +13,14 @@ from vembed.config.terms import SCORED
 from vembed.data.blocks import Block
 from vembed.data.columns import INSIDE, Columns, Layout
 from vembed.data.conversations import POSITIVE_MESSAGES, as_fields, is_conversation
-from vembed.data.examples import LONE_SURROGATE, BadRecord, Example, ImageRef, Item, has_lone_surrogate
+from vembed.data.examples import (
+    LONE_SURROGATE,
+    BadRecord,
+    Example,
+    ImageRef,
+    Item,
+    has_lone_surrogate,
+)
 from vembed.data.images import ImageRoot
 from vembed.data.messages import listed, shown
 
@@ -63,13 +70,25 @@ class RecordFormat:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
         `example` would accept them; None if that cannot be said of all together."""
         names = block.names()
-        if self._query_is_path or self._document_is_path or names is None or POSITIVE_MESSAGES in names:
+        if (
+            self._query_is_path
+            or self._document_is_path
+            or names is None
+            or POSITIVE_MESSAGES in names
+        ):
             return None
         layout = self.columns.layout(names)
-        if layout.query is None or layout.positive is None or layout.problem or layout.label is not None:
+        if (
+            layout.query is None
+            or layout.positive is None
+            or layout.problem
+            or layout.label is not None
+        ):
             return None
         texts = (layout.query, layout.positive, *layout.negatives)
-        if len(set(texts)) != len(layout.columns()):  # scores, images and prompts are looked at one by one
+        if len(set(texts)) != len(
+            layout.columns()
+        ):  # scores, images and prompts are looked at one by one
             return None
         if not block.are_texts(texts):
             return None
@@ -84,7 +103,9 @@ class RecordFormat:
     def example(self, record: Any, where: str) -> Example:
         """Return the example of a record. Raise BadRecord with the reason if it is invalid."""
         if type(record) is not dict:
-            raise BadRecord(f"{described(record)}, and a record is an object with named fields")
+            raise BadRecord(
+                f"{described(record)}, and a record is an object with named fields"
+            )
         # Before the columns are looked at: a conversation brings its own.
         if is_conversation(record):
             record = as_fields(record)
@@ -93,47 +114,79 @@ class RecordFormat:
             raise BadRecord(layout.problem)
         query = self._query(record, layout)
         if layout.query_prompt is not None:
-            query = self._prompted(query, record[layout.query_prompt], layout.query_prompt)
+            query = self._prompted(
+                query, record[layout.query_prompt], layout.query_prompt
+            )
         if layout.label is not None:
             return self._labelled(query, record[layout.label], layout, where)
-        positives = self._items(record, layout.positive, layout.positive_image, self._document_is_path)
+        positives = self._items(
+            record, layout.positive, layout.positive_image, self._document_is_path
+        )
         if not positives:
             name = layout.positive or layout.positive_image or ""
-            raise BadRecord(f"{name} is {self._null if record[name] is None else 'an empty list'}")
+            raise BadRecord(
+                f"{name} is {self._null if record[name] is None else 'an empty list'}"
+            )
         negatives: tuple[Item, ...] = ()
         if layout.negatives or layout.negative_image:
             negatives = self._negatives(record, layout)
-        scores, negative_scores = self._all_scores(record, layout, len(positives), len(negatives))
+        scores, negative_scores = self._all_scores(
+            record, layout, len(positives), len(negatives)
+        )
         # After the scores: a list of scores counts all negatives of the record.
         negatives = negatives[: self._max_negatives]
-        negative_scores = None if negative_scores is None else negative_scores[: self._max_negatives]
+        negative_scores = (
+            None if negative_scores is None else negative_scores[: self._max_negatives]
+        )
         for loss in self.losses:
             self._check_loss(loss, layout, negatives, scores)
-        too_large = next((one for one in scores or () if abs(one) > 1), None) if self._bounded_scores else None
+        too_large = (
+            next((one for one in scores or () if abs(one) > 1), None)
+            if self._bounded_scores
+            else None
+        )
         if too_large is not None:
             raise BadRecord(
                 f"{layout.score} is {too_large:g}, and loss: cosine compares it with a cosine, which is in [-1, 1]: "
                 "scale the scores (ratings from 0 to 5 by 1/5), or use loss: cosent"
             )
-        return Example(query, positives, negatives, scores, where, negative_scores).naming_images()
+        return Example(
+            query, positives, negatives, scores, where, negative_scores
+        ).naming_images()
 
     def _labelled(self, query: Item, label: Any, layout: Layout, where: str) -> Example:
         """Return the example of an item with a class. Its positive is chosen where the other examples are known."""
         if label is None:
-            raise BadRecord(f"{layout.label} is {self._null}, not the name or number of a class")
-        if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
-            raise BadRecord(f"{layout.label} is {described(label)}, not the name or number of a class")
+            raise BadRecord(
+                f"{layout.label} is {self._null}, not the name or number of a class"
+            )
+        if (
+            isinstance(label, bool)
+            or not isinstance(label, str | int)
+            or not str(label).strip()
+        ):
+            raise BadRecord(
+                f"{layout.label} is {described(label)}, not the name or number of a class"
+            )
         for loss in self.losses:
             self._check_loss(loss, layout, (), None)
         return Example(query, (query,), where=where, label=str(label)).naming_images()
 
     def _query(self, record: dict[str, Any], layout: Layout) -> Item:
         value = record[layout.query] if layout.query is not None else None
-        if type(value) is str and layout.query_image is None and not self._query_is_path:
+        if (
+            type(value) is str
+            and layout.query_image is None
+            and not self._query_is_path
+        ):
             return Item(_text(value, str(layout.query)))
         if isinstance(value, list):
             raise BadRecord(f"{layout.query} is a list, and one item is expected")
-        images = self._image_list(record[layout.query_image], layout.query_image) if layout.query_image else ()
+        images = (
+            self._image_list(record[layout.query_image], layout.query_image)
+            if layout.query_image
+            else ()
+        )
         if value is None and not images:
             raise BadRecord(f"{layout.query or layout.query_image} is {self._null}")
         return self._item(value, images, self._query_is_path, str(layout.query))
@@ -148,13 +201,19 @@ class RecordFormat:
 
     def _negatives(self, record: dict[str, Any], layout: Layout) -> tuple[Item, ...]:
         first = layout.negatives[0] if layout.negatives else None
-        found = self._items(record, first, layout.negative_image, self._document_is_path)
+        found = self._items(
+            record, first, layout.negative_image, self._document_is_path
+        )
         for name in layout.negatives[1:]:
             found += self._items(record, name, None, self._document_is_path)
         return found
 
     def _items(
-        self, record: dict[str, Any], name: str | None, image_name: str | None, is_path: bool
+        self,
+        record: dict[str, Any],
+        name: str | None,
+        image_name: str | None,
+        is_path: bool,
     ) -> tuple[Item, ...]:
         """Return the items of a column, each with its images if a second column has images."""
         value = record[name] if name is not None else None
@@ -164,17 +223,27 @@ class RecordFormat:
         if image_name is None or record[image_name] is None:
             if len(values) == 1:
                 return (self._item(values[0], (), is_path, str(name)),)
-            return tuple(self._item(one, (), is_path, f"{name} {number}") for number, one in enumerate(values, 1))
-        images = [self._image_list(one, image_name) for one in _as_list(record[image_name])]
+            return tuple(
+                self._item(one, (), is_path, f"{name} {number}")
+                for number, one in enumerate(values, 1)
+            )
+        images = [
+            self._image_list(one, image_name) for one in _as_list(record[image_name])
+        ]
         if value is None:
             values = [None] * len(images)
         elif len(values) != len(images):
             raise BadRecord(
                 f"{name} and {image_name} belong together, but they are {len(values):,d} and {len(images):,d}"
             )
-        return tuple(self._item(one, own, is_path, str(name)) for one, own in zip(values, images, strict=True))
+        return tuple(
+            self._item(one, own, is_path, str(name))
+            for one, own in zip(values, images, strict=True)
+        )
 
-    def _item(self, value: Any, images: tuple[ImageRef, ...], is_path: bool, name: str) -> Item:
+    def _item(
+        self, value: Any, images: tuple[ImageRef, ...], is_path: bool, name: str
+    ) -> Item:
         """Return one item of any form. `images` come from a separate column."""
         if isinstance(value, str):
             if is_path:
@@ -191,9 +260,13 @@ class RecordFormat:
         if isinstance(value, list):
             raise BadRecord(f"{name} is a list inside of a list")
         way_out = "; write it as text, in quotes" if type(value) in (int, float) else ""
-        raise BadRecord(f"{name} is {described(value)}, not a text, an image or both{way_out}")
+        raise BadRecord(
+            f"{name} is {described(value)}, not a text, an image or both{way_out}"
+        )
 
-    def _object(self, value: dict[str, Any], images: tuple[ImageRef, ...], name: str) -> Item:
+    def _object(
+        self, value: dict[str, Any], images: tuple[ImageRef, ...], name: str
+    ) -> Item:
         for key in value.keys() - _ITEM_KEYS:
             self.columns.note_unused(key + INSIDE)
         if value.get("bytes") is not None or value.get("path") is not None:
@@ -205,7 +278,9 @@ class RecordFormat:
         if type(text) is str and type(title) is str:
             text = f"{title} {text}".strip()  # as in a BEIR-style corpus
         if text is None and not images:
-            raise BadRecord(f"{name} is an object without text or image (it has {listed(value) or 'no fields'})")
+            raise BadRecord(
+                f"{name} is an object without text or image (it has {listed(value) or 'no fields'})"
+            )
         if text is None or (images and isinstance(text, str) and not text.strip()):
             return Item(images=images)
         if not isinstance(text, str):
@@ -223,7 +298,11 @@ class RecordFormat:
 
     def _image(self, value: Any, name: str) -> ImageRef:
         if isinstance(value, dict):
-            value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+            value = (
+                value.get("bytes")
+                if value.get("bytes") is not None
+                else value.get("path")
+            )
             if value is None:
                 raise BadRecord(f"{name} has an image without bytes and path")
         if isinstance(value, bytes):
@@ -236,22 +315,39 @@ class RecordFormat:
             raise BadRecord(f"{name}: {error}") from error
 
     def _all_scores(
-        self, record: dict[str, Any], layout: Layout, num_positives: int, num_negatives: int
+        self,
+        record: dict[str, Any],
+        layout: Layout,
+        num_positives: int,
+        num_negatives: int,
     ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
         """Scores of the positives and of the negatives. One column may have both, the positives' first."""
         scores = negative_scores = None
         if layout.score is not None and record[layout.score] is not None:
             value = record[layout.score]
-            if isinstance(value, list) and num_negatives and len(value) == num_positives + num_negatives:
+            if (
+                isinstance(value, list)
+                and num_negatives
+                and len(value) == num_positives + num_negatives
+            ):
                 value, rest = value[:num_positives], value[num_positives:]
-                negative_scores = self._scores(rest, layout.score, num_negatives, "negative")
+                negative_scores = self._scores(
+                    rest, layout.score, num_negatives, "negative"
+                )
             scores = self._scores(value, layout.score, num_positives, "positive")
-        if layout.negative_score is not None and record[layout.negative_score] is not None:
+        if (
+            layout.negative_score is not None
+            and record[layout.negative_score] is not None
+        ):
             value = record[layout.negative_score]
-            negative_scores = self._scores(value, layout.negative_score, num_negatives, "negative")
+            negative_scores = self._scores(
+                value, layout.negative_score, num_negatives, "negative"
+            )
         return scores, negative_scores
 
-    def _scores(self, value: Any, name: str, count: int, what: str) -> tuple[float, ...]:
+    def _scores(
+        self, value: Any, name: str, count: int, what: str
+    ) -> tuple[float, ...]:
         values = value if isinstance(value, list) else [value]
         if len(values) != count:
             raise BadRecord(
@@ -260,7 +356,11 @@ class RecordFormat:
         return tuple(self._score(one, name) for one in values)
 
     def _score(self, value: Any, name: str) -> float:
-        if self._numbers_in_text and isinstance(value, str) and _NUMBER.fullmatch(value):
+        if (
+            self._numbers_in_text
+            and isinstance(value, str)
+            and _NUMBER.fullmatch(value)
+        ):
             value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             raise BadRecord(f"{name} is {_quoted(value)}, not a number")
@@ -276,7 +376,9 @@ class RecordFormat:
             )
         return number
 
-    def _check_loss(self, loss: str, layout: Layout, negatives: tuple[Item, ...], scores: Any) -> None:
+    def _check_loss(
+        self, loss: str, layout: Layout, negatives: tuple[Item, ...], scores: Any
+    ) -> None:
         if loss in SCORED:
             if scores is None:
                 raise BadRecord(f"no score, which loss: {loss} needs for every pair")
@@ -311,10 +413,17 @@ def described(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
-        shown = str(value) if isinstance(value, float) or abs(value) < 10**15 else "a large one"
+        shown = (
+            str(value)
+            if isinstance(value, float) or abs(value) < 10**15
+            else "a large one"
+        )
         return f"a number ({shown})"
     names = {str: "a text", list: "a list", dict: "an object", bytes: "bytes"}
-    return next((name for kind, name in names.items() if isinstance(value, kind)), f"a {type(value).__name__}")
+    return next(
+        (name for kind, name in names.items() if isinstance(value, kind)),
+        f"a {type(value).__name__}",
+    )
 
 
 def _quoted(value: Any) -> str:

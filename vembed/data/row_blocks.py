@@ -42,7 +42,11 @@ def row_values(rows: pa.RecordBatch | pa.Table) -> list[Any]:
     except (ValueError, OverflowError, pa.ArrowException) as error:
         if rows.num_rows == 1:
             return [BadRecord(f"values that cannot be read ({first_line(error)})")]
-        return [value for row in range(rows.num_rows) for value in row_values(rows.slice(row, 1))]
+        return [
+            value
+            for row in range(rows.num_rows)
+            for value in row_values(rows.slice(row, 1))
+        ]
     return values
 
 
@@ -54,10 +58,16 @@ def first_line(error: Exception) -> str:
 def _is_texts(column: pa.Array) -> bool:
     """Return True if all values are texts that can be embedded, from the column's bytes."""
     is_long = pa.types.is_large_string(column.type)
-    if column.null_count or not len(column) or not (is_long or pa.types.is_string(column.type)):
+    if (
+        column.null_count
+        or not len(column)
+        or not (is_long or pa.types.is_string(column.type))
+    ):
         return False
     _, bounds, data = column.buffers()
-    held = np.frombuffer(bounds, np.int64) if is_long else np.frombuffer(bounds, np.int32)
+    held = (
+        np.frombuffer(bounds, np.int64) if is_long else np.frombuffer(bounds, np.int32)
+    )
     offsets = held[column.offset :][: len(column) + 1].astype(np.int64)
     if data is None or not (np.diff(offsets) > 0).all():
         return False
@@ -76,5 +86,7 @@ def _is_texts(column: pa.Array) -> bool:
     if not len(odd):
         return True
     # pa.array would import pandas, which takes half a second in each process of the first pass.
-    numbers = pa.Array.from_buffers(pa.int64(), len(odd), [None, pa.py_buffer(odd.astype(np.int64))])
+    numbers = pa.Array.from_buffers(
+        pa.int64(), len(odd), [None, pa.py_buffer(odd.astype(np.int64))]
+    )
     return not any(one.isspace() for one in column.take(numbers).to_pylist())

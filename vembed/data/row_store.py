@@ -68,7 +68,9 @@ class RowStore:
         self._own: int | None = None
         self._writes = True
         self._look_around()
-        with suppress(OSError):  # the folder does not exist yet, or belongs to another user
+        with suppress(
+            OSError
+        ):  # the folder does not exist yet, or belongs to another user
             os.utime(self.folder)  # its modification time is the time of last use
 
     def __len__(self) -> int:
@@ -78,7 +80,11 @@ class RowStore:
     def num_bytes(self) -> int:
         """Bytes of all readable files on disk."""
         self._look_around()
-        return sum(os.fstat(file.descriptor).st_size for file in self._files.values() if file is not None)
+        return sum(
+            os.fstat(file.descriptor).st_size
+            for file in self._files.values()
+            if file is not None
+        )
 
     @property
     def width(self) -> int | None:
@@ -89,7 +95,9 @@ class RowStore:
         """Return the positions of keys that have no row. Rows are not read."""
         if any(key not in self._places for key in keys):
             self._look_around()
-        return [position for position, key in enumerate(keys) if key not in self._places]
+        return [
+            position for position, key in enumerate(keys) if key not in self._places
+        ]
 
     def find_rows(self, keys: Sequence[bytes]) -> dict[int, np.ndarray]:
         """Return a map from position in `keys` to the stored row, without the missing ones."""
@@ -123,8 +131,10 @@ class RowStore:
             log.warning(
                 "%s: %s cannot be written (%s): what is computed from now on is not kept, and is computed again in "
                 "each epoch; make room there, or set XDG_CACHE_HOME to a folder that has it",
-                self.kind.option, self.folder, error.strerror,
-            )  # fmt: skip
+                self.kind.option,
+                self.folder,
+                error.strerror,
+            )
 
     def close(self) -> None:
         """Close all files."""
@@ -138,8 +148,12 @@ class RowStore:
     def _open_own(self, width: int, itemsize: int) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{uuid4().hex}{self.kind.suffix}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-        append(descriptor, _HEADER.pack(self.kind.magic, self._identity, width, itemsize))
+        descriptor = os.open(
+            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644
+        )
+        append(
+            descriptor, _HEADER.pack(self.kind.magic, self._identity, width, itemsize)
+        )
         return descriptor
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -147,7 +161,11 @@ class RowStore:
     def _look_around(self) -> None:
         """Read the keys of new blocks, from the files of this process and of others."""
         try:
-            names = sorted(entry.name for entry in os.scandir(self.folder) if entry.name.endswith(self.kind.suffix))
+            names = sorted(
+                entry.name
+                for entry in os.scandir(self.folder)
+                if entry.name.endswith(self.kind.suffix)
+            )
         except OSError:  # no process has written yet
             return
         for name in names:
@@ -161,7 +179,12 @@ class RowStore:
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            log.warning("%s: %s cannot be read (%s), and is left out", self.kind.option, path, error.strerror)
+            log.warning(
+                "%s: %s cannot be read (%s), and is left out",
+                self.kind.option,
+                path,
+                error.strerror,
+            )
             return None
         return _File(path, descriptor)
 
@@ -170,7 +193,9 @@ class RowStore:
         if file.read_to == 0:
             if size < _HEADER.size:
                 return  # the header is not written yet
-            magic, identity, width, itemsize = _HEADER.unpack(os.pread(file.descriptor, _HEADER.size, 0))
+            magic, identity, width, itemsize = _HEADER.unpack(
+                os.pread(file.descriptor, _HEADER.size, 0)
+            )
             shape = self._shape or (width, itemsize)
             wanted = (self.kind.magic.ljust(17, b"\0"), self._identity, *shape)
             if (magic, identity, width, itemsize) != wanted or itemsize not in (4, 8):
@@ -181,16 +206,23 @@ class RowStore:
         assert self._shape is not None
         stride = _CHECKSUM.size + self._shape[0] * self._shape[1]
         while file.read_to + _BLOCK.size <= size:
-            num_rows, checksum = _BLOCK.unpack(os.pread(file.descriptor, _BLOCK.size, file.read_to))
+            num_rows, checksum = _BLOCK.unpack(
+                os.pread(file.descriptor, _BLOCK.size, file.read_to)
+            )
             first = file.read_to + _BLOCK.size + num_rows * KEY_BYTES
             if first + num_rows * stride > size:
                 return  # the block is still being written, or was truncated
-            keys = os.pread(file.descriptor, num_rows * KEY_BYTES, file.read_to + _BLOCK.size)
+            keys = os.pread(
+                file.descriptor, num_rows * KEY_BYTES, file.read_to + _BLOCK.size
+            )
             if not num_rows or zlib.crc32(keys) != checksum:
                 self._give_up(file, f"is damaged from byte {file.read_to:,d} on")
                 return
             for row in range(num_rows):
-                self._places[keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]] = (file, first + row * stride)
+                self._places[keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]] = (
+                    file,
+                    first + row * stride,
+                )
             file.read_to = first + num_rows * stride
 
     def _row(self, key: bytes) -> np.ndarray | None:
@@ -201,9 +233,16 @@ class RowStore:
         width, itemsize = self._shape
         held = os.pread(file.descriptor, _CHECKSUM.size + width * itemsize, place)
         row = held[_CHECKSUM.size :]
-        if len(row) < width * itemsize or zlib.crc32(row) != _CHECKSUM.unpack(held[: _CHECKSUM.size])[0]:
+        if (
+            len(row) < width * itemsize
+            or zlib.crc32(row) != _CHECKSUM.unpack(held[: _CHECKSUM.size])[0]
+        ):
             self._give_up(file, f"is damaged at byte {place:,d}")
-            self._places = {key: (other, place) for key, (other, place) in self._places.items() if other is not file}
+            self._places = {
+                key: (other, place)
+                for key, (other, place) in self._places.items()
+                if other is not file
+            }
             with suppress(OSError):
                 file.path.unlink()  # else the damaged rows would be found first in the next run too
             return None
@@ -211,7 +250,12 @@ class RowStore:
 
     def _give_up(self, file: _File, reason: str) -> None:
         file.is_whole = False
-        log.warning("%s: %s %s: what it held is computed anew", self.kind.option, file.path, reason)
+        log.warning(
+            "%s: %s %s: what it held is computed anew",
+            self.kind.option,
+            file.path,
+            reason,
+        )
 
 
 def append(descriptor: int, data: bytes) -> None:

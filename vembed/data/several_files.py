@@ -22,12 +22,17 @@ class SeveralFiles:
         self.folder = readers[0].folder
         self.numbers_in_text = readers[0].numbers_in_text
         self.extents = [one.extent() for one in readers]
-        self._starts = [0, *itertools.accumulate(positions for positions, _ in self.extents)]
+        self._starts = [
+            0,
+            *itertools.accumulate(positions for positions, _ in self.extents),
+        ]
         self._lines = [0, *itertools.accumulate(lines for _, lines in self.extents)]
 
     def scan(self) -> Iterator[Found]:
         """Yield all records in order."""
-        for first, line, reader in zip(self._starts, self._lines, self.readers, strict=False):
+        for first, line, reader in zip(
+            self._starts, self._lines, self.readers, strict=False
+        ):
             for start, size, own, record in reader.scan():
                 yield first + start, size, line + own, record
 
@@ -42,7 +47,10 @@ class SeveralFiles:
     def blocks(self, part: Part) -> Iterator[Block]:
         """Yield the records of a part. Lines count from the part's first one."""
         first = self._starts[part.file]
-        return (block.moved(positions=first) for block in self.readers[part.file].blocks(part))
+        return (
+            block.moved(positions=first)
+            for block in self.readers[part.file].blocks(part)
+        )
 
     def num_lines(self, part: Part) -> int:
         """Return the number of lines of a part."""

@@ -26,7 +26,14 @@ from vembed.config.user_folders import cache_folder
 from vembed.data.batches import ContentKeys
 from vembed.data.cache import IndexCache, short_hash
 from vembed.data.class_batches import next_of_class
-from vembed.data.columns import LABEL, Columns, classes_as_scores, unread_judgement, unread_negatives, unread_prompt
+from vembed.data.columns import (
+    LABEL,
+    Columns,
+    classes_as_scores,
+    unread_judgement,
+    unread_negatives,
+    unread_prompt,
+)
 from vembed.data.conversations import is_conversation
 from vembed.data.examples import BadRecord, Example, ReadAs
 from vembed.data.images import ImageRoot
@@ -78,10 +85,16 @@ class _Source:
 
     def pair(self, number: int, mate: int) -> Example:
         """Return an example of labelled data with another one as its positive."""
-        return self.read_as.apply(replace(self._read(number), positives=(self._read(mate).query,)))
+        return self.read_as.apply(
+            replace(self._read(number), positives=(self._read(mate).query,))
+        )
 
     def _read(self, number: int) -> Example:
-        start, size, line = self.index.starts[number], self.index.sizes[number], self.index.lines[number]
+        start, size, line = (
+            self.index.starts[number],
+            self.index.sizes[number],
+            self.index.lines[number],
+        )
         where = self.reader.where(int(line))
         try:
             record = self.reader.read(int(start), int(size))
@@ -89,17 +102,23 @@ class _Source:
                 raise record
             return self.form.example(record, where)
         except BadRecord as error:
-            raise UserError(f"{where} has changed since the run began ({error}): start again") from error
+            raise UserError(
+                f"{where} has changed since the run began ({error}): start again"
+            ) from error
 
     def record(self, number: int) -> dict[str, Any]:
         """Return the record of an example as it stands in its file."""
-        record = self.reader.read(int(self.index.starts[number]), int(self.index.sizes[number]))
+        record = self.reader.read(
+            int(self.index.starts[number]), int(self.index.sizes[number])
+        )
         return record if isinstance(record, dict) else {}
 
     def summary(self) -> str:
         counts, num_records = self.index.counts, len(self.index)
         kinds = [
-            "+".join(name for name, count in (("text", texts), ("image", images)) if count)
+            "+".join(
+                name for name, count in (("text", texts), ("image", images)) if count
+            )
             for texts, images in (
                 (counts.text_queries, counts.image_queries),
                 (counts.text_documents, counts.image_documents),
@@ -115,37 +134,65 @@ class _Source:
         if counts.negatives:
             parts.append(f"{counts.negatives / num_records:.1f} negatives each")
         if self.labels is not None:
-            parts.append(f"labelled with {len(np.unique(self.labels[self.labels >= 0])):,d} classes")
+            parts.append(
+                f"labelled with {len(np.unique(self.labels[self.labels >= 0])):,d} classes"
+            )
         if counts.scored:
-            parts.append("scored" if counts.scored == num_records else f"{counts.scored:,d} of them scored")
+            parts.append(
+                "scored"
+                if counts.scored == num_records
+                else f"{counts.scored:,d} of them scored"
+            )
         if self.weight != 1.0:
             parts.append(f"weight {self.weight:g}")
-        parts += [f"{name} {value!r}" for name, value in asdict(self.read_as).items() if value is not None]
+        parts += [
+            f"{name} {value!r}"
+            for name, value in asdict(self.read_as).items()
+            if value is not None
+        ]
         return "data: " + ", ".join(parts)
 
     def doubts(self) -> list[str]:
         """Return what is probably not meant: columns and scores that are not read, contents that are taken for plain
         texts, and records that were left out."""
         counts, unused = self.index.counts, self.index.unused
-        first = [self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))]
-        takes_matches, is_training = self.labels is None and self.form.takes_matches, bool(self.form.losses)
-        found = [unread_negatives(unused), unread_prompt(unused)] if self.labels is None and is_training else []
+        first = [
+            self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))
+        ]
+        takes_matches, is_training = (
+            self.labels is None and self.form.takes_matches,
+            bool(self.form.losses),
+        )
+        found = (
+            [unread_negatives(unused), unread_prompt(unused)]
+            if self.labels is None and is_training
+            else []
+        )
         if takes_matches and not counts.scored:
             found.append(unread_judgement(unused))
         if takes_matches and counts.scored and is_training and not self.reads_scores:
             found.append(self._unread_scores())
         if counts.scored and self.reads_scores and self._score_column(0) == LABEL:
-            found.append(classes_as_scores({score for one in first for score in one.scores or ()}))
+            found.append(
+                classes_as_scores(
+                    {score for one in first for score in one.scores or ()}
+                )
+            )
         num_bad, num_records = self.index.num_bad, len(self.index) + self.index.num_bad
         if num_bad:
             found.append(
                 f"{num_bad:,d} of {num_records:,d} records cannot be used and are left out (on_bad_record: skip); the "
                 "log names the first"
             )
-        return [one for one in found if one is not None] + taken_for_texts(first, unused)
+        return [one for one in found if one is not None] + taken_for_texts(
+            first, unused
+        )
 
     def _unread_scores(self) -> str:
-        name = next(filter(None, map(self._score_column, range(min(NUM_LOOKED_AT, self.size)))), "score")
+        name = next(
+            filter(None, map(self._score_column, range(min(NUM_LOOKED_AT, self.size)))),
+            "score",
+        )
         way_out = "set loss: cosent if it says how well a pair matches, or leave out the pairs that do not match"
         if self.index.counts.negatives:
             way_out = "set loss: kl and teacher: scores if it is a teacher's, or leave out the pairs that do not match"
@@ -155,7 +202,11 @@ class _Source:
     def _score_column(self, number: int) -> str | None:
         """Return the column with the score of an example."""
         record = self.record(number)
-        name = LABEL if is_conversation(record) else self.form.columns.layout(tuple(record)).score
+        name = (
+            LABEL
+            if is_conversation(record)
+            else self.form.columns.layout(tuple(record)).score
+        )
         return name if name is not None and record.get(name) is not None else None
 
 
@@ -185,10 +236,15 @@ class ExampleStore:
 
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
-        kept = [_kept(one, is_kept[end - one.size : end]) for one, end in zip(self._sources, self._ends, strict=True)]
+        kept = [
+            _kept(one, is_kept[end - one.size : end])
+            for one, end in zip(self._sources, self._ends, strict=True)
+        ]
         empty = next((one.name for one in kept if not one.size), None)
         if empty is not None:
-            raise UserError(f"{note} takes all examples of {empty}; lower it, or give val_data_path")
+            raise UserError(
+                f"{note} takes all examples of {empty}; lower it, or give val_data_path"
+            )
         return ExampleStore(kept, short_hash(self.fingerprint, note))
 
     def __len__(self) -> int:
@@ -222,35 +278,54 @@ class ExampleStore:
         values, counts = [], []
         for source in self._sources:
             if source.index.keys is None:
-                raise RuntimeError("contents are only remembered with no_duplicates: true")
+                raise RuntimeError(
+                    "contents are only remembered with no_duplicates: true"
+                )
             # A source limited by max_train_examples has more keys than examples in use.
             starts = source.index.keys.starts[: source.size + 1]
             values.append(source.index.keys.values[: starts[-1]])
             counts.append(np.diff(starts))
-        return ContentKeys(np.concatenate(values), np.concatenate([[0], np.cumsum(np.concatenate(counts))]))
+        return ContentKeys(
+            np.concatenate(values),
+            np.concatenate([[0], np.cumsum(np.concatenate(counts))]),
+        )
 
     def changed_files(self) -> list[str]:
         """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
-        stamps = {stamp.path: stamp for source in self._sources for stamp in source.stamps}
-        return [change for stamp in stamps.values() if (change := stamp.change()) is not None]
+        stamps = {
+            stamp.path: stamp for source in self._sources for stamp in source.stamps
+        }
+        return [
+            change
+            for stamp in stamps.values()
+            if (change := stamp.change()) is not None
+        ]
 
     def summary(self) -> list[str]:
         """Return log lines: examples per source, skipped records with the reason, and unused columns."""
         lines = []
         for source in self._sources:
             lines.append(source.summary())
-            lines += [f"left out: {problem}" for problem in joined(source.index.problems)]
+            lines += [
+                f"left out: {problem}" for problem in joined(source.index.problems)
+            ]
             if source.index.num_bad > len(source.index.problems):
-                lines.append(f"left out: {source.index.num_bad - len(source.index.problems):,d} more of {source.name}")
+                lines.append(
+                    f"left out: {source.index.num_bad - len(source.index.problems):,d} more of {source.name}"
+                )
             if source.index.unused:
                 lines.append(f"{source.name}: not used: {listed(source.index.unused)}")
         if len(self._sources) > 1:
-            lines.append(f"data: {len(self):,d} examples of {len(self._sources):,d} sources")
+            lines.append(
+                f"data: {len(self):,d} examples of {len(self._sources):,d} sources"
+            )
         return lines
 
     def warnings(self) -> list[str]:
         """Return a sentence for each source that is probably not meant as it is read."""
-        return [f"{one.name}: {doubt}" for one in self._sources for doubt in one.doubts()]
+        return [
+            f"{one.name}: {doubt}" for one in self._sources for doubt in one.doubts()
+        ]
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
@@ -271,11 +346,18 @@ def open_examples(
     For validation data, `max_train_examples`, `max_negatives` and the requirements of the loss do not apply.
     """
     entries = [path_spec] if isinstance(path_spec, str) else path_spec
-    given = [DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries]
+    given = [
+        DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries
+    ]
     if not given:
-        raise UserError("data_path is an empty list: name at least one file, folder or dataset")
+        raise UserError(
+            "data_path is an empty list: name at least one file, folder or dataset"
+        )
     cache = cache_folder() if cache_dir is None else cache_dir
-    opened = [_open_source(config, source, role, cache, alone=len(given) == 1) for source in given]
+    opened = [
+        _open_source(config, source, role, cache, alone=len(given) == 1)
+        for source in given
+    ]
     _refuse_bad_records(config, opened, role)
     if role == "train" and len(given) > 1:
         _refuse_names_nowhere(given, opened)
@@ -294,24 +376,39 @@ def open_examples(
             reads_scores(source_config(config, source)),
         )
         for source, (reader, form, index, stamps), size in zip(
-            given, opened, _sizes([len(index) for _, _, index, _ in opened], limit), strict=True
+            given,
+            opened,
+            _sizes([len(index) for _, _, index, _ in opened], limit),
+            strict=True,
         )
     ]
     return ExampleStore(sources, _fingerprint(config, given, sources, role))
 
 
-def _open_source(config: TrainConfig, source: DataSource, role: Role, cache: Path, *, alone: bool) -> _Opened:
-    mapping = config.column_mapping if source.column_mapping is None else source.column_mapping
+def _open_source(
+    config: TrainConfig, source: DataSource, role: Role, cache: Path, *, alone: bool
+) -> _Opened:
+    mapping = (
+        config.column_mapping
+        if source.column_mapping is None
+        else source.column_mapping
+    )
     # A mapping for several files need not match each of them; validation data may use vembed's own names.
     may_miss = (not alone or role == "validation") and source.column_mapping is None
     own = source_config(config, source)
-    texts_alone = role == "train" and all(loss in TEXTS_ALONE for loss in losses_of(own))
+    texts_alone = role == "train" and all(
+        loss in TEXTS_ALONE for loss in losses_of(own)
+    )
     columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
     reader = open_reader(source.path, columns, role, cache)
     # Before reading: a change during the pass is noticed too.
     stamps = tuple(FileStamp.of(path) for path in reader.files())
-    images = ImageRoot(config.image_root or str(reader.folder), allow_urls=config.allow_image_urls)
-    losses, max_negatives = (losses_of(own), own.max_negatives) if role == "train" else ((), None)
+    images = ImageRoot(
+        config.image_root or str(reader.folder), allow_urls=config.allow_image_urls
+    )
+    losses, max_negatives = (
+        (losses_of(own), own.max_negatives) if role == "train" else ((), None)
+    )
     bounded = "cosine" in losses and own.similarity == "cosine"
     form = RecordFormat(
         columns,
@@ -358,9 +455,18 @@ def _read_as(source: DataSource) -> ReadAs:
     return ReadAs(source.query_prompt, source.document_prompt, source.max_length)
 
 
-def _refuse_nothing_to_compare(config: TrainConfig, indices: Sequence[Index], role: Role) -> None:
-    has_negatives = config.mine is not None or any(index.counts.negatives for index in indices)
-    if role != "train" or has_negatives or not any(map(len, indices)) or not compares_listed_alone(config):
+def _refuse_nothing_to_compare(
+    config: TrainConfig, indices: Sequence[Index], role: Role
+) -> None:
+    has_negatives = config.mine is not None or any(
+        index.counts.negatives for index in indices
+    )
+    if (
+        role != "train"
+        or has_negatives
+        or not any(map(len, indices))
+        or not compares_listed_alone(config)
+    ):
         return
     names = " and ".join(sorted({term.loss for _, term in run_terms(config)}))
     raise UserError(
@@ -370,7 +476,9 @@ def _refuse_nothing_to_compare(config: TrainConfig, indices: Sequence[Index], ro
     )
 
 
-def _refuse_bad_records(config: TrainConfig, opened: Sequence[_Opened], role: Role) -> None:
+def _refuse_bad_records(
+    config: TrainConfig, opened: Sequence[_Opened], role: Role
+) -> None:
     for reader, _, index, _ in opened:
         if index.num_bad and not len(index) and NO_NEGATIVE in index.problems[0]:
             raise UserError(
@@ -382,26 +490,52 @@ def _refuse_bad_records(config: TrainConfig, opened: Sequence[_Opened], role: Ro
     num_bad, num_good = sum(index.num_bad for index in indices), sum(map(len, indices))
     problems = [problem for index in indices for problem in index.problems][:NUM_SHOWN]
     if num_bad and (config.on_bad_record == "stop" or not num_good):
-        more = [f"and {num_bad - len(problems):,d} more"] if num_bad > len(problems) else []
+        more = (
+            [f"and {num_bad - len(problems):,d} more"]
+            if num_bad > len(problems)
+            else []
+        )
         nothing = f"there is nothing to {'train' if role == 'train' else 'evaluate'} on"
-        way_out = "mend them, or set on_bad_record: skip to leave them out" if num_good else nothing
+        way_out = (
+            "mend them, or set on_bad_record: skip to leave them out"
+            if num_good
+            else nothing
+        )
         raise UserError(
             f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
             + "\n  ".join(joined(problems) + more)
         )
     for reader, _, index, _ in opened:
         if not len(index):
-            reason = f"no record that can be used: {index.problems[0]}" if index.problems else "no records"
+            reason = (
+                f"no record that can be used: {index.problems[0]}"
+                if index.problems
+                else "no records"
+            )
             raise UserError(f"{reader.name} holds {reason}")
 
 
-def _refuse_names_nowhere(given: Sequence[DataSource], opened: Sequence[_Opened]) -> None:
+def _refuse_names_nowhere(
+    given: Sequence[DataSource], opened: Sequence[_Opened]
+) -> None:
     """Raise UserError if the run's column_mapping has a name that none of the sources has which it serves."""
-    served = [one for source, one in zip(given, opened, strict=True) if source.column_mapping is None]
-    nowhere = set.intersection(*(set(index.missing) for _, _, index, _ in served)) if served else set()
+    served = [
+        one
+        for source, one in zip(given, opened, strict=True)
+        if source.column_mapping is None
+    ]
+    nowhere = (
+        set.intersection(*(set(index.missing) for _, _, index, _ in served))
+        if served
+        else set()
+    )
     if nowhere:
-        near = next((hint for _, form, _, _ in served if (hint := form.columns.nearest())), "")
-        raise UserError(f"column_mapping names {listed(sorted(nowhere))}, which no record of any source has{near}")
+        near = next(
+            (hint for _, form, _, _ in served if (hint := form.columns.nearest())), ""
+        )
+        raise UserError(
+            f"column_mapping names {listed(sorted(nowhere))}, which no record of any source has{near}"
+        )
 
 
 def _sizes(sizes: list[int], limit: int | None) -> list[int]:
@@ -414,12 +548,28 @@ def _sizes(sizes: list[int], limit: int | None) -> list[int]:
     return [max(1, end - begin) for begin, end in itertools.pairwise([0, *ends])]
 
 
-def _fingerprint(config: TrainConfig, given: Sequence[DataSource], sources: Sequence[_Source], role: Role) -> str:
-    options = [config.retrieval_mode, config.column_mapping, config.max_negatives if role == "train" else None]
+def _fingerprint(
+    config: TrainConfig,
+    given: Sequence[DataSource],
+    sources: Sequence[_Source],
+    role: Role,
+) -> str:
+    options = [
+        config.retrieval_mode,
+        config.column_mapping,
+        config.max_negatives if role == "train" else None,
+    ]
     return short_hash(
         options,
         [
-            [one.index.fingerprint, one.size, one.weight, entry.column_mapping, entry.max_negatives, *_own(one.read_as)]
+            [
+                one.index.fingerprint,
+                one.size,
+                one.weight,
+                entry.column_mapping,
+                entry.max_negatives,
+                *_own(one.read_as),
+            ]
             for one, entry in zip(sources, given, strict=True)
         ],
     )

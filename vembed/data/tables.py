@@ -24,7 +24,10 @@ CHUNK_BYTES = 8 * 2**20
 CHUNK_ROWS = 1024
 
 Role = Literal["train", "validation"]
-_SPLITS: dict[Role, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "dev", "val", "test")}
+_SPLITS: dict[Role, tuple[str, ...]] = {
+    "train": ("train",),
+    "validation": ("validation", "dev", "val", "test"),
+}
 
 
 class Rows:
@@ -117,7 +120,10 @@ class DatasetTable(Rows):
 
 def is_saved_dataset(path: Path) -> bool:
     """Return whether a folder is one that `datasets.save_to_disk` has written."""
-    return any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json"))
+    return any(
+        (path / name).is_file()
+        for name in ("dataset_info.json", "dataset_dict.json", "state.json")
+    )
 
 
 def open_folder(path: Path, columns: Columns, role: Role) -> DatasetTable:
@@ -133,7 +139,9 @@ def saved_split(path: Path, role: Role) -> Any:
     try:
         found = datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise UserError(f"{path} was saved by `datasets`, and is damaged: {first_line(error)}") from error
+        raise UserError(
+            f"{path} was saved by `datasets`, and is damaged: {first_line(error)}"
+        ) from error
     return _one_split(str(path), found, role)
 
 
@@ -156,14 +164,22 @@ def open_hub(name: str, columns: Columns, role: Role) -> DatasetTable:
 
 def blocks_of(rows: pa.RecordBatch, first: int) -> Iterator[Block]:
     """Return blocks of rows, of which `first` is the number of the first."""
-    return iter([RowBlock(rows, first)]) if rows.nbytes <= MAX_RECORD else grouped(_one_by_one(rows, first))
+    return (
+        iter([RowBlock(rows, first)])
+        if rows.nbytes <= MAX_RECORD
+        else grouped(_one_by_one(rows, first))
+    )
 
 
 def _one_by_one(rows: pa.RecordBatch, first: int) -> Iterator[Found]:
     for number in range(rows.num_rows):
         one, row = rows.slice(number, 1), first + number
         is_long = one.nbytes > MAX_RECORD
-        record = BadRecord(f"a record of more than {MAX_RECORD:,d} bytes") if is_long else row_values(one)[0]
+        record = (
+            BadRecord(f"a record of more than {MAX_RECORD:,d} bytes")
+            if is_long
+            else row_values(one)[0]
+        )
         yield row, 1, row + 1, record
 
 
@@ -177,7 +193,9 @@ def _one_split(name: str, found: Any, role: Role) -> Any:
             return found[split]
     if len(splits) == 1:
         return found[splits[0]]
-    raise UserError(f"{name} has the splits {listed(splits)}, and none is called {' or '.join(_SPLITS[role])}")
+    raise UserError(
+        f"{name} has the splits {listed(splits)}, and none is called {' or '.join(_SPLITS[role])}"
+    )
 
 
 def check_columns(name: str, columns: Columns, names: Sequence[str]) -> None:

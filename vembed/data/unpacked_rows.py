@@ -58,7 +58,11 @@ class UnpackedRows:
 
     def missing(self) -> int:
         """Return the bytes of the ranges that are not stored, or not whole."""
-        return sum(one.size for number, one in enumerate(self.ranges) if not self._is_stored(number))
+        return sum(
+            one.size
+            for number, one in enumerate(self.ranges)
+            if not self._is_stored(number)
+        )
 
     def number_of(self, row: int) -> int:
         """Return the number of the range that holds a row."""
@@ -76,7 +80,9 @@ class UnpackedRows:
                 f"{path}, the unpacked copy of {self.name}, can no longer be read ({first_line(error)}): start again"
             ) from error
 
-    def stored(self, number: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def stored(
+        self, number: int, batches: Iterator[pa.RecordBatch]
+    ) -> Iterator[pa.RecordBatch]:
         """Yield the batches of a range, and store them if they are not stored yet."""
         first = None if self._is_stored(number) else next(batches, None)
         if first is None:
@@ -90,7 +96,9 @@ class UnpackedRows:
             with self._errors_of_the_disk():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._remove_abandoned()
-                file = _RangeFile(partial, first.schema, self.ranges[number].rows_together)
+                file = _RangeFile(
+                    partial, first.schema, self.ranges[number].rows_together
+                )
             for batch in itertools.chain([first], batches):
                 with self._errors_of_the_disk():
                     file.write(batch)
@@ -135,7 +143,9 @@ class UnpackedRows:
         try:
             yield
         except OSError as error:
-            raise UserError(f"{self.name} could not be unpacked into {self.folder} ({error}): {ROOM}") from error
+            raise UserError(
+                f"{self.name} could not be unpacked into {self.folder} ({error}): {ROOM}"
+            ) from error
 
 
 class _RangeFile:
@@ -160,7 +170,10 @@ class _RangeFile:
         whole = rows.num_rows - rows.num_rows % self._rows_together
         if whole:
             # One call writes many batches: in Python each would take as long as its checks.
-            self._sink.write_table(pa.Table.from_batches([rows.slice(0, whole)]), max_chunksize=self._rows_together)
+            self._sink.write_table(
+                pa.Table.from_batches([rows.slice(0, whole)]),
+                max_chunksize=self._rows_together,
+            )
         if whole < rows.num_rows:
             self._begun = [rows.slice(whole)]
 

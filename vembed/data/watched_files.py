@@ -29,7 +29,9 @@ class FileStamp:
     def of(cls, path: Path) -> FileStamp:
         """Return the stamp of a file."""
         status = path.stat()
-        return cls(path, status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino))
+        return cls(
+            path, status.st_size, status.st_mtime_ns, (status.st_dev, status.st_ino)
+        )
 
     def change(self) -> str | None:
         """Return what happened to the file since, as a sentence; None if nothing did."""
@@ -74,7 +76,10 @@ class MappedFiles:
             except OSError:
                 continue
             # Another file under the same name does not matter: the mapping is of the old one.
-            if (status.st_dev, status.st_ino) == stamp.number and status.st_size < stamp.size:
+            if (
+                status.st_dev,
+                status.st_ino,
+            ) == stamp.number and status.st_size < stamp.size:
                 raise UserError(
                     f"{stamp.path} has been truncated from {stamp.size:,d} to {status.st_size:,d} bytes since it was "
                     "opened: restore it, and start again"

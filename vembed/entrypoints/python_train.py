@@ -13,7 +13,7 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.stages import STAGES, TRAINING_STAGES
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
-from vembed.stages.sequence import road_of_arguments, run_stages
+from vembed.pipelines.stages.sequence import road_of_arguments, run_stages
 from vembed.training.callbacks import OnEvaluation, OnStep
 from vembed.training.finished import finished_run
 from vembed.training.hooks import Hook
@@ -46,18 +46,36 @@ def train(
     arguments = _with_stages(config, overrides)
     road = None if arguments is None else road_of_arguments(arguments)
     if arguments is None or road is None:
-        return train_once(config, overrides, hooks, on_step=on_step, on_evaluation=on_evaluation, model=model)
+        return train_once(
+            config,
+            overrides,
+            hooks,
+            on_step=on_step,
+            on_evaluation=on_evaluation,
+            model=model,
+        )
     if hooks or model is not None:
-        raise UserError("hooks and model= are for one training: name one of the stages, as overrides=['stage=NAME']")
+        raise UserError(
+            "hooks and model= are for one training: name one of the stages, as overrides=['stage=NAME']"
+        )
 
     def train_stage(one: TrainArguments) -> int:
         resolved = resolve_run(one.source, one.overrides, stage=one.stage)
         train_once(resolved, on_step=on_step, on_evaluation=on_evaluation)
         return 0
 
-    code = run_stages(road, arguments, run_process, checked_words, starts_processes=False, train=train_stage)
+    code = run_stages(
+        road,
+        arguments,
+        run_process,
+        checked_words,
+        starts_processes=False,
+        train=train_stage,
+    )
     if code:
-        raise RunError(f"a step between the stages has failed with exit code {code}; what it said is above")
+        raise RunError(
+            f"a step between the stages has failed with exit code {code}; what it said is above"
+        )
     last = next((step for step in reversed(road.steps) if step.kind == "train"), None)
     done = None if last is None else finished_run(road.folder(last.name))
     if done is None:
@@ -65,7 +83,9 @@ def train(
     return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
 
 
-def _with_stages(config: Source | ResolvedRun, overrides: Sequence[str]) -> TrainArguments | None:
+def _with_stages(
+    config: Source | ResolvedRun, overrides: Sequence[str]
+) -> TrainArguments | None:
     """Return the arguments of a config that may have stages; None for one that cannot."""
     if isinstance(config, str | Path):
         return TrainArguments(str(config), tuple(overrides))
@@ -78,13 +98,21 @@ def _stored(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with data that are objects as paths, in the stages too."""
 
     def block(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: as_path(key, value) if key in DATA else value for key, value in values.items()}
+        return {
+            key: as_path(key, value) if key in DATA else value
+            for key, value in values.items()
+        }
 
     found = block(config)
     for name in (STAGES, TRAINING_STAGES):
         stages = found.get(name)
         if isinstance(stages, Mapping):
-            found[name] = {key: block(one) if isinstance(one, Mapping) else one for key, one in stages.items()}
+            found[name] = {
+                key: block(one) if isinstance(one, Mapping) else one
+                for key, one in stages.items()
+            }
         elif isinstance(stages, list):
-            found[name] = [block(one) if isinstance(one, Mapping) else one for one in stages]
+            found[name] = [
+                block(one) if isinstance(one, Mapping) else one for one in stages
+            ]
     return found

@@ -48,7 +48,9 @@ def open_texts(folder: Path, part: TextPart) -> Reader:
     """Return the reader of the documents or queries."""
     path = texts_path(folder, part)
     if path is None:
-        raise UserError(f"{folder} has neither {part}.jsonl nor {part}.parquet, and no folder {part} with such files")
+        raise UserError(
+            f"{folder} has neither {part}.jsonl nor {part}.parquet, and no folder {part} with such files"
+        )
     return open_records(path)
 
 
@@ -59,12 +61,18 @@ def open_records(path: Path) -> Reader:
 
 def qrels_files(folder: Path) -> dict[str, Path]:
     """Return the files of judgements by split. A shard such as test-00000-of-00001.parquet is that of its split."""
-    found = [path for path in sorted((folder / "qrels").glob("*")) if path.suffix in QRELS_ENDINGS]
+    found = [
+        path
+        for path in sorted((folder / "qrels").glob("*"))
+        if path.suffix in QRELS_ENDINGS
+    ]
     return {path.stem.partition(_SHARD)[0]: path for path in found}
 
 
 def folder_of_qrels(path: Path) -> Path | None:
     """Return the BEIR-style folder that a file of judgements belongs to; None for other files."""
     folder = path.parent.parent
-    is_qrels = path.suffix == ".tsv" or (path.suffix in QRELS_ENDINGS and path.parent.name == "qrels")
+    is_qrels = path.suffix == ".tsv" or (
+        path.suffix in QRELS_ENDINGS and path.parent.name == "qrels"
+    )
     return folder if is_qrels and is_beir_folder(folder) else None

@@ -33,7 +33,9 @@ def compressed_scores(
     excluded = own_documents(data)
     scores: dict[str, float] = {}
     for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
-        asked, documents = (first_dims(one, dim, normalize) for one in (queries_QD, documents_ND))
+        asked, documents = (
+            first_dims(one, dim, normalize) for one in (queries_QD, documents_ND)
+        )
         # As packed bits are read: 0 and below are -1.
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
         query_signs = np.where(asked > 0, 1, -1).astype(np.float32)
@@ -42,7 +44,11 @@ def compressed_scores(
             # The query keeps its floats: only what is stored loses precision.
             "int8": top_k(asked, _restored(documents), K, excluded=excluded),
             "binary": top_k(query_signs, signs, K, excluded=excluded),
-            "binary_rescored": _rescored(asked, signs, top_k(query_signs, signs, K * OVERSAMPLING, excluded=excluded)),
+            "binary_rescored": _rescored(
+                asked,
+                signs,
+                top_k(query_signs, signs, K * OVERSAMPLING, excluded=excluded),
+            ),
         }
         for form, rankings in found.items():
             _, values = score_rankings(rankings, data.relevance, [K])
@@ -64,7 +70,9 @@ def _restored(documents_ND: np.ndarray) -> np.ndarray:
     return restored
 
 
-def _rescored(queries_QD: np.ndarray, signs_ND: np.ndarray, candidates_QC: np.ndarray) -> np.ndarray:
+def _rescored(
+    queries_QD: np.ndarray, signs_ND: np.ndarray, candidates_QC: np.ndarray
+) -> np.ndarray:
     """Return [Q, K] candidates ordered by the dot product of the float query with the document's signs."""
     scores = np.einsum("qd,qcd->qc", queries_QD, signs_ND[candidates_QC])
     scores = np.where(candidates_QC >= 0, scores, -np.inf)

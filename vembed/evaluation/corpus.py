@@ -9,7 +9,13 @@ from typing import Any, overload
 
 import numpy as np
 
-from vembed.data.examples import LONE_SURROGATE, BadRecord, Item, ReadAs, has_lone_surrogate
+from vembed.data.examples import (
+    LONE_SURROGATE,
+    BadRecord,
+    Item,
+    ReadAs,
+    has_lone_surrogate,
+)
 from vembed.data.readers import Reader
 from vembed.errors import UserError
 
@@ -20,7 +26,12 @@ ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
 class Corpus(Sequence[Item]):
     """Documents that are read when they are asked for; 24 bytes are held for each."""
 
-    def __init__(self, reader: Reader, rows: dict[str, np.ndarray], settings: ReadAs | None = None) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        rows: dict[str, np.ndarray],
+        settings: ReadAs | None = None,
+    ) -> None:
         """`rows`: `starts` and `sizes` of the records, `lengths` of the texts in characters, `keys` of the contents."""
         self._reader = reader
         self._rows = rows
@@ -45,12 +56,20 @@ class Corpus(Sequence[Item]):
     def __getitem__(self, place: slice) -> Corpus: ...
     def __getitem__(self, place: int | slice) -> Item | Corpus:
         if isinstance(place, slice):
-            return Corpus(self._reader, {name: values[place] for name, values in self._rows.items()}, self._settings)
-        record = self._reader.read(int(self._rows["starts"][place]), int(self._rows["sizes"][place]))
+            return Corpus(
+                self._reader,
+                {name: values[place] for name, values in self._rows.items()},
+                self._settings,
+            )
+        record = self._reader.read(
+            int(self._rows["starts"][place]), int(self._rows["sizes"][place])
+        )
         item = Item(text=titled_text(record)) if isinstance(record, dict) else Item()
         # The text was checked at opening and is read again only now; its key tells whether it is still the same.
         if item.key() != self.keys[place]:
-            raise UserError(f"{self._reader.name} has changed since it was opened: start again")
+            raise UserError(
+                f"{self._reader.name} has changed since it was opened: start again"
+            )
         return self._settings.document(item)
 
     def read_as(self, settings: ReadAs) -> Corpus:
@@ -71,7 +90,11 @@ class Identities:
         """Return the number of a document; None: there is none of this name."""
         wanted = _hash(identity)
         at = int(np.searchsorted(self.hashes, wanted))
-        return int(self.numbers[at]) if at < len(self.hashes) and self.hashes[at] == wanted else None
+        return (
+            int(self.numbers[at])
+            if at < len(self.hashes) and self.hashes[at] == wanted
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +110,13 @@ def read_corpus(reader: Reader, problems: list[str]) -> FoundCorpus:
     """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
     # 32 bytes for each document. Lines are not among them: they are counted again for the few that are named.
     # Plain arrays grow in place; lists of Python numbers would take 30 to 40 bytes for each number.
-    rows = {"starts": array("q"), "sizes": array("I"), "lengths": array("i"), "keys": array("q"), "hashes": array("q")}
+    rows = {
+        "starts": array("q"),
+        "sizes": array("I"),
+        "lengths": array("i"),
+        "keys": array("q"),
+        "hashes": array("q"),
+    }
     found: list[tuple[int, str]] = []
     for start, size, line, record in reader.scan():
         given = identified_text(record)
@@ -99,18 +128,27 @@ def read_corpus(reader: Reader, problems: list[str]) -> FoundCorpus:
         for one, value in zip(rows.values(), values, strict=True):
             one.append(value)
     # frombuffer shares the arrays' memory, but takes no empty one.
-    held = {name: np.frombuffer(one, one.typecode) if one else np.empty(0, one.typecode) for name, one in rows.items()}
+    held = {
+        name: np.frombuffer(one, one.typecode) if one else np.empty(0, one.typecode)
+        for name, one in rows.items()
+    }
     repeated = _repeats(held["hashes"])
     if repeated.any():  # the file is read once more for their lines
         starts = set(held["starts"][repeated].tolist())
-        records = ((line, record_id(record)) for start, _, line, record in reader.scan() if start in starts)
+        records = (
+            (line, record_id(record))
+            for start, _, line, record in reader.scan()
+            if start in starts
+        )
         found += [(line, f"_id {name} occurs twice") for line, name in records]
     problems += [f"{reader.where(line)}: {reason}" for line, reason in sorted(found)]
     held = _without(held, repeated)
     hashes, is_copy = held.pop("hashes"), _repeats(held["keys"])
     order = np.argsort(hashes)
     identities = Identities(hashes[order], _numbers(held["keys"], is_copy)[order])
-    return FoundCorpus(Corpus(reader, _without(held, is_copy)), identities, int(is_copy.sum()))
+    return FoundCorpus(
+        Corpus(reader, _without(held, is_copy)), identities, int(is_copy.sum())
+    )
 
 
 def identified_text(record: Any) -> tuple[str, str] | str:
@@ -129,8 +167,14 @@ def identified_text(record: Any) -> tuple[str, str] | str:
 def record_id(record: Any) -> str | None:
     """Return the id of a record of a corpus, if it has one."""
     given = record if isinstance(record, dict) else {}
-    found = next((given[name] for name in ID_FIELDS if given.get(name) is not None), None)
-    return str(found) if isinstance(found, str | int) and not isinstance(found, bool) else None
+    found = next(
+        (given[name] for name in ID_FIELDS if given.get(name) is not None), None
+    )
+    return (
+        str(found)
+        if isinstance(found, str | int) and not isinstance(found, bool)
+        else None
+    )
 
 
 def titled_text(record: dict[str, Any]) -> str:
@@ -143,9 +187,15 @@ def _hash(identity: str) -> int:
     return Item(text=identity).key()
 
 
-def _without(rows: dict[str, np.ndarray], is_left_out: np.ndarray) -> dict[str, np.ndarray]:
+def _without(
+    rows: dict[str, np.ndarray], is_left_out: np.ndarray
+) -> dict[str, np.ndarray]:
     """Return the columns without some rows. Most corpora lose none, and their columns are not copied."""
-    return {name: values[~is_left_out] for name, values in rows.items()} if is_left_out.any() else rows
+    return (
+        {name: values[~is_left_out] for name, values in rows.items()}
+        if is_left_out.any()
+        else rows
+    )
 
 
 def _repeats(keys: np.ndarray) -> np.ndarray:
@@ -166,5 +216,7 @@ def _numbers(keys: np.ndarray, is_copy: np.ndarray) -> np.ndarray:
         return np.arange(len(keys), dtype=np.int32)
     firsts = keys[~is_copy]
     order = np.argsort(firsts)
-    numbers: np.ndarray = order[np.searchsorted(firsts, keys, sorter=order)].astype(np.int32)
+    numbers: np.ndarray = order[np.searchsorted(firsts, keys, sorter=order)].astype(
+        np.int32
+    )
     return numbers

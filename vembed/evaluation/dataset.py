@@ -15,7 +15,13 @@ from vembed.data.messages import listed
 from vembed.data.readers import Reader
 from vembed.data.sources import open_examples
 from vembed.errors import UserError
-from vembed.evaluation.beir_folder import QRELS_ENDINGS, folder_of_qrels, is_beir_folder, open_texts, qrels_files
+from vembed.evaluation.beir_folder import (
+    QRELS_ENDINGS,
+    folder_of_qrels,
+    is_beir_folder,
+    open_texts,
+    qrels_files,
+)
 from vembed.evaluation.corpus import Corpus, Identities, identified_text, read_corpus
 from vembed.evaluation.qrels import read_judgements
 
@@ -64,7 +70,9 @@ class RetrievalData:
             documents: Sequence[Item] = self.documents.read_as(settings)
         else:
             documents = tuple(map(settings.document, self.documents))
-        return replace(self, queries=tuple(map(settings.query, self.queries)), documents=documents)
+        return replace(
+            self, queries=tuple(map(settings.query, self.queries)), documents=documents
+        )
 
     def summary(self) -> str:
         """Return one line for logs and the report."""
@@ -96,8 +104,15 @@ class ScoredPairs:
 
     def read_as(self, settings: ReadAs) -> ScoredPairs:
         """Return the data with the prompts and the length of a source on their items."""
-        first, second = map(settings.query, self.first), map(settings.document, self.second)
-        return self if settings == ReadAs() else replace(self, first=tuple(first), second=tuple(second))
+        first, second = (
+            map(settings.query, self.first),
+            map(settings.document, self.second),
+        )
+        return (
+            self
+            if settings == ReadAs()
+            else replace(self, first=tuple(first), second=tuple(second))
+        )
 
     def summary(self) -> str:
         """Return one line for logs and the report."""
@@ -121,7 +136,9 @@ def open_eval_data(
     has to be there. `task: auto` means scored pairs if every example has one positive and a score, and nothing else.
     """
     path = path or config.val_data_path
-    assert path is not None, "the caller asks for evaluation data only where there are any"
+    assert path is not None, (
+        "the caller asks for evaluation data only where there are any"
+    )
     place = Path(path)
     skip_bad = config.on_bad_record == "skip"
     if (folder := folder_of_qrels(place)) is not None:
@@ -129,41 +146,57 @@ def open_eval_data(
     if is_beir_folder(place):
         return read_beir(place, _choose_qrels(place, splits), skip_bad=skip_bad)
     if len(splits) == 1:
-        raise UserError(f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}")
+        raise UserError(
+            f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}"
+        )
     store = open_examples(config, path, role="validation")
     for line in store.warnings():
         log.warning(line)
     return from_examples([store[index] for index in range(len(store))], path, task)
 
 
-def from_examples(examples: Sequence[Example], name: str, task: Task = "auto") -> EvalData:
+def from_examples(
+    examples: Sequence[Example], name: str, task: Task = "auto"
+) -> EvalData:
     """Return evaluation data from pairs. The corpus is all positives; hard negatives of the file are not in it.
 
     Of labelled data each text or image is a query and a document, and the others of its class are relevant.
     """
     if task == "auto":
-        scored = all(one.scores is not None and len(one.positives) == 1 and not one.negatives for one in examples)
+        scored = all(
+            one.scores is not None and len(one.positives) == 1 and not one.negatives
+            for one in examples
+        )
         task = "similarity" if examples and scored else "retrieval"
     if task == "similarity":
         return _scored_pairs(examples, name)
     # Whole scores are grades already; fractions, and scores that are no grades, are spread over grades up to MAX_GRADE.
     top = max((score for one in examples for score in one.scores or ()), default=1.0)
-    whole = top <= LARGEST_GRADE and all(float(score).is_integer() for one in examples for score in one.scores or ())
+    whole = top <= LARGEST_GRADE and all(
+        float(score).is_integer() for one in examples for score in one.scores or ()
+    )
     table = _RetrievalTable()
     notes = _add_classes(table, [one for one in examples if one.label is not None])
     num_irrelevant = sum(score <= 0 for one in examples for score in one.scores or ())
     if num_irrelevant:
-        notes = (*notes, f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant")
+        notes = (
+            *notes,
+            f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant",
+        )
     for one in examples:
         if one.label is not None:
             continue
         scores = one.scores or (1.0,) * len(one.positives)
         for positive, score in zip(one.positives, scores, strict=True):
             table.add(one.query, positive, _grade(score, top, whole))
-    return table.finish(name, tuple(item for _, item in table.documents.values()), notes)
+    return table.finish(
+        name, tuple(item for _, item in table.documents.values()), notes
+    )
 
 
-def _add_classes(table: _RetrievalTable, examples: Sequence[Example]) -> tuple[str, ...]:
+def _add_classes(
+    table: _RetrievalTable, examples: Sequence[Example]
+) -> tuple[str, ...]:
     """Add labelled data; return notes on what is left out."""
     classes: dict[str, dict[int, Item]] = {}
     num_left_out = 0
@@ -177,7 +210,9 @@ def _add_classes(table: _RetrievalTable, examples: Sequence[Example]) -> tuple[s
             for other in members.values():
                 if other is not item:
                     table.add(item, other, 1)
-            if item.key() not in table.documents:  # the only one of its class is a document without a query
+            if (
+                item.key() not in table.documents
+            ):  # the only one of its class is a document without a query
                 table.document(item)
     more = f"at most {MOST_OF_CLASS:,d} of a class, {num_left_out:,d} left out"
     return (more,) if num_left_out else ()
@@ -190,7 +225,11 @@ def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> Retrieval
     queries = _read_texts(open_texts(folder, "queries"), problems)
     judgements = list(_read_qrels(qrels, queries, corpus.identities, problems))
     if problems and not skip_bad:
-        more = f" and {len(problems) - NUM_PROBLEMS_SHOWN:,d} more" if len(problems) > NUM_PROBLEMS_SHOWN else ""
+        more = (
+            f" and {len(problems) - NUM_PROBLEMS_SHOWN:,d} more"
+            if len(problems) > NUM_PROBLEMS_SHOWN
+            else ""
+        )
         raise UserError(
             f"{len(problems):,d} bad records in {folder}; fix them, or set on_bad_record: skip to leave them out:\n  "
             + "\n  ".join(problems[:NUM_PROBLEMS_SHOWN])
@@ -200,7 +239,11 @@ def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> Retrieval
     table.num_joined = corpus.num_joined
     for query_id, document, grade in judgements:
         table.judge(queries[query_id], document, grade)
-    notes = (f"left out {len(problems):,d} bad records, the first: {problems[0]}",) if problems else ()
+    notes = (
+        (f"left out {len(problems):,d} bad records, the first: {problems[0]}",)
+        if problems
+        else ()
+    )
     return table.finish(f"{folder} ({qrels.name})", corpus.documents, notes)
 
 
@@ -228,11 +271,18 @@ class _RetrievalTable:
             # Equal queries or documents were joined: the higher grade holds.
             grades[document] = max(grade, grades.get(document, 0))
 
-    def finish(self, name: str, documents: Sequence[Item], notes: tuple[str, ...] = ()) -> RetrievalData:
+    def finish(
+        self, name: str, documents: Sequence[Item], notes: tuple[str, ...] = ()
+    ) -> RetrievalData:
         if not self.queries:
-            raise UserError(f"{name} has no query with a relevant document, so there is nothing to evaluate on")
+            raise UserError(
+                f"{name} has no query with a relevant document, so there is nothing to evaluate on"
+            )
         if self.num_joined:
-            notes = (*notes, f"joined {self.num_joined:,d} documents with equal content")
+            notes = (
+                *notes,
+                f"joined {self.num_joined:,d} documents with equal content",
+            )
         return RetrievalData(
             name=name,
             queries=tuple(self.queries.values()),
@@ -246,7 +296,9 @@ def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
     pairs = [
         (one.query, positive, score)
         for one in examples
-        for positive, score in zip(one.positives, one.scores or (), strict=bool(one.scores))
+        for positive, score in zip(
+            one.positives, one.scores or (), strict=bool(one.scores)
+        )
     ]
     num_different = len({score for _, _, score in pairs})
     if num_different < 2:
@@ -269,7 +321,9 @@ def _grade(score: float, top: float, whole: bool) -> int:
 
 def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
     found = qrels_files(folder)
-    if len(found) == 1 and len(splits) > 1:  # a split that was asked for is never replaced by another
+    if (
+        len(found) == 1 and len(splits) > 1
+    ):  # a split that was asked for is never replaced by another
         return next(iter(found.values()))
     for split in splits:
         if split in found:
@@ -277,7 +331,9 @@ def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
     place = folder / "qrels"
     if not found:
         others = listed(sorted(one.name for one in place.glob("*")))
-        raise UserError(f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}")
+        raise UserError(
+            f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}"
+        )
     raise UserError(
         f"{place} holds {', '.join(sorted(found))}, and none of {', '.join(splits)}: give the path of the qrels file "
         "that is meant"
@@ -311,6 +367,8 @@ def _read_qrels(
         elif (document := documents.find(identity)) is None:
             problems.append(f"{where}: document {identity} is not in the corpus")
         elif grade > LARGEST_GRADE:
-            problems.append(f"{where}: the score {grade:,d} is no grade, which is at most {LARGEST_GRADE:,d}")
+            problems.append(
+                f"{where}: the score {grade:,d} is no grade, which is at most {LARGEST_GRADE:,d}"
+            )
         else:
             yield query, document, grade

@@ -30,12 +30,23 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
             fields = line.rstrip("\r\n").split("\t")
             words = line.split() if len(fields) == 1 else fields
             if len(words) == 4:
-                fields = [words[0], words[2], words[3]]  # trec_eval's format: query, 0, document, grade
+                fields = [
+                    words[0],
+                    words[2],
+                    words[3],
+                ]  # trec_eval's format: query, 0, document, grade
             if number == 1 and not _NUMBER.fullmatch(fields[-1].strip()):
                 continue  # header line
             where = f"{path}:{number}"
-            if len(fields) != 3 or not _is_whole(fields[2]) or len(fields[2]) > MOST_DIGITS:
-                yield where, "not query-id, corpus-id and a whole score, separated by tabs"
+            if (
+                len(fields) != 3
+                or not _is_whole(fields[2])
+                or len(fields[2]) > MOST_DIGITS
+            ):
+                yield (
+                    where,
+                    "not query-id, corpus-id and a whole score, separated by tabs",
+                )
             else:
                 yield where, (fields[0], fields[1], int(fields[2].partition(".")[0]))
 
@@ -44,11 +55,20 @@ def _of_records(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
     reader = open_records(path)
     for _, _, line, record in reader.scan():
         given = record if isinstance(record, dict) else {}
-        query, document, score = given.get("query-id"), given.get("corpus-id"), given.get("score", 1)
-        is_whole = isinstance(score, int) or (isinstance(score, float) and score.is_integer())
+        query, document, score = (
+            given.get("query-id"),
+            given.get("corpus-id"),
+            given.get("score", 1),
+        )
+        is_whole = isinstance(score, int) or (
+            isinstance(score, float) and score.is_integer()
+        )
         grade = None if "score" in given else judgement_column(given)
         if grade is not None:
-            yield reader.where(line), f"no score, and {grade} is not read: call it score"
+            yield (
+                reader.where(line),
+                f"no score, and {grade} is not read: call it score",
+            )
         elif query is None or document is None or not is_whole:
             yield reader.where(line), "not query-id, corpus-id and a whole score"
         else:
@@ -63,7 +83,9 @@ def readable(path: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,d}") from error
+        raise UserError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,d}"
+        ) from error
 
 
 def _is_whole(text: str) -> bool:

@@ -40,13 +40,26 @@ class QueryResults:
             {
                 "query": shown(data.queries[number], f"query {number}"),
                 # One relevant document is enough to read what was asked for; some queries have hundreds.
-                "relevant": [shown(data.documents[one], f"document {one}") for one in list(data.relevance[number])[:1]],
-                "found": [shown(data.documents[one], f"document {one}") for one in row if one >= 0],
-                "is_relevant": [int(one) in data.relevance[number] for one in row if one >= 0],
+                "relevant": [
+                    shown(data.documents[one], f"document {one}")
+                    for one in list(data.relevance[number])[:1]
+                ],
+                "found": [
+                    shown(data.documents[one], f"document {one}")
+                    for one in row
+                    if one >= 0
+                ],
+                "is_relevant": [
+                    int(one) in data.relevance[number] for one in row if one >= 0
+                ],
             }
             for number, row in enumerate(self.found[:MOST_TEXTS])
         ]
-        return {"metrics": chosen, "values": np.round(self.values[:, columns], 6).tolist(), "queries": texts}
+        return {
+            "metrics": chosen,
+            "values": np.round(self.values[:, columns], 6).tolist(),
+            "queries": texts,
+        }
 
 
 def write_content(path: Path, content: dict[str, Any]) -> None:
@@ -67,5 +80,8 @@ def shown(item: Item, name: str) -> dict[str, Any]:
     """Return text and images of an item, short enough for a report: paths, or EMBEDDED and the item's name."""
     text = " ".join((item.text or "").split())
     short = text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 3] + "..."
-    images = [image.path if image.path is not None else f"{EMBEDDED}{name}" for image in item.images]
+    images = [
+        image.path if image.path is not None else f"{EMBEDDED}{name}"
+        for image in item.images
+    ]
     return {"text": short, "images": images}

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.distributed import collectives
-from vembed.distributed.devices import matmul_precision
-from vembed.distributed.session import Session
 from vembed.evaluation.corpus import Corpus
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of
 from vembed.inference.encoding import Between, first_dims
+from vembed.parallel import collectives
+from vembed.parallel.devices import matmul_precision
+from vembed.parallel.session import Session
 
 QUERY_TILE = 256
 DOCUMENT_TILE = 8192
@@ -35,7 +35,15 @@ def retrieval_metrics(
     between: Between | None = None,
 ) -> dict[str, float]:
     """Return the scores of a `RetrievalSearch` in all documents at once."""
-    search = RetrievalSearch(queries_QD, data, ks, dims, normalize=normalize, session=session, between=between)
+    search = RetrievalSearch(
+        queries_QD,
+        data,
+        ks,
+        dims,
+        normalize=normalize,
+        session=session,
+        between=between,
+    )
     search.add(documents_ND, np.arange(len(documents_ND)))
     return search.scores()
 
@@ -61,11 +69,16 @@ class RetrievalSearch:
     ) -> None:
         """`dims`: further sizes; each is normalised after the cut, if `normalize`."""
         self._data, self._ks, self._dims, self._normalize = data, ks, dims, normalize
-        rank, self._world_size = (session.rank, session.world_size) if session else (0, 1)
+        rank, self._world_size = (
+            (session.rank, session.world_size) if session else (0, 1)
+        )
         self._device = session.device if session else torch.device("cpu")
         tiles = np.arange(len(queries_QD)) // QUERY_TILE
         # Whole tiles of queries, dealt in turn: a product of the same shape gives the same bits on any number of ranks.
-        self._owners = [np.flatnonzero(tiles % self._world_size == one) for one in range(self._world_size)]
+        self._owners = [
+            np.flatnonzero(tiles % self._world_size == one)
+            for one in range(self._world_size)
+        ]
         self._own = self._owners[rank]
         excluded = own_documents(data)[self._own]
         self._full = queries_QD.shape[1]
@@ -88,7 +101,10 @@ class RetrievalSearch:
             # By tile, so that the normalised copy of a size is as small as a tile.
             for start in range(0, len(documents_ND), DOCUMENT_TILE):
                 tile = slice(start, start + DOCUMENT_TILE)
-                found.add(first_dims(documents_ND[tile], dim, self._normalize), numbers_N[tile])
+                found.add(
+                    first_dims(documents_ND[tile], dim, self._normalize),
+                    numbers_N[tile],
+                )
 
     def scores(self, queries: QueryResults | None = None) -> dict[str, float]:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
@@ -99,10 +115,14 @@ class RetrievalSearch:
         }
         scores = dict(means[self._full])
         for dim in self._dims:
-            scores.update({f"dim{dim}/{name}": value for name, value in means[dim].items()})
+            scores.update(
+                {f"dim{dim}/{name}": value for name, value in means[dim].items()}
+            )
         return scores
 
-    def _mean(self, rankings: np.ndarray, keep: QueryResults | None) -> dict[str, float]:
+    def _mean(
+        self, rankings: np.ndarray, keep: QueryResults | None
+    ) -> dict[str, float]:
         relevance = [self._data.relevance[index] for index in self._own]
         names, values = score_rankings(rankings, relevance, self._ks)
         # Sum in the order of the queries, so that rounding does not depend on the number of processes.
@@ -132,10 +152,16 @@ def own_documents(data: RetrievalData) -> np.ndarray:
         keys = documents.keys
     else:
         keys = np.fromiter((item.key() for item in documents), np.int64, len(documents))
-    wanted = np.fromiter((item.key() for item in data.queries), np.int64, len(data.queries))
+    wanted = np.fromiter(
+        (item.key() for item in data.queries), np.int64, len(data.queries)
+    )
     found = _places(keys, wanted)
     return np.array(
-        [-1 if index in relevant else index for index, relevant in zip(found, data.relevance, strict=True)], np.int64
+        [
+            -1 if index in relevant else index
+            for index, relevant in zip(found, data.relevance, strict=True)
+        ],
+        np.int64,
     )
 
 
@@ -145,7 +171,9 @@ def _places(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         return np.full(len(wanted), -1)
     order = np.argsort(values)
     # searchsorted gives len(values) for what is larger than all; the comparison below tells it from a hit.
-    at = order[np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)]
+    at = order[
+        np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)
+    ]
     places: np.ndarray = np.where(values[at] == wanted, at, -1)
     return places
 
@@ -183,7 +211,10 @@ class TopK:
         queries = torch.from_numpy(queries_QD).to(device)
         self._tiles = torch.split(queries, QUERY_TILE)
         self._k, self._kept = k, min(k, num_documents)
-        self._best = [torch.full((len(tile), self._kept), NOTHING, device=device) for tile in self._tiles]
+        self._best = [
+            torch.full((len(tile), self._kept), NOTHING, device=device)
+            for tile in self._tiles
+        ]
         self._excluded, self._device, self._between = excluded, device, between
         # `between` may be collective, so a rank with fewer query tiles still calls it for every tile of the largest
         # rank.
@@ -193,19 +224,27 @@ class TopK:
         """Compare the queries with some documents."""
         for start in range(0, len(documents_ND), DOCUMENT_TILE):
             tile = slice(start, start + DOCUMENT_TILE)
-            self._add_tile(torch.from_numpy(documents_ND[tile]).to(self._device), numbers_N[tile])
+            self._add_tile(
+                torch.from_numpy(documents_ND[tile]).to(self._device), numbers_N[tile]
+            )
 
     def _add_tile(self, documents: Tensor, numbers_N: np.ndarray) -> None:
-        left_out = None if self._excluded is None else _places(numbers_N, self._excluded)
+        left_out = (
+            None if self._excluded is None else _places(numbers_N, self._excluded)
+        )
         numbers = torch.from_numpy(numbers_N).to(self._device)
         for turn in range(self._num_turns):
             if turn < len(self._tiles):
-                with matmul_precision("highest"):  # in TF32, documents less than 1e-3 apart would change places
+                with matmul_precision(
+                    "highest"
+                ):  # in TF32, documents less than 1e-3 apart would change places
                     scores = self._tiles[turn] @ documents.T
                 if left_out is not None:
                     _leave_out(scores, left_out[turn * QUERY_TILE :][: len(scores)])
                 # A document is among the best of all only if it is among the best of its tile.
-                joined = torch.cat([self._best[turn], _best_keys(scores, self._kept, numbers)], dim=1)
+                joined = torch.cat(
+                    [self._best[turn], _best_keys(scores, self._kept, numbers)], dim=1
+                )
                 self._best[turn] = joined.topk(self._kept, dim=1).values
             if self._between is not None:
                 self._between()
@@ -256,9 +295,15 @@ def score_rankings(
     cuts = ",".join(str(k) for k in ks)
     measures = {f"ndcg_cut.{cuts}", f"recall.{cuts}", f"map_cut.{cuts}", "recip_rank"}
     names = metric_names(ks)
-    judged = {str(q): {str(doc): grade for doc, grade in grades.items()} for q, grades in enumerate(relevance)}
+    judged = {
+        str(q): {str(doc): grade for doc, grade in grades.items()}
+        for q, grades in enumerate(relevance)
+    }
     # trec_eval sorts by score and breaks ties by name. Using the negative position as score keeps our order.
-    run = {str(q): {str(doc): -float(i) for i, doc in enumerate(row) if doc >= 0} for q, row in enumerate(rankings)}
+    run = {
+        str(q): {str(doc): -float(i) for i, doc in enumerate(row) if doc >= 0}
+        for q, row in enumerate(rankings)
+    }
     import pytrec_eval  # here, so that what is trained without evaluation does without it
 
     found = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
@@ -268,6 +313,8 @@ def score_rankings(
         row = [figures[f"ndcg_cut_{k}"] for k in ks]  # in the order of `metric_names`
         # trec_eval's reciprocal rank has no cut: a rank beyond k counts as 0.
         row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
-        row += [figures[f"recall_{k}"] for k in ks] + [figures[f"map_cut_{k}"] for k in ks]
+        row += [figures[f"recall_{k}"] for k in ks] + [
+            figures[f"map_cut_{k}"] for k in ks
+        ]
         values[int(query)] = row
     return names, values

@@ -14,22 +14,38 @@ from vembed.config.options import nearest
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.compressed import FORMS, compressed_name, compressed_scores
 from vembed.evaluation.corpus import Corpus
-from vembed.evaluation.dataset import TEST_FIRST, EvalData, RetrievalData, ScoredPairs, Task, open_eval_data
+from vembed.evaluation.dataset import (
+    TEST_FIRST,
+    EvalData,
+    RetrievalData,
+    ScoredPairs,
+    Task,
+    open_eval_data,
+)
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.retrieval import RetrievalSearch, metric_names
 from vembed.evaluation.similarity import similarity_metrics
-from vembed.families.description import ModelDescription
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import Between, KeptFeatures, default_budget, encode_chunks, encode_items
+from vembed.inference.encoding import (
+    Between,
+    KeptFeatures,
+    default_budget,
+    encode_chunks,
+    encode_items,
+)
+from vembed.models.families.description import ModelDescription
+from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
 REPORTED_K = 10
 """Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `eval_ks` says."""
-_TITLES: dict[Kind, str] = {"query": "encoding queries", "document": "encoding documents"}
+_TITLES: dict[Kind, str] = {
+    "query": "encoding queries",
+    "document": "encoding documents",
+}
 
 
 def evaluate(
@@ -62,7 +78,9 @@ def evaluate(
             "vembed.evaluation.dataset.from_examples returns"
         )
     if not isinstance(model, str | Path | Embedder):
-        raise UserError(f"model is a {type(model).__name__}; give the path of a model, its Hub name or an Embedder")
+        raise UserError(
+            f"model is a {type(model).__name__}; give the path of a model, its Hub name or an Embedder"
+        )
     name = model.description.name if isinstance(model, Embedder) else str(model)
     # A config is what the readers and the loop below take their options from; nothing is trained.
     config = TrainConfig(
@@ -77,7 +95,9 @@ def evaluate(
         splits = (split,) if split else TEST_FIRST
         data = open_eval_data(config, str(data), splits=splits, task=task)
     if show_progress and (session is None or session.is_main):
-        Console(stderr=True).print(data.summary(), markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            data.summary(), markup=False, highlight=False, soft_wrap=True
+        )
     if not isinstance(model, Embedder):
         model = Embedder(
             model,
@@ -122,32 +142,62 @@ def evaluate_model(
     """
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
-    budget = default_budget(device) if config.eval_batch_tokens == "auto" else config.eval_batch_tokens
+    budget = (
+        default_budget(device)
+        if config.eval_batch_tokens == "auto"
+        else config.eval_batch_tokens
+    )
     normalize = description.similarity == "cosine"
-    full = description.truncate_dim or description.embedding_dim  # the default of `encode`
-    sizes = _checked_dims([one for one in description.mrl_dims if one <= full] if dims is None else dims, full)
+    full = (
+        description.truncate_dim or description.embedding_dim
+    )  # the default of `encode`
+    sizes = _checked_dims(
+        [one for one in description.mrl_dims if one <= full] if dims is None else dims,
+        full,
+    )
     active = (show_progress or say is not None) and (session is None or session.is_main)
 
-    options: dict[str, Any] = {"budget_tokens": budget, "session": session, "between": between, "kept": kept}
+    options: dict[str, Any] = {
+        "budget_tokens": budget,
+        "session": session,
+        "between": between,
+        "kept": kept,
+    }
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
         with ProgressReport(_TITLES[kind], active=active, say=say) as progress:
-            embeddings = encode_items(model, featuriser, items, kind, normalize=False, progress=progress, **options)
+            embeddings = encode_items(
+                model,
+                featuriser,
+                items,
+                kind,
+                normalize=False,
+                progress=progress,
+                **options,
+            )
         _check_finite(embeddings, kind)
         # Cut without normalising: scores normalise after the cut themselves (`first_dims`).
         return embeddings[:, :full]
 
     if not isinstance(data, RetrievalData):
         if compressed:
-            raise UserError(f"compressed scores are of retrieval, and {data.name} holds scored pairs")
+            raise UserError(
+                f"compressed scores are of retrieval, and {data.name} holds scored pairs"
+            )
         first, second = encode(data.first, "query"), encode(data.second, "document")
-        return similarity_metrics(first, second, data.scores, sizes, normalize=normalize)
+        return similarity_metrics(
+            first, second, data.scores, sizes, normalize=normalize
+        )
     asked, ks = encode(data.queries, "query"), _cut_offs(config)
-    search = RetrievalSearch(asked, data, ks, sizes, normalize=normalize, session=session, between=between)
+    search = RetrievalSearch(
+        asked, data, ks, sizes, normalize=normalize, session=session, between=between
+    )
     if compressed:  # its ranges and levels are of all documents
         documents = encode(data.documents, "document")
         search.add(documents, np.arange(len(documents)))
-        return search.scores(queries) | compressed_scores(asked, documents, data, sizes, normalize=normalize)
+        return search.scores(queries) | compressed_scores(
+            asked, documents, data, sizes, normalize=normalize
+        )
 
     def take(numbers: np.ndarray, embeddings: np.ndarray) -> None:
         _check_finite(embeddings, "document")
@@ -156,34 +206,58 @@ def evaluate_model(
     lengths = data.documents.lengths if isinstance(data.documents, Corpus) else None
     with ProgressReport(_TITLES["document"], active=active, say=say) as progress:
         encode_chunks(
-            model, featuriser, data.documents, "document", take, lengths=lengths, progress=progress, **options
+            model,
+            featuriser,
+            data.documents,
+            "document",
+            take,
+            lengths=lengths,
+            progress=progress,
+            **options,
         )
     return search.scores(queries)
 
 
-def deciding_metric(config: TrainConfig, data: EvalData, scores: dict[str, float]) -> str:
+def deciding_metric(
+    config: TrainConfig, data: EvalData, scores: dict[str, float]
+) -> str:
     """Return the key of the metric that decides which checkpoint is best."""
     if config.eval_metric == "auto":
         return data.metric
     if config.eval_metric not in scores:
-        raise UserError(f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(scores)}")
+        raise UserError(
+            f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(scores)}"
+        )
     return config.eval_metric
 
 
-def check_metric(config: TrainConfig, data: EvalData, description: ModelDescription) -> None:
+def check_metric(
+    config: TrainConfig, data: EvalData, description: ModelDescription
+) -> None:
     """Raise UserError if `eval_metric` is none of the scores that this evaluation will have."""
     if isinstance(data, RetrievalData):
         names = metric_names(_cut_offs(config))
     else:
         names = ["spearman", "pearson"]
     full = description.truncate_dim or description.embedding_dim
-    names += [f"dim{dim}/{name}" for dim in description.mrl_dims if dim <= full for name in names]
+    names += [
+        f"dim{dim}/{name}"
+        for dim in description.mrl_dims
+        if dim <= full
+        for name in names
+    ]
     if config.quantize_embeddings is not None and isinstance(data, RetrievalData):
-        names += [compressed_name(form, dim) for form in FORMS for dim in sorted({full, *description.mrl_dims})]
+        names += [
+            compressed_name(form, dim)
+            for form in FORMS
+            for dim in sorted({full, *description.mrl_dims})
+        ]
     if config.eval_metric not in ("auto", *names):
         near = nearest(config.eval_metric, names)
         hint = f"; did you mean {near!r}?" if near else ""
-        raise UserError(f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(names)}{hint}")
+        raise UserError(
+            f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
+        )
 
 
 def _cut_offs(config: TrainConfig) -> list[int]:
@@ -193,7 +267,9 @@ def _cut_offs(config: TrainConfig) -> list[int]:
 def _checked_dims(dims: Sequence[int], full: int) -> list[int]:
     wrong = [dim for dim in dims if not 1 <= dim <= full]
     if wrong:
-        raise UserError(f"dimension {wrong[0]} is asked for, and this model's embeddings have 1 to {full} dimensions")
+        raise UserError(
+            f"dimension {wrong[0]} is asked for, and this model's embeddings have 1 to {full} dimensions"
+        )
     return sorted(set(dims), reverse=True)
 
 

@@ -26,13 +26,22 @@ def similarity_metrics(
 
 
 def _correlations(
-    first_ND: np.ndarray, second_ND: np.ndarray, scores: Sequence[float], dim: int, normalize: bool
+    first_ND: np.ndarray,
+    second_ND: np.ndarray,
+    scores: Sequence[float],
+    dim: int,
+    normalize: bool,
 ) -> dict[str, float]:
-    first, second = (first_dims(matrix, dim, normalize).astype(np.float64) for matrix in (first_ND, second_ND))
+    first, second = (
+        first_dims(matrix, dim, normalize).astype(np.float64)
+        for matrix in (first_ND, second_ND)
+    )
     similarities = np.einsum("nd,nd->n", first, second)
     from scipy import stats  # takes a third of a second to import, and few runs need it
 
-    if np.ptp(similarities) == 0:  # correlation is undefined for a constant; count it as 0
+    if (
+        np.ptp(similarities) == 0
+    ):  # correlation is undefined for a constant; count it as 0
         return {"spearman": 0.0, "pearson": 0.0}
     return {
         "spearman": float(stats.spearmanr(similarities, scores).statistic),

@@ -13,13 +13,18 @@ from vembed.data.examples import Item, Kind
 from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.export.formats import ExportReader, WeightPrecision
-from vembed.families.table import Pooling
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.table import Pooling
 
 NUM_TEXTS = 200
-TOLERANCE: dict[WeightPrecision, float] = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-2, "int8": 5e-2}
+TOLERANCE: dict[WeightPrecision, float] = {
+    "float32": 1e-4,
+    "float16": 1e-3,
+    "bfloat16": 1e-2,
+    "int8": 5e-2,
+}
 """Largest allowed cosine distance by the precision of the weights."""
 LENGTHS = 10
 """Times the tolerance that the lengths of two embeddings may differ, relatively: a length changes in proportion to an
@@ -51,7 +56,10 @@ class ImageCheck:
     @property
     def passes(self) -> bool:
         """True if the export may be used in the model's place."""
-        return self.largest_distance <= self.tolerance and self.largest_length_error <= LENGTHS * self.tolerance
+        return (
+            self.largest_distance <= self.tolerance
+            and self.largest_length_error <= LENGTHS * self.tolerance
+        )
 
     def line(self) -> str:
         """Return what is printed and written into the card."""
@@ -87,7 +95,10 @@ class Check:
         """True if the texts of the export may be used in the model's place."""
         if self.rank_correlation is not None:
             return 1 - self.rank_correlation <= self.tolerance
-        return self.largest_distance <= self.tolerance and self.largest_length_error <= LENGTHS * self.tolerance
+        return (
+            self.largest_distance <= self.tolerance
+            and self.largest_length_error <= LENGTHS * self.tolerance
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -120,8 +131,15 @@ def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
     """Return NUM_TEXTS texts: half queries and half documents of the evaluation data, filled up with made ones."""
     found: Texts = []
     if data is not None:
-        first, second = (data.queries, data.documents) if isinstance(data, RetrievalData) else (data.first, data.second)
-        kinds: tuple[tuple[Sequence[Item], Kind], ...] = ((first, "query"), (second, "document"))
+        first, second = (
+            (data.queries, data.documents)
+            if isinstance(data, RetrievalData)
+            else (data.first, data.second)
+        )
+        kinds: tuple[tuple[Sequence[Item], Kind], ...] = (
+            (first, "query"),
+            (second, "document"),
+        )
         for items, kind in kinds:
             texts: dict[str, None] = {}
             for item in items:  # to the last one needed: a corpus may have millions
@@ -139,9 +157,14 @@ def made_texts(count: int, max_length: int) -> Texts:
     words = WORDS.split()
     # One text is longer than the limit, so that the cut is compared too.
     longest = min(max_length, 512) + 8
-    lengths = [1, 2, 3, longest] + [int(draw.integers(1, min(longest, 40))) for _ in range(max(count - 4, 0))]
+    lengths = [1, 2, 3, longest] + [
+        int(draw.integers(1, min(longest, 40))) for _ in range(max(count - 4, 0))
+    ]
     kinds: tuple[Kind, Kind] = ("query", "document")
-    return [(" ".join(draw.choice(words, length)), kinds[at % 2]) for at, length in enumerate(lengths[:count])]
+    return [
+        (" ".join(draw.choice(words, length)), kinds[at % 2])
+        for at, length in enumerate(lengths[:count])
+    ]
 
 
 def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
@@ -150,7 +173,9 @@ def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
     for kind in get_args(Kind):
         rows = [row for row, (_, own) in enumerate(texts) if own == kind]
         if rows:
-            for row, vector in zip(rows, encode([texts[row][0] for row in rows], kind), strict=True):
+            for row, vector in zip(
+                rows, encode([texts[row][0] for row in rows], kind), strict=True
+            ):
                 found[row] = vector
     return np.stack(found)
 
@@ -167,14 +192,20 @@ def smaller(data: EvalData | None) -> RetrievalData | None:
             break
         kept[document] = None
     place = {document: at for at, document in enumerate(kept)}
-    queries, documents = data.queries[:NUM_QUERIES], tuple(data.documents[document] for document in kept)
+    queries, documents = (
+        data.queries[:NUM_QUERIES],
+        tuple(data.documents[document] for document in kept),
+    )
     if any(item.images or not item.text for item in (*queries, *documents)):
         return None
     return RetrievalData(
         name=data.name,
         queries=queries,
         documents=documents,
-        relevance=tuple({place[document]: grade for document, grade in grades.items()} for grades in relevance),
+        relevance=tuple(
+            {place[document]: grade for document, grade in grades.items()}
+            for grades in relevance
+        ),
     )
 
 
@@ -182,7 +213,9 @@ def ndcg(encode: Encode, data: RetrievalData, *, normalize: bool) -> float:
     """Return nDCG@10 of an encoder."""
     asked = encode([item.text or "" for item in data.queries], "query")
     documents = encode([item.text or "" for item in data.documents], "document")
-    return retrieval_metrics(asked, documents, data, [10], [], normalize=normalize)[METRIC]
+    return retrieval_metrics(asked, documents, data, [10], [], normalize=normalize)[
+        METRIC
+    ]
 
 
 def distances(one_ND: np.ndarray, other_ND: np.ndarray) -> np.ndarray:
@@ -190,7 +223,9 @@ def distances(one_ND: np.ndarray, other_ND: np.ndarray) -> np.ndarray:
     one, other = one_ND.astype(np.float64), other_ND.astype(np.float64)
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     # A vector of zeros has the distance 1 to any other.
-    found: np.ndarray = 1 - np.einsum("nd,nd->n", one, other) / np.maximum(lengths, 1e-300)
+    found: np.ndarray = 1 - np.einsum("nd,nd->n", one, other) / np.maximum(
+        lengths, 1e-300
+    )
     return np.where(np.isfinite(found), np.maximum(found, 0.0), np.inf)
 
 
@@ -210,10 +245,19 @@ def similarity_correlation(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
     return float(spearmanr(*found).statistic)
 
 
-def compare(reader_name: str, model_ND: np.ndarray, export_ND: np.ndarray, texts: Texts, tolerance: float) -> Check:
+def compare(
+    reader_name: str,
+    model_ND: np.ndarray,
+    export_ND: np.ndarray,
+    texts: Texts,
+    tolerance: float,
+) -> Check:
     """Return the comparison of two sets of embeddings of the same texts."""
     if model_ND.shape == export_ND.shape:
-        apart, lengths = distances(model_ND, export_ND), length_error(model_ND, export_ND)
+        apart, lengths = (
+            distances(model_ND, export_ND),
+            length_error(model_ND, export_ND),
+        )
     else:
         apart, lengths = np.full(len(model_ND), np.inf), np.inf
     worst = int(np.argmax(apart))
@@ -229,7 +273,11 @@ def compare(reader_name: str, model_ND: np.ndarray, export_ND: np.ndarray, texts
 
 
 def difference(
-    check: Check, embedder: Embedder, reader: ExportReader, model_ND: np.ndarray, vectors: np.ndarray
+    check: Check,
+    embedder: Embedder,
+    reader: ExportReader,
+    model_ND: np.ndarray,
+    vectors: np.ndarray,
 ) -> str:
     """Return what differs, found on the text with the largest distance: sizes, token ids, lengths or pooling."""
     if model_ND.shape != vectors.shape:
@@ -251,9 +299,13 @@ def difference(
     for pooling in get_args(Pooling):
         if pooling in ("own", description.pooling) or description.pooling == "own":
             continue
-        other = EmbeddingModel(description.with_(pooling=pooling), embedder.backbone, embedder.head).eval()
+        other = EmbeddingModel(
+            description.with_(pooling=pooling), embedder.backbone, embedder.head
+        ).eval()
         (found,) = other([("text", featuriser.collate([own]))])
-        cut = embedder.finish(found.detach().float().numpy(), embedder.truncate_dim, None)
+        cut = embedder.finish(
+            found.detach().float().numpy(), embedder.truncate_dim, None
+        )
         if distances(cut, exported)[0] <= check.tolerance:
             return f"its pooling: {pooling} instead of {description.pooling}"
     return "its arithmetic or weights: tokens, sizes and lengths agree"

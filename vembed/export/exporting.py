@@ -14,8 +14,10 @@ from PIL import Image
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Kind
 from vembed.data.sources import ExampleStore
+from vembed.data_tools.init.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
+from vembed.evaluation.report.record import read_run
 from vembed.export.check import (
     NO_TEXTS,
     NUM_TEXTS,
@@ -47,14 +49,12 @@ from vembed.export.openvino_format import OpenvinoFormat
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.export.servers import ServerName, write_server_files
 from vembed.export.static_format import StaticFormat
-from vembed.families.backbones import file_dtype, read_config
-from vembed.families.description import ModelDescription
-from vembed.families.weight_files import EXPORT_FILE
 from vembed.inference.embedder import Embedder
-from vembed.report.record import read_run
+from vembed.models.families.backbones import file_dtype, read_config
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.weight_files import EXPORT_FILE
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder
-from vembed.start.datasets import open_sets
 
 MOST_STUDENT_EXAMPLES = 10_000
 """Examples whose texts train a student; of more, as many spread over all."""
@@ -99,13 +99,23 @@ def export_model(
         raise UserError(f"{target} exists already; give a new folder")
     kind = KNOWN[form]
     if precision is not None and precision not in kind.precisions:
-        raise UserError(f"--precision {precision}: --format {form} takes {', '.join(kind.precisions)}")
+        raise UserError(
+            f"--precision {precision}: --format {form} takes {', '.join(kind.precisions)}"
+        )
     missing = kind.missing()
     if missing is not None and (check or form != "safetensors"):
         raise UserError(f"--format {form}: {missing}")
-    found = evaluation_data(model, data, trust_remote_code=trust_remote_code) if check else None
+    found = (
+        evaluation_data(model, data, trust_remote_code=trust_remote_code)
+        if check
+        else None
+    )
     embedder = Embedder(
-        model, device="cpu", torch_dtype="float32", mixed_precision="no", trust_remote_code=trust_remote_code
+        model,
+        device="cpu",
+        torch_dtype="float32",
+        mixed_precision="no",
+        trust_remote_code=trust_remote_code,
     )
     # Float32 for every precision: each format rounds the weights itself, and the check compares with unrounded ones.
     refusal = kind.refusal(embedder)
@@ -114,7 +124,13 @@ def export_model(
     precision = precision or _default_precision(form, embedder.description)
     # The folder has another name until the check has passed, so that a refused export leaves nothing behind.
     with replaced_folder(target) as folder:
-        job = ExportJob(model, embedder, precision, student_texts(model, found) if form == "static" else (), say)
+        job = ExportJob(
+            model,
+            embedder,
+            precision,
+            student_texts(model, found) if form == "static" else (),
+            say,
+        )
         result = None
         if check:
             usual = STUDENT_TOLERANCE if form == "static" else TOLERANCE[precision]
@@ -131,18 +147,26 @@ def export_model(
     return Exported(target, result, embedder.description, facts)
 
 
-def _default_precision(form: FormatName, description: ModelDescription) -> WeightPrecision:
+def _default_precision(
+    form: FormatName, description: ModelDescription
+) -> WeightPrecision:
     """Return float32; for safetensors the dtype of the model's file, so that nothing grows or is rounded."""
     if form != "safetensors":
         return "float32"
-    config = read_config(Path(description.source), trust_remote_code=description.trust_remote_code)
+    config = read_config(
+        Path(description.source), trust_remote_code=description.trust_remote_code
+    )
     name = str(file_dtype(config)).removeprefix("torch.")
     return next((one for one in PRECISIONS if one == name), "float32")
 
 
-def evaluation_data(model: str, data: str | None, *, trust_remote_code: bool = False) -> EvalData | None:
+def evaluation_data(
+    model: str, data: str | None, *, trust_remote_code: bool = False
+) -> EvalData | None:
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
-    config = TrainConfig(model_name=model, data_path="-", trust_remote_code=trust_remote_code)
+    config = TrainConfig(
+        model_name=model, data_path="-", trust_remote_code=trust_remote_code
+    )
     if data is None:
         run = run_folder(model)
         if run is None:
@@ -152,7 +176,9 @@ def evaluation_data(model: str, data: str | None, *, trust_remote_code: bool = F
         if data is None or not Path(data).exists():
             return None
         known = ("column_mapping", "image_root", "on_bad_record")
-        config = config.model_copy(update={name: values[name] for name in known if name in values})
+        config = config.model_copy(
+            update={name: values[name] for name in known if name in values}
+        )
     return open_eval_data(config, data)
 
 
@@ -162,18 +188,33 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
     run = run_folder(model)
     if run is not None:
         values = read_run(run).config
-        known = ("column_mapping", "image_root", "on_bad_record", "max_train_examples", "val_split", "seed")
-        paths = values["data_path"] if isinstance(values["data_path"], list) else [values["data_path"]]
+        known = (
+            "column_mapping",
+            "image_root",
+            "on_bad_record",
+            "max_train_examples",
+            "val_split",
+            "seed",
+        )
+        paths = (
+            values["data_path"]
+            if isinstance(values["data_path"], list)
+            else [values["data_path"]]
+        )
         if all(isinstance(one, str) and Path(one).exists() for one in paths):
             config = TrainConfig(
-                model_name=model, data_path=paths, **{name: values[name] for name in known if name in values}
+                model_name=model,
+                data_path=paths,
+                **{name: values[name] for name in known if name in values},
             )
             return _texts_of(open_sets(config, compares=False).examples)
     if isinstance(data, RetrievalData):
         # As many spread over the whole corpus, which may have millions; the first are those of the check.
         first = NUM_TEXTS // 2
         step = max(-(-(len(data.documents) - first) // MOST_STUDENT_EXAMPLES), 1)
-        some = (data.documents[number] for number in range(first, len(data.documents), step))
+        some = (
+            data.documents[number] for number in range(first, len(data.documents), step)
+        )
         return [(one.text, "document") for one in some if one.text and not one.images]
     return []
 
@@ -185,7 +226,11 @@ def _texts_of(examples: ExampleStore) -> Texts:
     for number in range(0, len(examples), step):
         example = examples[number]
         found |= {(example.query.text, "query"): None} if example.query.text else {}
-        found |= {(one.text, "document"): None for one in (*example.positives, *example.negatives) if one.text}
+        found |= {
+            (one.text, "document"): None
+            for one in (*example.positives, *example.negatives)
+            if one.text
+        }
     return list(found)
 
 
@@ -193,11 +238,18 @@ def run_folder(model: str) -> Path | None:
     """Return the folder of the run that made a model; None for a model of another origin."""
     place = Path(model).expanduser()
     # `place` is the run itself, or its final/ or one of its checkpoints.
-    return next((one for one in (place, place.parent) if (one / "config.yaml").is_file()), None)
+    return next(
+        (one for one in (place, place.parent) if (one / "config.yaml").is_file()), None
+    )
 
 
 def _write_and_check(
-    kind: Format, job: ExportJob, folder: Path, data: EvalData | None, tolerance: float, form: FormatName
+    kind: Format,
+    job: ExportJob,
+    folder: Path,
+    data: EvalData | None,
+    tolerance: float,
+    form: FormatName,
 ) -> Check:
     """Write the export and return its comparison with the model. Raise UserError if it differs."""
     embedder = job.embedder
@@ -206,7 +258,11 @@ def _write_and_check(
         return embedder.encode(texts, kind)
 
     # The model's own vectors first: a format may change the attention function of the modules.
-    images = images_to_compare(data) if form == "onnx" and "image" in embedder.description.modalities else []
+    images = (
+        images_to_compare(data)
+        if form == "onnx" and "image" in embedder.description.modalities
+        else []
+    )
     image_ND = embedder.encode(images)
     if "text" not in embedder.description.modalities:
         _write(kind, job, folder, form)
@@ -223,10 +279,18 @@ def _write_and_check(
     job.say(f"encoding the same texts with the export in {reader.runtime}")
     vectors = encode_all(reader.encode, texts)
     result = compare(reader.runtime, model_ND, vectors, texts, tolerance)
-    if form == "static":  # another model: its vectors are not the model's, but its similarities should follow
-        result = replace(result, rank_correlation=similarity_correlation(model_ND, vectors))
+    if (
+        form == "static"
+    ):  # another model: its vectors are not the model's, but its similarities should follow
+        result = replace(
+            result, rank_correlation=similarity_correlation(model_ND, vectors)
+        )
         if not result.passes:
-            more = "" if job.texts else "; it had no texts to learn from: export a run, or give --data"
+            more = (
+                ""
+                if job.texts
+                else "; it had no texts to learn from: export a run, or give --data"
+            )
             raise UserError(
                 f"the static student of {job.model} does not follow the model: Spearman correlation "
                 f"{result.rank_correlation:.3f} of the similarities of {result.num_texts} texts, at least "
@@ -252,7 +316,12 @@ def _write(kind: Format, job: ExportJob, folder: Path, form: FormatName) -> None
 
 
 def _with_images(
-    result: Check, job: ExportJob, folder: Path, images: list[Image.Image], model_ND: np.ndarray, tolerance: float
+    result: Check,
+    job: ExportJob,
+    folder: Path,
+    images: list[Image.Image],
+    model_ND: np.ndarray,
+    tolerance: float,
 ) -> Check:
     """Add the comparison of images. Raise UserError if they differ."""
     found = compare_images(folder, images, model_ND, tolerance)
@@ -266,16 +335,29 @@ def _with_images(
 
 
 def _with_scores(
-    result: Check, reader: ExportReader, judged: RetrievalData, before: float | None, normalize: bool
+    result: Check,
+    reader: ExportReader,
+    judged: RetrievalData,
+    before: float | None,
+    normalize: bool,
 ) -> Check:
-    about = f"{len(judged.queries):,d} queries over {len(judged.documents):,d} documents"
+    about = (
+        f"{len(judged.queries):,d} queries over {len(judged.documents):,d} documents"
+    )
     return replace(
-        result, ndcg_model=before, ndcg_export=ndcg(reader.encode, judged, normalize=normalize), evaluation=about
+        result,
+        ndcg_model=before,
+        ndcg_export=ndcg(reader.encode, judged, normalize=normalize),
+        evaluation=about,
     )
 
 
 def _describe(
-    folder: Path, embedder: Embedder, form: FormatName, precision: WeightPrecision, check: Check | None
+    folder: Path,
+    embedder: Embedder,
+    form: FormatName,
+    precision: WeightPrecision,
+    check: Check | None,
 ) -> dict[str, Any]:
     """Write export.json and the card; return the content of the first."""
     description = embedder.description
@@ -286,13 +368,29 @@ def _describe(
         "normalized": description.normalize,
         "check": None if check is None else check.to_dict(),
     }
-    (folder / EXPORT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    section = ["## Export", "", f"Exported by `vembed export --format {form} --precision {precision}`."]
-    lines = ["Not compared with the model (`--no-check`)."] if check is None else [f"- {one}" for one in check.lines()]
+    (folder / EXPORT_FILE).write_text(
+        json.dumps(facts, indent=2) + "\n", encoding="utf-8"
+    )
+    section = [
+        "## Export",
+        "",
+        f"Exported by `vembed export --format {form} --precision {precision}`.",
+    ]
+    lines = (
+        ["Not compared with the model (`--no-check`)."]
+        if check is None
+        else [f"- {one}" for one in check.lines()]
+    )
     section += ["", *lines]
     card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else render_card(description, Card())
-    card.write_text(text.rstrip() + "\n\n" + "\n".join(section) + "\n", encoding="utf-8")
+    text = (
+        card.read_text(encoding="utf-8")
+        if card.is_file()
+        else render_card(description, Card())
+    )
+    card.write_text(
+        text.rstrip() + "\n\n" + "\n".join(section) + "\n", encoding="utf-8"
+    )
     return facts
 
 

@@ -49,7 +49,9 @@ class GgufFormat:
         if not embedder.description.traits.reads_only_text:
             return "llama.cpp's embeddings are of text models"
         if embedder.head is not None or embedder.truncate_dim is not None:
-            return "llama.cpp has no Dense module and no truncate_dim; export it as onnx"
+            return (
+                "llama.cpp has no Dense module and no truncate_dim; export it as onnx"
+            )
         if embedder.description.pooling not in ("mean", "cls", "last"):
             return f"llama.cpp pools by mean, cls or last, and this model by {embedder.description.pooling}"
         return None
@@ -62,10 +64,23 @@ class GgufFormat:
         SafetensorsFormat().write(ExportJob(job.model, job.embedder, "float32"), whole)
         converter = shutil.which(CONVERTER)
         assert converter is not None
-        words = [sys.executable, converter, str(whole), "--outfile", str(folder / GGUF_FILE)]
-        done = subprocess.run([*words, "--outtype", _TYPES[job.precision]], capture_output=True, text=True, check=False)
+        words = [
+            sys.executable,
+            converter,
+            str(whole),
+            "--outfile",
+            str(folder / GGUF_FILE),
+        ]
+        done = subprocess.run(
+            [*words, "--outtype", _TYPES[job.precision]],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode != 0:
-            raise RunError(f"{CONVERTER} failed: {done.stderr.strip().splitlines()[-1:]}")
+            raise RunError(
+                f"{CONVERTER} failed: {done.stderr.strip().splitlines()[-1:]}"
+            )
         for path in whole.iterdir():
             if path.is_file() and path.suffix != ".safetensors":
                 path.rename(folder / path.name)
@@ -73,7 +88,11 @@ class GgufFormat:
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in llama.cpp."""
-        return GgufReader(folder) if find_spec("llama_cpp") is not None else GgufServer(folder)
+        return (
+            GgufReader(folder)
+            if find_spec("llama_cpp") is not None
+            else GgufServer(folder)
+        )
 
 
 class GgufReader:
@@ -86,7 +105,12 @@ class GgufReader:
         # llama.cpp pools within one micro-batch (n_ubatch), so a whole text must fit into one.
         length = self.texts.max_length
         self.model: Any = module.Llama(
-            str(folder / GGUF_FILE), embedding=True, n_ctx=length, n_batch=length, n_ubatch=length, verbose=False
+            str(folder / GGUF_FILE),
+            embedding=True,
+            n_ctx=length,
+            n_batch=length,
+            n_ubatch=length,
+            verbose=False,
         )
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
@@ -99,7 +123,13 @@ class GgufReader:
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
         prompt = self.texts.prompts.get(kind or "", "")
-        return np.array([self.model.embed(prompt + text, normalize=True, truncate=True) for text in texts], np.float32)
+        return np.array(
+            [
+                self.model.embed(prompt + text, normalize=True, truncate=True)
+                for text in texts
+            ],
+            np.float32,
+        )
 
 
 class GgufServer:
@@ -115,7 +145,9 @@ class GgufServer:
         settings.n_parallel = 1
         settings.cpuparams.n_threads = torch.get_num_threads()
         # Room for special tokens beside a text of the greatest length.
-        settings.n_ctx = settings.n_batch = settings.n_ubatch = self.texts.max_length + 8
+        settings.n_ctx = settings.n_batch = settings.n_ubatch = (
+            self.texts.max_length + 8
+        )
         self.server: Any = module.Server(settings)
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
@@ -126,12 +158,19 @@ class GgufServer:
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
         prompt = self.texts.prompts.get(kind or "", "")
-        return np.stack([self._embedding(prompt + text, self.texts.token_ids(text, kind)) for text in texts])
+        return np.stack(
+            [
+                self._embedding(prompt + text, self.texts.token_ids(text, kind))
+                for text in texts
+            ]
+        )
 
     def _embedding(self, text: str, ids: list[int]) -> np.ndarray:
         # The server refuses what is longer than its context; clients cut such texts, and so it is done here.
         given: str | list[int] = text if len(ids) < self.texts.max_length else ids
         answer = self.server.handle_embeddings({"input": given})
         if "data" not in answer:
-            raise RunError(f"llama.cpp gave no embedding of a text of {len(ids):,d} tokens: {answer}")
+            raise RunError(
+                f"llama.cpp gave no embedding of a text of {len(ids):,d} tokens: {answer}"
+            )
         return np.array(answer["data"][0]["embedding"], np.float32)

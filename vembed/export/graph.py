@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vembed.families.backbones import is_decoder_only
-from vembed.families.table import Modality
 from vembed.inference.embedder import Embedder
+from vembed.models.families.backbones import is_decoder_only
+from vembed.models.families.table import Modality
 from vembed.models.modalities import project, tower_features
 from vembed.models.pooling import pool
 from vembed.models.towers import tower_module
@@ -64,11 +64,19 @@ class TextGraph(Graph):
         family = self.description.traits
         arguments: dict[str, Any] = {"input_ids": input_ids}
         if family.forwards["text"] == "pooled_towers":
-            if not family.has_fixed_length:  # otherwise the model was trained without a mask
+            if (
+                not family.has_fixed_length
+            ):  # otherwise the model was trained without a mask
                 arguments["attention_mask"] = mask
-            pooled: Tensor = tower_module(self.backbone, family, "text")(**arguments).pooler_output
+            pooled: Tensor = tower_module(self.backbone, family, "text")(
+                **arguments
+            ).pooler_output
             return pooled
-        text: Any = tower_module(self.backbone, family, "text") if family.has_two_models else self.backbone
+        text: Any = (
+            tower_module(self.backbone, family, "text")
+            if family.has_two_models
+            else self.backbone
+        )
         arguments["attention_mask"] = mask
         if is_decoder_only(text.config):
             arguments["use_cache"] = False
@@ -86,7 +94,11 @@ class ImageGraph(Graph):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Map [n, channels, height, width] pixels, as the image processor gives them, to [n, d] embeddings."""
-        return self.finish(tower_features(self.description, self.backbone, "image", {"pixel_values": pixel_values}))
+        return self.finish(
+            tower_features(
+                self.description, self.backbone, "image", {"pixel_values": pixel_values}
+            )
+        )
 
 
 def example_inputs(vocab_size: int, length: int | None = None) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ from vembed.export.formats import ExportJob, WeightPrecision
 from vembed.export.graph import INPUTS, TextGraph, example_inputs
 from vembed.export.onnx_graphs import open_session, run_batches, save_graph, write_in
 from vembed.export.onnx_images import image_inputs, write_images
-from vembed.families.weight_files import read_object
 from vembed.inference.embedder import Embedder
+from vembed.models.families.weight_files import read_object
 from vembed.models.processors import save_processors
 from vembed.models.towers import tower_module
 from vembed.saving.layout import write_json
@@ -42,15 +42,25 @@ class OnnxFormat:
 
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
-        names = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-        return f"{', '.join(names)} not installed: `pip install 'vembed[export]'`" if names else None
+        names = [
+            name
+            for name in ("onnx", "onnxscript", "onnxruntime")
+            if find_spec(name) is None
+        ]
+        return (
+            f"{', '.join(names)} not installed: `pip install 'vembed[export]'`"
+            if names
+            else None
+        )
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
         description = embedder.description
         if description.traits.reads_chats:
             return "the ONNX graphs take texts and images apart, and a vision-language model reads them together"
-        if "image" in description.modalities and list(image_inputs(embedder)) != ["pixel_values"]:
+        if "image" in description.modalities and list(image_inputs(embedder)) != [
+            "pixel_values"
+        ]:
             return "the ONNX graph takes images of one size, and this model takes them in any shape"
         return None
 
@@ -80,7 +90,9 @@ def write_text_graph(job: ExportJob, folder: Path) -> None:
     )
     _text_model(job.embedder).config.save_pretrained(folder)
     config = read_object(folder / "config.json") or {}
-    if config.pop("auto_map", None):  # names Python code that a graph does without, and that is not in this folder
+    if config.pop(
+        "auto_map", None
+    ):  # names Python code that a graph does without, and that is not in this folder
         write_json(folder / "config.json", config)
     write_in(job.precision, partial(_trace, job.embedder), folder / ONNX_FILE)
 
@@ -90,7 +102,9 @@ class OnnxReader:
 
     def __init__(self, folder: Path) -> None:
         if not (folder / ONNX_FILE).is_file():
-            raise UserError(f"{folder} has no {ONNX_FILE}: this model embeds images only")
+            raise UserError(
+                f"{folder} has no {ONNX_FILE}: this model embeds images only"
+            )
         self.runtime = f"onnxruntime {version('onnxruntime')}"
         self.texts = FolderTexts(folder)
         self.session: Any = open_session(folder / ONNX_FILE)
@@ -107,8 +121,14 @@ class OnnxReader:
         """Return [n, d] embeddings. Texts of similar length share a batch, because padding costs time."""
         ids = self.texts.all_token_ids(texts, kind)
         batches = _batches([self.fixed_length or len(one) for one in ids])
-        padded = (self.texts.padded([ids[row] for row in rows], self.fixed_length) for rows in batches)
-        found = run_batches(self.session, [{name: given[name] for name in self.names} for given in padded])
+        padded = (
+            self.texts.padded([ids[row] for row in rows], self.fixed_length)
+            for rows in batches
+        )
+        found = run_batches(
+            self.session,
+            [{name: given[name] for name in self.names} for given in padded],
+        )
         vectors = np.concatenate(found).astype(np.float32)
         # Back to the order of the texts; a copy, since source and target overlap.
         vectors[np.concatenate(batches)] = vectors.copy()
@@ -130,14 +150,27 @@ def _trace(embedder: Embedder, target: Path) -> None:
     description = embedder.description
     length = description.max_length if description.traits.has_fixed_length else None
     # Dimensions that may vary; texts of fixed length have one only.
-    shape = {0: torch.export.Dim("batch")} | ({} if length else {1: torch.export.Dim("tokens")})
+    shape = {0: torch.export.Dim("batch")} | (
+        {} if length else {1: torch.export.Dim("tokens")}
+    )
     # A class of the user's own has a config without it.
-    vocab_size = _text_model(embedder).config.get_text_config().to_dict().get("vocab_size", FEW_TOKENS)
+    vocab_size = (
+        _text_model(embedder)
+        .config.get_text_config()
+        .to_dict()
+        .get("vocab_size", FEW_TOKENS)
+    )
     example = example_inputs(int(vocab_size), length)
-    save_graph(TextGraph(embedder), example, INPUTS, dict.fromkeys(INPUTS, shape), target)
+    save_graph(
+        TextGraph(embedder), example, INPUTS, dict.fromkeys(INPUTS, shape), target
+    )
 
 
 def _text_model(embedder: Embedder) -> Any:
     """Return the model of Transformers that reads the texts."""
     family = embedder.description.traits
-    return tower_module(embedder.backbone, family, "text") if family.has_two_models else embedder.backbone
+    return (
+        tower_module(embedder.backbone, family, "text")
+        if family.has_two_models
+        else embedder.backbone
+    )

@@ -30,7 +30,9 @@ def save_graph(
     """Trace a module and save it. `names`: its inputs; `shapes`: their dimensions that vary."""
     exporter = logging.getLogger("torch.onnx")
     before = exporter.level
-    exporter.setLevel(logging.ERROR)  # it names every operator library that is not installed
+    exporter.setLevel(
+        logging.ERROR
+    )  # it names every operator library that is not installed
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # deprecations inside torch and onnxscript
@@ -66,15 +68,22 @@ def open_session(path: Path) -> Any:
     )
 
 
-def run_batches(session: Any, batches: Sequence[Mapping[str, np.ndarray]]) -> list[np.ndarray]:
+def run_batches(
+    session: Any, batches: Sequence[Mapping[str, np.ndarray]]
+) -> list[np.ndarray]:
     """Return the output of each batch. As many are computed at a time as there are threads: a single one shares its
     operators among them, which is slower where these are small."""
-    with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="vembed-onnx") as pool:
+    with ThreadPoolExecutor(
+        torch.get_num_threads(), thread_name_prefix="vembed-onnx"
+    ) as pool:
         return list(pool.map(lambda given: session.run([OUTPUT], given)[0], batches))
 
 
 def write_in(
-    precision: WeightPrecision, trace: Callable[[Path], None], target: Path, operators: Sequence[str] | None = None
+    precision: WeightPrecision,
+    trace: Callable[[Path], None],
+    target: Path,
+    operators: Sequence[str] | None = None,
 ) -> None:
     """Write a graph in a precision. `trace` saves it in float32. `operators`: those whose weights int8 takes; None: all
     that onnxruntime's quantisation knows."""
@@ -99,7 +108,9 @@ def _to_int8(whole: Path, target: Path, operators: Sequence[str] | None) -> None
     model = _without_shapes(whole)
     root = logging.getLogger()
     before = root.level
-    root.setLevel(logging.ERROR)  # a hint about pre-processing, which changes nothing here
+    root.setLevel(
+        logging.ERROR
+    )  # a hint about pre-processing, which changes nothing here
     try:
         quantize_dynamic(
             model,

@@ -46,7 +46,11 @@ class OpenvinoFormat:
         openvino: Any = import_module("openvino")
         model = openvino.convert_model(str(folder / ONNX_FILE))
         # In words: save_model's own default stores float16.
-        openvino.save_model(model, str(folder / OPENVINO_FILE), compress_to_fp16=job.precision == "float16")
+        openvino.save_model(
+            model,
+            str(folder / OPENVINO_FILE),
+            compress_to_fp16=job.precision == "float16",
+        )
         for path in folder.glob(ONNX_FILE + "*"):
             path.unlink()
 
@@ -64,7 +68,9 @@ class OpenvinoReader:
         self.texts = FolderTexts(folder)
         # On CPUs with bfloat16 instructions it would otherwise compute in bfloat16.
         options = {"INFERENCE_PRECISION_HINT": "f32"}
-        self.model: Any = openvino.Core().compile_model(str(folder / OPENVINO_FILE), "CPU", options)
+        self.model: Any = openvino.Core().compile_model(
+            str(folder / OPENVINO_FILE), "CPU", options
+        )
         self.names = [one.get_any_name() for one in self.model.inputs]
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
@@ -75,6 +81,13 @@ class OpenvinoReader:
         """Return [n, d] embeddings."""
         found = []
         for start in range(0, len(texts), 16):
-            given = self.texts.padded(self.texts.all_token_ids(texts[start : start + 16], kind))
-            found.append(np.array(self.model({name: given[name] for name in self.names})[OUTPUT], np.float32))
+            given = self.texts.padded(
+                self.texts.all_token_ids(texts[start : start + 16], kind)
+            )
+            found.append(
+                np.array(
+                    self.model({name: given[name] for name in self.names})[OUTPUT],
+                    np.float32,
+                )
+            )
         return np.concatenate(found)

@@ -16,7 +16,11 @@ from vembed.inference.embedder import Embedder
 from vembed.models.backbone_loading import quiet_transformers
 from vembed.saving.files import save_model
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 class SafetensorsFormat:
@@ -45,7 +49,14 @@ class SafetensorsFormat:
         """Write the model's folder."""
         model = job.embedder
         state = model.model.state_dict()
-        save_model(folder, model.description, model.backbone, model.head, state, dtype=_DTYPES[job.precision])
+        save_model(
+            folder,
+            model.description,
+            model.backbone,
+            model.head,
+            state,
+            dtype=_DTYPES[job.precision],
+        )
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in Sentence Transformers."""
@@ -61,7 +72,9 @@ class SentenceTransformersReader:
         self.runtime = f"sentence-transformers {version('sentence-transformers')}"
         self.folder = folder
         with quiet_transformers():
-            self.model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+            self.model = SentenceTransformer(
+                str(folder), device="cpu", local_files_only=True
+            )
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""
@@ -69,10 +82,15 @@ class SentenceTransformersReader:
 
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
-        encode = {"query": self.model.encode_query, "document": self.model.encode_document}.get(kind or "")
+        encode = {
+            "query": self.model.encode_query,
+            "document": self.model.encode_document,
+        }.get(kind or "")
         # An empty prompt in words: without one, `encode` would take the model's default prompt.
         if encode is None:
-            vectors: np.ndarray = self.model.encode(texts, prompt="", show_progress_bar=False, batch_size=16)
+            vectors: np.ndarray = self.model.encode(
+                texts, prompt="", show_progress_bar=False, batch_size=16
+            )
         else:
             vectors = encode(texts, show_progress_bar=False, batch_size=16)
         return vectors.astype(np.float32)

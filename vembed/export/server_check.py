@@ -33,7 +33,10 @@ class Endpoint:
     def embed(self, texts: list[str]) -> np.ndarray:
         """Return [n, d] embeddings."""
         if self.url.endswith("embeddings"):
-            answer = post(self.url, {"model": self.model, "input": texts, "encoding_format": "float"})
+            answer = post(
+                self.url,
+                {"model": self.model, "input": texts, "encoding_format": "float"},
+            )
             # OpenAI's format does not promise the order of the inputs.
             rows = sorted(answer["data"], key=lambda row: int(row["index"]))
             return np.array([row["embedding"] for row in rows], np.float32)
@@ -44,21 +47,27 @@ def post(url: str, values: dict[str, Any]) -> Any:
     """Return the JSON answer of a POST request. Raise UserError with what the server said."""
     body = json.dumps(values).encode()
     try:
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            url, body, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         said = error.read(300).decode(errors="replace")
         raise UserError(f"{url} answers {error.code}: {said}") from error
     except (urllib.error.URLError, TimeoutError, ValueError) as error:
-        raise UserError(f"{url} does not answer as an embedding server: {error}") from error
+        raise UserError(
+            f"{url} does not answer as an embedding server: {error}"
+        ) from error
 
 
 def check_address(url: str, model: str) -> None:
     """Raise UserError for a URL that is none, or stands in the place of the model."""
     addresses = ("http://", "https://")
     if model.startswith(addresses) and not url.startswith(addresses):
-        raise UserError(f"{url} is no address, and {model} is one: the address comes first, then the model")
+        raise UserError(
+            f"{url} is no address, and {model} is one: the address comes first, then the model"
+        )
     if not url.startswith(addresses):
         raise UserError(f"{url} is no address; give it as http://localhost:8080")
 
@@ -97,9 +106,16 @@ def check_server(
     The prompts are sent as a part of each text: servers add none by themselves.
     """
     endpoint = find_endpoint(url, served_name or model)
-    embedder = Embedder(model, device="cpu", torch_dtype="float32", mixed_precision="no")
-    texts = texts_to_compare(evaluation_data(model, data), embedder.description.max_length)
-    prompts = {"query": embedder.description.query_prompt, "document": embedder.description.document_prompt}
+    embedder = Embedder(
+        model, device="cpu", torch_dtype="float32", mixed_precision="no"
+    )
+    texts = texts_to_compare(
+        evaluation_data(model, data), embedder.description.max_length
+    )
+    prompts = {
+        "query": embedder.description.query_prompt,
+        "document": embedder.description.document_prompt,
+    }
     # One kind in each batch: the model encodes a batch under one prompt.
     batches: list[Texts] = [
         [one for one in texts if one[1] == kind][start : start + BATCH]
@@ -117,7 +133,9 @@ def check_server(
                 f"{endpoint.url} differs from {model}: embeddings of {list(served.shape)} for {list(own.shape)}"
             )
         apart = distances(own, served)
-        say(f"batch {number} of {len(batches)}: {len(batch)} texts ({kind}), cosine distance {apart.max():.2g}")
+        say(
+            f"batch {number} of {len(batches)}: {len(batch)} texts ({kind}), cosine distance {apart.max():.2g}"
+        )
         if apart.max() > largest:
             largest, worst = float(apart.max()), batch[int(apart.argmax())][0]
     if largest > tolerance:
@@ -125,5 +143,7 @@ def check_server(
             f"{endpoint.url} differs from {model}: largest cosine distance {largest:.2g} (tolerance {tolerance:.2g}), "
             f"for the text {worst!r:.60}; compare its pooling, its maximum length and its tokenizer with the model's"
         )
-    say(f"{endpoint.url} equals {model}: largest cosine distance {largest:.2g} (tolerance {tolerance:.2g})")
+    say(
+        f"{endpoint.url} equals {model}: largest cosine distance {largest:.2g} (tolerance {tolerance:.2g})"
+    )
     return largest

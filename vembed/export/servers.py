@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from vembed.export.formats import FormatName
-from vembed.families.description import ModelDescription
+from vembed.models.families.description import ModelDescription
 
 ServerName = Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"]
 SERVER_NAMES: tuple[ServerName, ...] = get_args(ServerName)
@@ -58,19 +58,29 @@ def start_of(server: ServerName, folder: Path, description: ModelDescription) ->
         )
     if server == "tei":
         pooling = {"last": "last-token", "cls": "cls"}.get(description.pooling, "mean")
-        return Start(f"text-embeddings-router --model-id {folder} --pooling {pooling} --port 8080", prompts)
+        return Start(
+            f"text-embeddings-router --model-id {folder} --pooling {pooling} --port 8080",
+            prompts,
+        )
     if server == "vllm":
         return Start(f"vllm serve {folder} --runner pooling --port 8080", prompts)
     if server == "infinity":
         return Start(f"infinity_emb v2 --model-id {folder} --port 8080", prompts)
     if server == "llama.cpp":
         pooling = {"last": "last", "cls": "cls"}.get(description.pooling, "mean")
-        return Start(f"llama-server -m {folder / 'model.gguf'} --embeddings --pooling {pooling} --port 8080", prompts)
+        return Start(
+            f"llama-server -m {folder / 'model.gguf'} --embeddings --pooling {pooling} --port 8080",
+            prompts,
+        )
     return Start(f"python {folder / FASTEMBED_FILE}", prompts)
 
 
-def write_server_files(server: ServerName, folder: Path, description: ModelDescription, dim: int) -> None:
+def write_server_files(
+    server: ServerName, folder: Path, description: ModelDescription, dim: int
+) -> None:
     """Write the files beside the export that a server needs; only fastembed, which is started from Python, has one."""
     if server == "fastembed":
-        text = _FASTEMBED.format(file=FASTEMBED_FILE, dim=dim, query=description.query_prompt)
+        text = _FASTEMBED.format(
+            file=FASTEMBED_FILE, dim=dim, query=description.query_prompt
+        )
         (folder / FASTEMBED_FILE).write_text(text, encoding="utf-8")

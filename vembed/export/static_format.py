@@ -18,10 +18,10 @@ from vembed.export.check import encode_all
 from vembed.export.folder_texts import write_texts
 from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
 from vembed.export.static_training import distil
-from vembed.families.model_files import STATIC
-from vembed.families.static_model import StaticConfig
 from vembed.inference.embedder import Embedder
 from vembed.models.backbone_loading import quiet_transformers
+from vembed.models.families.model_files import STATIC
+from vembed.models.families.static_model import StaticConfig
 from vembed.models.processors import load_tokenizer
 from vembed.saving.layout import MODULE
 
@@ -51,7 +51,9 @@ class StaticFormat:
         """Return why this model cannot be exported; None if it can."""
         if not embedder.description.traits.reads_only_text:
             return "a static student embeds texts, and this model also images"
-        if not isinstance(load_tokenizer(embedder.description), PreTrainedTokenizerFast):
+        if not isinstance(
+            load_tokenizer(embedder.description), PreTrainedTokenizerFast
+        ):
             return "a static student needs the tokenizer as tokenizer.json"
         return None
 
@@ -65,21 +67,38 @@ class StaticFormat:
         backend.no_truncation()
         # The student's tokens, without special ones; the teacher reads the texts with its own tokenizer and prompts.
         if job.texts:
-            ids = [one.ids for one in backend.encode_batch([text for text, _ in job.texts], add_special_tokens=False)]
+            ids = [
+                one.ids
+                for one in backend.encode_batch(
+                    [text for text, _ in job.texts], add_special_tokens=False
+                )
+            ]
             table, _ = distil(table, ids, encode_all(job.embedder.encode, job.texts))
-        backend.post_processor = TemplateProcessing(single="$A", pair="$A $B")  # no special tokens
+        backend.post_processor = TemplateProcessing(
+            single="$A", pair="$A $B"
+        )  # no special tokens
         dtype = torch.float16 if job.precision == "float16" else torch.float32
-        save_file({"embedding.weight": table.to(dtype).contiguous()}, folder / "model.safetensors")
-        config = StaticConfig(*table.shape, dtype=str(dtype).removeprefix("torch."), architectures=["StaticModel"])
+        save_file(
+            {"embedding.weight": table.to(dtype).contiguous()},
+            folder / "model.safetensors",
+        )
+        config = StaticConfig(
+            *table.shape,
+            dtype=str(dtype).removeprefix("torch."),
+            architectures=["StaticModel"],
+        )
         config.save_pretrained(folder)
         tokenizer.model_max_length = MAX_LENGTH
         tokenizer.save_pretrained(folder)
         (folder / "1_Normalize").mkdir()
         kinds = [("", STATIC), ("1_Normalize", "Normalize")]
         modules = [
-            {"idx": at, "name": str(at), "path": path, "type": MODULE + kind} for at, (path, kind) in enumerate(kinds)
+            {"idx": at, "name": str(at), "path": path, "type": MODULE + kind}
+            for at, (path, kind) in enumerate(kinds)
         ]
-        (folder / "modules.json").write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
+        (folder / "modules.json").write_text(
+            json.dumps(modules, indent=2) + "\n", encoding="utf-8"
+        )
         write_texts(folder, "", "", MAX_LENGTH, "cosine")
 
     def reader(self, folder: Path) -> ExportReader:
@@ -95,11 +114,15 @@ class StaticReader:
 
         self.runtime = f"sentence-transformers {version('sentence-transformers')}"
         with quiet_transformers():
-            self.model = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+            self.model = SentenceTransformer(
+                str(folder), device="cpu", local_files_only=True
+            )
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:  # noqa: ARG002 - a student has no prompts
         """Return the token ids of a text."""
-        found: list[int] = self.model.tokenizer.encode(text, add_special_tokens=False).ids
+        found: list[int] = self.model.tokenizer.encode(
+            text, add_special_tokens=False
+        ).ids
         return found
 
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:  # noqa: ARG002 - a student has no prompts
@@ -115,16 +138,24 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> torch
     # Special tokens that the model was trained to see before and after a text; each token stands between them.
     around = tokenizer("a").input_ids
     inner = tokenizer("a", add_special_tokens=False).input_ids
-    start = next((at for at in range(len(around)) if around[at : at + len(inner)] == inner), 0)
+    start = next(
+        (at for at in range(len(around)) if around[at : at + len(inner)] == inner), 0
+    )
     before, after = around[:start], around[start + len(inner) :]
     rows = []
     with torch.no_grad():
         for first in range(0, size, TOKENS_AT_ONCE):
-            ids = [[*before, token, *after] for token in range(first, min(first + TOKENS_AT_ONCE, size))]
+            ids = [
+                [*before, token, *after]
+                for token in range(first, min(first + TOKENS_AT_ONCE, size))
+            ]
             (vectors,) = embedder.model([("text", {"input_ids": torch.tensor(ids)})])
             rows.append(vectors.float())
     vectors = torch.cat(rows)
-    special = torch.tensor(sorted({one for one in tokenizer.all_special_ids if one < size}), dtype=torch.int64)
+    special = torch.tensor(
+        sorted({one for one in tokenizer.all_special_ids if one < size}),
+        dtype=torch.int64,
+    )
     kept = torch.ones(size, dtype=torch.bool)
     kept[special] = False
     centred = (vectors - vectors[kept].mean(dim=0)).double()

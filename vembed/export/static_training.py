@@ -28,7 +28,9 @@ HELD_OUT = 0.1
 TEACHER = "model"
 
 
-def distil(table_VD: Tensor, token_ids: Sequence[Sequence[int]], teacher_NE: np.ndarray) -> tuple[Tensor, int]:
+def distil(
+    table_VD: Tensor, token_ids: Sequence[Sequence[int]], teacher_NE: np.ndarray
+) -> tuple[Tensor, int]:
     """Return the trained table and the number of steps. `token_ids`, `teacher_NE`: of each text, its tokens and the
     model's vector. Texts without a token are left out."""
     known = [number for number, ids in enumerate(token_ids) if len(ids)]
@@ -42,11 +44,15 @@ def distil(table_VD: Tensor, token_ids: Sequence[Sequence[int]], teacher_NE: np.
     held, rest = order[:num_held], order[num_held:]
     num_epochs = max(min(MOST_EPOCHS, MOST_STEPS * BATCH // len(rest)), 1)
     num_steps = num_epochs * -(-len(rest) // BATCH)
-    loss = build_loss(TrainConfig(model_name="-", data_path="-", loss="relational", teacher=TEACHER))
+    loss = build_loss(
+        TrainConfig(model_name="-", data_path="-", loss="relational", teacher=TEACHER)
+    )
 
     table = table_VD.clone().requires_grad_()
     optimizer = torch.optim.AdamW([table], lr=LEARNING_RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (num_steps + 1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - step / (num_steps + 1)
+    )
     # The untrained table takes part, so that training never makes a student worse on the held-out texts.
     best, least = table_VD, _loss_of(loss, table_VD, texts, vectors, held[: 2 * BATCH])
     for _ in range(num_epochs):
@@ -55,7 +61,9 @@ def distil(table_VD: Tensor, token_ids: Sequence[Sequence[int]], teacher_NE: np.
                 continue
             optimizer.zero_grad()
             # A gradient of the table alone: parameters that a loss may have are not trained here.
-            table.grad = torch.autograd.grad(_relational(loss, table, texts, vectors, some), table)[0]
+            table.grad = torch.autograd.grad(
+                _relational(loss, table, texts, vectors, some), table
+            )[0]
             optimizer.step()
             schedule.step()
         found = _loss_of(loss, table.detach(), texts, vectors, held[: 2 * BATCH])
@@ -68,20 +76,40 @@ def embed(table_VD: Tensor, texts: Sequence[Tensor]) -> Tensor:
     """Return [n, d] means of the tokens' vectors."""
     # embedding_bag takes the offsets at which texts begin: the sums of the lengths before each.
     lengths = torch.tensor([0, *(len(one) for one in texts[:-1])])
-    return F.embedding_bag(torch.cat(list(texts)), table_VD, lengths.cumsum(0), mode="mean")
+    return F.embedding_bag(
+        torch.cat(list(texts)), table_VD, lengths.cumsum(0), mode="mean"
+    )
 
 
-def _loss_of(loss: EmbeddingLoss, table: Tensor, texts: Sequence[Tensor], vectors: Tensor, some: Tensor) -> float:
+def _loss_of(
+    loss: EmbeddingLoss,
+    table: Tensor,
+    texts: Sequence[Tensor],
+    vectors: Tensor,
+    some: Tensor,
+) -> float:
     with torch.no_grad():
         return float(_relational(loss, table, texts, vectors, some))
 
 
-def _relational(loss: EmbeddingLoss, table: Tensor, texts: Sequence[Tensor], vectors: Tensor, some: Tensor) -> Tensor:
+def _relational(
+    loss: EmbeddingLoss,
+    table: Tensor,
+    texts: Sequence[Tensor],
+    vectors: Tensor,
+    some: Tensor,
+) -> Tensor:
     """Return the loss of a batch: one half of the texts stands for queries, the other for positives."""
     half = len(some) // 2
-    query, positive, none = torch.arange(half), torch.arange(half, 2 * half), torch.empty(0, dtype=torch.int64)
+    query, positive, none = (
+        torch.arange(half),
+        torch.arange(half, 2 * half),
+        torch.empty(0, dtype=torch.int64),
+    )
     batch = LossBatch(
-        embeddings=embed(table, [texts[number] for number in some[: 2 * half].tolist()]),
+        embeddings=embed(
+            table, [texts[number] for number in some[: 2 * half].tolist()]
+        ),
         content=torch.arange(2 * half),
         query=query,
         positive=positive,
@@ -91,7 +119,9 @@ def _relational(loss: EmbeddingLoss, table: Tensor, texts: Sequence[Tensor], vec
         scores=None,
         own_rows=slice(None),
         own_negatives=slice(None),
-        teachers={TEACHER: TeacherVectors(vectors[some[: 2 * half]], query, positive, none)},
+        teachers={
+            TEACHER: TeacherVectors(vectors[some[: 2 * half]], query, positive, none)
+        },
     )
     found: Tensor = loss(batch)
     return found

@@ -16,19 +16,25 @@ from torch import Tensor, nn
 
 from vembed.config.fsdp import Precision
 from vembed.config.resolved import Decision
-from vembed.data.examples import LONE_SURROGATE, ImageRef, Item, Kind, has_lone_surrogate
+from vembed.data.examples import (
+    LONE_SURROGATE,
+    ImageRef,
+    Item,
+    Kind,
+    has_lone_surrogate,
+)
 from vembed.data.features import Featuriser
-from vembed.distributed.devices import bf16_instructions
-from vembed.distributed.placement import precision_of_use
-from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.families.table import Pooling
 from vembed.inference.encoding import default_budget, encode_items, first_dims
 from vembed.inference.quantization import Precision as VectorPrecision
 from vembed.inference.quantization import checked_ranges, quantized
 from vembed.models.bf16 import keep_copies
 from vembed.models.embedding_model import load_embedder
+from vembed.models.families.table import Pooling
 from vembed.models.hidden_states import HiddenStates
+from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.placement import precision_of_use
+from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
 log = logging.getLogger(__name__)
@@ -84,7 +90,11 @@ class Embedder:
             trust_remote_code=trust_remote_code,
         )
         self.precision = _precision(
-            str(path_or_name), chosen, session, mixed_precision if torch_dtype == "auto" else "no", trust_remote_code
+            str(path_or_name),
+            chosen,
+            session,
+            mixed_precision if torch_dtype == "auto" else "no",
+            trust_remote_code,
         )
         if self.precision.value == "bf16":
             model.compute_in_bf16()
@@ -113,7 +123,9 @@ class Embedder:
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments: a pickled Embedder loads its model again where it is unpickled."""
         if self.session is not None:
-            raise UserError("an Embedder with a session cannot be pickled: each process makes its own")
+            raise UserError(
+                "an Embedder with a session cannot be pickled: each process makes its own"
+            )
         return self._arguments
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -151,7 +163,9 @@ class Embedder:
         items = _items(inputs)
         if prompt is not None:
             items = [replace(one, prompt=prompt) for one in items]
-        with ProgressReport("encoding", active=show_progress or show_progress_bar) as progress:
+        with ProgressReport(
+            "encoding", active=show_progress or show_progress_bar
+        ) as progress:
             full = encode_items(
                 self.model,
                 self.featuriser,
@@ -165,7 +179,9 @@ class Embedder:
             )
         # False asks for no normalisation besides the model's own, which Sentence Transformers keeps too.
         wanted = True if normalize_embeddings else normalize
-        finished = self.finish(full, self._checked(truncate_dim) or self.truncate_dim, wanted)
+        finished = self.finish(
+            full, self._checked(truncate_dim) or self.truncate_dim, wanted
+        )
         limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
         vectors = quantized(finished, precision, limits)
         found = vectors[0] if single else vectors
@@ -174,20 +190,35 @@ class Embedder:
             return tensor  # type: ignore[no-any-return]
         return found
 
-    def encode_query(self, inputs: Input | Sequence[Input], **options: Any) -> np.ndarray:
+    def encode_query(
+        self, inputs: Input | Sequence[Input], **options: Any
+    ) -> np.ndarray:
         """Return the embeddings of queries: `encode` with kind="query"."""
         return self.encode(inputs, "query", **options)
 
-    def encode_document(self, inputs: Input | Sequence[Input], **options: Any) -> np.ndarray:
+    def encode_document(
+        self, inputs: Input | Sequence[Input], **options: Any
+    ) -> np.ndarray:
         """Return the embeddings of documents: `encode` with kind="document"."""
         return self.encode(inputs, "document", **options)
 
-    def score(self, pairs: Sequence[tuple[Input, Input]], *, batch_size: int | None = None) -> np.ndarray:
+    def score(
+        self, pairs: Sequence[tuple[Input, Input]], *, batch_size: int | None = None
+    ) -> np.ndarray:
         """Return [n] float32 similarities of given (query, document) pairs, in their order, as the model was trained:
         cosine or dot product. Equal inputs are encoded once."""
-        first = self.encode([one for one, _ in pairs], "query", batch_size=batch_size, normalize=False)
-        second = self.encode([other for _, other in pairs], "document", batch_size=batch_size, normalize=False)
-        return pair_similarities(first, second, normalize=self.description.similarity == "cosine")
+        first = self.encode(
+            [one for one, _ in pairs], "query", batch_size=batch_size, normalize=False
+        )
+        second = self.encode(
+            [other for _, other in pairs],
+            "document",
+            batch_size=batch_size,
+            normalize=False,
+        )
+        return pair_similarities(
+            first, second, normalize=self.description.similarity == "cosine"
+        )
 
     def hidden_states(
         self,
@@ -205,7 +236,9 @@ class Embedder:
         Layer 0 is what goes into the first transformer layer, layer k what the k-th one gives, before any last norm;
         -1 is the last. `pooling`: by default the model's own.
         """
-        states = HiddenStates(self.model, self.backbone, self.description, layers, pooling)
+        states = HiddenStates(
+            self.model, self.backbone, self.description, layers, pooling
+        )
         items = _items(inputs)
         if any(item.images for item in items):
             raise UserError("hidden states are of texts; an input has an image")
@@ -219,15 +252,25 @@ class Embedder:
             session=self.session,
             normalize=False,
         )
-        return flat.reshape(len(items), len(states.layers), states.width) if items else states.none()
+        return (
+            flat.reshape(len(items), len(states.layers), states.width)
+            if items
+            else states.none()
+        )
 
-    def finish(self, full_ND: np.ndarray, truncate_dim: int | None, normalize: bool | None) -> np.ndarray:
+    def finish(
+        self, full_ND: np.ndarray, truncate_dim: int | None, normalize: bool | None
+    ) -> np.ndarray:
         """Truncate and normalise the model's output vectors."""
         dim = truncate_dim or full_ND.shape[1]
         if normalize is None:
             # Sentence Transformers normalises in a module of the model and truncates after it, without another
             # normalisation.
-            return first_dims(first_dims(full_ND, full_ND.shape[1], self.description.normalize), dim, False)
+            return first_dims(
+                first_dims(full_ND, full_ND.shape[1], self.description.normalize),
+                dim,
+                False,
+            )
         return first_dims(full_ND, dim, normalize)
 
     def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -239,12 +282,18 @@ class Embedder:
                 f"a has {first.shape[1]} dimensions and b has {second.shape[1]}; encode both with one model"
             )
         if self.description.similarity == "cosine":
-            first, second = (first_dims(vectors, vectors.shape[1], True) for vectors in (first, second))
+            first, second = (
+                first_dims(vectors, vectors.shape[1], True)
+                for vectors in (first, second)
+            )
         result: np.ndarray = first @ second.T
         return result
 
     def _checked(self, truncate_dim: int | None) -> int | None:
-        if truncate_dim is not None and not 1 <= truncate_dim <= self.description.embedding_dim:
+        if (
+            truncate_dim is not None
+            and not 1 <= truncate_dim <= self.description.embedding_dim
+        ):
             raise UserError(
                 f"truncate_dim is {truncate_dim}, and this model's embeddings have 1 to "
                 f"{self.description.embedding_dim} dimensions"
@@ -252,9 +301,13 @@ class Embedder:
         return truncate_dim
 
 
-def pair_similarities(first_ND: np.ndarray, second_ND: np.ndarray, *, normalize: bool) -> np.ndarray:
+def pair_similarities(
+    first_ND: np.ndarray, second_ND: np.ndarray, *, normalize: bool
+) -> np.ndarray:
     """[n] scalar products of rows that belong together; of unit vectors where `normalize`."""
-    first, second = (first_dims(one, one.shape[1], normalize) for one in (first_ND, second_ND))
+    first, second = (
+        first_dims(one, one.shape[1], normalize) for one in (first_ND, second_ND)
+    )
     found: np.ndarray = np.einsum("nd,nd->n", first, second)
     return found
 
@@ -266,7 +319,9 @@ def _device(asked: str | torch.device | None) -> torch.device:
     try:
         device = torch.device(asked)
     except RuntimeError as error:
-        raise UserError(f"device is {asked!r}; give cpu, cuda, or cuda:1 for the second GPU") from error
+        raise UserError(
+            f"device is {asked!r}; give cpu, cuda, or cuda:1 for the second GPU"
+        ) from error
     num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise UserError(
@@ -288,14 +343,20 @@ def _precision(
         return Decision(asked, f"mixed_precision: {asked}")
     if session is not None and session.fsdp is not None:
         return Decision("no", "FSDP: the dtype of the weights")
-    instructions = bf16_instructions() if session is None else session.placement.instructions
-    return precision_of_use(model, device, instructions, trust_remote_code=trust_remote_code)
+    instructions = (
+        bf16_instructions() if session is None else session.placement.instructions
+    )
+    return precision_of_use(
+        model, device, instructions, trust_remote_code=trust_remote_code
+    )
 
 
 def _embeddings(name: str, given: Any) -> np.ndarray:
     """Return embeddings as [n, d] float32."""
     try:
-        array: np.ndarray = np.asarray(given.cpu() if isinstance(given, Tensor) else given, dtype=np.float32)
+        array: np.ndarray = np.asarray(
+            given.cpu() if isinstance(given, Tensor) else given, dtype=np.float32
+        )
     except (TypeError, ValueError):
         array = np.zeros(0, dtype=np.float32)
     if array.ndim not in (1, 2) or not array.size:
@@ -315,7 +376,9 @@ def _as_inputs(inputs: Any) -> list[Any]:
     if _is_one(inputs):
         return [inputs]
     if not isinstance(inputs, Iterable):
-        raise UserError(f"the inputs are {inputs!r:.80}: give a text, an image, a record, or a list of them")
+        raise UserError(
+            f"the inputs are {inputs!r:.80}: give a text, an image, a record, or a list of them"
+        )
     return list(inputs)
 
 
@@ -326,7 +389,9 @@ def _items(inputs: Any) -> list[Item]:
         try:
             items.append(to_item(one))
         except UserError as error:
-            raise UserError(f"inputs[{number}]: {error}" if len(given) > 1 else str(error)) from error
+            raise UserError(
+                f"inputs[{number}]: {error}" if len(given) > 1 else str(error)
+            ) from error
     return items
 
 
@@ -341,15 +406,26 @@ def to_item(given: Input) -> Item:
     if isinstance(given, Mapping):
         unknown = sorted(set(given) - {"text", "image", "images"})
         if unknown or not given:
-            raise UserError(f"an input has the keys {', '.join(map(repr, given))}; vembed knows text, image and images")
-        images = [image for key in ("image", "images") for image in _as_list(given.get(key))]
+            raise UserError(
+                f"an input has the keys {', '.join(map(repr, given))}; vembed knows text, image and images"
+            )
+        images = [
+            image for key in ("image", "images") for image in _as_list(given.get(key))
+        ]
         text = given.get("text")
         if text is not None and not isinstance(text, str):
-            raise UserError(f"the text of an input is a {type(text).__name__}: {text!r}")
+            raise UserError(
+                f"the text of an input is a {type(text).__name__}: {text!r}"
+            )
         if text is None and not images:
             raise UserError(f"an input has neither text nor image: {dict(given)!r}")
-        return Item(text=None if text is None else _whole(text), images=tuple(_image_ref(image) for image in images))
-    raise UserError(f"an input is a {type(given).__name__}; vembed encodes texts, images and {{text, image}} records")
+        return Item(
+            text=None if text is None else _whole(text),
+            images=tuple(_image_ref(image) for image in images),
+        )
+    raise UserError(
+        f"an input is a {type(given).__name__}; vembed encodes texts, images and {{text, image}} records"
+    )
 
 
 def _whole(text: str) -> str:
@@ -373,6 +449,10 @@ def _image_ref(image: Any) -> ImageRef:
     if isinstance(image, Image.Image):
         # PNG, because it loses nothing: items are told apart by their bytes. Level 1: it stays in memory only.
         encoded = io.BytesIO()
-        (image if image.mode in PNG_MODES else image.convert("RGB")).save(encoded, "PNG", compress_level=1)
+        (image if image.mode in PNG_MODES else image.convert("RGB")).save(
+            encoded, "PNG", compress_level=1
+        )
         return ImageRef(data=encoded.getvalue())
-    raise UserError(f"an image is a {type(image).__name__}; give a path, the bytes of an image file or a PIL image")
+    raise UserError(
+        f"an image is a {type(image).__name__}; give a path, the bytes of an image file or a PIL image"
+    )

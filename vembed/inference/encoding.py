@@ -17,10 +17,10 @@ from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
 from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, row_index
 from vembed.data.microbatches import LockstepSplit
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
-from vembed.families.table import Modality
 from vembed.models.bf16 import holding_copies
+from vembed.models.families.table import Modality
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 
 CHUNK = 16_384
 """Inputs per process that are tokenized, batched and gathered together. Bounds token ids and gathered rows in
@@ -40,7 +40,11 @@ class KeptFeatures(Protocol):
     """Cached features of modalities whose towers do not change."""
 
     def encode(
-        self, features: Sequence[Features], budget: int, max_rows: int | None, between: Between | None
+        self,
+        features: Sequence[Features],
+        budget: int,
+        max_rows: int | None,
+        between: Between | None,
     ) -> Mapping[Modality, Tensor]:
         """Return the tower features of the inputs, per modality. Collective."""
         ...
@@ -89,7 +93,9 @@ def encode_items(
     items are encoded once. `truncate_dim` keeps the first coordinates; `normalize` is applied after it. `kept` provides
     cached tower features.
     """
-    contents, where = distinct(items, key=lambda item: (item.key(), item.prompt, item.max_length))
+    contents, where = distinct(
+        items, key=lambda item: (item.key(), item.prompt, item.max_length)
+    )
     found: list[np.ndarray] = []
 
     def take(numbers: np.ndarray, rows: np.ndarray) -> None:
@@ -111,7 +117,11 @@ def encode_items(
         between=between,
         kept=kept,
     )
-    embeddings = found.pop() if found else np.empty((0, featuriser.description.embedding_dim), np.float32)
+    embeddings = (
+        found.pop()
+        if found
+        else np.empty((0, featuriser.description.embedding_dim), np.float32)
+    )
     if len(contents) < len(items):
         embeddings = embeddings[where]
     return first_dims(embeddings, truncate_dim or embeddings.shape[1], normalize)
@@ -142,20 +152,29 @@ def encode_chunks(
     device = session.device if session else _device_of(model)
     budget = budget_tokens or default_budget(device)
     feeder = Feeder(featuriser, device)
-    reporter = _Reporter(progress, num_items or len(contents), len(contents), world_size)
+    reporter = _Reporter(
+        progress, num_items or len(contents), len(contents), world_size
+    )
 
     def featurise(chunk: _Chunk) -> list[Features]:
         own = chunk.numbers[chunk.by_rank[rank]].tolist()
         return featuriser.features([(contents[number], kind) for number in own])
 
-    with _evaluating(model), holding_copies(model), ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead:
+    with (
+        _evaluating(model),
+        holding_copies(model),
+        ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead,
+    ):
         chunks = _chunks(contents, lengths, world_size)
         # Tokenize the next chunk in a thread while this one is encoded.
         waiting = [ahead.submit(featurise, chunk) for chunk in chunks[:1]]
         for number, chunk in enumerate(chunks):
             features = waiting.pop().result()
             # Submitted before this chunk is encoded, popped in the next round.
-            waiting = [ahead.submit(featurise, later) for later in chunks[number + 1 : number + 2]]
+            waiting = [
+                ahead.submit(featurise, later)
+                for later in chunks[number + 1 : number + 2]
+            ]
             own = _encode_rank_batch(
                 model,
                 feeder,
@@ -169,8 +188,14 @@ def encode_chunks(
             )
             if world_size > 1:
                 # The rows arrive in rank order, and go on in the order of the chunk.
-                gathered = collectives.all_gather_rows(own, [len(share) for share in chunk.by_rank])
-                own = gathered[torch.from_numpy(np.argsort(np.concatenate(chunk.by_rank))).to(gathered.device)]
+                gathered = collectives.all_gather_rows(
+                    own, [len(share) for share in chunk.by_rank]
+                )
+                own = gathered[
+                    torch.from_numpy(np.argsort(np.concatenate(chunk.by_rank))).to(
+                        gathered.device
+                    )
+                ]
             take(chunk.numbers, own.float().cpu().numpy())
 
 
@@ -208,7 +233,9 @@ def first_dims(matrix_ND: np.ndarray, dim: int, normalize: bool) -> np.ndarray:
     cut = matrix_ND[:, :dim]
     if not normalize:
         return np.ascontiguousarray(cut)
-    unit: np.ndarray = cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12)
+    unit: np.ndarray = cut / np.maximum(
+        np.linalg.norm(cut, axis=1, keepdims=True), 1e-12
+    )
     return unit
 
 
@@ -221,8 +248,12 @@ def split_in_step(
 ) -> dict[Modality, list[list[int]]]:
     """Return micro-batches of some inputs of each modality, equally many on every rank. Collective with several
     ranks."""
-    own = LockstepSplit([feature.length for feature in features], rows_of, budget, max_rows)
-    return own.agreed(collectives.max_ints(own.counts) if world_size > 1 else own.counts)
+    own = LockstepSplit(
+        [feature.length for feature in features], rows_of, budget, max_rows
+    )
+    return own.agreed(
+        collectives.max_ints(own.counts) if world_size > 1 else own.counts
+    )
 
 
 def _encode_rank_batch(
@@ -238,17 +269,26 @@ def _encode_rank_batch(
     kept: KeptFeatures | None,
 ) -> Tensor:
     """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank."""
-    tables = kept.encode(features, budget, max_rows, between) if kept is not None else {}
+    tables = (
+        kept.encode(features, budget, max_rows, between) if kept is not None else {}
+    )
     modalities = feeder.featuriser.description.modalities
     rows_of = {
-        modality: [row for row, one in enumerate(features) if one.modality == modality] for modality in modalities
+        modality: [row for row, one in enumerate(features) if one.modality == modality]
+        for modality in modalities
     }
     splits = split_in_step(features, rows_of, budget, max_rows, world_size)
-    micro_batches: list[MicroBatch] = [[(modality, rows)] for modality, split in splits.items() for rows in split]
+    micro_batches: list[MicroBatch] = [
+        [(modality, rows)] for modality, split in splits.items() for rows in split
+    ]
     # Modalities with kept features need no pixels or token ids: their micro-batches are empty here.
     fed = feeder.feed(
         [
-            [modality_slice for modality_slice in micro_batch if modality_slice[0] not in tables]
+            [
+                modality_slice
+                for modality_slice in micro_batch
+                if modality_slice[0] not in tables
+            ]
             for micro_batch in micro_batches
         ],
         features,
@@ -256,7 +296,11 @@ def _encode_rank_batch(
     result: Tensor | None = None
     for micro_batch, inputs in zip(micro_batches, fed, strict=True):
         ((modality, rows),) = micro_batch
-        given = inputs if kept is None or modality not in tables else [kept.inputs((modality, rows), tables)]
+        given = (
+            inputs
+            if kept is None or modality not in tables
+            else [kept.inputs((modality, rows), tables)]
+        )
         (embeddings,) = model(given)
         if result is None:
             result = embeddings.new_empty(len(features), embeddings.shape[1])
@@ -265,25 +309,45 @@ def _encode_rank_batch(
             reporter.add(len(rows))
         if between is not None:
             between()
-    assert result is not None, "a chunk holds at least one input, so every rank runs at least one micro-batch"
+    assert result is not None, (
+        "a chunk holds at least one input, so every rank runs at least one micro-batch"
+    )
     return result
 
 
-def _chunks(contents: Sequence[Item], lengths: np.ndarray | None, world_size: int) -> list[_Chunk]:
+def _chunks(
+    contents: Sequence[Item], lengths: np.ndarray | None, world_size: int
+) -> list[_Chunk]:
     """Return chunks of inputs of similar length, dealt to the ranks in turn. The longest come first, so that memory
     runs out at once or never. Text length in characters is the sort key; exact token lengths order the micro-batches
     within a chunk."""
     if lengths is None:
-        lengths = np.fromiter((len(one.text or "") for one in contents), np.int64, len(contents))
+        lengths = np.fromiter(
+            (len(one.text or "") for one in contents), np.int64, len(contents)
+        )
     order = np.argsort(-lengths, kind="stable")
-    parts = [order[start : start + CHUNK * world_size] for start in range(0, len(order), CHUNK * world_size)]
-    return [_Chunk(part, [np.arange(rank, len(part), world_size) for rank in range(world_size)]) for part in parts]
+    parts = [
+        order[start : start + CHUNK * world_size]
+        for start in range(0, len(order), CHUNK * world_size)
+    ]
+    return [
+        _Chunk(
+            part, [np.arange(rank, len(part), world_size) for rank in range(world_size)]
+        )
+        for part in parts
+    ]
 
 
 class _Reporter:
     """Scales this rank's finished micro-batches to progress over all items of all ranks."""
 
-    def __init__(self, progress: Progress | None, num_items: int, num_distinct: int, world_size: int) -> None:
+    def __init__(
+        self,
+        progress: Progress | None,
+        num_items: int,
+        num_distinct: int,
+        world_size: int,
+    ) -> None:
         self.progress = progress
         self.num_items = num_items
         # Duplicates are encoded once but count as done together, and the other ranks are assumed equally fast.
@@ -293,7 +357,9 @@ class _Reporter:
     def add(self, num_rows: int) -> None:
         self.done += num_rows
         if self.progress is not None:
-            self.progress(min(round(self.done * self.factor), self.num_items), self.num_items)
+            self.progress(
+                min(round(self.done * self.factor), self.num_items), self.num_items
+            )
 
 
 @contextmanager

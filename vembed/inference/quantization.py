@@ -22,7 +22,9 @@ def read_ranges(path: str, dim: int) -> np.ndarray:
     try:
         found: np.ndarray = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"ranges: {path} cannot be read as a .npy file: {error}") from error
+        raise UserError(
+            f"ranges: {path} cannot be read as a .npy file: {error}"
+        ) from error
     return checked_ranges(found, dim, path)
 
 
@@ -35,23 +37,33 @@ def checked_ranges(ranges_2D: np.ndarray, dim: int, name: str = "ranges") -> np.
             "each coordinate, as `vembed encode --precision int8` writes them beside the vectors"
         )
     if not np.isfinite(given).all() or (given[0] > given[1]).any():
-        raise UserError(f"{name} has a lowest value above the highest one, or a value that is not finite")
+        raise UserError(
+            f"{name} has a lowest value above the highest one, or a value that is not finite"
+        )
     return given.astype(np.float32)
 
 
-def quantized(vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarray | None = None) -> np.ndarray:
+def quantized(
+    vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarray | None = None
+) -> np.ndarray:
     """Return the vectors in a precision. int8 and uint8 take the range of each coordinate from `ranges_2D`, and values
     beyond it are cut off; without, from these vectors. binary and ubinary keep one bit per coordinate, eight in a
     byte."""
     if precision not in PRECISIONS:
-        raise UserError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
+        raise UserError(
+            f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}"
+        )
     if precision == "float32":
         return vectors_ND
     if precision in ("binary", "ubinary"):
         # Signed bytes are shifted by 128, as in Sentence Transformers; by way of int16, since uint8 has no negative
         # numbers.
         packed: np.ndarray = np.packbits(vectors_ND > 0, axis=1)
-        return packed if precision == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8)
+        return (
+            packed
+            if precision == "ubinary"
+            else (packed.astype(np.int16) - 128).astype(np.int8)
+        )
     if ranges_2D is None and len(vectors_ND) < 2:
         raise UserError(
             f"precision is {precision!r} for {len(vectors_ND)} vector(s): the range of each coordinate comes from the "
@@ -61,4 +73,8 @@ def quantized(vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarra
     # 256 levels. A constant coordinate becomes 0 instead of 0 / 0; astype cuts off as Sentence Transformers does.
     steps = np.where(high > low, (high - low) / 255, 1)
     levels: np.ndarray = np.clip((vectors_ND - low) / steps, 0, 255).astype(np.uint8)
-    return levels if precision == "uint8" else (levels.astype(np.int16) - 128).astype(np.int8)
+    return (
+        levels
+        if precision == "uint8"
+        else (levels.astype(np.int16) - 128).astype(np.int8)
+    )

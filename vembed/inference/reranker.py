@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from vembed.errors import UserError
-from vembed.families.weight_files import check_whole_weights
 from vembed.models.backbone_loading import quiet_transformers
+from vembed.models.families.weight_files import check_whole_weights
 
 Agree = Callable[[int], int]
 """Returns the number of batches that all ranks run, from that of this rank: sharded models are run in step."""
@@ -40,8 +40,12 @@ class Reranker:
         holds: torch.device | str | None = None,
     ) -> None:
         """`holds`: where the weights are put, for a model that will be sharded; by default `device`."""
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        model = read_weights(AutoModelForSequenceClassification, folder, dtype, trust_remote_code)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
+        model = read_weights(
+            AutoModelForSequenceClassification, folder, dtype, trust_remote_code
+        )
         if model.config.num_labels > max_labels:
             allowed = "1" if max_labels == 1 else f"1 to {max_labels}"
             raise UserError(
@@ -57,22 +61,43 @@ class Reranker:
         self._device = device
 
     def logits(
-        self, pairs: Sequence[tuple[str, str]], max_length: int, agree: Agree = of_one_rank
+        self,
+        pairs: Sequence[tuple[str, str]],
+        max_length: int,
+        agree: Agree = of_one_rank,
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the number of each pair of query and document, and its logits in float32 on the CPU, in any order."""
         if not pairs:
             return iter(())
-        queries, documents = [query for query, _ in pairs], [document for _, document in pairs]
-        encoded = self.tokenizer(queries, documents, truncation=True, max_length=max_length)
-        return in_batches(encoded, self.tokenizer, self._device, lambda inputs: self.model(**inputs).logits, agree)
+        queries, documents = (
+            [query for query, _ in pairs],
+            [document for _, document in pairs],
+        )
+        encoded = self.tokenizer(
+            queries, documents, truncation=True, max_length=max_length
+        )
+        return in_batches(
+            encoded,
+            self.tokenizer,
+            self._device,
+            lambda inputs: self.model(**inputs).logits,
+            agree,
+        )
 
 
-def read_weights(kind: Any, folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+def read_weights(
+    kind: Any, folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
+) -> Any:
     """Return a model of an Auto class, from safetensors alone: reading pickled weights would run their code."""
     check_whole_weights(folder)
     stored = "auto" if dtype is None else dtype
     with quiet_transformers():
-        return kind.from_pretrained(folder, dtype=stored, use_safetensors=True, trust_remote_code=trust_remote_code)
+        return kind.from_pretrained(
+            folder,
+            dtype=stored,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def add_padding_token(tokenizer: Any) -> None:
@@ -101,7 +126,9 @@ def in_batches(
     for number in range(agree(len(batches))):
         # A rank that has done its own batches runs its shortest text again, for the collectives of a sharded model.
         batch = batches[number] if number < len(batches) else batches[-1][-1:]
-        chosen = {name: [values[place] for place in batch] for name, values in encoded.items()}
+        chosen = {
+            name: [values[place] for place in batch] for name, values in encoded.items()
+        }
         inputs = tokenizer.pad(chosen, return_tensors="pt").to(device)
         with torch.no_grad():
             rows = compute(dict(inputs)).float().cpu()

@@ -10,7 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vembed.errors import UserError
-from vembed.inference.reranker import Agree, add_padding_token, in_batches, of_one_rank, read_weights
+from vembed.inference.reranker import (
+    Agree,
+    add_padding_token,
+    in_batches,
+    of_one_rank,
+    read_weights,
+)
 
 YES_NO_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -35,11 +41,18 @@ class YesNoReranker:
         holds: torch.device | str | None = None,
     ) -> None:
         """`holds`: where the weights are put, for a model that will be sharded; by default `device`."""
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=trust_remote_code)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            folder, padding_side="left", trust_remote_code=trust_remote_code
+        )
         add_padding_token(self.tokenizer)
-        ids = [self.tokenizer.encode(word, add_special_tokens=False) for word in ("no", "yes")]
+        ids = [
+            self.tokenizer.encode(word, add_special_tokens=False)
+            for word in ("no", "yes")
+        ]
         if any(len(one) != 1 for one in ids):
-            raise UserError(f"{role} has no single tokens for yes and no: give a sequence classifier, or its kind")
+            raise UserError(
+                f"{role} has no single tokens for yes and no: give a sequence classifier, or its kind"
+            )
         self.answers = torch.tensor([one[0] for one in ids], device=device)
         model = read_weights(AutoModelForCausalLM, folder, dtype, trust_remote_code)
         self.name = type(model).__name__
@@ -50,17 +63,23 @@ class YesNoReranker:
         self._end = self.tokenizer.encode(YES_NO_END, add_special_tokens=False)
 
     def logits(
-        self, pairs: Sequence[tuple[str, str]], max_length: int, agree: Agree = of_one_rank
+        self,
+        pairs: Sequence[tuple[str, str]],
+        max_length: int,
+        agree: Agree = of_one_rank,
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the number of each pair of query and document, and the float32 logits of no and yes on the CPU, in any
         order. Of a pair that is longer than `max_length` tokens the document is cut."""
         if not pairs:
             return iter(())
         texts = [
-            f"<Instruct>: {self.instruction}\n<Query>: {query}\n<Document>: {document}" for query, document in pairs
+            f"<Instruct>: {self.instruction}\n<Query>: {query}\n<Document>: {document}"
+            for query, document in pairs
         ]
         room = max(max_length - len(self._begin) - len(self._end), 1)
-        bodies = self.tokenizer(texts, add_special_tokens=False, truncation=True, max_length=room)["input_ids"]
+        bodies = self.tokenizer(
+            texts, add_special_tokens=False, truncation=True, max_length=room
+        )["input_ids"]
         ids = [[*self._begin, *body, *self._end] for body in bodies]
         encoded = {"input_ids": ids, "attention_mask": [[1] * len(one) for one in ids]}
         return in_batches(encoded, self.tokenizer, self._device, self._answers, agree)
@@ -68,5 +87,7 @@ class YesNoReranker:
     def _answers(self, inputs: dict[str, Tensor]) -> Tensor:
         # Padding is on the left, so the last position is the answer's in every row; logits of the whole prompt would
         # take [batch, length, vocabulary].
-        found: Tensor = self.model(**inputs, logits_to_keep=1).logits[:, -1, self.answers]
+        found: Tensor = self.model(**inputs, logits_to_keep=1).logits[
+            :, -1, self.answers
+        ]
         return found

@@ -65,7 +65,11 @@ class LossBatch:
             return numbers
         ring = self.ring
         # Numbers from num_inputs on are those of mixtures, which stand behind the own embeddings.
-        return torch.where(numbers < ring.num_inputs, numbers - ring.first_input, numbers - ring.first_mixture)
+        return torch.where(
+            numbers < ring.num_inputs,
+            numbers - ring.first_input,
+            numbers - ring.first_mixture,
+        )
 
     @property
     def num_rows(self) -> int:

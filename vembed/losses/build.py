@@ -7,14 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import READS, followed_teacher, has_tasks, loss_terms, source_configs, task_numbers
+from vembed.config.terms import (
+    READS,
+    followed_teacher,
+    has_tasks,
+    loss_terms,
+    source_configs,
+    task_numbers,
+)
 from vembed.losses.batch import EmbeddingLoss, NoLoss
 from vembed.losses.by_source import LossBySource
 from vembed.losses.circle import Circle
 from vembed.losses.compressed_vectors import CompressedVectors
 from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.listed import ListedDivergence, Listwise, MarginError, RankNet, ScoreError
+from vembed.losses.listed import (
+    ListedDivergence,
+    Listwise,
+    MarginError,
+    RankNet,
+    ScoreError,
+)
 from vembed.losses.projection import Anchor, EmbeddingDistillation
 from vembed.losses.scored import Angle, CoSENT, CosineRegression
 from vembed.losses.sigmoid import SigmoidLoss
@@ -47,25 +60,41 @@ def build_loss(
     loss: EmbeddingLoss
     if has_tasks(config):
         configs, numbers = source_configs(config), task_numbers(config)
-        tasks = {number: _sum(configs[number], sizes, start_scale, start_bias) for number in dict.fromkeys(numbers)}
+        tasks = {
+            number: _sum(configs[number], sizes, start_scale, start_bias)
+            for number in dict.fromkeys(numbers)
+        }
         loss = LossBySource([tasks[number] for number in numbers])
     else:
         loss = _sum(config, sizes, start_scale, start_bias)
     if config.quantize_embeddings is None:
         return loss
-    return CompressedVectors(loss, config.quantize_embeddings, cosine=config.similarity == "cosine")
+    return CompressedVectors(
+        loss, config.quantize_embeddings, cosine=config.similarity == "cosine"
+    )
 
 
-def _sum(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_bias: float | None) -> EmbeddingLoss:
+def _sum(
+    config: TrainConfig,
+    sizes: _Sizes,
+    start_scale: float | None,
+    start_bias: float | None,
+) -> EmbeddingLoss:
     """Return the loss of one source: one term, or the weighted sum of several."""
-    terms = [(weight, term, _build(term, sizes, start_scale, start_bias)) for weight, term in loss_terms(config)]
+    terms = [
+        (weight, term, _build(term, sizes, start_scale, start_bias))
+        for weight, term in loss_terms(config)
+    ]
     if config.losses is None and len(terms) == 1:
         return terms[0][2]
     names = [term.loss for _, term, _ in terms]
     numbered = [
-        f"{name}_{names[:n].count(name) + 1}" if names.count(name) > 1 else name for n, name in enumerate(names)
+        f"{name}_{names[:n].count(name) + 1}" if names.count(name) > 1 else name
+        for n, name in enumerate(names)
     ]
-    return WeightedLosses(numbered, [weight for weight, _, _ in terms], [loss for _, _, loss in terms])
+    return WeightedLosses(
+        numbered, [weight for weight, _, _ in terms], [loss for _, _, loss in terms]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +107,39 @@ class _Sizes:
 def _start(config: TrainConfig, own: float | None) -> float | None:
     """Return the model's own scale where a learned one starts from it; None where it starts at `temperature`. Log which
     of the two it is."""
-    is_learned = config.loss == "sigmoid" or (config.learn_temperature and "learn_temperature" in READS[config.loss])
+    is_learned = config.loss == "sigmoid" or (
+        config.learn_temperature and "learn_temperature" in READS[config.loss]
+    )
     if not is_learned:
         return own
     if "temperature" in config.model_fields_set:
-        instead = "" if own is None else f", not at {1 / own:.3g}, with which this model was trained"
-        log.info("temperature: learned, starting at %g as given%s", config.temperature, instead)
+        instead = (
+            ""
+            if own is None
+            else f", not at {1 / own:.3g}, with which this model was trained"
+        )
+        log.info(
+            "temperature: learned, starting at %g as given%s",
+            config.temperature,
+            instead,
+        )
         return None
     if own is None:
         log.info("temperature: learned, starting at %g (default)", config.temperature)
     else:
-        log.info("temperature: learned, starting at %.3g, with which this model was trained", 1 / own)
+        log.info(
+            "temperature: learned, starting at %.3g, with which this model was trained",
+            1 / own,
+        )
     return own
 
 
-def _build(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_bias: float | None) -> EmbeddingLoss:
+def _build(
+    config: TrainConfig,
+    sizes: _Sizes,
+    start_scale: float | None,
+    start_bias: float | None,
+) -> EmbeddingLoss:
     """One term."""
     dims = sizes.dims
     start_scale = _start(config, start_scale)
@@ -112,7 +159,11 @@ def _build(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_
         case "sigmoid":
             return SigmoidLoss(config, dims, start_scale, start_bias)
         case "kl":
-            which = BatchDivergence if config.distill_candidates == "batch" else ListedDivergence
+            which = (
+                BatchDivergence
+                if config.distill_candidates == "batch"
+                else ListedDivergence
+            )
             return which(config, dims, start_scale)
         case "margin_mse":
             return MarginError(config, dims, start_scale)
@@ -133,5 +184,9 @@ def _build(config: TrainConfig, sizes: _Sizes, start_scale: float | None, start_
         case "embedding":
             teacher = str(followed_teacher(config))
             if sizes.embedding is None or teacher not in sizes.teachers:
-                raise ValueError("loss: embedding without embedding_dim and teacher_dims: pass both sizes")
-            return EmbeddingDistillation(config, dims, sizes.embedding, sizes.teachers[teacher])
+                raise ValueError(
+                    "loss: embedding without embedding_dim and teacher_dims: pass both sizes"
+                )
+            return EmbeddingDistillation(
+                config, dims, sizes.embedding, sizes.teachers[teacher]
+            )

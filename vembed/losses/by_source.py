@@ -33,4 +33,11 @@ class LossBySource(EmbeddingLoss):
 
     def scale_and_bias(self) -> tuple[float, float] | None:
         """Return those of the first source that has learned ones."""
-        return next((found for loss in self._sources if (found := loss.scale_and_bias()) is not None), None)
+        return next(
+            (
+                found
+                for loss in self._sources
+                if (found := loss.scale_and_bias()) is not None
+            ),
+            None,
+        )

@@ -36,16 +36,23 @@ class ExclusionMask:
     def left_out(self, rows: slice, columns: slice, size: int) -> Iterator[LeftOut]:
         """Yield what is left out of every `size` of the columns: a bool mask, or the places of what it holds if that is
         little."""
-        row_keys, column_keys = _trimmed(self.row_keys[rows]), _trimmed(self.column_keys[columns])
+        row_keys, column_keys = (
+            _trimmed(self.row_keys[rows]),
+            _trimmed(self.column_keys[columns]),
+        )
         num_columns = column_keys.shape[0]
         # On a CPU a comparison of all keys takes almost as long as the scores, and most columns have no key of any row.
         # On a GPU it is cheap, and the number of places would have to be waited for.
         if row_keys.device.type == "cpu" and row_keys.numel():
             ordered = row_keys.flatten().sort().values
-            at = torch.searchsorted(ordered, column_keys.contiguous()).clamp_(max=ordered.numel() - 1)
+            at = torch.searchsorted(ordered, column_keys.contiguous()).clamp_(
+                max=ordered.numel() - 1
+            )
             some = (ordered[at] == column_keys).any(1).nonzero()[:, 0]
             if 4 * some.numel() <= num_columns:
-                yield from _places(some, _any_equal(column_keys[some], row_keys), num_columns, size)
+                yield from _places(
+                    some, _any_equal(column_keys[some], row_keys), num_columns, size
+                )
                 return
         for part in torch.split(column_keys, size):
             yield _any_equal(row_keys, part)
@@ -63,10 +70,15 @@ class ScoreBlock:
     exclusion_masks: tuple[ExclusionMask, ...]
     direction: int
 
-    def left_out(self, rows: slice, columns: slice, size: int) -> Iterator[tuple[LeftOut, ...]]:
+    def left_out(
+        self, rows: slice, columns: slice, size: int
+    ) -> Iterator[tuple[LeftOut, ...]]:
         """Yield what the masks leave out of every `size` of the columns, which count from the score block's first."""
         if self.exclusion_masks:
-            return zip(*(mask.left_out(rows, columns, size) for mask in self.exclusion_masks), strict=True)
+            return zip(
+                *(mask.left_out(rows, columns, size) for mask in self.exclusion_masks),
+                strict=True,
+            )
         return itertools.repeat(())
 
 
@@ -120,14 +132,22 @@ class Candidates:
         return int(self.queries.stop - self.queries.start)
 
 
-def find_candidates(batch: LossBatch, config: TrainConfig, *, both_directions: bool) -> Candidates:
+def find_candidates(
+    batch: LossBatch, config: TrainConfig, *, both_directions: bool
+) -> Candidates:
     """Lay out the table [negatives, positives, queries, own hard negatives] and the score blocks of the options."""
     own = batch.own()
     all_ranks = config.negatives_from != "own_rank"
-    rows, negatives = slice(0, batch.num_rows), numbers_of(slice(0, batch.negative.numel()), batch)
+    rows, negatives = (
+        slice(0, batch.num_rows),
+        numbers_of(slice(0, batch.negative.numel()), batch),
+    )
     if batch.ring is not None:
         # The own columns only; those of other ranks come as visits (`foreign`).
-        rows, negatives = batch.ring.rows[batch.ring.rank], batch.ring.negatives[batch.ring.rank]
+        rows, negatives = (
+            batch.ring.rows[batch.ring.rank],
+            batch.ring.negatives[batch.ring.rank],
+        )
     if not all_ranks:
         # Fewer candidates; the loss still divides by the rows of the global batch.
         rows, negatives = own, numbers_of(batch.own_hard_negatives(), batch)
@@ -158,8 +178,15 @@ def find_candidates(batch: LossBatch, config: TrainConfig, *, both_directions: b
             explicit.append(ExplicitPairs("positive", explicit_row, position, FORWARD))
     foreign = None
     if batch.ring is not None and all_ranks:
-        foreign = _foreign_columns(batch.ring, keys, with_negatives=has_negative_columns, with_queries=query_columns)
-    places = batch.places(torch.cat((batch.query, batch.positive, batch.negative))[occurrence])
+        foreign = _foreign_columns(
+            batch.ring,
+            keys,
+            with_negatives=has_negative_columns,
+            with_queries=query_columns,
+        )
+    places = batch.places(
+        torch.cat((batch.query, batch.positive, batch.negative))[occurrence]
+    )
     return Candidates(
         index=places,
         occurrence=occurrence,
@@ -172,16 +199,23 @@ def find_candidates(batch: LossBatch, config: TrainConfig, *, both_directions: b
     )
 
 
-def _foreign_columns(ring: RingParts, keys: _Keys, *, with_negatives: bool, with_queries: bool) -> ForeignColumns:
-    negatives = ring.negatives if with_negatives else tuple(one[:0] for one in ring.negatives)
+def _foreign_columns(
+    ring: RingParts, keys: _Keys, *, with_negatives: bool, with_queries: bool
+) -> ForeignColumns:
+    negatives = (
+        ring.negatives if with_negatives else tuple(one[:0] for one in ring.negatives)
+    )
     roles = 2 if with_queries else 1
     return ForeignColumns(
         ring=ring.ring,
         counts=tuple(
-            some.numel() + roles * (rows.stop - rows.start) for rows, some in zip(ring.rows, negatives, strict=True)
+            some.numel() + roles * (rows.stop - rows.start)
+            for rows, some in zip(ring.rows, negatives, strict=True)
         ),
         # Kept from the first pass for the second: keys of all columns, which are integers.
-        score_blocks=cache(lambda rank: keys.score_blocks(ring.rows[rank], negatives[rank])),
+        score_blocks=cache(
+            lambda rank: keys.score_blocks(ring.rows[rank], negatives[rank])
+        ),
     )
 
 
@@ -191,7 +225,11 @@ def numbers_of(some: slice, batch: LossBatch) -> Tensor:
 
 
 def occurrences_of(
-    batch: LossBatch, negatives: Tensor, positives: slice, queries: slice, more_negatives: Tensor
+    batch: LossBatch,
+    negatives: Tensor,
+    positives: slice,
+    queries: slice,
+    more_negatives: Tensor,
 ) -> Tensor:
     """Numbers of occurrences: queries count from 0, positives from R, hard negatives from 2 R."""
     count = batch.num_rows
@@ -230,7 +268,11 @@ def explicit_negatives(
 
 def negative_parts(batch: LossBatch) -> Tensor:
     """[H, 1 or 2] indices of the embeddings that each hard negative is made of: itself, or the parts of a mixture."""
-    return batch.negative[:, None] if batch.negative_parts is None else batch.negative_parts
+    return (
+        batch.negative[:, None]
+        if batch.negative_parts is None
+        else batch.negative_parts
+    )
 
 
 class _Keys:
@@ -240,21 +282,38 @@ class _Keys:
     positives of its own example.
     """
 
-    def __init__(self, batch: LossBatch, config: TrainConfig, own: slice, *, both_directions: bool) -> None:
+    def __init__(
+        self,
+        batch: LossBatch,
+        config: TrainConfig,
+        own: slice,
+        *,
+        both_directions: bool,
+    ) -> None:
         self.config = config
         self.both_directions = both_directions
         self.by_content = config.mask_duplicates
         if self.by_content:
-            content = torch.unique(batch.content, return_inverse=True)[1].to(torch.int32)
+            content = torch.unique(batch.content, return_inverse=True)[1].to(
+                torch.int32
+            )
             self.sets = _content_sets(batch)
             self.query, self.positive = content[batch.query], content[batch.positive]
             self.negative = content[negative_parts(batch)]
         else:
-            example = torch.unique(batch.example, return_inverse=True)[1].to(torch.int32)
+            example = torch.unique(batch.example, return_inverse=True)[1].to(
+                torch.int32
+            )
             self.sets, self.query, self.positive = example[:, None], example, example
             # Hard negatives have no key: without mask_duplicates none of them is ever left out.
-            self.negative = torch.full_like(batch.negative[:, None], NO_KEY_COLUMN, dtype=torch.int32)
-        self.own_sets, self.own_query, self.own_positive = self.sets[own], self.query[own], self.positive[own]
+            self.negative = torch.full_like(
+                batch.negative[:, None], NO_KEY_COLUMN, dtype=torch.int32
+            )
+        self.own_sets, self.own_query, self.own_positive = (
+            self.sets[own],
+            self.query[own],
+            self.positive[own],
+        )
 
     def score_blocks(self, rows: slice, negatives: Tensor) -> tuple[ScoreBlock, ...]:
         """Return the score blocks against [negatives, positives, queries]: the hard negatives of these numbers, then
@@ -264,7 +323,9 @@ class _Keys:
         queries = slice(documents.stop, documents.stop + num_rows)
         negative, positive = self.negative[negatives], self.positive[rows]
         # A mixture has two keys, so a positive's single key is repeated to the same width.
-        document = torch.cat((negative, positive[:, None].expand(-1, negative.shape[1])))
+        document = torch.cat(
+            (negative, positive[:, None].expand(-1, negative.shape[1]))
+        )
         # Documents, or queries, with the content of the row's query or of one of its positives are left out.
         of_documents = (ExclusionMask(self.own_sets, document),)
         of_queries = (ExclusionMask(self.own_sets, self.query[rows, None]),)
@@ -274,10 +335,19 @@ class _Keys:
         if self.config.document_document_negatives:
             found.append(ScoreBlock("positive", documents, of_documents, FORWARD))
         if self.both_directions:
-            found.append(ScoreBlock("positive", queries, self._queries_of_documents(rows, of_queries), REVERSE))
+            found.append(
+                ScoreBlock(
+                    "positive",
+                    queries,
+                    self._queries_of_documents(rows, of_queries),
+                    REVERSE,
+                )
+            )
         return tuple(one for one in found if one.columns.stop > one.columns.start)
 
-    def _queries_of_documents(self, rows: slice, of_queries: tuple[ExclusionMask, ...]) -> tuple[ExclusionMask, ...]:
+    def _queries_of_documents(
+        self, rows: slice, of_queries: tuple[ExclusionMask, ...]
+    ) -> tuple[ExclusionMask, ...]:
         """Return masks for the reverse direction.
 
         They exclude queries of examples with the row's positive (as positive or query), and queries with the
@@ -297,11 +367,16 @@ def _content_sets(batch: LossBatch) -> Tensor:
     """Return [R, S] int32: contents (as ascending ranks) of each row's query and of its example's positives."""
     content = torch.unique(batch.content, return_inverse=True)[1].to(torch.int32)
     positive = content[batch.positive]
-    example, size = torch.unique(batch.example, return_inverse=True, return_counts=True)[1:]
+    example, size = torch.unique(
+        batch.example, return_inverse=True, return_counts=True
+    )[1:]
     order = torch.argsort(example, stable=True)
     # Scatter into [examples, width]: slot is the position among the positives of the same example, that is the
     # position in the sorted order less the example's exclusive prefix sum.
-    slot = torch.arange(order.numel(), device=order.device) - (size.cumsum(0) - size)[example[order]]
+    slot = (
+        torch.arange(order.numel(), device=order.device)
+        - (size.cumsum(0) - size)[example[order]]
+    )
     width = int(size.max()) if size.numel() else 0
     positives = positive.new_full((size.numel(), width), NO_KEY_ROW)
     positives[example[order], slot] = positive[order]
@@ -313,19 +388,29 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     ordered, order = torch.sort(right, stable=True)
     first = torch.searchsorted(ordered, left)
     count = torch.searchsorted(ordered, left, right=True) - first
-    rows = torch.repeat_interleave(torch.arange(left.numel(), device=left.device), count)
+    rows = torch.repeat_interleave(
+        torch.arange(left.numel(), device=left.device), count
+    )
     # Equal values of `right` are adjacent after sorting: match number w of left[i] is at first[i] + w.
-    within = torch.arange(rows.numel(), device=left.device) - (count.cumsum(0) - count)[rows]
+    within = (
+        torch.arange(rows.numel(), device=left.device) - (count.cumsum(0) - count)[rows]
+    )
     return rows, order[first[rows] + within]
 
 
-def _places(columns: Tensor, mask: Tensor, num_columns: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _places(
+    columns: Tensor, mask: Tensor, num_columns: int, size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows and columns of a mask [columns, rows] for every `size` of all columns."""
     column, row = mask.nonzero(as_tuple=True)
     column = columns[column]
     # `columns` ascend, so that the places of each part are adjacent.
-    bounds = torch.searchsorted(column, torch.arange(0, num_columns + size, size)).tolist()
-    for start, (first, last) in zip(range(0, num_columns, size), itertools.pairwise(bounds), strict=True):
+    bounds = torch.searchsorted(
+        column, torch.arange(0, num_columns + size, size)
+    ).tolist()
+    for start, (first, last) in zip(
+        range(0, num_columns, size), itertools.pairwise(bounds), strict=True
+    ):
         yield row[first:last], column[first:last] - start
 
 

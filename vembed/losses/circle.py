@@ -35,7 +35,9 @@ class Circle(ScoredLoss):
         scoring = Scoring(
             candidates=find_candidates(batch, config, both_directions=both),
             similarity=self.similarity_for(embeddings),
-            row_loss=partial(CircleRows, temperature=config.temperature, margin=config.circle_margin),
+            row_loss=partial(
+                CircleRows, temperature=config.temperature, margin=config.circle_margin
+            ),
             coefficients=(share / 2, share / 2) if both else (share,),
             margin=config.false_negative_margin,
             tiling=self.tiling,
@@ -43,7 +45,11 @@ class Circle(ScoredLoss):
         )
         dtype = arithmetic_dtype(embeddings)
         return tiled_loss(
-            embeddings, scoring, torch.tensor(1.0 / config.temperature, dtype=dtype, device=embeddings.device)
+            embeddings,
+            scoring,
+            torch.tensor(
+                1.0 / config.temperature, dtype=dtype, device=embeddings.device
+            ),
         )
 
 
@@ -70,7 +76,11 @@ class CircleRows(Softmax):
 
     def _weights(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Return b, 0 for excluded candidates."""
-        return torch.mul(logits, self.temperature, out=out).add_(self.margin).clamp_(min=0.0)
+        return (
+            torch.mul(logits, self.temperature, out=out)
+            .add_(self.margin)
+            .clamp_(min=0.0)
+        )
 
     def _weighted(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and LEFT_OUT for excluded candidates."""
@@ -79,23 +89,35 @@ class CircleRows(Softmax):
         weighted = weights.mul_(weights - 2.0 * self.margin).div_(self.temperature)
         return weighted.masked_fill_(left_out, LEFT_OUT)
 
-    def add(self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None) -> None:
+    def add(
+        self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None
+    ) -> None:
         """See RowLoss."""
         super().add(self._weighted(logits, scratch), scratch)
 
-    def add_explicit(self, logits: Tensor, row: Tensor, _target: Tensor | None = None) -> None:
+    def add_explicit(
+        self, logits: Tensor, row: Tensor, _target: Tensor | None = None
+    ) -> None:
         """See RowLoss."""
         super().add_explicit(self._weighted(logits), row)
 
-    def grad_of_logits(self, logits: Tensor, out: Tensor, _target: Tensor | None = None) -> Tensor:
+    def grad_of_logits(
+        self, logits: Tensor, out: Tensor, _target: Tensor | None = None
+    ) -> Tensor:
         """See RowLoss."""
         # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own.
-        weights = self._weights(logits)  # before `out`, which may be the tile itself, is written
+        weights = self._weights(
+            logits
+        )  # before `out`, which may be the tile itself, is written
         return super().grad_of_logits(self._weighted(logits, out), out).mul_(weights)
 
-    def grad_of_explicit_logits(self, logits: Tensor, row: Tensor, _target: Tensor | None = None) -> Tensor:
+    def grad_of_explicit_logits(
+        self, logits: Tensor, row: Tensor, _target: Tensor | None = None
+    ) -> Tensor:
         """See RowLoss."""
-        return super().grad_of_explicit_logits(self._weighted(logits), row) * self._weights(logits)
+        return super().grad_of_explicit_logits(
+            self._weighted(logits), row
+        ) * self._weights(logits)
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""

@@ -67,7 +67,9 @@ def as_stored(embeddings: Tensor, form: StoredForm, *, cosine: bool) -> Tensor:
     with torch.no_grad():
         shift = (_signs(unit) if form == "binary" else _levels(unit)) - unit
     if cosine:
-        return unit + shift  # through the normalisation, whose derivative has no part along the embedding
+        return (
+            unit + shift
+        )  # through the normalisation, whose derivative has no part along the embedding
     lengths: Tensor = torch.linalg.vector_norm(given.detach(), dim=1, keepdim=True)
     return given + shift * lengths
 

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from vembed.config.terms import followed_teacher
 from vembed.losses.batch import LossBatch
-from vembed.losses.candidates import FORWARD, Candidates, ExclusionMask, ScoreBlock, find_candidates
+from vembed.losses.candidates import (
+    FORWARD,
+    Candidates,
+    ExclusionMask,
+    ScoreBlock,
+    find_candidates,
+)
 from vembed.losses.matryoshka import arithmetic_dtype
 from vembed.losses.targets import TeacherVectors
 from vembed.losses.teacher_rows import Divergence, SquaredError
@@ -34,7 +40,12 @@ class BatchDivergence(TemperedLoss):
         scoring = Scoring(
             candidates=find_candidates(
                 batch,
-                config.model_copy(update={"query_query_negatives": False, "document_document_negatives": False}),
+                config.model_copy(
+                    update={
+                        "query_query_negatives": False,
+                        "document_document_negatives": False,
+                    }
+                ),
                 both_directions=False,
             ),
             similarity=self.similarity_for(batch.embeddings),
@@ -42,7 +53,9 @@ class BatchDivergence(TemperedLoss):
             coefficients=(1.0 / max(1, batch.num_rows),),
             margin=None,
             tiling=self.tiling,
-            teacher=batch.teacher_vectors(str(followed_teacher(config)), "loss: kl with distill_candidates: batch"),
+            teacher=batch.teacher_vectors(
+                str(followed_teacher(config)), "loss: kl with distill_candidates: batch"
+            ),
         )
         return tiled_loss(batch.embeddings, scoring, self.scale_for(batch.embeddings))
 
@@ -62,12 +75,28 @@ class Relational(ScoredLoss):
         own = batch.own()
         # Occurrences are numbered: the N queries, the N positives, then the H hard negatives.
         mine = torch.cat(
-            (numbers[:num][own], numbers[num : 2 * num][own], numbers[2 * num :][batch.own_hard_negatives()])
+            (
+                numbers[:num][own],
+                numbers[num : 2 * num][own],
+                numbers[2 * num :][batch.own_hard_negatives()],
+            )
         )
-        teacher = batch.teacher_vectors(str(followed_teacher(self.config)), "loss: relational")
+        teacher = batch.teacher_vectors(
+            str(followed_teacher(self.config)), "loss: relational"
+        )
         # An occurrence has its own number as key on both sides: equal keys are left out, which is the diagonal.
-        same = ExclusionMask(mine[:, None].to(torch.int32), numbers[:, None].to(torch.int32))
-        return squared_errors(self, batch, mine, numbers, (same,), 1.0 / max(1, numbers.numel()) ** 2, teacher)
+        same = ExclusionMask(
+            mine[:, None].to(torch.int32), numbers[:, None].to(torch.int32)
+        )
+        return squared_errors(
+            self,
+            batch,
+            mine,
+            numbers,
+            (same,),
+            1.0 / max(1, numbers.numel()) ** 2,
+            teacher,
+        )
 
 
 class SpreadOut(ScoredLoss):
@@ -85,7 +114,10 @@ class SpreadOut(ScoredLoss):
         num, own = batch.num_rows, batch.own()
         numbers = torch.arange(2 * num, device=batch.query.device)
         loss = batch.embeddings.new_zeros((), dtype=arithmetic_dtype(batch.embeddings))
-        for which, index in ((numbers[:num], batch.query), (numbers[num:], batch.positive)):
+        for which, index in (
+            (numbers[:num], batch.query),
+            (numbers[num:], batch.positive),
+        ):
             # Without mask_duplicates only i == j is left out; with it equal contents, and rows of one example.
             keys = [which]
             if self.config.mask_duplicates:
@@ -93,10 +125,19 @@ class SpreadOut(ScoredLoss):
                 example = torch.unique(batch.example, return_inverse=True)[1]
                 keys = [content[index], example]
             exclusion_masks = tuple(
-                ExclusionMask(key[own, None].to(torch.int32), key[:, None].to(torch.int32)) for key in keys
+                ExclusionMask(
+                    key[own, None].to(torch.int32), key[:, None].to(torch.int32)
+                )
+                for key in keys
             )
             loss = loss + squared_errors(
-                self, batch, which[own], which, exclusion_masks, 1.0 / max(1, num * (num - 1)), None
+                self,
+                batch,
+                which[own],
+                which,
+                exclusion_masks,
+                1.0 / max(1, num * (num - 1)),
+                None,
             )
         return loss
 
@@ -120,7 +161,14 @@ def squared_errors(
         occurrence=occurrence,
         queries=own,
         positives=own,
-        score_blocks=(ScoreBlock("query", slice(rows.numel(), occurrence.numel()), exclusion_masks, FORWARD),),
+        score_blocks=(
+            ScoreBlock(
+                "query",
+                slice(rows.numel(), occurrence.numel()),
+                exclusion_masks,
+                FORWARD,
+            ),
+        ),
         explicit=(),
     )
     scoring = Scoring(
@@ -133,5 +181,7 @@ def squared_errors(
         tiling=loss.tiling,
         teacher=teacher,
     )
-    one = torch.ones((), dtype=arithmetic_dtype(batch.embeddings), device=batch.embeddings.device)
+    one = torch.ones(
+        (), dtype=arithmetic_dtype(batch.embeddings), device=batch.embeddings.device
+    )
     return tiled_loss(batch.embeddings, scoring, one)

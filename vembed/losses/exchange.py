@@ -51,7 +51,9 @@ class Ring(ABC):
     """Ranks that pass blocks of columns round."""
 
     @abstractmethod
-    def visits(self, own: TravellingColumns, *, with_gradient: bool, held: Tensor | None = None) -> Iterator[Visit]:
+    def visits(
+        self, own: TravellingColumns, *, with_gradient: bool, held: Tensor | None = None
+    ) -> Iterator[Visit]:
         """Yield every block of all other ranks. Collective: every rank must finish the iteration.
 
         `held`: this rank's part of the gradient of the last block of the round before, which does not come again.

@@ -60,7 +60,11 @@ class InfoNCE(TemperedLoss):
         share = 1.0 / max(1, batch.num_rows)
         both = config.bidirectional
         scale = self.scale_for(batch.embeddings)
-        stretch = 1.0 + config.hardness_alpha / scale.detach() if config.hardness_alpha else None
+        stretch = (
+            1.0 + config.hardness_alpha / scale.detach()
+            if config.hardness_alpha
+            else None
+        )
         scoring = Scoring(
             candidates=find_candidates(batch, config, both_directions=both),
             similarity=self.similarity_for(batch.embeddings),
@@ -79,4 +83,6 @@ def guide_for(batch: LossBatch, config: TrainConfig) -> Guide | None:
     if name is None:
         return None
     vectors = batch.teacher_vectors(name, "guide")
-    return Guide(vectors, config.guide_margin, relative=config.guide_margin_kind == "relative")
+    return Guide(
+        vectors, config.guide_margin, relative=config.guide_margin_kind == "relative"
+    )

@@ -40,7 +40,9 @@ class Entries:
 class ListedLoss(TemperedLoss):
     """Base of the losses on listed pairs."""
 
-    def __init__(self, config: TrainConfig, mrl_dims: Sequence[int], start_scale: float | None) -> None:
+    def __init__(
+        self, config: TrainConfig, mrl_dims: Sequence[int], start_scale: float | None
+    ) -> None:
         super().__init__(config, mrl_dims, start_scale)
         self.teacher_name = followed_teacher(config)
 
@@ -57,7 +59,11 @@ class ListedLoss(TemperedLoss):
 
     def scored_teaching(self, batch: LossBatch) -> Teaching:
         """The same, for losses that need a score for every hard negative too."""
-        if self.teacher_name in (None, SCORES) and batch.negative_scores is None and batch.negative.numel():
+        if (
+            self.teacher_name in (None, SCORES)
+            and batch.negative_scores is None
+            and batch.negative.numel()
+        ):
             raise UserError(
                 f"loss: {self.config.loss} with teacher: scores needs a score for every positive and every negative of "
                 "a record; give as many scores as there are both, or name a model as teacher."
@@ -66,17 +72,31 @@ class ListedLoss(TemperedLoss):
 
     def rows(self, batch: LossBatch, similarity: Similarity) -> Entries:
         """A group for each own row: its own pair, then the hard negatives of its example."""
-        own, everywhere = batch.own(), numbers_of(slice(0, batch.negative.numel()), batch)
+        own, everywhere = (
+            batch.own(),
+            numbers_of(slice(0, batch.negative.numel()), batch),
+        )
         # Each row with each hard negative of its example; with mask_duplicates less those that equal a positive of it.
-        row, negative = explicit_negatives(batch, own, everywhere, mask_duplicates=self.config.mask_duplicates)
+        row, negative = explicit_negatives(
+            batch, own, everywhere, mask_duplicates=self.config.mask_duplicates
+        )
         teaching = self.scored_teaching(batch)
         left = torch.cat((batch.query[own], batch.query[own][row]))
         right = torch.cat((batch.positive[own], batch.negative[negative]))
-        targets = torch.cat((teaching.own_scores(own), teaching.negative_scores(row + own.start, negative)))
+        targets = torch.cat(
+            (
+                teaching.own_scores(own),
+                teaching.negative_scores(row + own.start, negative),
+            )
+        )
         return Entries(
             group=torch.cat((torch.arange(batch.num_own_rows, device=row.device), row)),
-            scores=pair_scores(batch.embeddings, batch.places(left), batch.places(right), similarity),
-            targets=targets.to(batch.embeddings.device, arithmetic_dtype(batch.embeddings)),
+            scores=pair_scores(
+                batch.embeddings, batch.places(left), batch.places(right), similarity
+            ),
+            targets=targets.to(
+                batch.embeddings.device, arithmetic_dtype(batch.embeddings)
+            ),
             num_groups=batch.num_own_rows,
         )
 
@@ -95,8 +115,12 @@ class ListedDivergence(ListedLoss):
         """Return the own rows' part of L."""
         similarity = self.similarity_for(batch.embeddings)
         entries = self.rows(batch, similarity)
-        student = grouped_log_softmax(entries.scores * self.scale_for(batch.embeddings), entries)
-        teacher = grouped_log_softmax(entries.targets[None] * self.target_scale(), entries)
+        student = grouped_log_softmax(
+            entries.scores * self.scale_for(batch.embeddings), entries
+        )
+        teacher = grouped_log_softmax(
+            entries.targets[None] * self.target_scale(), entries
+        )
         losses = (teacher.exp() * (teacher - student)).sum(1)
         # Divided by the rows of all ranks, of which this rank adds up its own: the ranks' parts sum to L.
         return similarity.total(losses) / max(1, batch.num_rows)
@@ -112,9 +136,15 @@ class ScoreError(ListedLoss):
         """Return the own rows' part of L."""
         similarity = self.similarity_for(batch.embeddings)
         entries = self.rows(batch, similarity)
-        student = grouped_log_softmax(entries.scores * self.scale_for(batch.embeddings), entries).exp()
-        teacher = grouped_log_softmax(entries.targets[None] * self.target_scale(), entries).exp()
-        size = torch.bincount(entries.group, minlength=entries.num_groups).to(student.dtype)
+        student = grouped_log_softmax(
+            entries.scores * self.scale_for(batch.embeddings), entries
+        ).exp()
+        teacher = grouped_log_softmax(
+            entries.targets[None] * self.target_scale(), entries
+        ).exp()
+        size = torch.bincount(entries.group, minlength=entries.num_groups).to(
+            student.dtype
+        )
         losses = ((teacher - student).square() / size[entries.group]).sum(1)
         return similarity.total(losses) / max(1, batch.num_rows)
 
@@ -127,9 +157,14 @@ class MarginError(ListedLoss):
 
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
-        everywhere = slice(0, batch.num_rows), numbers_of(slice(0, batch.negative.numel()), batch)
+        everywhere = (
+            slice(0, batch.num_rows),
+            numbers_of(slice(0, batch.negative.numel()), batch),
+        )
         # M counts the pairs of all ranks, although only the own ones are scored: each rank needs the same divisor.
-        num_pairs = explicit_negatives(batch, *everywhere, mask_duplicates=self.config.mask_duplicates)[0].numel()
+        num_pairs = explicit_negatives(
+            batch, *everywhere, mask_duplicates=self.config.mask_duplicates
+        )[0].numel()
         similarity = self.similarity_for(batch.embeddings)
         entries = self.rows(batch, similarity)
         errors = entries.scores - entries.targets
@@ -159,16 +194,27 @@ class GradedLoss(ListedLoss):
         group = torch.cat((number, number[every_row]))
         query = torch.cat((batch.query, batch.query[every_row]))
         document = torch.cat((batch.positive, batch.negative[negative]))
-        targets = torch.cat((teaching.own_scores(slice(None)), teaching.negative_scores(every_row, negative)))
+        targets = torch.cat(
+            (
+                teaching.own_scores(slice(None)),
+                teaching.negative_scores(every_row, negative),
+            )
+        )
         if similarity is None:
-            return Entries(group, targets.new_empty(0, group.numel()), targets, first.numel())
+            return Entries(
+                group, targets.new_empty(0, group.numel()), targets, first.numel()
+            )
         own = batch.own()
         # A list belongs to one rank, also where its rows lie on two: otherwise it would count twice.
         mine = (first[group] >= own.start) & (first[group] < own.stop)
         return Entries(
             group=group[mine],
-            scores=pair_scores(batch.embeddings, query[mine], document[mine], similarity),
-            targets=targets[mine].to(batch.embeddings.device, arithmetic_dtype(batch.embeddings)),
+            scores=pair_scores(
+                batch.embeddings, query[mine], document[mine], similarity
+            ),
+            targets=targets[mine].to(
+                batch.embeddings.device, arithmetic_dtype(batch.embeddings)
+            ),
             num_groups=first.numel(),
         )
 
@@ -184,9 +230,18 @@ class Listwise(GradedLoss):
         similarity = self.similarity_for(batch.embeddings)
         entries = self.lists(batch, similarity)
         known = ~entries.targets.isnan()
-        entries = Entries(entries.group[known], entries.scores[:, known], entries.targets[known], entries.num_groups)
-        student = grouped_log_softmax(entries.scores * self.scale_for(batch.embeddings), entries)
-        teacher = grouped_log_softmax(entries.targets[None] * self.target_scale(), entries)
+        entries = Entries(
+            entries.group[known],
+            entries.scores[:, known],
+            entries.targets[known],
+            entries.num_groups,
+        )
+        student = grouped_log_softmax(
+            entries.scores * self.scale_for(batch.embeddings), entries
+        )
+        teacher = grouped_log_softmax(
+            entries.targets[None] * self.target_scale(), entries
+        )
         losses = -(teacher.exp() * student).sum(1)
         return similarity.total(losses) / max(1, entries.num_groups)
 
@@ -217,7 +272,9 @@ def grouped_log_softmax(logits: Tensor, entries: Entries) -> Tensor:
     shape = len(logits), entries.num_groups
     group = entries.group.expand(len(logits), -1)
     # Relative to the largest logit of the group, so that no exp overflows. It cancels, so it needs no gradient.
-    largest = logits.new_full(shape, -torch.inf).scatter_reduce(1, group, logits.detach(), "amax")
+    largest = logits.new_full(shape, -torch.inf).scatter_reduce(
+        1, group, logits.detach(), "amax"
+    )
     shifted = logits - largest.gather(1, group)
     sums = logits.new_zeros(shape).scatter_add(1, group, shifted.exp())
     return shifted - sums.gather(1, group).log()
@@ -236,5 +293,7 @@ def _examples(batch: LossBatch) -> tuple[Tensor, Tensor]:
     examples, number = torch.unique(batch.example, return_inverse=True)
     rows = torch.arange(batch.num_rows, device=number.device)
     # The lowest row of each example: where its rows lie on two ranks, one of them has it.
-    first = rows.new_full((examples.numel(),), batch.num_rows).scatter_reduce(0, number, rows, "amin")
+    first = rows.new_full((examples.numel(),), batch.num_rows).scatter_reduce(
+        0, number, rows, "amin"
+    )
     return number, first

@@ -28,7 +28,9 @@ class Similarity:
     weights: tuple[float, ...]
 
     @classmethod
-    def at(cls, dims: Sequence[int], weights: Sequence[float], *, cosine: bool) -> Similarity:
+    def at(
+        cls, dims: Sequence[int], weights: Sequence[float], *, cosine: bool
+    ) -> Similarity:
         """Return a Similarity for sizes in any order, each with its weight. Weights of a repeated size are added."""
         total: dict[int, float] = {}
         for dim, weight in zip(dims, weights, strict=True):
@@ -43,7 +45,10 @@ class Similarity:
     @property
     def parts(self) -> list[slice]:
         """Coordinates that each size adds to the next smaller size."""
-        return [slice(start, stop) for start, stop in zip((0, *self.dims), self.dims, strict=False)]
+        return [
+            slice(start, stop)
+            for start, stop in zip((0, *self.dims), self.dims, strict=False)
+        ]
 
 
 def arithmetic_dtype(embeddings: Tensor) -> torch.dtype:
@@ -64,7 +69,14 @@ class PrefixTable:
     product has neither prefix scales nor norm gradients.
     """
 
-    def __init__(self, embeddings: Tensor, index: Tensor, similarity: Similarity, *, with_gradient: bool) -> None:
+    def __init__(
+        self,
+        embeddings: Tensor,
+        index: Tensor,
+        similarity: Similarity,
+        *,
+        with_gradient: bool,
+    ) -> None:
         self.embeddings = embeddings
         self.index = index
         self.similarity = similarity
@@ -72,37 +84,51 @@ class PrefixTable:
         num, num_smaller = index.numel(), len(similarity.dims) - 1
         dtype = arithmetic_dtype(embeddings)
         self.x = embeddings.new_empty(num, similarity.dims[-1], dtype=dtype)
-        self.prefix_scales = embeddings.new_empty(num_smaller, num, dtype=dtype) if similarity.cosine else None
+        self.prefix_scales = (
+            embeddings.new_empty(num_smaller, num, dtype=dtype)
+            if similarity.cosine
+            else None
+        )
         for rows in chunks(num, ROWS_AT_ONCE):
             x = self._gather(rows)
             if self.prefix_scales is not None:
                 inverse_norms = _inverse_prefix_norms(x, similarity)
                 x *= inverse_norms[-1][:, None]
                 # |e[:d]| / |e[:k]| = 1 / |x[:k]|. For a zero vector both inverses are 0, and 0 / 0 must become 0.
-                self.prefix_scales[:, rows] = (inverse_norms[:-1] / inverse_norms[-1]).nan_to_num_(0.0)
+                self.prefix_scales[:, rows] = (
+                    inverse_norms[:-1] / inverse_norms[-1]
+                ).nan_to_num_(0.0)
             self.x[rows] = x
         if with_gradient:
             self.dx = torch.zeros_like(self.x)
             self.norm_grad = embeddings.new_zeros(num_smaller, num, dtype=dtype)
 
     def _gather(self, rows: slice) -> Tensor:
-        wanted = self.embeddings.index_select(0, self.index[rows])[:, : self.similarity.dims[-1]]
+        wanted = self.embeddings.index_select(0, self.index[rows])[
+            :, : self.similarity.dims[-1]
+        ]
         return wanted.to(arithmetic_dtype(wanted))
 
     def pair_scores(self, left: Positions, right: Positions) -> Tensor:
         """Return the scores [K, P] of the pairs (left_n, right_n) at all K sizes."""
         product = self.x[left] * self.x[right]
         # Sum each size's own coordinates once; the running sum over sizes gives every prefix.
-        scores = _running_sums(product[:, part].sum(1) for part in self.similarity.parts)
+        scores = _running_sums(
+            product[:, part].sum(1) for part in self.similarity.parts
+        )
         if self.prefix_scales is not None:
             scores[:-1] *= self.prefix_scales[:, left] * self.prefix_scales[:, right]
         return scores
 
-    def add_pair_gradient(self, left: Positions, right: Positions, scores: Tensor, d_scores: Tensor) -> None:
+    def add_pair_gradient(
+        self, left: Positions, right: Positions, scores: Tensor, d_scores: Tensor
+    ) -> None:
         """Accumulate the gradient for dL/d(scores) [K, P], where `pair_scores` returned `scores`."""
         d_products = d_scores.clone()
         if self.prefix_scales is not None:
-            d_products[:-1] *= self.prefix_scales[:, left] * self.prefix_scales[:, right]
+            d_products[:-1] *= (
+                self.prefix_scales[:, left] * self.prefix_scales[:, right]
+            )
             # The largest size has no prefix scale: its normalisation is part of `x` and handled in `gradient`.
             norm_grad = (d_scores * scores)[:-1]
             _add(self.norm_grad, 1, left, norm_grad)
@@ -130,10 +156,15 @@ class PrefixTable:
                 inverse_norm = _inverse_prefix_norms(x, self.similarity)[-1][:, None]
                 x *= inverse_norm
                 for dim, prefix_scale, norm_grad in zip(
-                    dims[:-1], self.prefix_scales[:, rows], self.norm_grad[:, rows], strict=True
+                    dims[:-1],
+                    self.prefix_scales[:, rows],
+                    self.norm_grad[:, rows],
+                    strict=True,
                 ):
                     # Through the prefix scale a: s is proportional to a, so dL/da = norm_grad / a, times -a^3 * x[:k].
-                    dx[:, :dim] -= x[:, :dim] * (prefix_scale * prefix_scale * norm_grad)[:, None]
+                    dx[:, :dim] -= (
+                        x[:, :dim] * (prefix_scale * prefix_scale * norm_grad)[:, None]
+                    )
                 # Through x = e / |e[:d]|: remove the component along x, then divide by the norm.
                 dx -= x * (x * dx).sum(1, keepdim=True)
                 dx *= inverse_norm
@@ -162,6 +193,8 @@ def _running_sums(parts: Iterable[Tensor]) -> Tensor:
 def _add(target: Tensor, axis: int, positions: Positions, value: Tensor) -> None:
     """Add `value` to target[positions] along an axis. Positions may repeat."""
     if isinstance(positions, slice):
-        target.narrow(axis, positions.start, positions.stop - positions.start).add_(value)
+        target.narrow(axis, positions.start, positions.stop - positions.start).add_(
+            value
+        )
     else:
         target.index_add_(axis, positions, value)

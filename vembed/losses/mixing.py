@@ -23,7 +23,11 @@ from vembed.losses.exchange import RingParts
 from vembed.losses.matryoshka import arithmetic_dtype
 from vembed.losses.targets import TeacherVectors
 
-_GOLDEN, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_GOLDEN, _MIX_1, _MIX_2 = (
+    -7046029254386353131,
+    -4658895280553007687,
+    -7723592293110705685,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +50,14 @@ def draw_mixtures(batch: LossBatch, seed: int, count: int) -> Mixtures:
     # The hard negatives of an example are adjacent: `start` is the number of its first.
     start = size.cumsum(0) - size
     chosen = size >= 2
-    example, size, start = (one[chosen].repeat_interleave(count) for one in (example, size, start))
+    example, size, start = (
+        one[chosen].repeat_interleave(count) for one in (example, size, start)
+    )
     slot = torch.arange(count, device=size.device).repeat(int(chosen.sum()))
-    uniform = [uniform_numbers(seed, batch.number, example, slot * 5 + which) for which in range(5)]
+    uniform = [
+        uniform_numbers(seed, batch.number, example, slot * 5 + which)
+        for which in range(5)
+    ]
     left = torch.minimum((uniform[0] * size).long(), size - 1)
     right = torch.minimum((uniform[1] * (size - 1)).long(), size - 2)
     # k is drawn from m - 1 numbers and steps over j, so that j != k and every pair is equally likely.
@@ -87,7 +96,11 @@ def with_mixtures(batch: LossBatch, config: TrainConfig) -> LossBatch:
     """
     drawn = draw_mixtures(batch, config.seed, config.mix_negatives)
     left, right = batch.negative[drawn.left], batch.negative[drawn.right]
-    here = slice(0, left.numel()) if batch.ring is None else _range_of(drawn, batch.own_hard_negatives())
+    here = (
+        slice(0, left.numel())
+        if batch.ring is None
+        else _range_of(drawn, batch.own_hard_negatives())
+    )
     embeddings = batch.embeddings.to(arithmetic_dtype(batch.embeddings))
     cosine = config.similarity == "cosine"
     one, other = (embeddings[batch.places(numbers[here])] for numbers in (left, right))
@@ -98,34 +111,50 @@ def with_mixtures(batch: LossBatch, config: TrainConfig) -> LossBatch:
         embeddings=torch.cat((embeddings, mixed)),
         # Exclusion looks at both parts (`negative_parts`); this only gives each input an id.
         content=torch.cat((batch.content, batch.content[left])),
-        negative=torch.cat((batch.negative, torch.arange(num, num + left.numel(), device=left.device))),
+        negative=torch.cat(
+            (batch.negative, torch.arange(num, num + left.numel(), device=left.device))
+        ),
         negative_example=torch.cat((batch.negative_example, drawn.example)),
-        negative_parts=torch.cat((batch.negative[:, None].expand(-1, 2), torch.stack((left, right), dim=1))),
+        negative_parts=torch.cat(
+            (batch.negative[:, None].expand(-1, 2), torch.stack((left, right), dim=1))
+        ),
         teachers={
-            name: _with_mixed_vectors(one, drawn, here) if isinstance(one, TeacherVectors) else one
+            name: _with_mixed_vectors(one, drawn, here)
+            if isinstance(one, TeacherVectors)
+            else one
             for name, one in batch.teachers.items()
         },
-        ring=None if batch.ring is None else _with_numbers(batch, batch.ring, drawn, here),
+        ring=None
+        if batch.ring is None
+        else _with_numbers(batch, batch.ring, drawn, here),
     )
 
 
 def _range_of(drawn: Mixtures, negatives: slice) -> slice:
     """Return the mixtures of a range of hard negatives. They are in the order of the negatives' examples."""
-    first, last = (int((drawn.left < bound).sum()) for bound in (negatives.start, negatives.stop))
+    first, last = (
+        int((drawn.left < bound).sum()) for bound in (negatives.start, negatives.stop)
+    )
     return slice(first, last)
 
 
-def _with_numbers(batch: LossBatch, ring: RingParts, drawn: Mixtures, here: slice) -> RingParts:
+def _with_numbers(
+    batch: LossBatch, ring: RingParts, drawn: Mixtures, here: slice
+) -> RingParts:
     """Count each rank's mixtures among its hard negatives."""
     num = batch.negative.numel()
     mixtures, start = [], 0
     for negatives in ring.negatives:
         some = _range_of(drawn, slice(start, start + negatives.numel()))
-        mixtures.append(torch.arange(num + some.start, num + some.stop, device=negatives.device))
+        mixtures.append(
+            torch.arange(num + some.start, num + some.stop, device=negatives.device)
+        )
         start += negatives.numel()
     return replace(
         ring,
-        negatives=tuple(torch.cat(both) for both in zip(ring.negatives, mixtures, strict=True)),
+        negatives=tuple(
+            torch.cat(both) for both in zip(ring.negatives, mixtures, strict=True)
+        ),
         # Mixture k has the number num_inputs + k, and the place (own embeddings) + k - (first own mixture).
         first_mixture=ring.num_inputs + here.start - batch.embeddings.shape[0],
     )
@@ -139,13 +168,24 @@ def _mixed(left: Tensor, right: Tensor, share: Tensor, *, unit: bool) -> Tensor:
     return weight * left + (1 - weight) * right
 
 
-def _with_mixed_vectors(teacher: TeacherVectors, drawn: Mixtures, here: slice) -> TeacherVectors:
+def _with_mixed_vectors(
+    teacher: TeacherVectors, drawn: Mixtures, here: slice
+) -> TeacherVectors:
     """A teacher's vector of a mixture is the same mixture of its vectors, brought to length 1."""
-    left, right = (teacher.vectors[teacher.places(teacher.negative[one[here]])] for one in (drawn.left, drawn.right))
-    vectors = F.normalize(_mixed(left, right, drawn.share[here], unit=True), dim=1).to(teacher.vectors.dtype)
+    left, right = (
+        teacher.vectors[teacher.places(teacher.negative[one[here]])]
+        for one in (drawn.left, drawn.right)
+    )
+    vectors = F.normalize(_mixed(left, right, drawn.share[here], unit=True), dim=1).to(
+        teacher.vectors.dtype
+    )
     # The first of the mixtures here follows the last of the vectors; what lies before and after is of other ranks.
     first = teacher.first + teacher.vectors.shape[0] - here.start
-    numbers = torch.arange(first, first + drawn.left.numel(), device=teacher.negative.device)
+    numbers = torch.arange(
+        first, first + drawn.left.numel(), device=teacher.negative.device
+    )
     return replace(
-        teacher, vectors=torch.cat((teacher.vectors, vectors)), negative=torch.cat((teacher.negative, numbers))
+        teacher,
+        vectors=torch.cat((teacher.vectors, vectors)),
+        negative=torch.cat((teacher.negative, numbers)),
     )

@@ -13,7 +13,9 @@ from vembed.losses.matryoshka import PrefixTable, Similarity, arithmetic_dtype, 
 PAIRS_AT_ONCE = 4096
 
 
-def pair_scores(embeddings: Tensor, left: Tensor, right: Tensor, similarity: Similarity) -> Tensor:
+def pair_scores(
+    embeddings: Tensor, left: Tensor, right: Tensor, similarity: Similarity
+) -> Tensor:
     """Return similarities [K, P] of the pairs (left_n, right_n) at all K sizes. Differentiable once."""
     scores: Tensor = _PairScores.apply(embeddings, left, right, similarity)  # type: ignore[no-untyped-call]
     return scores
@@ -21,9 +23,17 @@ def pair_scores(embeddings: Tensor, left: Tensor, right: Tensor, similarity: Sim
 
 class _PairScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, embeddings: Tensor, left: Tensor, right: Tensor, similarity: Similarity) -> Tensor:
+    def forward(
+        ctx: Any,
+        embeddings: Tensor,
+        left: Tensor,
+        right: Tensor,
+        similarity: Similarity,
+    ) -> Tensor:
         ctx.similarity = similarity
-        scores = embeddings.new_empty(len(similarity.dims), left.numel(), dtype=arithmetic_dtype(embeddings))
+        scores = embeddings.new_empty(
+            len(similarity.dims), left.numel(), dtype=arithmetic_dtype(embeddings)
+        )
         for some in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[some], right[some]))
             table = PrefixTable(embeddings, index, similarity, with_gradient=False)

@@ -29,7 +29,13 @@ class EmbeddingDistillation(ScoredLoss):
     coordinates of z and columns of W count. Inputs that the teacher does not know count as 0.
     """
 
-    def __init__(self, config: TrainConfig, mrl_dims: Sequence[int], embedding_dim: int, teacher_dim: int) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        mrl_dims: Sequence[int],
+        embedding_dim: int,
+        teacher_dim: int,
+    ) -> None:
         """W starts as the identity where the sizes are equal, otherwise at random from `seed`."""
         super().__init__(config, mrl_dims)
         self.teacher_name = str(followed_teacher(config))
@@ -37,13 +43,18 @@ class EmbeddingDistillation(ScoredLoss):
             start = torch.eye(embedding_dim)
         else:
             draw = torch.Generator().manual_seed(config.seed)
-            start = torch.randn(teacher_dim, embedding_dim, generator=draw) / embedding_dim**0.5
+            start = (
+                torch.randn(teacher_dim, embedding_dim, generator=draw)
+                / embedding_dim**0.5
+            )
         self.projection = nn.Parameter(start)
 
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own occurrences' part of L."""
         teacher = batch.teacher_vectors(self.teacher_name, "loss: embedding")
-        projection = self.projection.to(batch.embeddings.device, arithmetic_dtype(batch.embeddings))
+        projection = self.projection.to(
+            batch.embeddings.device, arithmetic_dtype(batch.embeddings)
+        )
         return _part(batch, teacher, projection, self.similarity_for(batch.embeddings))
 
 
@@ -64,15 +75,30 @@ class Anchor(ScoredLoss):
                 f"anchor_weight: the embeddings have {dim} dimensions, and those of {self.teacher_name} before "
                 f"training have {known}: leave out what changes the size, or anchor_weight"
             )
-        identity = torch.eye(dim, device=batch.embeddings.device, dtype=arithmetic_dtype(batch.embeddings))
+        identity = torch.eye(
+            dim,
+            device=batch.embeddings.device,
+            dtype=arithmetic_dtype(batch.embeddings),
+        )
         return _part(batch, teacher, identity, self.similarity_for(batch.embeddings))
 
 
-def _part(batch: LossBatch, teacher: TeacherVectors, projection: Tensor, similarity: Similarity) -> Tensor:
+def _part(
+    batch: LossBatch,
+    teacher: TeacherVectors,
+    projection: Tensor,
+    similarity: Similarity,
+) -> Tensor:
     """Return the own occurrences' part of the mean distance."""
     own, negatives = batch.own(), batch.own_hard_negatives()
-    index = batch.places(torch.cat((batch.query[own], batch.positive[own], batch.negative[negatives])))
-    wanted = teacher.places(torch.cat((teacher.query[own], teacher.positive[own], teacher.negative[negatives])))
+    index = batch.places(
+        torch.cat((batch.query[own], batch.positive[own], batch.negative[negatives]))
+    )
+    wanted = teacher.places(
+        torch.cat(
+            (teacher.query[own], teacher.positive[own], teacher.negative[negatives])
+        )
+    )
     num = 2 * batch.num_rows + batch.negative.numel()
     vectors = teacher.vectors.to(batch.embeddings.device, projection.dtype)
     losses: Tensor = _Distances.apply(  # type: ignore[no-untyped-call]
@@ -101,7 +127,11 @@ class _Distances(torch.autograd.Function):
             for some in chunks(index.numel(), OCCURRENCES_AT_ONCE):
                 # Autograd for one chunk: the projected vectors [M, teacher dim] of all occurrences never exist at once.
                 with torch.enable_grad():
-                    z = embeddings.detach()[index[some]].to(projection.dtype).requires_grad_()
+                    z = (
+                        embeddings.detach()[index[some]]
+                        .to(projection.dtype)
+                        .requires_grad_()
+                    )
                     weight = projection.detach().requires_grad_()
                     loss = _distances(z, weight, vectors[wanted[some]], similarity)
                 d_z, d_weight = torch.autograd.grad(loss, (z, weight))
@@ -117,10 +147,19 @@ class _Distances(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         d_embeddings, d_projection = ctx.saved_tensors
-        return (d_embeddings * d_loss).to(ctx.dtype), d_projection * d_loss, None, None, None, None
+        return (
+            (d_embeddings * d_loss).to(ctx.dtype),
+            d_projection * d_loss,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _distances(z: Tensor, projection: Tensor, vectors: Tensor, similarity: Similarity) -> Tensor:
+def _distances(
+    z: Tensor, projection: Tensor, vectors: Tensor, similarity: Similarity
+) -> Tensor:
     """The weighted sum over sizes and occurrences of 1 - cos(W z, t)."""
     # Inputs that the teacher does not know have a vector of zeros.
     known = vectors.square().sum(1) > 0
@@ -132,7 +171,9 @@ def _distances(z: Tensor, projection: Tensor, vectors: Tensor, similarity: Simil
         projected = more if projected is None else projected + more
         squares = projected.square().sum(1)
         # A vector of zeros has the cosine 0 and no gradient.
-        inverse = torch.where(squares > 0, squares, torch.ones_like(squares)).rsqrt() * (squares > 0)
+        inverse = torch.where(
+            squares > 0, squares, torch.ones_like(squares)
+        ).rsqrt() * (squares > 0)
         cosine = (projected * vectors).sum(1) * inverse
         losses.append(((1.0 - cosine) * known).sum())
     return similarity.total(torch.stack(losses))

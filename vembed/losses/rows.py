@@ -28,18 +28,28 @@ class RowLoss(ABC):
     `target`: a teacher's scores of the same pairs, for losses that follow one.
     """
 
-    def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None, target: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        positive: Tensor,
+        coefficient: float,
+        bias: Tensor | None,
+        target: Tensor | None = None,
+    ) -> None:
         self.positive = positive
         self.coefficient = coefficient
         self.bias = bias
         self.target = target
 
     @abstractmethod
-    def add(self, logits: Tensor, scratch: Tensor, target: Tensor | None = None) -> None:
+    def add(
+        self, logits: Tensor, scratch: Tensor, target: Tensor | None = None
+    ) -> None:
         """Add a tile of logits [n, t]; `scratch` has the same shape and is overwritten."""
 
     @abstractmethod
-    def add_explicit(self, logits: Tensor, row: Tensor, target: Tensor | None = None) -> None:
+    def add_explicit(
+        self, logits: Tensor, row: Tensor, target: Tensor | None = None
+    ) -> None:
         """Add single logits [P] of the rows `row` [P]."""
 
     @abstractmethod
@@ -47,11 +57,15 @@ class RowLoss(ABC):
         """Return coefficient * sum of the rows' losses. Call it after all candidates have been added."""
 
     @abstractmethod
-    def grad_of_logits(self, logits: Tensor, out: Tensor, target: Tensor | None = None) -> Tensor:
+    def grad_of_logits(
+        self, logits: Tensor, out: Tensor, target: Tensor | None = None
+    ) -> Tensor:
         """Write the gradient of the total with respect to a tile's logits to `out`, which may be the tile itself."""
 
     @abstractmethod
-    def grad_of_explicit_logits(self, logits: Tensor, row: Tensor, target: Tensor | None = None) -> Tensor:
+    def grad_of_explicit_logits(
+        self, logits: Tensor, row: Tensor, target: Tensor | None = None
+    ) -> Tensor:
         """Return the gradient of the total with respect to single logits [P]."""
 
     @abstractmethod
@@ -87,16 +101,24 @@ class Softmax(RowLoss):
         self.largest = positive
         self.rest = torch.zeros_like(positive)
 
-    def add(self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None) -> None:
+    def add(
+        self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None
+    ) -> None:
         """See RowLoss."""
-        logits = logits if self.stretch is None else torch.mul(logits, self.stretch, out=scratch)
+        logits = (
+            logits
+            if self.stretch is None
+            else torch.mul(logits, self.stretch, out=scratch)
+        )
         largest = torch.maximum(self.largest, logits.amax(1))
         torch.sub(logits, largest[:, None], out=scratch).exp_()
         # Rescale the earlier sum to the new maximum before adding this tile's terms.
         self.rest = self.rest * torch.exp(self.largest - largest) + scratch.sum(1)
         self.largest = largest
 
-    def add_explicit(self, logits: Tensor, row: Tensor, _target: Tensor | None = None) -> None:
+    def add_explicit(
+        self, logits: Tensor, row: Tensor, _target: Tensor | None = None
+    ) -> None:
         """See RowLoss."""
         logits = logits if self.stretch is None else logits * self.stretch
         # A row may occur several times in `row`; the reduction includes the old maximum.
@@ -131,18 +153,32 @@ class Softmax(RowLoss):
         rest = -torch.expm1(-losses)
         # d/dl of rest^g * l; l / rest is 1 in the limit of l = 0.
         ratio = torch.where(rest > 0, losses / rest, torch.ones_like(rest))
-        return self.coefficient * rest**self.focal_gamma * (1 + self.focal_gamma * (1 - rest) * ratio)
+        return (
+            self.coefficient
+            * rest**self.focal_gamma
+            * (1 + self.focal_gamma * (1 - rest) * ratio)
+        )
 
-    def grad_of_logits(self, logits: Tensor, out: Tensor, _target: Tensor | None = None) -> Tensor:
+    def grad_of_logits(
+        self, logits: Tensor, out: Tensor, _target: Tensor | None = None
+    ) -> Tensor:
         """See RowLoss."""
         # coefficient * softmax = exp(logit - log_sum + log(coefficient)): one subtraction and one exp over the tile.
         coefficients = self._coefficients()
-        log = math.log(self.coefficient) if coefficients is None else torch.log(coefficients)
+        log = (
+            math.log(self.coefficient)
+            if coefficients is None
+            else torch.log(coefficients)
+        )
         shift = self._log_sum() - log
-        logits = logits if self.stretch is None else torch.mul(logits, self.stretch, out=out)
+        logits = (
+            logits if self.stretch is None else torch.mul(logits, self.stretch, out=out)
+        )
         return torch.sub(logits, shift[:, None], out=out).exp_()
 
-    def grad_of_explicit_logits(self, logits: Tensor, row: Tensor, _target: Tensor | None = None) -> Tensor:
+    def grad_of_explicit_logits(
+        self, logits: Tensor, row: Tensor, _target: Tensor | None = None
+    ) -> Tensor:
         """See RowLoss."""
         coefficients = self._coefficients()
         by_pair = self.coefficient if coefficients is None else coefficients[row]
@@ -160,18 +196,28 @@ class Softmax(RowLoss):
 class Sigmoid(RowLoss):
     """Sum of -log sigmoid(logit + bias) of the own pair and -log sigmoid(-(logit + bias)) of every candidate."""
 
-    def __init__(self, positive: Tensor, coefficient: float, bias: Tensor | None, target: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        positive: Tensor,
+        coefficient: float,
+        bias: Tensor | None,
+        target: Tensor | None = None,
+    ) -> None:
         super().__init__(positive, coefficient, bias, target)
         self.shift = positive.new_zeros(()) if bias is None else bias
         self.sum = _softplus(-(positive + self.shift)).sum()
 
-    def add(self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None) -> None:
+    def add(
+        self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None
+    ) -> None:
         """See RowLoss."""
         # No mask: softplus and sigmoid of LEFT_OUT are exactly 0.
         torch.add(logits, self.shift, out=scratch)
         self.sum = self.sum + _softplus(scratch).sum()
 
-    def add_explicit(self, logits: Tensor, _row: Tensor, _target: Tensor | None = None) -> None:
+    def add_explicit(
+        self, logits: Tensor, _row: Tensor, _target: Tensor | None = None
+    ) -> None:
         """See RowLoss."""
         self.sum = self.sum + _softplus(logits + self.shift).sum()
 
@@ -179,11 +225,15 @@ class Sigmoid(RowLoss):
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def grad_of_logits(self, logits: Tensor, out: Tensor, _target: Tensor | None = None) -> Tensor:
+    def grad_of_logits(
+        self, logits: Tensor, out: Tensor, _target: Tensor | None = None
+    ) -> Tensor:
         """See RowLoss."""
         return torch.add(logits, self.shift, out=out).sigmoid_().mul_(self.coefficient)
 
-    def grad_of_explicit_logits(self, logits: Tensor, _row: Tensor, _target: Tensor | None = None) -> Tensor:
+    def grad_of_explicit_logits(
+        self, logits: Tensor, _row: Tensor, _target: Tensor | None = None
+    ) -> Tensor:
         """See RowLoss."""
         return self.coefficient * torch.sigmoid(logits + self.shift)
 

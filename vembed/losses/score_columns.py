@@ -23,7 +23,9 @@ class TeacherTable:
         self.index = index
 
     @classmethod
-    def of_occurrences(cls, vectors: TeacherVectors, occurrence: Tensor, like: Tensor) -> TeacherTable:
+    def of_occurrences(
+        cls, vectors: TeacherVectors, occurrence: Tensor, like: Tensor
+    ) -> TeacherTable:
         """Return the vectors of the candidates' table."""
         index = vectors.places(vectors.occurrences()[occurrence])
         return cls(vectors.vectors.to(like.device, like.dtype), index)
@@ -64,14 +66,21 @@ class Columns:
         teacher: TeacherTable | None,
     ) -> Columns:
         """Return the columns of the own table."""
-        dx, norm_grad = (table.dx, table.norm_grad) if table.with_gradient else (None, None)
-        return cls(score_blocks, 0, table.x, table.prefix_scales, dx, norm_grad, guide, teacher)
+        dx, norm_grad = (
+            (table.dx, table.norm_grad) if table.with_gradient else (None, None)
+        )
+        return cls(
+            score_blocks, 0, table.x, table.prefix_scales, dx, norm_grad, guide, teacher
+        )
 
     def ranges(self) -> Iterator[tuple[ScoreBlock, slice]]:
         """Yield each score block that has some of these columns, with their places among them."""
         here = slice(self.first, self.first + self.x.shape[0])
         for score_block in self.score_blocks:
-            first, last = max(score_block.columns.start, here.start), min(score_block.columns.stop, here.stop)
+            first, last = (
+                max(score_block.columns.start, here.start),
+                min(score_block.columns.stop, here.stop),
+            )
             if first < last:
                 yield score_block, slice(first - here.start, last - here.start)
 
@@ -81,7 +90,11 @@ class HomeColumns(TravellingColumns):
     is that of x and of the norms."""
 
     def __init__(
-        self, table: PrefixTable, counts: Sequence[int], guide: TeacherTable | None, teacher: TeacherTable | None
+        self,
+        table: PrefixTable,
+        counts: Sequence[int],
+        guide: TeacherTable | None,
+        teacher: TeacherTable | None,
     ) -> None:
         self.table = table
         self.counts = counts
@@ -101,7 +114,9 @@ class HomeColumns(TravellingColumns):
         if self.width == self.dim:
             return x
         parts = [] if scales is None else [scales[:, columns].T]
-        return torch.cat([x, *parts, *(one.rows(columns) for one in self.taught)], dim=1)
+        return torch.cat(
+            [x, *parts, *(one.rows(columns) for one in self.taught)], dim=1
+        )
 
     def add_gradient(self, columns: slice, gradient: Tensor) -> None:
         """See TravellingColumns."""
@@ -109,7 +124,9 @@ class HomeColumns(TravellingColumns):
         self.table.norm_grad[:, columns] += gradient[:, self.dim :].T
 
 
-def foreign_columns(visit: Visit, own: HomeColumns, score_blocks: tuple[ScoreBlock, ...]) -> Columns:
+def foreign_columns(
+    visit: Visit, own: HomeColumns, score_blocks: tuple[ScoreBlock, ...]
+) -> Columns:
     """Return the columns of a block that another rank packed as this one does."""
     x, scales, *taught = torch.split(visit.values, own.widths, dim=1)
     tables = iter([TeacherTable(one, None) for one in taught])

@@ -27,14 +27,18 @@ class CoSENT(TemperedLoss):
         """Return the own rows' part of L."""
         similarity = self.similarity_for(batch.embeddings)
         scores = self.scores_of(batch, similarity)
-        explicit, order = torch.sort(batch.required_scores(self.config.loss).to(scores.device))
+        explicit, order = torch.sort(
+            batch.required_scores(self.config.loss).to(scores.device)
+        )
         logits = scores[:, order] * self.scale_for(batch.embeddings)
         # Number of rows with a strictly lower label score: ties compare with nothing.
         num_lower = torch.searchsorted(explicit, explicit)
         ranked = num_lower > 0
         below = torch.logcumsumexp(logits, dim=1)[:, num_lower[ranked] - 1]
         # The zero column is the "1 +" of the formula. logits: [K, N]; terms: [K, 1 + number of ranked rows].
-        terms = torch.cat((logits.new_zeros(len(logits), 1), below - logits[:, ranked]), dim=1)
+        terms = torch.cat(
+            (logits.new_zeros(len(logits), 1), below - logits[:, ranked]), dim=1
+        )
         share = batch.num_own_rows / max(1, batch.num_rows)
         return similarity.total(torch.logsumexp(terms, dim=1)) * share
 
@@ -80,9 +84,15 @@ class CosineRegression(ScoredLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
         own = batch.own()
-        explicit = batch.required_scores("cosine")[own].to(batch.embeddings.device, arithmetic_dtype(batch.embeddings))
+        explicit = batch.required_scores("cosine")[own].to(
+            batch.embeddings.device, arithmetic_dtype(batch.embeddings)
+        )
         similarity = self.similarity_for(batch.embeddings)
-        if similarity.cosine and explicit.numel() and not bool((explicit.abs() <= 1).all()):
+        if (
+            similarity.cosine
+            and explicit.numel()
+            and not bool((explicit.abs() <= 1).all())
+        ):
             raise UserError(
                 f"loss: cosine compares similarities with unscaled scores, and the data have scores from "
                 f"{float(explicit.min()):g} to {float(explicit.max()):g}: scale them into [-1, 1], or use loss: cosent."

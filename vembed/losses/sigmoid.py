@@ -36,13 +36,19 @@ class SigmoidLoss(ScoredLoss):
     tiling: Tiling | None = None
 
     def __init__(
-        self, config: TrainConfig, mrl_dims: Sequence[int], start_scale: float | None, start_bias: float | None
+        self,
+        config: TrainConfig,
+        mrl_dims: Sequence[int],
+        start_scale: float | None,
+        start_bias: float | None,
     ) -> None:
         super().__init__(config, mrl_dims)
         scale = 1.0 / config.temperature if start_scale is None else start_scale
         # Learned as a logarithm, as in CLIP and SigLIP: equal steps change the scale by equal factors.
         self.log_scale = nn.Parameter(torch.tensor(math.log(scale)))
-        self.bias = nn.Parameter(torch.tensor(START_BIAS if start_bias is None else start_bias))
+        self.bias = nn.Parameter(
+            torch.tensor(START_BIAS if start_bias is None else start_bias)
+        )
         self.project_parameters()
 
     def forward(self, batch: LossBatch) -> Tensor:
@@ -60,12 +66,16 @@ class SigmoidLoss(ScoredLoss):
         )
         dtype = arithmetic_dtype(embeddings)
         scale = self.log_scale.to(embeddings.device, dtype).exp()
-        return tiled_loss(embeddings, scoring, scale, self.bias.to(embeddings.device, dtype))
+        return tiled_loss(
+            embeddings, scoring, scale, self.bias.to(embeddings.device, dtype)
+        )
 
     def project_parameters(self) -> None:
         """Clamp the scale to [1, 200], the inverse of the temperature's range."""
         with torch.no_grad():
-            self.log_scale.clamp_(-math.log(HIGHEST_TEMPERATURE), -math.log(LOWEST_TEMPERATURE))
+            self.log_scale.clamp_(
+                -math.log(HIGHEST_TEMPERATURE), -math.log(LOWEST_TEMPERATURE)
+            )
 
     def scale_and_bias(self) -> tuple[float, float]:
         """Return the learned scale and bias."""

@@ -85,5 +85,7 @@ class Guide:
     def ceilings(self, own_scores: Tensor) -> Tensor:
         """The score of each row above which candidates are left out. Scores within rounding of it are not above it."""
         rounding = 64 * torch.finfo(own_scores.dtype).eps
-        ceilings = own_scores - (own_scores.abs() * self.margin if self.relative else self.margin)
+        ceilings = own_scores - (
+            own_scores.abs() * self.margin if self.relative else self.margin
+        )
         return ceilings + rounding * ceilings.abs().clamp(min=1.0)

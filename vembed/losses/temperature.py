@@ -26,27 +26,39 @@ class ScoredLoss(EmbeddingLoss):
         """Return the similarity and sizes for these embeddings; without Matryoshka the full size alone."""
         embedding_dim = embeddings.shape[1]
         if self.mrl_dims and max(self.mrl_dims) > embedding_dim:
-            raise ValueError(f"Matryoshka sizes {self.mrl_dims} for embeddings of size {embedding_dim}")
+            raise ValueError(
+                f"Matryoshka sizes {self.mrl_dims} for embeddings of size {embedding_dim}"
+            )
         dims = self.mrl_dims or (embedding_dim,)
-        weights = self.config.mrl_weights if self.mrl_dims and self.config.mrl_weights else [1.0] * len(dims)
+        weights = (
+            self.config.mrl_weights
+            if self.mrl_dims and self.config.mrl_weights
+            else [1.0] * len(dims)
+        )
         return Similarity.at(dims, weights, cosine=self.config.similarity == "cosine")
 
 
 class TemperedLoss(ScoredLoss):
     """Base class of losses on similarities divided by a temperature."""
 
-    def __init__(self, config: TrainConfig, mrl_dims: Sequence[int], start_scale: float | None) -> None:
+    def __init__(
+        self, config: TrainConfig, mrl_dims: Sequence[int], start_scale: float | None
+    ) -> None:
         super().__init__(config, mrl_dims)
         self.temperature: nn.Parameter | None = None
         if config.learn_temperature:
             start = config.temperature if start_scale is None else 1.0 / start_scale
-            self.temperature = nn.Parameter(torch.tensor(min(max(start, LOWEST_TEMPERATURE), HIGHEST_TEMPERATURE)))
+            self.temperature = nn.Parameter(
+                torch.tensor(min(max(start, LOWEST_TEMPERATURE), HIGHEST_TEMPERATURE))
+            )
 
     def scale_for(self, embeddings: Tensor) -> Tensor:
         """Return 1 / temperature, in the dtype of the scores."""
         dtype = arithmetic_dtype(embeddings)
         if self.temperature is None:
-            return torch.tensor(1.0 / self.config.temperature, dtype=dtype, device=embeddings.device)
+            return torch.tensor(
+                1.0 / self.config.temperature, dtype=dtype, device=embeddings.device
+            )
         return 1.0 / self.temperature.to(embeddings.device, dtype)
 
     def project_parameters(self) -> None:
@@ -57,4 +69,8 @@ class TemperedLoss(ScoredLoss):
 
     def scale_and_bias(self) -> tuple[float, float] | None:
         """Return the learned scale and a bias of 0 (a softmax has no bias), or None if the temperature is fixed."""
-        return None if self.temperature is None else (1.0 / float(self.temperature.detach()), 0.0)
+        return (
+            None
+            if self.temperature is None
+            else (1.0 / float(self.temperature.detach()), 0.0)
+        )

@@ -23,8 +23,13 @@ class Triplet(ScoredLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
         own = batch.own()
-        everywhere = slice(0, batch.num_rows), numbers_of(slice(0, batch.negative.numel()), batch)
-        row, negative = explicit_negatives(batch, *everywhere, mask_duplicates=self.config.mask_duplicates)
+        everywhere = (
+            slice(0, batch.num_rows),
+            numbers_of(slice(0, batch.negative.numel()), batch),
+        )
+        row, negative = explicit_negatives(
+            batch, *everywhere, mask_duplicates=self.config.mask_duplicates
+        )
         num_triplets = row.numel()
         mine = (row >= own.start) & (row < own.stop)
         row, negative = row[mine], negative[mine]
@@ -32,8 +37,16 @@ class Triplet(ScoredLoss):
         left = batch.places(torch.cat((batch.query[own], batch.query[row])))
         right = batch.places(torch.cat((batch.positive[own], batch.negative[negative])))
         # One call for own pairs and negatives, so that gradients are accumulated once. [K, n] and [K, P]
-        own_scores, negative_scores = pair_scores(batch.embeddings, left, right, similarity).tensor_split(
-            [batch.num_own_rows], dim=1
+        own_scores, negative_scores = pair_scores(
+            batch.embeddings, left, right, similarity
+        ).tensor_split([batch.num_own_rows], dim=1)
+        losses = (
+            (
+                negative_scores
+                - own_scores[:, row - own.start]
+                + self.config.triplet_margin
+            )
+            .relu()
+            .sum(1)
         )
-        losses = (negative_scores - own_scores[:, row - own.start] + self.config.triplet_margin).relu().sum(1)
         return similarity.total(losses) / max(1, num_triplets)

@@ -18,7 +18,12 @@ class WeightedLosses(EmbeddingLoss):
     """L = sum over terms of weight * L_term. Terms are differentiated one after the other, so that one gradient of the
     embeddings is held, however many terms there are."""
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float], terms: Sequence[EmbeddingLoss]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Sequence[float],
+        terms: Sequence[EmbeddingLoss],
+    ) -> None:
         super().__init__()
         self.names = tuple(names)
         self.weights = tuple(weights)
@@ -51,25 +56,46 @@ class WeightedLosses(EmbeddingLoss):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, embeddings: Tensor, losses: WeightedLosses, batch: LossBatch, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        embeddings: Tensor,
+        losses: WeightedLosses,
+        batch: LossBatch,
+        *parameters: Tensor,
+    ) -> Tensor:
         ctx.dtype = embeddings.dtype
         # One new leaf for all terms: `autograd.grad` frees a term's graph before the next term begins.
-        embeddings = embeddings.detach().to(arithmetic_dtype(embeddings)).requires_grad_(ctx.needs_input_grad[0])
+        embeddings = (
+            embeddings.detach()
+            .to(arithmetic_dtype(embeddings))
+            .requires_grad_(ctx.needs_input_grad[0])
+        )
         batch = replace(batch, embeddings=embeddings)
         needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
-        wanted = [one for one, is_needed in zip((embeddings, *parameters), needed, strict=True) if is_needed]
+        wanted = [
+            one
+            for one, is_needed in zip((embeddings, *parameters), needed, strict=True)
+            if is_needed
+        ]
         gradients: list[Tensor | None] = [None] * len(wanted)
         total = embeddings.new_zeros(())
-        for name, weight, term in zip(losses.names, losses.weights, losses.terms, strict=True):
+        for name, weight, term in zip(
+            losses.names, losses.weights, losses.terms, strict=True
+        ):
             with torch.set_grad_enabled(bool(wanted)):
                 value = term(batch)
             losses.last[name] = value.detach()
             total = total + weight * losses.last[name]
             if value.requires_grad:
-                add_gradients(gradients, torch.autograd.grad(value, wanted, allow_unused=True), weight)
+                add_gradients(
+                    gradients,
+                    torch.autograd.grad(value, wanted, allow_unused=True),
+                    weight,
+                )
         # What no term depends on gets zeros: `backward` returns one tensor for each input that needs a gradient.
         zeros = (
-            torch.zeros_like(one) if found is None else found for one, found in zip(wanted, gradients, strict=True)
+            torch.zeros_like(one) if found is None else found
+            for one, found in zip(wanted, gradients, strict=True)
         )
         ctx.save_for_backward(*zeros)
         return total
@@ -78,13 +104,21 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
-        scaled = [next(saved) * d_loss if needed else None for needed in ctx.needs_input_grad]
+        scaled = [
+            next(saved) * d_loss if needed else None for needed in ctx.needs_input_grad
+        ]
         return (None if scaled[0] is None else scaled[0].to(ctx.dtype), *scaled[1:])
 
 
-def add_gradients(total: list[Tensor | None], more: Sequence[Tensor | None], weight: float) -> None:
+def add_gradients(
+    total: list[Tensor | None], more: Sequence[Tensor | None], weight: float
+) -> None:
     """total += weight * more, in place; None stands for zeros."""
     for number, gradient in enumerate(more):
         if gradient is not None:
             before = total[number]
-            total[number] = gradient * weight if before is None else before.add_(gradient, alpha=weight)
+            total[number] = (
+                gradient * weight
+                if before is None
+                else before.add_(gradient, alpha=weight)
+            )

@@ -6,13 +6,13 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example
 from vembed.data.messages import joined, listed
 from vembed.data.overlap import find_overlap, warnings_of
+from vembed.data_tools.init.data_page import sections
+from vembed.data_tools.init.sections import Section
 from vembed.mining.audit_contents import per_source
 from vembed.mining.config import AuditConfig
 from vembed.mining.findings import Texts
 from vembed.mining.mining_run import Inputs
 from vembed.mining.record_tables import FileTable
-from vembed.start.data_page import sections
-from vembed.start.sections import Section
 
 
 class _Examples:
@@ -34,7 +34,9 @@ class _Examples:
         return self._data.sources[index]
 
 
-def data_sections(config: AuditConfig, inputs: Inputs, data: Texts, validation: Texts | None) -> list[Section]:
+def data_sections(
+    config: AuditConfig, inputs: Inputs, data: Texts, validation: Texts | None
+) -> list[Section]:
     """Return the sections. Of the model only its tokenizer is read, if it is on this machine."""
     examples = _Examples(data)
     read = [*inputs.summary()]
@@ -44,10 +46,20 @@ def data_sections(config: AuditConfig, inputs: Inputs, data: Texts, validation: 
             if table.index.unused:
                 read.append(f"{table.name}: not used: {listed(table.index.unused)}")
     if validation is not None:
-        read.append(f"validation: {len(validation):,d} rows of {', '.join(validation.names)}")
-        pairs = [(one.query, item) for one in validation.examples for item in one.positives]
-        read += [f"warning: {one}" for one in warnings_of(find_overlap(examples, pairs))]
-    return sections(examples, read, None if config.model_name is None else _model_config(config, config.model_name))
+        read.append(
+            f"validation: {len(validation):,d} rows of {', '.join(validation.names)}"
+        )
+        pairs = [
+            (one.query, item) for one in validation.examples for item in one.positives
+        ]
+        read += [
+            f"warning: {one}" for one in warnings_of(find_overlap(examples, pairs))
+        ]
+    return sections(
+        examples,
+        read,
+        None if config.model_name is None else _model_config(config, config.model_name),
+    )
 
 
 def _model_config(config: AuditConfig, name: str) -> TrainConfig:

@@ -45,14 +45,26 @@ class Ranks:
             # Known positives are no candidates, so that all above are others.
             best.append((one.scores > own[:, None]).sum(axis=1))
             best_score.append(own)
-            deepest.append(np.where(there, one.scores, np.inf).min(axis=1, initial=np.inf))
+            deepest.append(
+                np.where(there, one.scores, np.inf).min(axis=1, initial=np.inf)
+            )
             first.append(one.documents[:, 0])
             first_score.append(one.scores[:, 0])
-        return cls(*(np.concatenate(parts) for parts in (best, best_score, deepest, first, first_score)))
+        return cls(
+            *(
+                np.concatenate(parts)
+                for parts in (best, best_score, deepest, first, first_score)
+            )
+        )
 
 
 def rank_findings(
-    inputs: Inputs, store: CandidateStore, data: Texts, config: MineConfig, num_examples: int, words: str
+    inputs: Inputs,
+    store: CandidateStore,
+    data: Texts,
+    config: MineConfig,
+    num_examples: int,
+    words: str,
 ) -> tuple[list[Finding], dict[str, object], dict[str, set[int]]]:
     """Statements of a model about the data: findings, figures by source, and rows that may be dropped."""
     chunks = list(store.chunks())
@@ -66,40 +78,68 @@ def rank_findings(
         _false_negatives(inputs, ranks, chunks, config, num_examples),
     ]
     dropped = {"low_positives": set(low.tolist()), "weak_queries": set(weak.tolist())}
-    return [one for one in findings if one is not None], _by_source(inputs, ranks, data), dropped
+    return (
+        [one for one in findings if one is not None],
+        _by_source(inputs, ranks, data),
+        dropped,
+    )
 
 
 def _low_finding(
-    inputs: Inputs, ranks: Ranks, data: Texts, rows: np.ndarray, num_examples: int, words: str
+    inputs: Inputs,
+    ranks: Ranks,
+    data: Texts,
+    rows: np.ndarray,
+    num_examples: int,
+    words: str,
 ) -> Finding | None:
     if not len(rows):
         return None
-    worst = rows[np.argsort(-ranks.best[inputs.known.query_of_row[rows]], kind="stable")]
+    worst = rows[
+        np.argsort(-ranks.best[inputs.known.query_of_row[rows]], kind="stable")
+    ]
     return Finding(
-        "low_positives", "warning", f"Positives that rank below {LOW_RANK} or more other documents",
+        "low_positives",
+        "warning",
+        f"Positives that rank below {LOW_RANK} or more other documents",
         "The model finds other documents more similar to the query than each of its known positives: these rows are "
-        "hard, or wrong.", len(rows), len(rows) / max(len(data), 1),
+        "hard, or wrong.",
+        len(rows),
+        len(rows) / max(len(data), 1),
         f"vembed audit {words} cleaned_path=cleaned.jsonl drop=[low_positives]",
         [_row(inputs, ranks, data, int(row)) for row in worst[:num_examples]],
-    )  # fmt: skip
+    )
 
 
 def _weak_finding(
-    inputs: Inputs, ranks: Ranks, data: Texts, rows: np.ndarray, num_examples: int, words: str, top_k: int
+    inputs: Inputs,
+    ranks: Ranks,
+    data: Texts,
+    rows: np.ndarray,
+    num_examples: int,
+    words: str,
+    top_k: int,
 ) -> Finding | None:
     if not len(rows):
         return None
     return Finding(
-        "weak_queries", "warning", "Queries without any positive that looks relevant",
+        "weak_queries",
+        "warning",
+        "Queries without any positive that looks relevant",
         f"None of the known positives is among the {top_k} documents that are most similar to the query.",
-        len(rows), len(rows) / max(len(data), 1),
+        len(rows),
+        len(rows) / max(len(data), 1),
         f"vembed audit {words} cleaned_path=cleaned.jsonl drop=[weak_queries]",
         [_row(inputs, ranks, data, int(row)) for row in rows[:num_examples]],
-    )  # fmt: skip
+    )
 
 
 def _false_negatives(
-    inputs: Inputs, ranks: Ranks, chunks: Sequence[Candidates], config: MineConfig, num_examples: int
+    inputs: Inputs,
+    ranks: Ranks,
+    chunks: Sequence[Candidates],
+    config: MineConfig,
+    num_examples: int,
 ) -> Finding | None:
     """Estimated number of relevant documents among the best candidates, with those nearest above a positive."""
     estimate: Calibration | None = None
@@ -109,7 +149,9 @@ def _false_negatives(
     if estimate is not None:
         margin = estimate.limits.relative_margin
         threshold = (
-            f"relative_margin={margin:.3f}" if margin is not None else f"max_score={estimate.limits.max_score:.3f}"
+            f"relative_margin={margin:.3f}"
+            if margin is not None
+            else f"max_score={estimate.limits.max_score:.3f}"
         )
         text = (
             f"An estimated {estimate.rate_without:.1%} of the best {config.num_negatives} candidates of each query are "
@@ -119,7 +161,9 @@ def _false_negatives(
     above = np.flatnonzero((ranks.best > 0) & np.isfinite(ranks.best_score))
     if estimate is None and not len(above):
         return None
-    order = above[np.argsort(-(ranks.first_score - ranks.best_score)[above], kind="stable")]
+    order = above[
+        np.argsort(-(ranks.first_score - ranks.best_score)[above], kind="stable")
+    ]
     examples = [
         {
             "query": shown(inputs.known.item(int(query))),
@@ -130,11 +174,16 @@ def _false_negatives(
         for query in order[:num_examples]
     ]
     return Finding(
-        "false_negatives", "warning", "Documents above the known positive: candidates for false negatives", text,
-        len(above), len(above) / max(inputs.known.num_queries, 1),
+        "false_negatives",
+        "warning",
+        "Documents above the known positive: candidates for false negatives",
+        text,
+        len(above),
+        len(above) / max(inputs.known.num_queries, 1),
         f"vembed mine model_name={config.model_name} data_path={_first_path(config)} output_path=mined.jsonl "
-        f"threshold=auto", examples,
-    )  # fmt: skip
+        f"threshold=auto",
+        examples,
+    )
 
 
 def _by_source(inputs: Inputs, ranks: Ranks, data: Texts) -> dict[str, object]:
@@ -160,10 +209,14 @@ def _row(inputs: Inputs, ranks: Ranks, data: Texts, row: int) -> dict[str, str]:
         "query": shown(one.query),
         "positive": shown(one.positives[0]),
         "documents above it": f"{ranks.best[query]:,d}",
-        "the first of them": shown(inputs.documents.item(int(ranks.first[query]))) if ranks.first[query] >= 0 else "",
+        "the first of them": shown(inputs.documents.item(int(ranks.first[query])))
+        if ranks.first[query] >= 0
+        else "",
     }
 
 
 def _first_path(config: MineConfig) -> str:
-    first = config.data_path[0] if isinstance(config.data_path, list) else config.data_path
+    first = (
+        config.data_path[0] if isinstance(config.data_path, list) else config.data_path
+    )
     return first if isinstance(first, str) else first.path

@@ -46,7 +46,11 @@ class Calibration:
             f"threshold: {what} (estimated rate of false negatives {self.rate:.1%}, {self.rate_without:.1%} without "
             f"it; {self.num_hidden:,d} known positives were hidden for the estimate)"
         )
-        return line if self.is_reached else f"{line}; no threshold brings the rate to {wanted:.1%}"
+        return (
+            line
+            if self.is_reached
+            else f"{line}; no threshold brings the rate to {wanted:.1%}"
+        )
 
 
 def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:
@@ -64,13 +68,18 @@ def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:
         limits = (
             replace(base, relative_margin=float(step))
             if sample.is_relative
-            else replace(base, max_score=float(np.quantile(sample.positive_scores, max(step, 0.0))))
+            else replace(
+                base,
+                max_score=float(np.quantile(sample.positive_scores, max(step, 0.0))),
+            )
         )
         tried.append((limits, sample.rate(limits, config)))
     reached = [one for one in tried if one[1] <= config.max_false_negative_rate]
     # From the loosest to the strictest: the first that keeps to the rate leaves the hardest negatives.
     limits, rate = reached[0] if reached else min(tried, key=lambda one: one[1])
-    return Calibration(limits, rate, sample.rate(base, config), sample.num_hidden, bool(reached))
+    return Calibration(
+        limits, rate, sample.rate(base, config), sample.num_hidden, bool(reached)
+    )
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,12 @@ class _Sample:
             bounds = candidates.positives.bounds(len(candidates))
             for query in range(min(len(candidates), MOST - len(queries))):
                 own = candidates.positive_scores[bounds[query] : bounds[query + 1]]
-                queries.append((candidates.scores[query].astype(np.float64), own.astype(np.float64)))
+                queries.append(
+                    (
+                        candidates.scores[query].astype(np.float64),
+                        own.astype(np.float64),
+                    )
+                )
         with_several = [one for one in queries if len(one[1]) > 1]
         is_relative = len(with_several) >= FEWEST
         used = with_several if is_relative else [one for one in queries if len(one[1])]
@@ -115,7 +129,9 @@ class _Sample:
         lowest, weights = np.full(len(used), np.inf), np.ones(len(used))
         for row, (found, own) in enumerate(used):
             order = random.permutation(len(own))
-            num_hidden = max(1, int(len(own) * HIDDEN_SHARE)) if is_relative else len(own)
+            num_hidden = (
+                max(1, int(len(own) * HIDDEN_SHARE)) if is_relative else len(own)
+            )
             # Half of the known ones are hidden, and as many as all known ones are unknown.
             weights[row] = len(own) / num_hidden
             back, rest = own[order[:num_hidden]], own[order[num_hidden:]]
@@ -126,21 +142,29 @@ class _Sample:
             lowest[row] = rest.min(initial=np.inf)
         # What is below the top_k would not be a candidate.
         return cls(
-            scores[:, : config.top_k], hidden[:, : config.top_k], weights, lowest, is_relative,
+            scores[:, : config.top_k],
+            hidden[:, : config.top_k],
+            weights,
+            lowest,
+            is_relative,
             np.concatenate([own for _, own in used]),
-        )  # fmt: skip
+        )
 
     def rate(self, limits: Limits, config: MineConfig) -> float:
         """The share of hidden positives among the negatives that would be chosen."""
         kept = np.isfinite(self.scores)
         kept[:, : config.skip_first] = False
-        highest = limits.highest(self.lowest if self.is_relative else np.full(len(self.lowest), np.inf))
+        highest = limits.highest(
+            self.lowest if self.is_relative else np.full(len(self.lowest), np.inf)
+        )
         kept &= self.scores <= highest[:, None]
         if limits.min_score is not None:
             kept &= self.scores >= limits.min_score
         if config.sampling == "top":
             kept &= np.cumsum(kept, axis=1) <= config.num_negatives
-            return float((kept & self.is_hidden).sum(axis=1) @ self.weights / max(kept.sum(), 1))
+            return float(
+                (kept & self.is_hidden).sum(axis=1) @ self.weights / max(kept.sum(), 1)
+            )
         # Any of those that are left is as likely as any other: the expected share.
         per_query = np.minimum(kept.sum(axis=1), config.num_negatives)
         shares = (kept & self.is_hidden).sum(axis=1) / np.maximum(kept.sum(axis=1), 1)

@@ -12,16 +12,21 @@ from typing import Protocol
 import numpy as np
 
 from vembed.data.cache import short_hash
-from vembed.distributed.session import Session
 from vembed.mining.claims import ClaimFinder, claimed_limit
 from vembed.mining.config import BM25, MineConfig, Retriever
 from vembed.mining.contents import array_identity
 from vembed.mining.documents import Documents
-from vembed.mining.encoders import Encoder, encoder_identity, encoder_precision, load_encoder
+from vembed.mining.encoders import (
+    Encoder,
+    encoder_identity,
+    encoder_precision,
+    load_encoder,
+)
 from vembed.mining.known import Known, Pairs
 from vembed.mining.lexical import LexicalRetriever
 from vembed.mining.search import pair_scores, search
 from vembed.mining.vectors import VectorStore, encode_missing
+from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
 CHUNK = 32_768
@@ -31,7 +36,9 @@ CHUNK = 32_768
 class Searcher(Protocol):
     """A retriever that is ready to search. Its methods are collective."""
 
-    def search(self, first: int, last: int, k: int, excluded: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    def search(
+        self, first: int, last: int, k: int, excluded: Pairs
+    ) -> tuple[np.ndarray, np.ndarray]:
         """[Q, k] best candidates for queries first .. last - 1 and their scores; -1 and -inf where there are fewer."""
         ...
 
@@ -44,17 +51,28 @@ class DenseRetriever:
     """Vectors of a model."""
 
     def __init__(
-        self, retriever: Retriever, config: MineConfig, folder: Path, documents: Documents, known: Known,
+        self,
+        retriever: Retriever,
+        config: MineConfig,
+        folder: Path,
+        documents: Documents,
+        known: Known,
         session: Session,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Encode what is not on disk yet. Collective."""
         self._session, self._num_candidates = session, documents.num_candidates
-        self._store, self._queries, self.num_encoded = encode_all(retriever, config, folder, documents, known, session)
+        self._store, self._queries, self.num_encoded = encode_all(
+            retriever, config, folder, documents, known, session
+        )
 
-    def search(self, first: int, last: int, k: int, excluded: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    def search(
+        self, first: int, last: int, k: int, excluded: Pairs
+    ) -> tuple[np.ndarray, np.ndarray]:
         """[Q, k] best candidates for queries first .. last - 1 and their scores."""
         queries = self._queries.between(first, last)
-        return search(queries, self._store, self._num_candidates, k, excluded, self._session)
+        return search(
+            queries, self._store, self._num_candidates, k, excluded, self._session
+        )
 
     def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
         """The score of each pair, whose queries count from `first`."""
@@ -65,7 +83,13 @@ class DenseRetriever:
 
     def claims(self, positives: Pairs) -> ClaimFinder:
         """Return a finder of claims by this model. Collective."""
-        return ClaimFinder(self._queries, self._store, positives, self._queries.folder / "pairs", self._session)
+        return ClaimFinder(
+            self._queries,
+            self._store,
+            positives,
+            self._queries.folder / "pairs",
+            self._session,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,10 +113,22 @@ class Candidates:
 
     @classmethod
     def unclaimed(
-        cls, first: int, documents: np.ndarray, scores: np.ndarray, positives: Pairs, positive_scores: np.ndarray
+        cls,
+        first: int,
+        documents: np.ndarray,
+        scores: np.ndarray,
+        positives: Pairs,
+        positive_scores: np.ndarray,
     ) -> Candidates:
         """Candidates of which none is known to be claimed."""
-        return cls(first, documents, scores, positives, positive_scores, np.zeros(documents.shape, bool))
+        return cls(
+            first,
+            documents,
+            scores,
+            positives,
+            positive_scores,
+            np.zeros(documents.shape, bool),
+        )
 
     def lowest_positive(self) -> np.ndarray:
         """[Q] the lowest score of each query's known positives, inf where none is known."""
@@ -106,14 +142,31 @@ def with_claims(candidates: Candidates, claims: ClaimFinder | None) -> Candidate
     if claims is None:
         return candidates
     limit = claimed_limit(candidates.lowest_positive())
-    return replace(candidates, claimed=claims.claimed(candidates.first, candidates.documents, candidates.scores, limit))
+    return replace(
+        candidates,
+        claimed=claims.claimed(
+            candidates.first, candidates.documents, candidates.scores, limit
+        ),
+    )
 
 
 class CandidateStore:
     """Searches for all queries chunk by chunk, and remembers what was found."""
 
-    def __init__(self, config: MineConfig, documents: Documents, known: Known, folder: Path, session: Session) -> None:
-        self._config, self._known, self._folder, self._session = config, known, folder, session
+    def __init__(
+        self,
+        config: MineConfig,
+        documents: Documents,
+        known: Known,
+        folder: Path,
+        session: Session,
+    ) -> None:
+        self._config, self._known, self._folder, self._session = (
+            config,
+            known,
+            folder,
+            session,
+        )
         self._excluded = known.excluded(with_negatives=config.keep_negatives)
         self._retrievers = config.all_retrievers()
         self._searchers: list[Searcher] = [
@@ -123,7 +176,9 @@ class CandidateStore:
             for one in self._retrievers
         ]
         self._claims: ClaimFinder | None = None
-        dense = [number for number, one in enumerate(self._retrievers) if one.model != BM25]
+        dense = [
+            number for number, one in enumerate(self._retrievers) if one.model != BM25
+        ]
         # Limits are on the scores of one model: the first dense one, since those of BM25 have no common scale.
         self._primary = self._searchers[dense[0] if dense else 0]
         if config.takes_claimed and isinstance(self._primary, DenseRetriever):
@@ -133,7 +188,11 @@ class CandidateStore:
     @property
     def num_encoded(self) -> int:
         """Vectors that were computed now, and not found on disk."""
-        return sum(one.num_encoded for one in self._searchers if isinstance(one, DenseRetriever))
+        return sum(
+            one.num_encoded
+            for one in self._searchers
+            if isinstance(one, DenseRetriever)
+        )
 
     def find_all(self) -> None:
         """Search for every query whose chunk is not on disk yet. Collective."""
@@ -142,19 +201,30 @@ class CandidateStore:
                 # All ranks see the folder, and files appear only before the barrier below: they agree on what is
                 # missing.
                 if not self._path(first).exists():
-                    found = self._find(first, min(first + CHUNK, self._known.num_queries))
+                    found = self._find(
+                        first, min(first + CHUNK, self._known.num_queries)
+                    )
                     if self._session.is_main:
                         self._save(found)
                     self._session.barrier()
-                progress(min(first + CHUNK, self._known.num_queries), self._known.num_queries)
+                progress(
+                    min(first + CHUNK, self._known.num_queries), self._known.num_queries
+                )
 
     def chunks(self) -> Iterator[Candidates]:
         """Candidates, chunk by chunk."""
         for first in range(0, self._known.num_queries, CHUNK):
             with np.load(self._path(first)) as found:
-                positives = Pairs(found["positive_queries"], found["positive_documents"])
+                positives = Pairs(
+                    found["positive_queries"], found["positive_documents"]
+                )
                 yield Candidates(
-                    first, found["documents"], found["scores"], positives, found["positive_scores"], found["claimed"]
+                    first,
+                    found["documents"],
+                    found["scores"],
+                    positives,
+                    found["positive_scores"],
+                    found["claimed"],
                 )
 
     def scores_of(self, pairs: Pairs) -> np.ndarray:
@@ -162,14 +232,20 @@ class CandidateStore:
         parts = [np.zeros(0, np.float32)]
         for first in range(0, self._known.num_queries, CHUNK):
             among = pairs.among(first, first + CHUNK)
-            parts.append(self._primary.pair_scores(first, Pairs(among.queries - first, among.documents)))
+            parts.append(
+                self._primary.pair_scores(
+                    first, Pairs(among.queries - first, among.documents)
+                )
+            )
         return np.concatenate(parts)
 
     def _find(self, first: int, last: int) -> Candidates:
         among = self._excluded.among(first, last)
         excluded = Pairs(among.queries - first, among.documents)
         k = self._config.top_k
-        found = [searcher.search(first, last, k, excluded) for searcher in self._searchers]
+        found = [
+            searcher.search(first, last, k, excluded) for searcher in self._searchers
+        ]
         documents, scores = found[0]
         if len(found) > 1:
             weights = [one.weight for one in self._retrievers]
@@ -182,7 +258,9 @@ class CandidateStore:
         known = self._known.positives.among(first, last)
         positives = Pairs(known.queries - first, known.documents)
         own = self._primary.pair_scores(first, positives)
-        return with_claims(Candidates.unclaimed(first, documents, scores, positives, own), self._claims)
+        return with_claims(
+            Candidates.unclaimed(first, documents, scores, positives, own), self._claims
+        )
 
     def _identity(self, documents: Documents) -> str:
         """Everything that the result of a search depends on."""
@@ -190,17 +268,33 @@ class CandidateStore:
         retrievers = [
             [
                 one.model_dump(),
-                "" if one.model == BM25 else encoder_identity(one, config, encoder_precision(one, config, session)),
+                ""
+                if one.model == BM25
+                else encoder_identity(
+                    one, config, encoder_precision(one, config, session)
+                ),
             ]
             for one in self._retrievers
         ]
         arrays = (
-            documents.exact, self._known.exact, self._excluded.queries, self._excluded.documents,
-            self._known.positives.queries, self._known.positives.documents,
-        )  # fmt: skip
+            documents.exact,
+            self._known.exact,
+            self._excluded.queries,
+            self._excluded.documents,
+            self._known.positives.queries,
+            self._known.positives.documents,
+        )
         sums = [array_identity(one) for one in arrays]
         claims = self._claims is not None
-        return short_hash(retrievers, config.top_k, config.fusion, config.rrf_k, sums, documents.num_candidates, claims)
+        return short_hash(
+            retrievers,
+            config.top_k,
+            config.fusion,
+            config.rrf_k,
+            sums,
+            documents.num_candidates,
+            claims,
+        )
 
     def _path(self, first: int) -> Path:
         last = min(first + CHUNK, self._known.num_queries)
@@ -224,29 +318,47 @@ class CandidateStore:
 
 
 def encode_all(
-    retriever: Retriever, config: MineConfig, folder: Path, documents: Documents, known: Known, session: Session
+    retriever: Retriever,
+    config: MineConfig,
+    folder: Path,
+    documents: Documents,
+    known: Known,
+    session: Session,
 ) -> tuple[VectorStore, VectorStore, int]:
     """The vectors of documents and queries, and how many were computed now. Collective."""
     precision = encoder_precision(retriever, config, session)
     place = folder / "vectors" / encoder_identity(retriever, config, precision)
     # Loaded at most once, and only where vectors are missing.
-    load: Callable[[], Encoder] = cache(lambda: load_encoder(retriever, config, session.device, precision))
+    load: Callable[[], Encoder] = cache(
+        lambda: load_encoder(retriever, config, session.device, precision)
+    )
     of_documents = VectorStore(place, "document", documents.exact, config.vector_dtype)
     of_queries = VectorStore(place, "query", known.exact, config.vector_dtype)
     num_encoded = 0
-    for store, item, what in ((of_queries, known.item, "queries"), (of_documents, documents.item, "documents")):
-        num_encoded += encode_missing(store, load, item, session, f"{retriever.model}: encoding {what}")
+    for store, item, what in (
+        (of_queries, known.item, "queries"),
+        (of_documents, documents.item, "documents"),
+    ):
+        num_encoded += encode_missing(
+            store, load, item, session, f"{retriever.model}: encoding {what}"
+        )
     return of_documents, of_queries, num_encoded
 
 
 def fuse(
-    found: Sequence[tuple[np.ndarray, np.ndarray]], weights: Sequence[float], k: int, how: str, rrf_k: int
+    found: Sequence[tuple[np.ndarray, np.ndarray]],
+    weights: Sequence[float],
+    k: int,
+    how: str,
+    rrf_k: int,
 ) -> np.ndarray:
     """[Q, k] documents of several rankings ([Q, n] documents and scores each) as one, -1 where there are fewer."""
     gains = []
     for (documents, scores), weight in zip(found, weights, strict=True):
         if how == "rrf":
-            gain = np.broadcast_to(weight / (rrf_k + 1.0 + np.arange(documents.shape[1])), documents.shape)
+            gain = np.broadcast_to(
+                weight / (rrf_k + 1.0 + np.arange(documents.shape[1])), documents.shape
+            )
         else:
             gain = weight * _standardised(scores)
         gains.append(np.where(documents >= 0, gain, 0.0))
@@ -260,7 +372,9 @@ def fuse(
     group = np.cumsum(is_first.ravel()) - 1
     total = np.bincount(group, gain.ravel())[group].reshape(documents.shape)
     total[~is_first | (documents < 0)] = -np.inf
-    best = np.argsort(-total, axis=1, kind="stable")[:, :k]  # stable: of equal ones the lower number first
+    best = np.argsort(-total, axis=1, kind="stable")[
+        :, :k
+    ]  # stable: of equal ones the lower number first
     chosen = np.take_along_axis(documents, best, axis=1)
     return np.where(np.take_along_axis(total, best, axis=1) > -np.inf, chosen, -1)
 
@@ -271,9 +385,11 @@ def _standardised(scores_QK: np.ndarray) -> np.ndarray:
     count = np.maximum(finite.sum(axis=1, keepdims=True), 1)
     values = np.where(finite, scores_QK, 0.0).astype(np.float64)
     mean = values.sum(axis=1, keepdims=True) / count
-    deviation = np.sqrt((np.where(finite, values - mean, 0.0) ** 2).sum(axis=1, keepdims=True) / count)
-    lowest = np.where(finite, scores_QK, np.inf).min(axis=1, keepdims=True)
-    result: np.ndarray = np.where(finite, (values - np.where(np.isfinite(lowest), lowest, 0.0)), 0.0) / np.maximum(
-        deviation, 1e-12
+    deviation = np.sqrt(
+        (np.where(finite, values - mean, 0.0) ** 2).sum(axis=1, keepdims=True) / count
     )
+    lowest = np.where(finite, scores_QK, np.inf).min(axis=1, keepdims=True)
+    result: np.ndarray = np.where(
+        finite, (values - np.where(np.isfinite(lowest), lowest, 0.0)), 0.0
+    ) / np.maximum(deviation, 1e-12)
     return result

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.mining.candidate_store import Candidates
 from vembed.mining.claims import claimed_limit
 from vembed.mining.config import MineConfig
 from vembed.mining.documents import Documents
 from vembed.mining.duplicates import DuplicateFinder
 from vembed.mining.known import Known
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 
 COMPARED = 32
 """Known positives of a query that a candidate's text is compared with."""
@@ -33,15 +33,21 @@ class Limits:
     @classmethod
     def of(cls, config: MineConfig) -> Limits:
         """Those of the config."""
-        return cls(config.relative_margin, config.margin, config.max_score, config.min_score)
+        return cls(
+            config.relative_margin, config.margin, config.max_score, config.min_score
+        )
 
     def highest(self, positive_Q: np.ndarray) -> np.ndarray:
         """[Q] the highest score that a negative may have, from the lowest score of each query's known positives."""
-        highest = np.full(len(positive_Q), np.inf if self.max_score is None else self.max_score)
+        highest = np.full(
+            len(positive_Q), np.inf if self.max_score is None else self.max_score
+        )
         if self.margin is not None:
             highest = np.minimum(highest, positive_Q - self.margin)
         if self.relative_margin is not None:
-            below = self.relative_margin * np.abs(np.where(np.isfinite(positive_Q), positive_Q, 0.0))
+            below = self.relative_margin * np.abs(
+                np.where(np.isfinite(positive_Q), positive_Q, 0.0)
+            )
             highest = np.minimum(highest, positive_Q - below)
         return highest
 
@@ -58,11 +64,18 @@ class Chooser:
     """Chooses for chunks of queries, and counts why candidates are left out."""
 
     def __init__(
-        self, config: MineConfig, limits: Limits, documents: Documents, known: Known, session: Session
+        self,
+        config: MineConfig,
+        limits: Limits,
+        documents: Documents,
+        known: Known,
+        session: Session,
     ) -> None:
         self._config, self._limits, self._session = config, limits, session
         self._known, self._num_documents = known, len(documents)
-        self._near = DuplicateFinder(lambda number: documents.item(number).text, config.near_duplicate)
+        self._near = DuplicateFinder(
+            lambda number: documents.item(number).text, config.near_duplicate
+        )
         self._counts: Counter[str] = Counter()
 
     def choose(self, candidates: Candidates, depth: int) -> Chosen:
@@ -80,10 +93,16 @@ class Chooser:
             begin, end = positives[query], positives[query + 1]
             compared = candidates.positives.documents[begin:end][:COMPARED]
             # First the candidates that another query claims: they are relevant there, and hardly here.
-            order = self._order(candidates, query, np.flatnonzero(allowed[place] & claimed[query]))
-            others = self._order(candidates, query, np.flatnonzero(allowed[place] & ~claimed[query]))
+            order = self._order(
+                candidates, query, np.flatnonzero(allowed[place] & claimed[query])
+            )
+            others = self._order(
+                candidates, query, np.flatnonzero(allowed[place] & ~claimed[query])
+            )
             columns = np.concatenate([order, others])
-            found = self._of_query(candidates.documents[query], columns, compared.tolist(), depth)
+            found = self._of_query(
+                candidates.documents[query], columns, compared.tolist(), depth
+            )
             documents[place, : len(found)] = candidates.documents[query, found]
             scores[place, : len(found)] = candidates.scores[query, found]
         sizes = [bounds[one + 1] - bounds[one] for one in range(world_size)]
@@ -95,7 +114,13 @@ class Chooser:
     def counts(self) -> dict[str, int]:
         """Candidates by what became of them, of all ranks. Collective."""
         names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
-        return dict(zip(names, collectives.sum_ints([self._counts[name] for name in names]), strict=True))
+        return dict(
+            zip(
+                names,
+                collectives.sum_ints([self._counts[name] for name in names]),
+                strict=True,
+            )
+        )
 
     def _allowed(self, candidates: Candidates, own: range) -> np.ndarray:
         """[Q, K] which candidates keep to the limits."""
@@ -111,7 +136,9 @@ class Chooser:
         low_enough = exact <= highest[:, None]
         if self._config.takes_claimed and self._config.prefer_claimed == "auto":
             # Nobody has set a limit: the default margin is for those that nobody claims.
-            low_enough |= candidates.claimed[own.start : own.stop] & (exact <= claimed_limit(lowest)[:, None])
+            low_enough |= candidates.claimed[own.start : own.stop] & (
+                exact <= claimed_limit(lowest)[:, None]
+            )
         low_enough &= later
         kept = low_enough
         if self._limits.min_score is not None:
@@ -122,7 +149,13 @@ class Chooser:
         self._counts["too_low"] += int((low_enough & ~kept).sum())
         return kept
 
-    def _of_query(self, documents: np.ndarray, columns: np.ndarray, positives: list[int], depth: int) -> list[int]:
+    def _of_query(
+        self,
+        documents: np.ndarray,
+        columns: np.ndarray,
+        positives: list[int],
+        depth: int,
+    ) -> list[int]:
         """Return the first columns whose documents are no near-duplicates of positives."""
         chosen: list[int] = []
         for column in columns:
@@ -134,7 +167,9 @@ class Chooser:
                 break
         return chosen
 
-    def _order(self, candidates: Candidates, query: int, columns: np.ndarray) -> np.ndarray:
+    def _order(
+        self, candidates: Candidates, query: int, columns: np.ndarray
+    ) -> np.ndarray:
         """The columns in the order in which they are taken: a pure function of seed, query and candidates."""
         if self._config.sampling == "top" or not len(columns):
             return columns
@@ -144,7 +179,9 @@ class Chooser:
         if self._config.sampling == "random":
             return columns[np.argsort(draws, kind="stable")]
         # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.
-        noisy = candidates.scores[query, columns] / self._config.sampling_temperature - np.log(-np.log(draws + 1e-300))
+        noisy = candidates.scores[
+            query, columns
+        ] / self._config.sampling_temperature - np.log(-np.log(draws + 1e-300))
         return columns[np.argsort(-noisy, kind="stable")]
 
 

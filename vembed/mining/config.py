@@ -21,7 +21,14 @@ from vembed.config.negatives import ChoiceOptions
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""
 
-DropKind = Literal["duplicates", "near_duplicates", "leakage", "contradictions", "low_positives", "weak_queries"]
+DropKind = Literal[
+    "duplicates",
+    "near_duplicates",
+    "leakage",
+    "contradictions",
+    "low_positives",
+    "weak_queries",
+]
 """Findings of an audit whose rows can be left out."""
 
 
@@ -66,7 +73,9 @@ class Judge(Endpoint):
     """A reranker (a folder or a Hub name), or the name of a model at `base_url`."""
     kind: Literal["auto", "cross_encoder", "yes_no", "endpoint"] = "auto"
     """Kind of judge. `auto`: endpoint with `base_url`, yes_no for decoders, otherwise cross_encoder."""
-    unsure: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(default=[0.5, 0.5])
+    unsure: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = Field(
+        default=[0.5, 0.5]
+    )
     """[low, high]: relevant from `high` on, not relevant below `low`, and between them the next judge is asked. The
     last judge decides in the middle."""
     instruction: str = RELEVANCE
@@ -80,8 +89,12 @@ class Judge(Endpoint):
             raise ValueError(f"judges: unsure: {self.unsure} must be [low, high]")
         if (self.kind == "endpoint") and self.base_url is None:
             raise ValueError(f"judges: {self.model}: kind: endpoint needs base_url")
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"judges: base_url: {self.base_url} must begin with http:// or https://")
+        if self.base_url is not None and not self.base_url.startswith(
+            ("http://", "https://")
+        ):
+            raise ValueError(
+                f"judges: base_url: {self.base_url} must begin with http:// or https://"
+            )
         return self
 
 
@@ -200,8 +213,12 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions):
         return [
             one.model_copy(
                 update={
-                    "query_prompt": self.query_prompt if one.query_prompt is None else one.query_prompt,
-                    "document_prompt": self.document_prompt if one.document_prompt is None else one.document_prompt,
+                    "query_prompt": self.query_prompt
+                    if one.query_prompt is None
+                    else one.query_prompt,
+                    "document_prompt": self.document_prompt
+                    if one.document_prompt is None
+                    else one.document_prompt,
                 }
             )
             for one in found
@@ -210,7 +227,11 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions):
     @property
     def depth(self) -> int:
         """Candidates that are chosen per query before the judges see them."""
-        return max(self.judged_per_query or 2 * self.budget, self.budget) if self.judges else self.budget
+        return (
+            max(self.judged_per_query or 2 * self.budget, self.budget)
+            if self.judges
+            else self.budget
+        )
 
 
 class JudgeConfig(RowOptions, WeightOptions):
@@ -267,7 +288,12 @@ class AuditConfig(DataOptions, ModelOptions):
 
 
 ModelFreeKind = Literal[
-    "docstring_function", "caption_image", "title_body", "heading_section", "first_sentence", "crop"
+    "docstring_function",
+    "caption_image",
+    "title_body",
+    "heading_section",
+    "first_sentence",
+    "crop",
 ]
 WrittenKind = Literal["question", "keywords", "claim", "instruction"]
 
@@ -288,8 +314,12 @@ class Writer(Endpoint):
 
     @model_validator(mode="after")
     def _check(self) -> Writer:
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url: {self.base_url} must begin with http:// or https://")
+        if self.base_url is not None and not self.base_url.startswith(
+            ("http://", "https://")
+        ):
+            raise ValueError(
+                f"base_url: {self.base_url} must begin with http:// or https://"
+            )
         return self
 
 
@@ -347,10 +377,14 @@ class GenerateConfig(ModelOptions):
         if written and self.writer is None:
             raise ValueError(f"kinds: {written[0]} needs writer, a language model")
         if self.writer is not None and self.kinds and not written:
-            raise ValueError("writer has no effect: kinds has none of question, keywords, claim and instruction")
+            raise ValueError(
+                "writer has no effect: kinds has none of question, keywords, claim and instruction"
+            )
         unknown = sorted(set(self.prompts) - set(get_args(WrittenKind)))
         if unknown:
-            raise ValueError(f"prompts: {unknown[0]} is none of {', '.join(get_args(WrittenKind))}")
+            raise ValueError(
+                f"prompts: {unknown[0]} is none of {', '.join(get_args(WrittenKind))}"
+            )
         for kind, prompt in self.prompts.items():
             try:
                 prompt.format(document="", language="", persona="", examples="")
@@ -363,5 +397,7 @@ class GenerateConfig(ModelOptions):
 
     def written_kinds(self) -> list[str]:
         """The kinds that the writer writes."""
-        chosen: list[str] = [kind for kind in self.kinds if kind in get_args(WrittenKind)]
+        chosen: list[str] = [
+            kind for kind in self.kinds if kind in get_args(WrittenKind)
+        ]
         return chosen or (["question"] if self.writer is not None else [])

@@ -34,14 +34,22 @@ def content_key(item: Item) -> int:
 
 def id_key(identity: object) -> int:
     """A 63-bit number for an id; 7 and "7" are the same id."""
-    return int.from_bytes(hashlib.blake2b(str(identity).encode(), digest_size=8).digest(), "little") >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(str(identity).encode(), digest_size=8).digest(), "little"
+        )
+        >> 1
+    )
 
 
 def array_identity(values: np.ndarray) -> list[int]:
     """Return two numbers that tell an array from others: its length, and a sum that changes where values are changed or
     exchanged."""
     # The position goes into the sum: an XOR of the numbers alone would not see two exchanged.
-    return [len(values), int(np.bitwise_xor.reduce(values * 31 + np.arange(len(values)), initial=0))]
+    return [
+        len(values),
+        int(np.bitwise_xor.reduce(values * 31 + np.arange(len(values)), initial=0)),
+    ]
 
 
 class KeyIndex:
@@ -62,7 +70,9 @@ class KeyIndex:
 
 
 # Thai and Lao, Myanmar, Khmer, Hiragana and Katakana, Chinese characters with extension A, Hangul syllables.
-_LETTERS_ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_LETTERS_ALONE = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+)
 
 
 def words(text: str) -> list[str]:
@@ -73,4 +83,6 @@ def words(text: str) -> list[str]:
 @functools.cache
 def _word() -> re.Pattern[str]:
     letter = rf"[^\W{_LETTERS_ALONE}]"
-    return re.compile(rf"{letter}+(?:[{word_marks()}]+{letter}*)*|(?=\w)[{_LETTERS_ALONE}][{word_marks()}]*")
+    return re.compile(
+        rf"{letter}+(?:[{word_marks()}]+{letter}*)*|(?=\w)[{_LETTERS_ALONE}][{word_marks()}]*"
+    )

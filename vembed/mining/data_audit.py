@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from vembed.data.columns import judgement_column, unread_judgement
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.mining.audit_beginning import data_sections
 from vembed.mining.audit_contents import Checker, items_by_part, per_source
@@ -24,6 +23,7 @@ from vembed.mining.mining_options import Source, load_options
 from vembed.mining.mining_run import Inputs, Say, open_session, read_inputs
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import FileTable, Rows, open_rows
+from vembed.parallel.session import Session
 from vembed.progress import duration
 from vembed.saving.durability import replace_text
 
@@ -42,7 +42,11 @@ class AuditResult:
 
 
 def audit(
-    source: Source, overrides: Sequence[str] = (), *, session: Session | None = None, say: Say | None = None
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    session: Session | None = None,
+    say: Say | None = None,
 ) -> AuditResult:
     """Look at training data as a YAML file, a dict or an AuditConfig says. Collective, as `mine`."""
     config = load_options(AuditConfig, source, overrides)
@@ -56,7 +60,11 @@ def audit(
         validation = _validation(config)
         words = command_words(config)
         checker = Checker(
-            data, validation, near_duplicate=config.near_duplicate, num_examples=config.num_examples, words=words
+            data,
+            validation,
+            near_duplicate=config.near_duplicate,
+            num_examples=config.num_examples,
+            words=words,
         )
         findings = [
             *_bad_records(inputs.rows, config.num_examples, words),
@@ -64,7 +72,9 @@ def audit(
             *checker.findings(),
         ]
         to_drop = dict(checker.rows_to_drop)
-        sources: dict[str, Any] = {name: {"rows": count} for name, count in per_source(data).items()}
+        sources: dict[str, Any] = {
+            name: {"rows": count} for name, count in per_source(data).items()
+        }
         if config.model_name is not None:
             found, sources, more = _with_model(config, inputs, data, running, words)
             findings += found
@@ -73,10 +83,14 @@ def audit(
         num_cleaned = None
         if config.cleaned_path is not None:
             # Counted on every rank, since all return the result; the first one writes.
-            num_cleaned = len(inputs.rows) - len(set().union(*(to_drop.get(kind, set()) for kind in config.drop)))
+            num_cleaned = len(inputs.rows) - len(
+                set().union(*(to_drop.get(kind, set()) for kind in config.drop))
+            )
             if running.is_main:
                 _write_cleaned(config, inputs.rows, to_drop)
-            tell(f"{config.cleaned_path}: {num_cleaned:,d} of {len(inputs.rows):,d} rows")
+            tell(
+                f"{config.cleaned_path}: {num_cleaned:,d} of {len(inputs.rows):,d} rows"
+            )
         report = _report(config, inputs, data, findings, sources)
         if running.is_main:
             beginning = data_sections(config, inputs, data, validation)
@@ -86,7 +100,9 @@ def audit(
         for one in findings:
             tell(f"{one.severity}: {one.title}: {one.count:,d} ({one.share:.1%})")
         names = f"{page} and {page.with_suffix('.json').name}"
-        tell(f"{names}: {len(findings)} findings, in {duration(time.monotonic() - began)}")
+        tell(
+            f"{names}: {len(findings)} findings, in {duration(time.monotonic() - began)}"
+        )
         running.barrier()
     return AuditResult(page, tuple(findings), report, num_cleaned)
 
@@ -95,9 +111,13 @@ def check_audit(config: AuditConfig) -> Path:
     """Refuse what cannot be written before anything is read; returns the page's path."""
     page = Path(config.output_path).expanduser()
     if page.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"output_path: {config.output_path} must end in .html; the JSON is written beside it")
+        raise UserError(
+            f"output_path: {config.output_path} must end in .html; the JSON is written beside it"
+        )
     if not page.absolute().parent.is_dir():
-        raise UserError(f"{page.absolute().parent} is no folder, so {page.name} cannot be written there")
+        raise UserError(
+            f"{page.absolute().parent} is no folder, so {page.name} cannot be written there"
+        )
     if config.cleaned_path is not None:
         check_output(config.cleaned_path)
     return page
@@ -106,14 +126,22 @@ def check_audit(config: AuditConfig) -> Path:
 def mining_config(config: AuditConfig) -> MineConfig:
     """The search that an audit needs, as options of mining."""
     # near_duplicate has another meaning in an audit: between rows, not between a candidate and a positive.
-    names = set(MineConfig.model_fields) & set(AuditConfig.model_fields) - {"near_duplicate"}
+    names = set(MineConfig.model_fields) & set(AuditConfig.model_fields) - {
+        "near_duplicate"
+    }
     values = config.model_dump(include=names, exclude_unset=True)
     # MineConfig wants a model; without one the audit searches nothing.
-    fixed = {"model_name": config.model_name or "none", "output_path": config.output_path, "top_k": config.top_k}
+    fixed = {
+        "model_name": config.model_name or "none",
+        "output_path": config.output_path,
+        "top_k": config.top_k,
+    }
     return MineConfig.model_validate(
         # Without limits, and with the rows' own negatives among the candidates: what they are is what the audit looks
         # at. Bad records are left out here and become a finding.
-        values | fixed | {"relative_margin": None, "keep_negatives": False, "on_bad_record": "skip"}
+        values
+        | fixed
+        | {"relative_margin": None, "keep_negatives": False, "on_bad_record": "skip"}
     )
 
 
@@ -121,13 +149,21 @@ def command_words(config: AuditConfig) -> str:
     """The options that name the data, as words of a command."""
     names = ("model_name", "data_path", "val_data_path", "corpus_path")
     values = config.model_dump(include=set(names), exclude_none=True)
-    return " ".join(f"{name}={values[name]}" for name in names if isinstance(values.get(name), str))
+    return " ".join(
+        f"{name}={values[name]}" for name in names if isinstance(values.get(name), str)
+    )
 
 
 def _validation(config: AuditConfig) -> Texts | None:
     if config.val_data_path is None:
         return None
-    return Texts.of(open_rows(config.model_copy(update={"data_path": config.val_data_path, "on_bad_record": "skip"})))
+    return Texts.of(
+        open_rows(
+            config.model_copy(
+                update={"data_path": config.val_data_path, "on_bad_record": "skip"}
+            )
+        )
+    )
 
 
 def _with_model(
@@ -137,7 +173,9 @@ def _with_model(
     folder = Path(config.work_dir or f"{config.output_path}.work").expanduser()
     store = CandidateStore(mining, inputs.documents, inputs.known, folder, session)
     store.find_all()
-    found, sources, to_drop = rank_findings(inputs, store, data, mining, config.num_examples, words)
+    found, sources, to_drop = rank_findings(
+        inputs, store, data, mining, config.num_examples, words
+    )
     session.barrier()
     if session.is_main and not config.keep_work:
         shutil.rmtree(folder, ignore_errors=True)
@@ -146,12 +184,20 @@ def _with_model(
 
 def _bad_records(rows: Rows, num_examples: int, words: str) -> list[Finding]:
     """Records that training would refuse: no JSON, empty texts, broken or missing images."""
-    problems = [problem for table in rows.tables if isinstance(table, FileTable) for problem in table.index.problems]
-    count = sum(table.index.num_bad for table in rows.tables if isinstance(table, FileTable))
+    problems = [
+        problem
+        for table in rows.tables
+        if isinstance(table, FileTable)
+        for problem in table.index.problems
+    ]
+    count = sum(
+        table.index.num_bad for table in rows.tables if isinstance(table, FileTable)
+    )
     if not count:
         return []
     examples = [
-        dict(zip(("place", "reason"), problem.split(": ", 1), strict=False)) for problem in problems[:num_examples]
+        dict(zip(("place", "reason"), problem.split(": ", 1), strict=False))
+        for problem in problems[:num_examples]
     ]
     return [
         Finding(
@@ -171,12 +217,21 @@ def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
     """Pairs with a column that probably says which of them match, and is not read."""
     found = []
     for table in rows.tables:
-        if not isinstance(table, FileTable) or table.index.labels is not None or table.index.counts.scored:
+        if (
+            not isinstance(table, FileTable)
+            or table.index.labels is not None
+            or table.index.counts.scored
+        ):
             continue
-        column, sentence = judgement_column(table.index.unused), unread_judgement(table.index.unused)
+        column, sentence = (
+            judgement_column(table.index.unused),
+            unread_judgement(table.index.unused),
+        )
         if column is None or sentence is None:
             continue
-        records = [table.record(number) for number in range(min(num_examples, len(table)))]
+        records = [
+            table.record(number) for number in range(min(num_examples, len(table)))
+        ]
         found.append(
             Finding(
                 "unread_judgement",
@@ -185,13 +240,18 @@ def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
                 f"{table.name}: {sentence}.",
                 len(table),
                 len(table) / len(rows),
-                examples=[{name: str(value)[:SHOWN_CHARACTERS] for name, value in one.items()} for one in records],
+                examples=[
+                    {name: str(value)[:SHOWN_CHARACTERS] for name, value in one.items()}
+                    for one in records
+                ],
             )
         )
     return found
 
 
-def _write_cleaned(config: AuditConfig, rows: Rows, to_drop: dict[str, set[int]]) -> None:
+def _write_cleaned(
+    config: AuditConfig, rows: Rows, to_drop: dict[str, set[int]]
+) -> None:
     dropped: set[int] = set().union(*(to_drop.get(kind, set()) for kind in config.drop))
     assert config.cleaned_path is not None
     with row_writer(check_output(config.cleaned_path)) as writer:
@@ -201,10 +261,18 @@ def _write_cleaned(config: AuditConfig, rows: Rows, to_drop: dict[str, set[int]]
 
 
 def _report(
-    config: AuditConfig, inputs: Inputs, data: Texts, findings: Sequence[Finding], sources: dict[str, Any]
+    config: AuditConfig,
+    inputs: Inputs,
+    data: Texts,
+    findings: Sequence[Finding],
+    sources: dict[str, Any],
 ) -> dict[str, Any]:
     parts = {name: items for name, items in items_by_part(data).items() if items}
-    name = config.data_path if isinstance(config.data_path, str) else f"{len(data.names)} sources"
+    name = (
+        config.data_path
+        if isinstance(config.data_path, str)
+        else f"{len(data.names)} sources"
+    )
     return {
         "name": name,
         "summary": " ".join(f"{line}." for line in inputs.summary()),

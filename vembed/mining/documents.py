@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from vembed.config.user_folders import cache_folder
-from vembed.data.examples import LONE_SURROGATE, BadRecord, Example, ImageRef, Item, has_lone_surrogate
+from vembed.data.examples import (
+    LONE_SURROGATE,
+    BadRecord,
+    Example,
+    ImageRef,
+    Item,
+    has_lone_surrogate,
+)
 from vembed.data.images import ImageRoot
 from vembed.data.messages import listed
 from vembed.data.opening import open_reader
@@ -23,7 +30,17 @@ from vembed.mining.config import DataOptions
 from vembed.mining.contents import KeyIndex, content_key, id_key
 from vembed.mining.record_tables import AnyColumns, BeirTable, RowSource, TextLines
 
-TEXT_FIELDS = ("text", "document", "positive", "passage", "content", "contents", "body", "abstract", "sentence")
+TEXT_FIELDS = (
+    "text",
+    "document",
+    "positive",
+    "passage",
+    "content",
+    "contents",
+    "body",
+    "abstract",
+    "sentence",
+)
 IMAGE_FIELDS = ("image", "images", "image_path")
 NUM_SHOWN = 10
 ROWS = -1
@@ -38,8 +55,15 @@ class CorpusFile:
         place = texts_path(place, "corpus") or place
         is_text = place.suffix.lower() in (".txt", ".text") and place.is_file()
         columns = AnyColumns()
-        self.reader: Reader = TextLines(place) if is_text else open_reader(str(place), columns, "train", cache_folder())
-        self.images = ImageRoot(options.image_root or str(self.reader.folder), allow_urls=options.allow_image_urls)
+        self.reader: Reader = (
+            TextLines(place)
+            if is_text
+            else open_reader(str(place), columns, "train", cache_folder())
+        )
+        self.images = ImageRoot(
+            options.image_root or str(self.reader.folder),
+            allow_urls=options.allow_image_urls,
+        )
 
     def item(self, record: Any) -> Item:
         """The document that a record means; `BadRecord` says why it means none."""
@@ -49,15 +73,24 @@ class CorpusFile:
             record = {"text": record}
         if not isinstance(record, dict):
             raise BadRecord("neither an object nor a text")
-        images = next((record[name] for name in IMAGE_FIELDS if record.get(name) is not None), None)
-        name = next((name for name in TEXT_FIELDS if isinstance(record.get(name), str)), None)
-        text = titled_text(record) if name in (None, "text") else str(record[name]).strip()
+        images = next(
+            (record[name] for name in IMAGE_FIELDS if record.get(name) is not None),
+            None,
+        )
+        name = next(
+            (name for name in TEXT_FIELDS if isinstance(record.get(name), str)), None
+        )
+        text = (
+            titled_text(record) if name in (None, "text") else str(record[name]).strip()
+        )
         if images is None and not text:
             fields = f"{', '.join(TEXT_FIELDS)} and image are read, and it has {listed(record) or 'no fields'}"
             raise BadRecord(f"no text and no image ({fields})")
         if has_lone_surrogate(text):
             raise BadRecord(f"the text {LONE_SURROGATE}")
-        given = images if isinstance(images, list) else [] if images is None else [images]
+        given = (
+            images if isinstance(images, list) else [] if images is None else [images]
+        )
         return Item(text=text or None, images=tuple(self._image(one) for one in given))
 
     def _image(self, given: Any) -> ImageRef:
@@ -102,7 +135,10 @@ class _Entries:
 
     def followed_by(self, others: _Entries) -> _Entries:
         """These, then the others."""
-        pairs = ((getattr(self, field.name), getattr(others, field.name)) for field in fields(self))
+        pairs = (
+            (getattr(self, field.name), getattr(others, field.name))
+            for field in fields(self)
+        )
         return _Entries(*(np.concatenate(pair) for pair in pairs))
 
 
@@ -126,15 +162,25 @@ class Documents:
     """Distinct documents by number: first the candidates, then documents of the rows that the corpus does not hold."""
 
     def __init__(
-        self, rows: RowSource, files: Sequence[CorpusFile], found: _Entries, extra: _Entries, notes: Sequence[str]
+        self,
+        rows: RowSource,
+        files: Sequence[CorpusFile],
+        found: _Entries,
+        extra: _Entries,
+        notes: Sequence[str],
     ) -> None:
         candidates = found.distinct()
         if len(candidates) < len(found):
-            notes = [*notes, f"joined {len(found) - len(candidates):,d} documents with equal content"]
+            notes = [
+                *notes,
+                f"joined {len(found) - len(candidates):,d} documents with equal content",
+            ]
         self.num_candidates = len(candidates)
         # Documents of the rows that the corpus lacks are scored as positives and negatives, and never mined.
         is_new = KeyIndex(candidates.keys).find(extra.keys) < 0
-        self._entries = candidates.followed_by(extra.take(np.flatnonzero(is_new)).distinct())
+        self._entries = candidates.followed_by(
+            extra.take(np.flatnonzero(is_new)).distinct()
+        )
         self._by_content = KeyIndex(self._entries.keys)
         # An id leads to the document that stands for its content, also where that one came first under another id.
         with_id = found.take(np.flatnonzero(found.ids))
@@ -165,12 +211,18 @@ class Documents:
         try:
             return file.item(file.reader.read(start, size))
         except BadRecord as error:
-            raise UserError(f"{file.reader.name} has changed since the run began ({error}): start again") from error
+            raise UserError(
+                f"{file.reader.name} has changed since the run began ({error}): start again"
+            ) from error
 
     def identity(self, number: int) -> str | None:
         """A document's id in its file, if it has one."""
         source, start, size = self._place(number)
-        return None if source < 0 else record_id(self._files[source].reader.read(start, size))
+        return (
+            None
+            if source < 0
+            else record_id(self._files[source].reader.read(start, size))
+        )
 
     def find_contents(self, keys: Sequence[int] | np.ndarray) -> np.ndarray:
         """The numbers of documents with these contents, -1 where there is none."""
@@ -178,7 +230,9 @@ class Documents:
 
     def find_ids(self, identities: Sequence[str]) -> np.ndarray:
         """The numbers of documents with these ids, -1 where there is none."""
-        places = self._by_id.find(np.array([id_key(one) for one in identities], np.int64))
+        places = self._by_id.find(
+            np.array([id_key(one) for one in identities], np.int64)
+        )
         found = places >= 0
         places[found] = self._number_of_id[places[found]]
         return places
@@ -198,7 +252,11 @@ class Documents:
 
     def _place(self, number: int) -> tuple[int, int, int]:
         entries = self._entries
-        return int(entries.sources[number]), int(entries.starts[number]), int(entries.sizes[number])
+        return (
+            int(entries.sources[number]),
+            int(entries.starts[number]),
+            int(entries.sizes[number]),
+        )
 
 
 def open_documents(options: DataOptions, rows: RowSource) -> Documents:
@@ -221,7 +279,9 @@ def open_documents(options: DataOptions, rows: RowSource) -> Documents:
     return Documents(rows, files, found, of_rows.entries(), notes)
 
 
-def _of_files(files: Sequence[CorpusFile], on_bad_record: str) -> tuple[_Entries, list[str]]:
+def _of_files(
+    files: Sequence[CorpusFile], on_bad_record: str
+) -> tuple[_Entries, list[str]]:
     collector, problems, num_bad = _Collector(), list[str](), 0
     for source, file in enumerate(files):
         for start, size, line, record in file.reader.scan():
@@ -229,7 +289,11 @@ def _of_files(files: Sequence[CorpusFile], on_bad_record: str) -> tuple[_Entries
                 item = file.item(record)
             except BadRecord as error:
                 num_bad += 1
-                problems += [f"{file.reader.where(line)}: {error}"] if len(problems) < NUM_SHOWN else []
+                problems += (
+                    [f"{file.reader.where(line)}: {error}"]
+                    if len(problems) < NUM_SHOWN
+                    else []
+                )
                 continue
             identity = record_id(record)
             number = 0 if identity is None else id_key(identity)
@@ -241,8 +305,12 @@ def _of_files(files: Sequence[CorpusFile], on_bad_record: str) -> tuple[_Entries
             "them out:\n  " + "\n  ".join(problems)
         )
     if not len(found):
-        raise UserError(f"{', '.join(file.reader.name for file in files)} holds no documents")
-    return found, [f"left out {num_bad:,d} that cannot be used, the first: {problems[0]}"] if num_bad else []
+        raise UserError(
+            f"{', '.join(file.reader.name for file in files)} holds no documents"
+        )
+    return found, [
+        f"left out {num_bad:,d} that cannot be used, the first: {problems[0]}"
+    ] if num_bad else []
 
 
 def items_of(example: Example) -> tuple[Item, ...]:
@@ -261,6 +329,12 @@ def row_value(item: Item, image_folder: str) -> Any:
 
 def _image_value(image: ImageRef, image_folder: str) -> str:
     if image.path is None:
-        raise UserError("images that are held inside a Parquet file cannot be written as negatives: save them as files")
+        raise UserError(
+            "images that are held inside a Parquet file cannot be written as negatives: save them as files"
+        )
     path = Path(image.path)
-    return str(path.relative_to(image_folder)) if path.is_relative_to(image_folder) else image.path
+    return (
+        str(path.relative_to(image_folder))
+        if path.is_relative_to(image_folder)
+        else image.path
+    )

@@ -18,7 +18,9 @@ def ngrams(text: str) -> frozenset[int]:
     found = words(text)
     if len(found) < NGRAM:
         return frozenset({hash(tuple(found))} if found else ())
-    return frozenset(map(hash, zip(*(found[place:] for place in range(NGRAM)), strict=False)))
+    return frozenset(
+        map(hash, zip(*(found[place:] for place in range(NGRAM)), strict=False))
+    )
 
 
 def containment(a: frozenset[int], b: frozenset[int]) -> float:
@@ -33,14 +35,21 @@ def containment(a: frozenset[int], b: frozenset[int]) -> float:
 class DuplicateFinder:
     """Compares documents by their numbers, and remembers the n-grams of those that come again."""
 
-    def __init__(self, text: Callable[[int], str | None], threshold: float | None) -> None:
+    def __init__(
+        self, text: Callable[[int], str | None], threshold: float | None
+    ) -> None:
         """`text`: of a document, None where it has none. `threshold: None`: nothing is a near-duplicate."""
         self._threshold = threshold
-        self._ngrams = lru_cache(maxsize=TEXTS_KEPT)(lambda number: ngrams(text(number) or ""))
+        self._ngrams = lru_cache(maxsize=TEXTS_KEPT)(
+            lambda number: ngrams(text(number) or "")
+        )
 
     def is_near(self, document: int, others: Sequence[int]) -> bool:
         """Return whether a document is a near-duplicate of one of the others."""
         if self._threshold is None:
             return False
         own = self._ngrams(document)
-        return any(containment(own, self._ngrams(int(other))) >= self._threshold for other in others)
+        return any(
+            containment(own, self._ngrams(int(other))) >= self._threshold
+            for other in others
+        )

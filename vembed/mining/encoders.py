@@ -15,14 +15,14 @@ from vembed.config.fsdp import Precision
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.distributed.placement import precision_of_use
-from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.families.model_files import model_folder
-from vembed.families.weight_files import check_no_pickles
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_items
 from vembed.mining.config import ModelOptions, Retriever
+from vembed.models.families.model_files import model_folder
+from vembed.models.families.weight_files import check_no_pickles
+from vembed.parallel.placement import precision_of_use
+from vembed.parallel.session import Session
 
 
 class Encoder(Protocol):
@@ -36,7 +36,13 @@ class Encoder(Protocol):
 class VembedEncoder:
     """A model that vembed loads."""
 
-    def __init__(self, retriever: Retriever, options: ModelOptions, device: torch.device, precision: Precision) -> None:
+    def __init__(
+        self,
+        retriever: Retriever,
+        options: ModelOptions,
+        device: torch.device,
+        precision: Precision,
+    ) -> None:
         self._embedder = Embedder(
             retriever.model,
             device=device,
@@ -50,7 +56,9 @@ class VembedEncoder:
             "document_prompt": retriever.document_prompt,
             "max_length": options.max_length,
         }
-        description = self._embedder.description.with_(**{key: one for key, one in given.items() if one is not None})
+        description = self._embedder.description.with_(
+            **{key: one for key, one in given.items() if one is not None}
+        )
         self._featuriser = Featuriser(description)
         self._unit = description.similarity == "cosine"
         self._budget = None if options.batch_tokens == "auto" else options.batch_tokens
@@ -71,13 +79,23 @@ class VembedEncoder:
 class SentenceTransformersEncoder:
     """A model that Sentence Transformers loads."""
 
-    def __init__(self, retriever: Retriever, options: ModelOptions, device: torch.device) -> None:
+    def __init__(
+        self, retriever: Retriever, options: ModelOptions, device: torch.device
+    ) -> None:
         from sentence_transformers import SentenceTransformer
 
         folder = model_folder(retriever.model)
         check_no_pickles(folder)
-        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        dtype = {} if options.torch_dtype == "auto" else {"dtype": dtypes[options.torch_dtype]}
+        dtypes = {
+            "float32": torch.float32,
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+        }
+        dtype = (
+            {}
+            if options.torch_dtype == "auto"
+            else {"dtype": dtypes[options.torch_dtype]}
+        )
         self._model = SentenceTransformer(
             str(folder),
             device=str(device),
@@ -87,7 +105,10 @@ class SentenceTransformersEncoder:
         )
         if options.max_length is not None:
             self._model.max_seq_length = options.max_length
-        self._prompts = {"query": retriever.query_prompt, "document": retriever.document_prompt}
+        self._prompts = {
+            "query": retriever.query_prompt,
+            "document": retriever.document_prompt,
+        }
         # Vectors of length 1, whose dot product is the cosine: the search knows dot products alone.
         self._unit = self._model.similarity_fn_name in (None, "cosine")
 
@@ -95,16 +116,25 @@ class SentenceTransformersEncoder:
         """[n, d] float32 vectors whose dot product is the model's similarity."""
         texts = [item.text for item in items]
         if any(item.images for item in items) or None in texts:
-            raise UserError("library: sentence_transformers is for texts alone: images need a model that vembed loads")
-        encode = self._model.encode_query if kind == "query" else self._model.encode_document
+            raise UserError(
+                "library: sentence_transformers is for texts alone: images need a model that vembed loads"
+            )
+        encode = (
+            self._model.encode_query if kind == "query" else self._model.encode_document
+        )
         vectors = encode(
-            texts, prompt=self._prompts[kind], normalize_embeddings=self._unit, convert_to_numpy=True,
+            texts,
+            prompt=self._prompts[kind],
+            normalize_embeddings=self._unit,
+            convert_to_numpy=True,
             show_progress_bar=False,
-        )  # fmt: skip
+        )
         return np.asarray(vectors, np.float32)
 
 
-def encoder_precision(retriever: Retriever, options: ModelOptions, session: Session) -> Precision:
+def encoder_precision(
+    retriever: Retriever, options: ModelOptions, session: Session
+) -> Precision:
     """The precision in which a retriever computes, the same on all ranks."""
     if retriever.library == "sentence_transformers" or options.torch_dtype != "auto":
         return "no"
@@ -120,7 +150,10 @@ def encoder_precision(retriever: Retriever, options: ModelOptions, session: Sess
 
 
 def load_encoder(
-    retriever: Retriever, options: ModelOptions, device: torch.device, precision: Precision = "no"
+    retriever: Retriever,
+    options: ModelOptions,
+    device: torch.device,
+    precision: Precision = "no",
 ) -> Encoder:
     """The model of a retriever, by the library that its options name."""
     if retriever.library == "sentence_transformers":
@@ -130,20 +163,28 @@ def load_encoder(
         return VembedEncoder(retriever, options, device, precision)
     except UserError:
         # A folder with modules.json may hold modules that only Sentence Transformers knows.
-        is_theirs = (Path(retriever.model) / "modules.json").is_file() and find_spec("sentence_transformers")
+        is_theirs = (Path(retriever.model) / "modules.json").is_file() and find_spec(
+            "sentence_transformers"
+        )
         if retriever.library == "vembed" or not is_theirs:
             raise
         return SentenceTransformersEncoder(retriever, options, device)
 
 
-def encoder_identity(retriever: Retriever, options: ModelOptions, precision: Precision) -> str:
+def encoder_identity(
+    retriever: Retriever, options: ModelOptions, precision: Precision
+) -> str:
     """A short name for everything that the vectors depend on besides the items, known before the model is loaded."""
     settings = retriever.model_dump(exclude={"weight", "model"})
     return short_hash(
-        files_identity(retriever.model), settings, options.torch_dtype, options.max_length, options.vector_dtype,
+        files_identity(retriever.model),
+        settings,
+        options.torch_dtype,
+        options.max_length,
+        options.vector_dtype,
         # Nothing for "no", so that vectors stored before there was a precision still count.
         *([] if precision == "no" else [precision]),
-    )  # fmt: skip
+    )
 
 
 def files_identity(model: str) -> list[list[object]]:
@@ -152,11 +193,20 @@ def files_identity(model: str) -> list[list[object]]:
     if folder.is_dir():
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         # Size and time instead of content: gigabytes would be read at every start.
-        return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+        return [
+            [
+                str(path.relative_to(folder)),
+                path.stat().st_size,
+                path.stat().st_mtime_ns,
+            ]
+            for path in files
+        ]
     cached = try_to_load_from_cache(model, "config.json") if "/" in model else None
     return [[model, str(cached)]]
 
 
 def _check_installed() -> None:
     if find_spec("sentence_transformers") is None:
-        raise UserError("library: sentence_transformers needs that package: pip install sentence-transformers")
+        raise UserError(
+            "library: sentence_transformers needs that package: pip install sentence-transformers"
+        )

@@ -32,15 +32,20 @@ class ChatClient:
         self._endpoint, self._model = endpoint, model
         self._is_dead = threading.Event()
 
-    def complete(self, prompts: Sequence[str], max_tokens: int, temperature: float = 0.0) -> Iterator[tuple[int, str]]:
+    def complete(
+        self, prompts: Sequence[str], max_tokens: int, temperature: float = 0.0
+    ) -> Iterator[tuple[int, str]]:
         """The number of each prompt and its answer, as answers come in.
 
         Where a request fails for good no further one is sent, those in flight are waited for, and then the error is
         raised, which names the endpoint: what was yielded before is the caller's to keep.
         """
-        with ThreadPoolExecutor(self._endpoint.concurrency, thread_name_prefix="vembed-endpoint") as pool:
+        with ThreadPoolExecutor(
+            self._endpoint.concurrency, thread_name_prefix="vembed-endpoint"
+        ) as pool:
             asked = {
-                pool.submit(self._ask, prompt, max_tokens, temperature): number for number, prompt in enumerate(prompts)
+                pool.submit(self._ask, prompt, max_tokens, temperature): number
+                for number, prompt in enumerate(prompts)
             }
             failure: BaseException | None = None
             for future in as_completed(asked):
@@ -55,9 +60,11 @@ class ChatClient:
 
     def _ask(self, prompt: str, max_tokens: int, temperature: float) -> str:
         body = {
-            "model": self._model, "messages": [{"role": "user", "content": prompt}], "temperature": temperature,
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": temperature,
             "max_tokens": max_tokens,
-        }  # fmt: skip
+        }
         last = ""
         for attempt in range(self._endpoint.max_retries + 1):
             if self._is_dead.is_set():
@@ -70,9 +77,18 @@ class ChatClient:
                     last = f"HTTP {error.code} {error.reason}"
                     if error.code not in RETRIED:
                         detail = error.read(300).decode("utf-8", "replace").strip()
-                        raise UserError(f"{self.url} refuses the request: {last}; {detail}") from error
+                        raise UserError(
+                            f"{self.url} refuses the request: {last}; {detail}"
+                        ) from error
                     wait = max(wait, _retry_after(error))
-            except (TimeoutError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            except (
+                TimeoutError,
+                OSError,
+                ValueError,
+                KeyError,
+                IndexError,
+                TypeError,
+            ) as error:
                 # A connection that ends, or an answer that is no chat completion: both may be better next time.
                 last = f"{type(error).__name__}: {error}"
             if attempt < self._endpoint.max_retries:
@@ -85,10 +101,14 @@ class ChatClient:
 
     def _post(self, body: dict[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self._endpoint.api_key_env):  # a key in a config would be written to files
+        if key := os.environ.get(
+            self._endpoint.api_key_env
+        ):  # a key in a config would be written to files
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self._endpoint.timeout_seconds) as answer:
+        with urllib.request.urlopen(
+            request, timeout=self._endpoint.timeout_seconds
+        ) as answer:
             return json.loads(answer.read())
 
 

@@ -51,11 +51,16 @@ class Texts:
     @classmethod
     def of(cls, rows: Rows) -> Texts:
         """Read all rows."""
-        numbers = [number for number, table in enumerate(rows.tables) for _ in range(len(table))]
+        numbers = [
+            number
+            for number, table in enumerate(rows.tables)
+            for _ in range(len(table))
+        ]
         return cls(
-            tuple(rows.example(row) for row in range(len(rows))), tuple(numbers),
+            tuple(rows.example(row) for row in range(len(rows))),
+            tuple(numbers),
             tuple(table.name for table in rows.tables),
-        )  # fmt: skip
+        )
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -77,16 +82,26 @@ def shown(item: Item) -> str:
     """An item for the page: its text, cut, and its images' names."""
     parts = [f"[{image.path or 'image'}]" for image in item.images]
     text = item.text or ""
-    parts.append(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ...")
+    parts.append(
+        text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
+    )
     return " ".join(part for part in parts if part)
 
 
 def lengths(items: Sequence[Item]) -> dict[str, float]:
     """Count, mean and quantiles of the words of texts."""
-    words = np.array([len(item.text.split()) for item in items if item.text], np.float64)
+    words = np.array(
+        [len(item.text.split()) for item in items if item.text], np.float64
+    )
     if not len(words):
         return {"count": float(len(items))}
-    quantiles = dict(zip(("p5", "median", "p95", "longest"), np.quantile(words, [0.05, 0.5, 0.95, 1.0]), strict=True))
+    quantiles = dict(
+        zip(
+            ("p5", "median", "p95", "longest"),
+            np.quantile(words, [0.05, 0.5, 0.95, 1.0]),
+            strict=True,
+        )
+    )
     found = {"count": float(len(items)), "mean": float(words.mean())}
     return found | {name: float(value) for name, value in quantiles.items()}
 

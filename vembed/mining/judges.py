@@ -11,14 +11,18 @@ from transformers import AutoConfig
 
 from vembed.data.cache import short_hash
 from vembed.errors import UserError
-from vembed.families.model_files import whole_model_folder
 from vembed.inference.reranker import Reranker
 from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT, YesNoReranker
 from vembed.mining.config import Judge, WeightOptions
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
+from vembed.models.families.model_files import whole_model_folder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 """Values of `torch_dtype`; `auto` is not among them, and means the file's own."""
 
 ENDPOINT_PROMPT = (
@@ -42,29 +46,44 @@ class JudgeModel(Protocol):
 class CrossEncoder:
     """A reranker: one logit, or two of which the second one says relevant."""
 
-    def __init__(self, judge: Judge, options: WeightOptions, device: torch.device) -> None:
+    def __init__(
+        self, judge: Judge, options: WeightOptions, device: torch.device
+    ) -> None:
         self._reranker = Reranker(
-            whole_model_folder(judge.model, option="judges"), role=f"judges: {judge.model}", max_labels=2,
-            dtype=DTYPES.get(options.torch_dtype), device=device, trust_remote_code=options.trust_remote_code,
-        )  # fmt: skip
+            whole_model_folder(judge.model, option="judges"),
+            role=f"judges: {judge.model}",
+            max_labels=2,
+            dtype=DTYPES.get(options.torch_dtype),
+            device=device,
+            trust_remote_code=options.trust_remote_code,
+        )
         self._max_length = judge.max_length
 
     def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
         """The number of each pair, and the sigmoid of its logit, or the second of two probabilities."""
         for number, logits in self._reranker.logits(pairs, self._max_length):
-            shares = torch.sigmoid(logits) if len(logits) == 1 else torch.softmax(logits, dim=0)
+            shares = (
+                torch.sigmoid(logits)
+                if len(logits) == 1
+                else torch.softmax(logits, dim=0)
+            )
             yield number, float(shares[-1])
 
 
 class YesNoDecoder:
     """A decoder that is asked, and whose next token is yes or no."""
 
-    def __init__(self, judge: Judge, options: WeightOptions, device: torch.device) -> None:
+    def __init__(
+        self, judge: Judge, options: WeightOptions, device: torch.device
+    ) -> None:
         self.reranker = YesNoReranker(
-            whole_model_folder(judge.model, option="judges"), role=f"judges: {judge.model}",
-            instruction=judge.instruction, dtype=DTYPES.get(options.torch_dtype), device=device,
+            whole_model_folder(judge.model, option="judges"),
+            role=f"judges: {judge.model}",
+            instruction=judge.instruction,
+            dtype=DTYPES.get(options.torch_dtype),
+            device=device,
             trust_remote_code=options.trust_remote_code,
-        )  # fmt: skip
+        )
         self._max_length = judge.max_length
 
     def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
@@ -83,10 +102,17 @@ class EndpointJudge:
         """The number of each pair, and 1 for yes, 0 for no, None for another answer."""
         longest = 4 * self._judge.max_length  # about so many characters
         prompts = [
-            ENDPOINT_PROMPT.format(instruction=self._judge.instruction, query=query, document=document[:longest])
+            ENDPOINT_PROMPT.format(
+                instruction=self._judge.instruction,
+                query=query,
+                document=document[:longest],
+            )
             for query, document in pairs
         ]
-        return ((number, answer_of(text)) for number, text in self._client.complete(prompts, max_tokens=8))
+        return (
+            (number, answer_of(text))
+            for number, text in self._client.complete(prompts, max_tokens=8)
+        )
 
 
 def answer_of(text: str) -> float | None:
@@ -102,19 +128,29 @@ def kind_of(judge: Judge, options: WeightOptions) -> str:
     if judge.base_url is not None:
         return "endpoint"
     try:
-        config = AutoConfig.from_pretrained(judge.model, trust_remote_code=options.trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            judge.model, trust_remote_code=options.trust_remote_code
+        )
     except (OSError, ValueError) as error:
-        raise UserError(f"judges: {judge.model} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"judges: {judge.model} cannot be loaded: {str(error).splitlines()[0]}"
+        ) from error
     architectures = " ".join(config.architectures or ())
     return "yes_no" if "ForCausalLM" in architectures else "cross_encoder"
 
 
-def load_judge(judge: Judge, options: WeightOptions, device: torch.device) -> JudgeModel:
+def load_judge(
+    judge: Judge, options: WeightOptions, device: torch.device
+) -> JudgeModel:
     """The model of a judge."""
     kind = kind_of(judge, options)
     if kind == "endpoint":
         return EndpointJudge(judge)
-    return YesNoDecoder(judge, options, device) if kind == "yes_no" else CrossEncoder(judge, options, device)
+    return (
+        YesNoDecoder(judge, options, device)
+        if kind == "yes_no"
+        else CrossEncoder(judge, options, device)
+    )
 
 
 def judge_identity(judge: Judge, options: WeightOptions) -> str:
@@ -122,5 +158,11 @@ def judge_identity(judge: Judge, options: WeightOptions) -> str:
     model = judge.model if judge.base_url else files_identity(judge.model)
     prompt = [YES_NO_PROMPT, YES_NO_END, ENDPOINT_PROMPT]
     return short_hash(
-        model, judge.base_url, judge.kind, judge.instruction, judge.max_length, options.torch_dtype, prompt
+        model,
+        judge.base_url,
+        judge.kind,
+        judge.instruction,
+        judge.max_length,
+        options.torch_dtype,
+        prompt,
     )

@@ -15,8 +15,6 @@ import torch
 from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.mining.candidate_store import Candidates
 from vembed.mining.choice import Chosen
@@ -24,6 +22,8 @@ from vembed.mining.config import Judge, MineConfig, WeightOptions
 from vembed.mining.documents import Documents
 from vembed.mining.judges import JudgeModel, Pair, judge_identity, load_judge
 from vembed.mining.known import Known
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
 BLOCK = 256
@@ -55,7 +55,9 @@ class JudgementCache:
             return
         self._known.update(judgements)
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"{os.uname().nodename}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+        with (self._folder / f"{os.uname().nodename}-{os.getpid()}.jsonl").open(
+            "a", encoding="utf-8"
+        ) as file:
             file.writelines(json.dumps(one) + "\n" for one in judgements)
 
 
@@ -92,17 +94,26 @@ class Judged:
             np.concatenate([one.chosen.documents for one in parts]),
             np.concatenate([one.chosen.scores for one in parts]),
         )
-        relabelled = {query: documents for one in parts for query, documents in one.relabelled.items()}
+        relabelled = {
+            query: documents
+            for one in parts
+            for query, documents in one.relabelled.items()
+        }
         return cls(
-            chosen, np.concatenate([one.judgements for one in parts]), relabelled,
-            sum(one.num_relevant for one in parts), sum(one.num_undecided for one in parts),
-        )  # fmt: skip
+            chosen,
+            np.concatenate([one.judgements for one in parts]),
+            relabelled,
+            sum(one.num_relevant for one in parts),
+            sum(one.num_undecided for one in parts),
+        )
 
 
 class Cascade:
     """The judges of a config, the cheap one first."""
 
-    def __init__(self, judges: Sequence[Judge], options: WeightOptions, session: Session) -> None:
+    def __init__(
+        self, judges: Sequence[Judge], options: WeightOptions, session: Session
+    ) -> None:
         self._judges, self._session = tuple(judges), session
         self._caches = [JudgementCache(judge_identity(one, options)) for one in judges]
         self.counts = [JudgeCounts() for _ in judges]
@@ -125,7 +136,9 @@ class Cascade:
         with ProgressReport("judging", active=self._session.is_main) as progress:
             for begin in range(0, len(own), BLOCK):
                 block = own[begin : begin + BLOCK]
-                found[begin : begin + len(block)] = self._decide([pair_of(one) for one in block])
+                found[begin : begin + len(block)] = self._decide(
+                    [pair_of(one) for one in block]
+                )
                 progress(begin + len(block), len(own))
         sizes = [len(range(one, num_pairs, world_size)) for one in range(world_size)]
         gathered = collectives.all_gather_rows(torch.from_numpy(found), sizes).numpy()
@@ -138,7 +151,9 @@ class Cascade:
         """One line for each judge. Collective."""
         lines = []
         for judge, counts in zip(self._judges, self.counts, strict=True):
-            asked, cached, undecided = collectives.sum_ints([counts.asked, counts.cached, counts.undecided])
+            asked, cached, undecided = collectives.sum_ints(
+                [counts.asked, counts.cached, counts.undecided]
+            )
             where = f" at {judge.base_url}" if judge.base_url else ""
             line = f"judge {judge.model}{where}: {asked:,d} pairs asked, {cached:,d} known from before"
             if undecided:
@@ -158,7 +173,9 @@ class Cascade:
                 if answer is not None:
                     found[one] = answer
                 # The last judge decides even where it is unsure; without any answer a pair stays undecided.
-                if answer is None or (not is_last and judge.unsure[0] <= answer < judge.unsure[1]):
+                if answer is None or (
+                    not is_last and judge.unsure[0] <= answer < judge.unsure[1]
+                ):
                     unsure.append(one)
             left = unsure
             if not left:
@@ -176,7 +193,9 @@ class Cascade:
             return answers
         fresh: list[tuple[str, float]] = []
         try:
-            for asked, answer in self._load(number).judge([pairs[one] for one in missing]):
+            for asked, answer in self._load(number).judge(
+                [pairs[one] for one in missing]
+            ):
                 place = missing[asked]
                 counts.asked += 1
                 if answer is None or not math.isfinite(answer):
@@ -185,14 +204,18 @@ class Cascade:
                 answers[place] = answer
                 fresh.append((keys[place], answer))
         finally:
-            cache_of_judge.add(fresh)  # also where an endpoint ends it: what was answered costs nothing again
+            cache_of_judge.add(
+                fresh
+            )  # also where an endpoint ends it: what was answered costs nothing again
         return answers
 
 
 class CandidateJudge:
     """The judges of `vembed mine`, and what becomes of the candidates that they have judged."""
 
-    def __init__(self, config: MineConfig, documents: Documents, known: Known, session: Session) -> None:
+    def __init__(
+        self, config: MineConfig, documents: Documents, known: Known, session: Session
+    ) -> None:
         self._config, self._documents, self._known = config, documents, known
         self._cascade = Cascade(config.judges, config, session)
 
@@ -203,7 +226,9 @@ class CandidateJudge:
 
         def pair_of(one: int) -> Pair:
             item = self._documents.item(int(documents[one]))
-            return text_of(self._known.item(candidates.first + int(query[one]))), text_of(item)
+            return text_of(
+                self._known.item(candidates.first + int(query[one]))
+            ), text_of(item)
 
         table = np.full(chosen.documents.shape, UNDECIDED, np.float32)
         table[query, column] = self._cascade.judge(len(query), pair_of)
@@ -213,7 +238,9 @@ class CandidateJudge:
         """One line for each judge. Collective."""
         return self._cascade.summary()
 
-    def _keep(self, candidates: Candidates, chosen: Chosen, judged_QK: np.ndarray) -> Judged:
+    def _keep(
+        self, candidates: Candidates, chosen: Chosen, judged_QK: np.ndarray
+    ) -> Judged:
         config = self._config
         there = chosen.documents >= 0
         relevant = there & (judged_QK >= self._cascade.decided_at)
@@ -223,19 +250,31 @@ class CandidateJudge:
         if config.false_negatives == "relabel":
             for query, column in zip(*np.nonzero(relevant), strict=True):
                 document = int(chosen.documents[query, column])
-                relabelled.setdefault(candidates.first + int(query), []).append(document)
+                relabelled.setdefault(candidates.first + int(query), []).append(
+                    document
+                )
         # Kept ones first, in their order.
         order = np.argsort(~kept, axis=1, kind="stable")[:, : config.budget]
         is_kept = np.take_along_axis(kept, order, axis=1)
-        documents = np.where(is_kept, np.take_along_axis(chosen.documents, order, axis=1), -1)
-        scores = np.where(is_kept, np.take_along_axis(chosen.scores, order, axis=1), -np.inf)
-        judgements = np.where(is_kept, np.take_along_axis(judged_QK, order, axis=1), UNDECIDED)
+        documents = np.where(
+            is_kept, np.take_along_axis(chosen.documents, order, axis=1), -1
+        )
+        scores = np.where(
+            is_kept, np.take_along_axis(chosen.scores, order, axis=1), -np.inf
+        )
+        judgements = np.where(
+            is_kept, np.take_along_axis(judged_QK, order, axis=1), UNDECIDED
+        )
         result = Chosen(documents, scores.astype(np.float32))
-        return Judged(result, judgements, relabelled, int(relevant.sum()), int(undecided.sum()))
+        return Judged(
+            result, judgements, relabelled, int(relevant.sum()), int(undecided.sum())
+        )
 
 
 def text_of(item: Item) -> str:
     """Return the text of an item that a judge reads."""
     if item.text is None or item.images:
-        raise UserError("judges read texts, and these data hold images: leave judges out")
+        raise UserError(
+            "judges read texts, and these data hold images: leave judges out"
+        )
     return item.text

@@ -20,8 +20,15 @@ from vembed.mining.record_tables import RowSource, qrels_file, read_qrels
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")
 POSITIVE_ID_FIELDS = (
-    "positive_id", "positive_ids", "pos_id", "pos_ids", "document_id", "doc_id", "corpus_id", "corpus-id",
-)  # fmt: skip
+    "positive_id",
+    "positive_ids",
+    "pos_id",
+    "pos_ids",
+    "document_id",
+    "doc_id",
+    "corpus_id",
+    "corpus-id",
+)
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,19 @@ class Pairs:
     @classmethod
     def of(cls, queries: np.ndarray, documents: np.ndarray) -> Pairs:
         """Sort pairs and drop those that occur again."""
-        both = np.stack([np.asarray(queries, np.int64), np.asarray(documents, np.int64)], axis=1)
+        both = np.stack(
+            [np.asarray(queries, np.int64), np.asarray(documents, np.int64)], axis=1
+        )
         unique = np.unique(both, axis=0) if len(both) else both.reshape(0, 2)
         return cls(unique[:, 0].copy(), unique[:, 1].copy())
 
     @classmethod
     def union(cls, parts: Sequence[Pairs]) -> Pairs:
         """All pairs of several lists."""
-        return cls.of(np.concatenate([one.queries for one in parts]), np.concatenate([one.documents for one in parts]))
+        return cls.of(
+            np.concatenate([one.queries for one in parts]),
+            np.concatenate([one.documents for one in parts]),
+        )
 
     def take(self, chosen: np.ndarray) -> Pairs:
         """Some of them, by a mask or by ascending positions."""
@@ -63,7 +75,9 @@ class Pairs:
 class Known:
     """The distinct queries, which query each row has, and what is known of them."""
 
-    def __init__(self, rows: RowSource, documents: Documents, options: DataOptions) -> None:
+    def __init__(
+        self, rows: RowSource, documents: Documents, options: DataOptions
+    ) -> None:
         self._rows = rows
         queries, first_rows, place = array("q"), array("q"), dict[int, int]()
         exact = array("q")
@@ -108,9 +122,14 @@ class Known:
     def excluded(self, *, with_negatives: bool) -> Pairs:
         """Return contents that are no candidates: known positives, the query's own text, and its negatives."""
         # Positives of all rows of a query, not of the row alone: a negative of one row would be a positive of another.
-        found = [self.positives, self.own, *([self.negatives] if with_negatives else [])]
+        found = [
+            self.positives,
+            self.own,
+            *([self.negatives] if with_negatives else []),
+        ]
         return Pairs.of(
-            np.concatenate([one.queries for one in found]), np.concatenate([one.documents for one in found])
+            np.concatenate([one.queries for one in found]),
+            np.concatenate([one.documents for one in found]),
         )
 
 
@@ -135,28 +154,42 @@ class _Ids:
     """Ids that rows carry: of their query, and of their positives."""
 
     def __init__(self, options: DataOptions) -> None:
-        self.query_fields = (options.query_id_field,) if options.query_id_field else QUERY_ID_FIELDS
-        self.positive_fields = (options.positive_id_field,) if options.positive_id_field else POSITIVE_ID_FIELDS
+        self.query_fields = (
+            (options.query_id_field,) if options.query_id_field else QUERY_ID_FIELDS
+        )
+        self.positive_fields = (
+            (options.positive_id_field,)
+            if options.positive_id_field
+            else POSITIVE_ID_FIELDS
+        )
         self.options = options
         self.queries: dict[str, int] = {}
         self.positives: list[tuple[int, str]] = []
         self.has_field = {"query_id_field": False, "positive_id_field": False}
 
     def add(self, query: int, record: dict[str, Any]) -> None:
-        name = next((name for name in self.query_fields if record.get(name) is not None), None)
+        name = next(
+            (name for name in self.query_fields if record.get(name) is not None), None
+        )
         if name is not None:
             self.queries[str(record[name])] = query
             self.has_field["query_id_field"] = True
-        name = next((name for name in self.positive_fields if record.get(name) is not None), None)
+        name = next(
+            (name for name in self.positive_fields if record.get(name) is not None),
+            None,
+        )
         if name is not None:
             given = record[name] if isinstance(record[name], list) else [record[name]]
             self.positives += [(query, str(one)) for one in given]
             self.has_field["positive_id_field"] = True
 
-    def pairs(self, documents: Documents, qrels: dict[str, list[str]]) -> tuple[Pairs, list[str]]:
+    def pairs(
+        self, documents: Documents, qrels: dict[str, list[str]]
+    ) -> tuple[Pairs, list[str]]:
         for option, given in (
-            ("query_id_field", self.options.query_id_field), ("positive_id_field", self.options.positive_id_field),
-        ):  # fmt: skip
+            ("query_id_field", self.options.query_id_field),
+            ("positive_id_field", self.options.positive_id_field),
+        ):
             if given and not self.has_field[option]:
                 raise UserError(f"{option}: {given} is a field that no row has")
         found = self.positives + [
@@ -167,24 +200,40 @@ class _Ids:
         ]
         notes = []
         if qrels and not any(identity in self.queries for identity in qrels):
-            notes.append("qrels: no row has the id of a query in them, so they add no known positive")
+            notes.append(
+                "qrels: no row has the id of a query in them, so they add no known positive"
+            )
         numbers = documents.find_ids([identity for _, identity in found])
         there = numbers >= 0
         if documents.has_ids and len(found) and not there.all():
-            missing = next(identity for (_, identity), is_there in zip(found, there, strict=True) if not is_there)
-            notes.append(f"ids: {int((~there).sum()):,d} ids of positives are not in the corpus, the first: {missing}")
-        return Pairs.of(np.array([query for query, _ in found], np.int64)[there], numbers[there]), notes
+            missing = next(
+                identity
+                for (_, identity), is_there in zip(found, there, strict=True)
+                if not is_there
+            )
+            notes.append(
+                f"ids: {int((~there).sum()):,d} ids of positives are not in the corpus, the first: {missing}"
+            )
+        return Pairs.of(
+            np.array([query for query, _ in found], np.int64)[there], numbers[there]
+        ), notes
 
 
 def _qrels(options: DataOptions) -> dict[str, list[str]]:
     """Return relevant pairs from qrels: the file that is given, or those of the corpus's BEIR-style folders."""
     if options.qrels_path is not None:
         return read_qrels(Path(options.qrels_path))
-    given: Sequence[str] = [options.corpus_path] if isinstance(options.corpus_path, str) else options.corpus_path or []
+    given: Sequence[str] = (
+        [options.corpus_path]
+        if isinstance(options.corpus_path, str)
+        else options.corpus_path or []
+    )
     relevant: dict[str, list[str]] = {}
     for path in given:
         folder = Path(path).expanduser()
         if is_beir_folder(folder) and qrels_files(folder):
-            for identity, found in read_qrels(qrels_file(folder, options.split)).items():
+            for identity, found in read_qrels(
+                qrels_file(folder, options.split)
+            ).items():
                 relevant.setdefault(identity, []).extend(found)
     return relevant

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from vembed.data.cache import short_hash
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
 from vembed.mining.contents import array_identity, words
 from vembed.mining.documents import Documents
 from vembed.mining.known import Known, Pairs
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 
 FORMAT = 2
 """Format version of the index. Increase it when `words` gives other words."""
@@ -31,21 +31,31 @@ def check_bm25() -> None:
 class LexicalRetriever:
     """Words in common, weighted by how rare they are. While the index is built, it is held in memory by one process."""
 
-    def __init__(self, folder: Path, documents: Documents, known: Known, session: Session) -> None:
+    def __init__(
+        self, folder: Path, documents: Documents, known: Known, session: Session
+    ) -> None:
         check_bm25()
         self._documents, self._known, self._session = documents, known, session
         # With their order: the index knows documents by their numbers alone.
-        self._folder = folder / "bm25" / short_hash(FORMAT, array_identity(documents.exact))
+        self._folder = (
+            folder / "bm25" / short_hash(FORMAT, array_identity(documents.exact))
+        )
         if session.is_main and not self._folder.exists():
             self._build()
         session.barrier()
         if not self._folder.exists():
-            raise UserError(f"{self._folder} is not here: work_dir must be a folder that all machines see")
+            raise UserError(
+                f"{self._folder} is not here: work_dir must be a folder that all machines see"
+            )
         import bm25s
 
-        self._index = bm25s.BM25.load(str(self._folder), mmap=True, load_corpus=False, show_progress=False)
+        self._index = bm25s.BM25.load(
+            str(self._folder), mmap=True, load_corpus=False, show_progress=False
+        )
 
-    def search(self, first: int, last: int, k: int, excluded: Pairs) -> tuple[np.ndarray, np.ndarray]:
+    def search(
+        self, first: int, last: int, k: int, excluded: Pairs
+    ) -> tuple[np.ndarray, np.ndarray]:
         """[Q, k] best candidates for queries first .. last - 1, and their scores, as `search` of dense vectors.
 
         `excluded` counts queries from `first`. Collective: the ranks share the queries.
@@ -55,7 +65,9 @@ class LexicalRetriever:
         best = torch.full((last - first, k), NOTHING, dtype=torch.int64)
         # The index is mapped by every rank, so that the queries are shared and not the documents.
         for query in range(self._session.rank, last - first, self._session.world_size):
-            scores = torch.from_numpy(self._scores(first + query)[: self._documents.num_candidates].copy())
+            scores = torch.from_numpy(
+                self._scores(first + query)[: self._documents.num_candidates].copy()
+            )
             # A score of 0 means no word in common, and no candidate.
             keys = torch.where(scores > 0, as_keys(scores, numbers), NOTHING)
             own = excluded.documents[bounds[query] : bounds[query + 1]]
@@ -74,7 +86,9 @@ class LexicalRetriever:
         for query, chosen in zip(queries, np.split(order, starts)[1:], strict=True):
             if query % self._session.world_size == self._session.rank:
                 scores = self._scores(first + int(query))
-                found[torch.from_numpy(chosen)] = torch.from_numpy(scores[pairs.documents[chosen]].copy())
+                found[torch.from_numpy(chosen)] = torch.from_numpy(
+                    scores[pairs.documents[chosen]].copy()
+                )
         return collectives.sum_tensor(found).numpy()
 
     def _from_all(self, best_QK: torch.Tensor) -> torch.Tensor:
@@ -82,8 +96,12 @@ class LexicalRetriever:
         if world_size == 1:
             return best_QK
         own = best_QK[self._session.rank :: world_size]
-        counts = [len(range(rank, len(best_QK), world_size)) for rank in range(world_size)]
-        gathered = collectives.all_gather_rows(own.to(self._session.device), counts).cpu()
+        counts = [
+            len(range(rank, len(best_QK), world_size)) for rank in range(world_size)
+        ]
+        gathered = collectives.all_gather_rows(
+            own.to(self._session.device), counts
+        ).cpu()
         for rank, part in enumerate(torch.split(gathered, counts)):
             best_QK[rank::world_size] = part
         return best_QK
@@ -100,11 +118,16 @@ class LexicalRetriever:
 
         vocabulary: dict[str, int] = {}
         ids = [
-            [vocabulary.setdefault(word, len(vocabulary)) for word in words(self._documents.item(number).text or "")]
+            [
+                vocabulary.setdefault(word, len(vocabulary))
+                for word in words(self._documents.item(number).text or "")
+            ]
             for number in range(len(self._documents))
         ]
         if not vocabulary:
-            raise UserError("bm25 finds words in common, and the documents hold no text")
+            raise UserError(
+                "bm25 finds words in common, and the documents hold no text"
+            )
         index = bm25s.BM25()
         index.index((ids, vocabulary), show_progress=False)
         partial = self._folder.with_suffix(".part")

@@ -19,9 +19,15 @@ from vembed.mining.known import Known, Pairs
 from vembed.mining.record_tables import Rows
 
 NEGATIVE_NAMES = (
-    "negatives", "negative", "neg", "hard_negatives", "negative_passages", "rejected_response", "negative_image",
+    "negatives",
+    "negative",
+    "neg",
+    "hard_negatives",
+    "negative_passages",
+    "rejected_response",
+    "negative_image",
     "negative_images",
-)  # fmt: skip
+)
 _NUMBERED = re.compile(r"(neg|negative)_(\d+)")
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
 POSITIVE_NAME, QUERY_NAME, NEGATIVES_NAME = "positive", "query", "negatives"
@@ -39,9 +45,13 @@ class PairScores:
 
     def of(self, query: int, items: Sequence[Item]) -> list[float]:
         """The score of each item for a query. All of them are known."""
-        codes = query << 32 | self._documents.find_contents([content_key(item) for item in items])
+        codes = query << 32 | self._documents.find_contents(
+            [content_key(item) for item in items]
+        )
         places = np.searchsorted(self._codes, codes)
-        assert (self._codes[places] == codes).all(), "positives and negatives of the rows are documents"
+        assert (self._codes[places] == codes).all(), (
+            "positives and negatives of the rows are documents"
+        )
         return [round(float(score), 6) for score in self._scores[places]]
 
 
@@ -49,10 +59,21 @@ class RowMaker:
     """Joins the rows with what was chosen for their queries."""
 
     def __init__(
-        self, rows: Rows, documents: Documents, known: Known, config: MineConfig, judged: Judged, scores: PairScores
+        self,
+        rows: Rows,
+        documents: Documents,
+        known: Known,
+        config: MineConfig,
+        judged: Judged,
+        scores: PairScores,
     ) -> None:
         """`judged`: of all queries. `scores`: of what the rows have already."""
-        self._rows, self._documents, self._known, self._config = rows, documents, known, config
+        self._rows, self._documents, self._known, self._config = (
+            rows,
+            documents,
+            known,
+            config,
+        )
         self._judged, self._chosen, self._scores = judged, judged.chosen, scores
         self.num_relabelled = 0
         self.num_negatives = self.num_short = self.num_dropped = self.num_rows = 0
@@ -76,7 +97,9 @@ class RowMaker:
     def _of_turn(self, query: int, turn: int) -> list[int]:
         """Columns of the negatives for a query's row number `turn`."""
         there = np.flatnonzero(self._chosen.documents[query] >= 0)
-        return [int(column) for column in of_turn(there, turn, self._config.num_negatives)]
+        return [
+            int(column) for column in of_turn(there, turn, self._config.num_negatives)
+        ]
 
     def _row(self, row: int, query: int, columns: Sequence[int]) -> dict[str, Any]:
         table, number = self._rows.locate(row)
@@ -85,11 +108,19 @@ class RowMaker:
         if is_conversation(record):  # written as the fields that it is read as
             record = {**as_fields(record), QUERY_NAME: None, POSITIVE_NAME: None}
             if example.negatives:
-                record[NEGATIVES_NAME] = [row_value(item, folder) for item in example.negatives]
+                record[NEGATIVES_NAME] = [
+                    row_value(item, folder) for item in example.negatives
+                ]
         # Scores of the negatives that were there would not fit those that come.
-        made = {name: value for name, value in record.items() if name not in SCORE_NAMES}
+        made = {
+            name: value for name, value in record.items() if name not in SCORE_NAMES
+        }
         if not self._config.keep_negatives:
-            made = {name: value for name, value in made.items() if not self._is_negative(name)}
+            made = {
+                name: value
+                for name, value in made.items()
+                if not self._is_negative(name)
+            }
         if made.get(QUERY_NAME) is None:
             made[QUERY_NAME] = row_value(example.query, folder)
         if made.get(POSITIVE_NAME) is None:
@@ -97,14 +128,22 @@ class RowMaker:
             made[POSITIVE_NAME] = values if len(values) > 1 else values[0]
         added = self._added_positives(query, example)
         if added:
-            own = made[POSITIVE_NAME] if isinstance(made[POSITIVE_NAME], list) else [made[POSITIVE_NAME]]
+            own = (
+                made[POSITIVE_NAME]
+                if isinstance(made[POSITIVE_NAME], list)
+                else [made[POSITIVE_NAME]]
+            )
             made[POSITIVE_NAME] = own + [row_value(item, folder) for item in added]
             self.num_relabelled += len(added)
         kept = self._kept_negatives(made, example, folder)
         numbers = [int(self._chosen.documents[query, column]) for column in columns]
-        made[NEGATIVES_NAME] = kept + [row_value(self._documents.item(one), folder) for one in numbers]
+        made[NEGATIVES_NAME] = kept + [
+            row_value(self._documents.item(one), folder) for one in numbers
+        ]
         if self._documents.has_ids:
-            made["negative_ids"] = [None] * len(kept) + [self._documents.identity(one) for one in numbers]
+            made["negative_ids"] = [None] * len(kept) + [
+                self._documents.identity(one) for one in numbers
+            ]
         if self._config.scores:
             self._add_scores(made, query, example, added, columns)
         return made
@@ -112,7 +151,9 @@ class RowMaker:
     def _is_negative(self, name: str) -> bool:
         return is_negative_name((self._config.column_mapping or {}).get(name, name))
 
-    def _kept_negatives(self, made: dict[str, Any], example: Example, folder: str) -> list[Any]:
+    def _kept_negatives(
+        self, made: dict[str, Any], example: Example, folder: str
+    ) -> list[Any]:
         """Return negatives that stay in front of the mined ones. With scores these are all of the row's: the scores
         have the order in which the negatives are read."""
         if not self._config.keep_negatives:
@@ -122,17 +163,34 @@ class RowMaker:
                 del made[name]
             return [row_value(item, folder) for item in example.negatives]
         before = made.get(NEGATIVES_NAME)
-        return before if isinstance(before, list) else [] if before is None else [before]
+        return (
+            before if isinstance(before, list) else [] if before is None else [before]
+        )
 
     def _add_scores(
-        self, made: dict[str, Any], query: int, example: Example, added: Sequence[Item], columns: Sequence[int]
+        self,
+        made: dict[str, Any],
+        query: int,
+        example: Example,
+        added: Sequence[Item],
+        columns: Sequence[int],
     ) -> None:
         if example.scores is None:
-            made["positive_scores"] = self._scores.of(query, [*example.positives, *added])
-        kept = self._scores.of(query, example.negatives) if self._config.keep_negatives else []
-        made["negative_scores"] = kept + [round(float(self._chosen.scores[query, column]), 6) for column in columns]
+            made["positive_scores"] = self._scores.of(
+                query, [*example.positives, *added]
+            )
+        kept = (
+            self._scores.of(query, example.negatives)
+            if self._config.keep_negatives
+            else []
+        )
+        made["negative_scores"] = kept + [
+            round(float(self._chosen.scores[query, column]), 6) for column in columns
+        ]
         if self._config.judges:
-            found = [float(self._judged.judgements[query, column]) for column in columns]
+            found = [
+                float(self._judged.judgements[query, column]) for column in columns
+            ]
             judged = [None if one == UNDECIDED else round(one, 6) for one in found]
             made["negative_judge_scores"] = [None] * len(kept) + judged
 
@@ -140,7 +198,10 @@ class RowMaker:
         """Return documents that judges made positives of this query; none for a row with scores of its own."""
         if example.scores is not None:
             return []
-        return [self._documents.item(number) for number in self._judged.relabelled.get(query, ())]
+        return [
+            self._documents.item(number)
+            for number in self._judged.relabelled.get(query, ())
+        ]
 
 
 def is_negative_name(name: str) -> bool:

@@ -27,7 +27,9 @@ def signatures(texts: Sequence[str]) -> np.ndarray:
         grams = ngrams(text)
         if len(grams) >= SHORTEST:
             # 31 bits, as the factors: a product stays below 2**62.
-            values = np.fromiter((one & 0x7FFFFFFF for one in grams), np.uint64, len(grams))
+            values = np.fromiter(
+                (one & 0x7FFFFFFF for one in grams), np.uint64, len(grams)
+            )
             found[number] = ((factors * values + offsets) % _PRIME).min(axis=1)
     return found
 
@@ -40,15 +42,23 @@ def near_pairs(texts: Sequence[str], threshold: float) -> list[tuple[int, int]]:
     for band in range(0, NUM_HASHES, ROWS_PER_BAND):
         buckets: dict[bytes, list[int]] = {}
         for number in np.flatnonzero(is_long):
-            buckets.setdefault(found[number, band : band + ROWS_PER_BAND].tobytes(), []).append(int(number))
+            buckets.setdefault(
+                found[number, band : band + ROWS_PER_BAND].tobytes(), []
+            ).append(int(number))
         for members in buckets.values():
             for place, later in enumerate(members[1:], 1):
                 # With the first ones only: a bucket of n copies would have n^2 / 2 pairs.
-                pairs.update((first, later) for first in members[: min(place, LARGEST_BUCKET)])
+                pairs.update(
+                    (first, later) for first in members[: min(place, LARGEST_BUCKET)]
+                )
 
     @cache
     def grams(number: int) -> frozenset[int]:
         return ngrams(texts[number])
 
     # The bands propose, the n-grams decide: a chance meeting in one band does not count.
-    return sorted(pair for pair in pairs if containment(grams(pair[0]), grams(pair[1])) >= threshold)
+    return sorted(
+        pair
+        for pair in pairs
+        if containment(grams(pair[0]), grams(pair[1])) >= threshold
+    )

@@ -23,11 +23,15 @@ PATHS = ("data_path", "corpus_path", "qrels_path", "image_root", "val_data_path"
 """Options whose relative paths are looked for beside the config file too."""
 
 
-def load_options(kind: type[Config], source: Source, overrides: Sequence[str] = ()) -> Config:
+def load_options(
+    kind: type[Config], source: Source, overrides: Sequence[str] = ()
+) -> Config:
     """The config of a file, a dict or a config, with `key=value` words on top; UserError on anything wrong."""
     if isinstance(source, Frozen):
         if not isinstance(source, kind):
-            raise UserError(f"the config is a {type(source).__name__}, and a {kind.__name__} is needed")
+            raise UserError(
+                f"the config is a {type(source).__name__}, and a {kind.__name__} is needed"
+            )
         if not overrides:
             return source
         source = source.model_dump(exclude_unset=True)
@@ -36,7 +40,15 @@ def load_options(kind: type[Config], source: Source, overrides: Sequence[str] = 
     problems: list[str] = []
     if isinstance(source, str | Path):
         for key, node in _file(Path(source)).items():
-            _enter(kind, key.replace("-", "_"), node.plain(), f"{source}, line {node.line}", given, where, problems)
+            _enter(
+                kind,
+                key.replace("-", "_"),
+                node.plain(),
+                f"{source}, line {node.line}",
+                given,
+                where,
+                problems,
+            )
         _beside_the_file(given, Path(source))
     elif source is not None:
         for key, value in source.items():
@@ -44,21 +56,35 @@ def load_options(kind: type[Config], source: Source, overrides: Sequence[str] = 
     for word in overrides:
         key, _, text = word.partition("=")
         name = key.strip().replace("-", "_")
-        _enter(kind, name, _from_text(kind, name, text), COMMAND_LINE, given, where, problems)
+        _enter(
+            kind,
+            name,
+            _from_text(kind, name, text),
+            COMMAND_LINE,
+            given,
+            where,
+            problems,
+        )
     if problems:
         raise UserError("\nalso: ".join(problems))
     try:
         return kind.model_validate(given)
     except ValidationError as error:
         place = str(source) if isinstance(source, str | Path) else "the config"
-        raise UserError("\nalso: ".join(_sentences(kind, error, where, place))) from None
+        raise UserError(
+            "\nalso: ".join(_sentences(kind, error, where, place))
+        ) from None
 
 
 def describe_options(kind: type[Frozen]) -> list[tuple[str, str, str]]:
     """Name, default and documentation of every option, in the order of the schema."""
     found = []
     for name, field in kind.model_fields.items():
-        default = "required" if field.is_required() else one_line_yaml(field.get_default(call_default_factory=True))
+        default = (
+            "required"
+            if field.is_required()
+            else one_line_yaml(field.get_default(call_default_factory=True))
+        )
         found.append((name, default, " ".join((field.description or "").split())))
     return found
 
@@ -69,7 +95,9 @@ def _without_paths(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {key: _without_paths(entry) for key, entry in value.items()}
-    return [_without_paths(entry) for entry in value] if isinstance(value, list) else value
+    return (
+        [_without_paths(entry) for entry in value] if isinstance(value, list) else value
+    )
 
 
 def _file(path: Path) -> dict[str, Node]:
@@ -88,7 +116,11 @@ def _enter(
 ) -> None:
     if name not in kind.model_fields:
         near = nearest(name, kind.model_fields)
-        hint = f", did you mean {near!r}?" if near else f"; it has {', '.join(kind.model_fields)}"
+        hint = (
+            f", did you mean {near!r}?"
+            if near
+            else f"; it has {', '.join(kind.model_fields)}"
+        )
         problems.append(f"{place}: unknown key {shown(name)}{hint}")
         return
     given[name] = value
@@ -105,8 +137,14 @@ def _from_text(kind: type[Frozen], name: str, text: str) -> Any:
     value = parse_value(text)
     if isinstance(value, str) and list in kinds and str not in kinds:
         return [part.strip() for part in text.split(",")]
-    if isinstance(value, dict) and dict in kinds and all(entry is None for entry in value.values()):
-        pairs = [str(key).partition(":") for key in value]  # {a:b} without a space, which shells need no quotes for
+    if (
+        isinstance(value, dict)
+        and dict in kinds
+        and all(entry is None for entry in value.values())
+    ):
+        pairs = [
+            str(key).partition(":") for key in value
+        ]  # {a:b} without a space, which shells need no quotes for
         return {key.strip(): entry.strip() for key, _, entry in pairs}
     return value
 
@@ -125,7 +163,9 @@ def _kinds(annotation: Any) -> set[Any]:
     return {origin or annotation}
 
 
-def _sentences(kind: type[Frozen], error: ValidationError, where: Mapping[str, str], place: str) -> list[str]:
+def _sentences(
+    kind: type[Frozen], error: ValidationError, where: Mapping[str, str], place: str
+) -> list[str]:
     """Each mistake as one sentence: where, which option, what it must be, what it is."""
     found: dict[str, str] = {}
     for problem in error.errors():
@@ -149,7 +189,14 @@ def _sentences(kind: type[Frozen], error: ValidationError, where: Mapping[str, s
 def _near_choice(kind: type[Frozen], name: str, value: Any) -> str:
     if not isinstance(value, str) or name not in kind.model_fields:
         return ""
-    near = nearest(value, [one for one in _choices(kind.model_fields[name].annotation) if isinstance(one, str)])
+    near = nearest(
+        value,
+        [
+            one
+            for one in _choices(kind.model_fields[name].annotation)
+            if isinstance(one, str)
+        ],
+    )
     return f"; did you mean {near!r}?" if near else ""
 
 
@@ -168,8 +215,16 @@ def _beside_the_file(given: dict[str, Any], file: Path) -> None:
         if isinstance(path, dict):
             return {**path, "path": found(path["path"])} if "path" in path else path
         try:
-            is_beside = not Path(path).is_absolute() and not Path(path).exists() and (file.parent / path).exists()
-        except (OSError, ValueError, TypeError):  # a name that no file can have: for the reader to say
+            is_beside = (
+                not Path(path).is_absolute()
+                and not Path(path).exists()
+                and (file.parent / path).exists()
+            )
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+        ):  # a name that no file can have: for the reader to say
             return path
         return str(file.parent / path) if is_beside else path
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed.session import Session, start_session
 from vembed.mining.calibration import Calibration, calibrate
 from vembed.mining.candidate_store import CandidateStore
 from vembed.mining.choice import Chooser, Chosen, Limits
@@ -26,6 +25,7 @@ from vembed.mining.merged import PairScores, RowMaker
 from vembed.mining.mining_options import Source, load_options
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import Rows, open_rows
+from vembed.parallel.session import Session, start_session
 from vembed.progress import duration
 
 log = logging.getLogger("vembed")
@@ -78,7 +78,11 @@ def read_inputs(config: MineConfig) -> Inputs:
 
 
 def mine(
-    source: Source, overrides: Sequence[str] = (), *, session: Session | None = None, say: Say | None = None
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    session: Session | None = None,
+    say: Say | None = None,
 ) -> MineResult:
     """Mine hard negatives as a YAML file, a dict or a MineConfig says, with `key=value` overrides.
 
@@ -97,25 +101,43 @@ def mine(
         store = CandidateStore(config, inputs.documents, inputs.known, folder, running)
         store.find_all()
 
-        calibration = calibrate(store.chunks(), config) if config.threshold == "auto" else None
+        calibration = (
+            calibrate(store.chunks(), config) if config.threshold == "auto" else None
+        )
         if calibration is not None:
             tell(calibration.summary(config.max_false_negative_rate))
         limits = calibration.limits if calibration is not None else Limits.of(config)
         chooser = Chooser(config, limits, inputs.documents, inputs.known, running)
-        judge = CandidateJudge(config, inputs.documents, inputs.known, running) if config.judges else None
+        judge = (
+            CandidateJudge(config, inputs.documents, inputs.known, running)
+            if config.judges
+            else None
+        )
         parts = []
         # Chunk by chunk: choice and judging look at one query at a time.
         for candidates in store.chunks():
             found = chooser.choose(candidates, config.depth)
-            parts.append(judge.apply(candidates, found) if judge is not None else Judged.unseen(found))
+            parts.append(
+                judge.apply(candidates, found)
+                if judge is not None
+                else Judged.unseen(found)
+            )
         judged = Judged.joined(parts)
-        counts = chooser.counts() | {"judged_relevant": judged.num_relevant, "undecided": judged.num_undecided}
+        counts = chooser.counts() | {
+            "judged_relevant": judged.num_relevant,
+            "undecided": judged.num_undecided,
+        }
         tell(_counts_line(counts, judged.chosen))
         for line in judge.summary() if judge is not None else ():
             tell(line)
 
         maker = RowMaker(
-            inputs.rows, inputs.documents, inputs.known, config, judged, _known_scores(config, inputs, store, judged)
+            inputs.rows,
+            inputs.documents,
+            inputs.known,
+            config,
+            judged,
+            _known_scores(config, inputs, store, judged),
         )
         if running.is_main:
             with row_writer(target) as writer:
@@ -124,9 +146,16 @@ def mine(
         # The others wait here: none may clear the folder, or say that it is done, before the file is whole.
         running.barrier()
         result = MineResult(
-            target, maker.num_rows, maker.num_negatives, maker.num_short, counts, limits, calibration,
-            store.num_encoded, time.monotonic() - began,
-        )  # fmt: skip
+            target,
+            maker.num_rows,
+            maker.num_negatives,
+            maker.num_short,
+            counts,
+            limits,
+            calibration,
+            store.num_encoded,
+            time.monotonic() - began,
+        )
         for line in _result_lines(result, maker, folder, config):
             tell(line)
         if running.is_main and not config.keep_work:
@@ -136,13 +165,20 @@ def mine(
 
 
 @contextmanager
-def open_session(given: Session | None, say: Say | None) -> Iterator[tuple[Session, Say]]:
+def open_session(
+    given: Session | None, say: Say | None
+) -> Iterator[tuple[Session, Say]]:
     """Yield the given session, or a new one that ends here, and what prints a line on the first process."""
     if given is not None:
         yield given, _printer(given, say)
         return
     with start_session(
-        TrainConfig(model_name="unused", data_path="unused", strategy="ddp", mixed_precision="no")
+        TrainConfig(
+            model_name="unused",
+            data_path="unused",
+            strategy="ddp",
+            mixed_precision="no",
+        )
     ) as session:
         yield session, _printer(session, say)
 
@@ -163,12 +199,21 @@ def work_folder(config: MineConfig) -> Path:
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
 
 
-def _known_scores(config: MineConfig, inputs: Inputs, store: CandidateStore, judged: Judged) -> PairScores:
+def _known_scores(
+    config: MineConfig, inputs: Inputs, store: CandidateStore, judged: Judged
+) -> PairScores:
     known, documents = inputs.known, inputs.documents
     if not config.scores:
         return PairScores(documents, Pairs.of(np.zeros(0), np.zeros(0)), np.zeros(0))
-    added = [(query, document) for query, found in judged.relabelled.items() for document in found]
-    relabelled = Pairs.of(np.array([query for query, _ in added]), np.array([document for _, document in added]))
+    added = [
+        (query, document)
+        for query, found in judged.relabelled.items()
+        for document in found
+    ]
+    relabelled = Pairs.of(
+        np.array([query for query, _ in added]),
+        np.array([document for _, document in added]),
+    )
     # Every document that a row may hold in the output, so that each gets its score.
     pairs = Pairs.union([known.positives, known.negatives, relabelled])
     return PairScores(documents, pairs, store.scores_of(pairs))
@@ -176,7 +221,9 @@ def _known_scores(config: MineConfig, inputs: Inputs, store: CandidateStore, jud
 
 def _counts_line(counts: dict[str, int], chosen: Chosen) -> str:
     there = chosen.documents >= 0
-    mean = f", mean score {float(chosen.scores[there].mean()):.4f}" if there.any() else ""
+    mean = (
+        f", mean score {float(chosen.scores[there].mean()):.4f}" if there.any() else ""
+    )
     return (
         f"candidates: {counts['candidates']:,d}; left out: {counts['skipped']:,d} as the first ones, "
         f"{counts['too_high']:,d} above the limit of their query, {counts['too_low']:,d} below min_score, "
@@ -185,13 +232,17 @@ def _counts_line(counts: dict[str, int], chosen: Chosen) -> str:
     )
 
 
-def _result_lines(result: MineResult, maker: RowMaker, folder: Path, config: MineConfig) -> list[str]:
+def _result_lines(
+    result: MineResult, maker: RowMaker, folder: Path, config: MineConfig
+) -> list[str]:
     lines = [
         f"{result.output_path}: {result.num_rows:,d} rows with {result.num_negatives:,d} mined negatives, in "
         f"{duration(result.seconds)} ({result.num_encoded:,d} vectors computed)"
     ]
     if result.num_short:
-        dropped = f", {maker.num_dropped:,d} of them dropped" if maker.num_dropped else ""
+        dropped = (
+            f", {maker.num_dropped:,d} of them dropped" if maker.num_dropped else ""
+        )
         lines.append(
             f"{result.num_short:,d} rows got fewer than {config.num_negatives} negatives{dropped}: raise top_k, or "
             "lower relative_margin"

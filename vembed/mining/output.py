@@ -25,7 +25,9 @@ def check_output(path: str) -> Path:
             f"output_path: {path} ends in {target.suffix or 'nothing'}; write .jsonl or .parquet, which data_path reads"
         )
     if not target.absolute().parent.is_dir():
-        raise UserError(f"{target.absolute().parent} is no folder, so {target.name} cannot be written there")
+        raise UserError(
+            f"{target.absolute().parent} is no folder, so {target.name} cannot be written there"
+        )
     return target
 
 
@@ -69,7 +71,11 @@ class _Parquet:
     def close(self) -> None:
         self._flush()
         try:
-            table = pa.concat_tables(self._tables, promote_options="permissive") if self._tables else pa.table({})
+            table = (
+                pa.concat_tables(self._tables, promote_options="permissive")
+                if self._tables
+                else pa.table({})
+            )
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise _mixed(error) from error
         pq.write_table(table, self._path, compression="zstd")
@@ -79,11 +85,18 @@ class _Parquet:
             return
         names = list(dict.fromkeys(name for row in self._rows for name in row))
         try:
-            columns = {name: pa.array([row.get(name) for row in self._rows]) for name in names}
+            columns = {
+                name: pa.array([row.get(name) for row in self._rows]) for name in names
+            }
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise _mixed(error) from error
-        except (OverflowError, UnicodeEncodeError) as error:  # a whole number beyond 64 bits, a lone surrogate
-            raise UserError(f"Parquet cannot hold a value of the rows ({error}): write .jsonl") from error
+        except (
+            OverflowError,
+            UnicodeEncodeError,
+        ) as error:  # a whole number beyond 64 bits, a lone surrogate
+            raise UserError(
+                f"Parquet cannot hold a value of the rows ({error}): write .jsonl"
+            ) from error
         self._tables.append(pa.table(columns))
         self._rows = []
 
@@ -99,17 +112,23 @@ def row_writer(target: Path) -> Iterator[RowWriter]:
         writer.close()
         partial.replace(target)
     except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            f"{target} cannot be written: {error.strerror or error}"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _mixed(error: Exception) -> UserError:
     first = str(error).splitlines()[0]
-    return UserError(f"a Parquet column has one type, and the rows hold several ({first}): write .jsonl")
+    return UserError(
+        f"a Parquet column has one type, and the rows hold several ({first}): write .jsonl"
+    )
 
 
 def _no_json(value: Any) -> Any:
     if isinstance(value, bytes):
-        raise UserError("rows with images inside them cannot be written as JSON Lines: write .parquet")
+        raise UserError(
+            "rows with images inside them cannot be written as JSON Lines: write .parquet"
+        )
     return str(value)  # dates and decimals of Parquet

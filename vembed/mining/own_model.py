@@ -14,7 +14,6 @@ from vembed.config.negatives import EpochMining
 from vembed.config.schema import TrainConfig
 from vembed.data.cache import short_hash
 from vembed.data.examples import Example, Item, Kind
-from vembed.distributed.session import Session
 from vembed.mining.calibration import calibrate
 from vembed.mining.candidate_store import CHUNK, Candidates, with_claims
 from vembed.mining.choice import Chooser, Limits, of_turn
@@ -26,6 +25,7 @@ from vembed.mining.known import Known, Pairs
 from vembed.mining.record_tables import Table
 from vembed.mining.search import pair_scores, search
 from vembed.mining.vectors import VectorStore, encode_together
+from vembed.parallel.session import Session
 
 Encode = Callable[[Sequence[tuple[Item, Kind]]], np.ndarray]
 """[n, d] vectors of this rank's items. Collective: all ranks call it, also those without items."""
@@ -83,17 +83,33 @@ class Mined:
 class OwnMiner:
     """Miner for the examples of one run. All ranks make one and call its methods together."""
 
-    def __init__(self, config: TrainConfig, options: EpochMining, examples: TrainingExamples, session: Session) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        options: EpochMining,
+        examples: TrainingExamples,
+        session: Session,
+    ) -> None:
         """Read all examples, and the corpus if there is one."""
         self._examples, self._session = examples, session
         self._options = MineConfig.model_validate(
-            options.model_dump(exclude={"every_epochs", "at_start", "corpus_path"}, exclude_unset=True)
-            | {"model_name": config.model_name, "data_path": [], "output_path": config.output_dir, "seed": config.seed}
+            options.model_dump(
+                exclude={"every_epochs", "at_start", "corpus_path"}, exclude_unset=True
+            )
+            | {
+                "model_name": config.model_name,
+                "data_path": [],
+                "output_path": config.output_dir,
+                "seed": config.seed,
+            }
         )
         data = DataOptions(
-            data_path=[], corpus_path=options.corpus_path, image_root=config.image_root,
-            allow_image_urls=config.allow_image_urls, on_bad_record=config.on_bad_record,
-        )  # fmt: skip
+            data_path=[],
+            corpus_path=options.corpus_path,
+            image_root=config.image_root,
+            allow_image_urls=config.allow_image_urls,
+            on_bad_record=config.on_bad_record,
+        )
         rows = _ExampleRows(examples, has_ids=options.corpus_path is not None)
         self.documents = open_documents(data, rows)
         self._known = Known(rows, self.documents, data)
@@ -124,15 +140,23 @@ class OwnMiner:
             VectorStore(folder, "query", self._known.exact, "float32"),
             VectorStore(folder, "document", self.documents.exact, "float32"),
         ]
-        for store, item in zip(stores, (self._known.item, self.documents.item), strict=True):
+        for store, item in zip(
+            stores, (self._known.item, self.documents.item), strict=True
+        ):
             encode_together(store, item, encode, self._session, unit=self._unit)
         options = self._options.model_copy(update={"seed": self._options.seed + epoch})
         limits, note = Limits.of(options), ""
         if options.threshold == "auto":
             calibration = calibrate(self._candidates(*stores), options)
-            limits, note = calibration.limits, calibration.summary(options.max_false_negative_rate)
+            limits, note = (
+                calibration.limits,
+                calibration.summary(options.max_false_negative_rate),
+            )
         chooser = Chooser(options, limits, self.documents, self._known, self._session)
-        found = [chooser.choose(candidates, options.budget) for candidates in self._candidates(*stores)]
+        found = [
+            chooser.choose(candidates, options.budget)
+            for candidates in self._candidates(*stores)
+        ]
         documents = np.concatenate([one.documents for one in found])
         scores = np.concatenate([one.scores for one in found])
         # A rank may still read vectors that rank 0 is about to remove.
@@ -156,25 +180,42 @@ class OwnMiner:
         # The prompts of the source of the example, not of that of the document.
         plain = tuple(replace(item, prompt=None, max_length=None) for item in added)
         read = self._examples.as_read(index, replace(example, negatives=plain))
-        return replace(read, negatives=example.negatives + read.negatives, negative_scores=None)
+        return replace(
+            read, negatives=example.negatives + read.negatives, negative_scores=None
+        )
 
-    def _candidates(self, queries: VectorStore, documents: VectorStore) -> Iterator[Candidates]:
+    def _candidates(
+        self, queries: VectorStore, documents: VectorStore
+    ) -> Iterator[Candidates]:
         """Yield the best documents of all queries, chunk by chunk. Collective."""
         claims: ClaimFinder | None = None
         if self._options.takes_claimed:
-            claims = ClaimFinder(queries, documents, self._known.positives, queries.folder / "pairs", self._session)
+            claims = ClaimFinder(
+                queries,
+                documents,
+                self._known.positives,
+                queries.folder / "pairs",
+                self._session,
+            )
         for first in range(0, self.num_queries, CHUNK):
             last = min(first + CHUNK, self.num_queries)
             vectors = queries.between(first, last)
             among = self._excluded.among(first, last)
             excluded = Pairs(among.queries - first, among.documents)
             found, scores = search(
-                vectors, documents, self.documents.num_candidates, self._options.top_k, excluded, self._session
+                vectors,
+                documents,
+                self.documents.num_candidates,
+                self._options.top_k,
+                excluded,
+                self._session,
             )
             known = self._known.positives.among(first, last)
             positives = Pairs(known.queries - first, known.documents)
             own = pair_scores(vectors, documents, positives, self._session)
-            yield with_claims(Candidates.unclaimed(first, found, scores, positives, own), claims)
+            yield with_claims(
+                Candidates.unclaimed(first, found, scores, positives, own), claims
+            )
 
     def _in_turns(self, chosen: np.ndarray) -> np.ndarray:
         """[num_examples, num_negatives]: examples with the same query take turns through what it got."""
@@ -182,7 +223,9 @@ class OwnMiner:
         found = np.full((len(self._examples), number), -1, np.int64)
         turns = np.zeros(self.num_queries, np.int64)
         for row, query in enumerate(self._known.query_of_row):
-            there = of_turn(chosen[query][chosen[query] >= 0], int(turns[query]), number)
+            there = of_turn(
+                chosen[query][chosen[query] >= 0], int(turns[query]), number
+            )
             turns[query] += 1
             found[row, : len(there)] = there
         return found

@@ -17,8 +17,6 @@ import numpy as np
 
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.corpus import record_id
 from vembed.mining.candidate_store import CandidateStore
@@ -30,7 +28,15 @@ from vembed.mining.mining_options import Source, load_options
 from vembed.mining.mining_run import Say, open_session, read_inputs
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import open_rows
-from vembed.mining.writers import TextWriter, cleaned, load_writer, prompt_for, writer_identity
+from vembed.mining.writers import (
+    TextWriter,
+    cleaned,
+    load_writer,
+    prompt_for,
+    writer_identity,
+)
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
 
 BLOCK = 64
@@ -61,7 +67,11 @@ class _Place:
 
 
 def generate(
-    source: Source, overrides: Sequence[str] = (), *, session: Session | None = None, say: Say | None = None
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    session: Session | None = None,
+    say: Say | None = None,
 ) -> GenerateResult:
     """Make pairs from documents as a YAML file, a dict or a GenerateConfig says. Collective, as `mine`."""
     config = load_options(GenerateConfig, source, overrides)
@@ -87,7 +97,9 @@ def generate(
         running.barrier()
         kept = dict(Counter(str(row["kind"]) for row in rows))
         seconds = time.monotonic() - began
-        by_kind = ", ".join(f"{kind} {count:,d}" for kind, count in sorted(kept.items()))
+        by_kind = ", ".join(
+            f"{kind} {count:,d}" for kind, count in sorted(kept.items())
+        )
         tell(f"{target}: {len(rows):,d} rows ({by_kind}), in {duration(seconds)}")
     return GenerateResult(target, len(rows), kept, dict(left_out), seconds)
 
@@ -97,15 +109,29 @@ class _Generator:
 
     def __init__(self, config: GenerateConfig, session: Session) -> None:
         self._config, self._session = config, session
-        paths = [config.corpus_path] if isinstance(config.corpus_path, str) else config.corpus_path
+        paths = (
+            [config.corpus_path]
+            if isinstance(config.corpus_path, str)
+            else config.corpus_path
+        )
         self._files = [CorpusFile(path, _data_options(config)) for path in paths]
         self.places = _places(self._files, config)
         self.folder = Path(config.work_dir or f"{config.output_path}.work").expanduser()
-        self._free: list[str] = [kind for kind in config.kinds if kind in get_args(ModelFreeKind)]
+        self._free: list[str] = [
+            kind for kind in config.kinds if kind in get_args(ModelFreeKind)
+        ]
         self._written = config.written_kinds()
         self._examples = _examples(config)
-        self._identity = short_hash(self._free, self._written, writer_identity(config), config.seed, self._examples)
-        self._writer: Callable[[], TextWriter] = cache(lambda: load_writer(config, session.device))
+        self._identity = short_hash(
+            self._free,
+            self._written,
+            writer_identity(config),
+            config.seed,
+            self._examples,
+        )
+        self._writer: Callable[[], TextWriter] = cache(
+            lambda: load_writer(config, session.device)
+        )
 
     def write_blocks(self) -> None:
         """Make what is not on disk yet. Collective."""
@@ -117,14 +143,22 @@ class _Generator:
                     rows = self._of_block(block)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     partial = path.with_suffix(f".{os.getpid()}.part")
-                    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+                    partial.write_text(
+                        "".join(json.dumps(row) + "\n" for row in rows),
+                        encoding="utf-8",
+                    )
                     partial.replace(path)
                     # The block is whole now: answers that were kept for a restart are in it.
                     path.with_suffix(".answers").unlink(missing_ok=True)
-                progress(min(done * BLOCK * self._session.world_size, len(self.places)), len(self.places))
+                progress(
+                    min(done * BLOCK * self._session.world_size, len(self.places)),
+                    len(self.places),
+                )
         self._session.barrier()
         if not all(self._path(block).exists() for block in range(self._num_blocks)):
-            raise UserError(f"{self.folder} must be a folder that all machines see: set work_dir")
+            raise UserError(
+                f"{self.folder} must be a folder that all machines see: set work_dir"
+            )
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All pairs, in the order of the documents."""
@@ -137,7 +171,9 @@ class _Generator:
         return -(-len(self.places) // BLOCK)
 
     def _path(self, block: int) -> Path:
-        keys = short_hash([place.key for place in self.places[block * BLOCK : (block + 1) * BLOCK]])
+        keys = short_hash(
+            [place.key for place in self.places[block * BLOCK : (block + 1) * BLOCK]]
+        )
         return self.folder / "generated" / self._identity / f"{block:06d}-{keys}.jsonl"
 
     def _of_block(self, block: int) -> list[dict[str, Any]]:
@@ -149,22 +185,37 @@ class _Generator:
             own: dict[str, Any] = {} if identity is None else {"document_id": identity}
             if self._free or not self._written:
                 # By content: a document gets the same pairs wherever it stands in the files.
-                random = np.random.default_rng([self._config.seed, self.places[number].key])
+                random = np.random.default_rng(
+                    [self._config.seed, self.places[number].key]
+                )
                 found = pairs_of(record, item, self._free, random)
                 rows += [
-                    {"query": query, "positive": positive, "kind": kind, **own} for kind, (query, positive) in found
+                    {"query": query, "positive": positive, "kind": kind, **own}
+                    for kind, (query, positive) in found
                 ]
                 if not found:
                     rows.append({"kind": "no kind fits", **own})
             if item.text:
                 for kind in self._written:
                     row = {"positive": item.text, "kind": kind, **own}
-                    prompts.append((prompt_for(kind, item.text, self._config, self._examples, number), row, kind))
+                    prompts.append(
+                        (
+                            prompt_for(
+                                kind, item.text, self._config, self._examples, number
+                            ),
+                            row,
+                            kind,
+                        )
+                    )
         if prompts:
             written = self._answers(block, [prompt for prompt, _, _ in prompts])
             for place, (_, row, kind) in enumerate(prompts):
                 text = cleaned(written[place])
-                rows.append({"query": text, **row} if text else {"kind": f"{kind}: nothing usable was written"})
+                rows.append(
+                    {"query": text, **row}
+                    if text
+                    else {"kind": f"{kind}: nothing usable was written"}
+                )
         return rows
 
     def _answers(self, block: int, prompts: Sequence[str]) -> dict[int, str]:
@@ -176,7 +227,9 @@ class _Generator:
         if not places:
             return known
         # The seed of a block, so that its text does not depend on the rank that writes it.
-        found = self._writer().write([prompts[place] for place in places], self._config.seed + block)
+        found = self._writer().write(
+            [prompts[place] for place in places], self._config.seed + block
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write("\n")  # the last line may be half of one
@@ -207,9 +260,11 @@ def _kept_answers(path: Path) -> dict[int, str]:
 
 def _data_options(config: GenerateConfig) -> DataOptions:
     return DataOptions(
-        data_path=[], image_root=config.image_root, allow_image_urls=config.allow_image_urls,
+        data_path=[],
+        image_root=config.image_root,
+        allow_image_urls=config.allow_image_urls,
         on_bad_record=config.on_bad_record,
-    )  # fmt: skip
+    )
 
 
 def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]:
@@ -231,9 +286,13 @@ def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]
         )
     places = list(found.values())
     if not places:
-        raise UserError(f"{', '.join(file.reader.name for file in files)} holds no documents")
+        raise UserError(
+            f"{', '.join(file.reader.name for file in files)} holds no documents"
+        )
     if config.max_documents is not None and config.max_documents < len(places):
-        chosen = np.random.default_rng([config.seed, 3]).choice(len(places), config.max_documents, replace=False)
+        chosen = np.random.default_rng([config.seed, 3]).choice(
+            len(places), config.max_documents, replace=False
+        )
         places = [places[number] for number in np.sort(chosen)]
     return places
 
@@ -244,10 +303,16 @@ def _examples(config: GenerateConfig) -> list[tuple[str, str]]:
         return []
     rows = open_rows(DataOptions(data_path=config.examples_path))
     examples = [rows.example(row) for row in range(min(len(rows), 1000))]
-    return [(one.query.text, one.positives[0].text) for one in examples if one.query.text and one.positives[0].text]
+    return [
+        (one.query.text, one.positives[0].text)
+        for one in examples
+        if one.query.text and one.positives[0].text
+    ]
 
 
-def _distinct(rows: Iterator[dict[str, Any]], left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+def _distinct(
+    rows: Iterator[dict[str, Any]], left_out: Counter[str]
+) -> Iterator[dict[str, Any]]:
     """Pairs without those that say nothing: no query, a copy of the document, a pair that is there already."""
     seen: set[tuple[str, str]] = set()
     for row in rows:
@@ -265,7 +330,11 @@ def _distinct(rows: Iterator[dict[str, Any]], left_out: Counter[str]) -> Iterato
 
 
 def _round_trip(
-    config: GenerateConfig, rows: list[dict[str, Any]], folder: Path, session: Session, left_out: Counter[str]
+    config: GenerateConfig,
+    rows: list[dict[str, Any]],
+    folder: Path,
+    session: Session,
+    left_out: Counter[str],
 ) -> list[dict[str, Any]]:
     """Keep the pairs whose document is among the first for its query. Collective."""
     path = folder / "pairs.jsonl"
@@ -276,13 +345,30 @@ def _round_trip(
     session.barrier()
     mining = MineConfig.model_validate(
         config.model_dump(
-            include={"model_name", "corpus_path", "image_root", "torch_dtype", "max_length", "trust_remote_code",
-                     "batch_tokens", "vector_dtype", "on_bad_record", "output_path"},
+            include={
+                "model_name",
+                "corpus_path",
+                "image_root",
+                "torch_dtype",
+                "max_length",
+                "trust_remote_code",
+                "batch_tokens",
+                "vector_dtype",
+                "on_bad_record",
+                "output_path",
+            },
             exclude_unset=True,
         )
-        | {"data_path": str(path), "top_k": config.round_trip_top_k, "num_negatives": 1, "relative_margin": None,
-           "positive_id_field": "document_id" if any("document_id" in row for row in rows) else None}
-    )  # fmt: skip
+        | {
+            "data_path": str(path),
+            "top_k": config.round_trip_top_k,
+            "num_negatives": 1,
+            "relative_margin": None,
+            "positive_id_field": "document_id"
+            if any("document_id" in row for row in rows)
+            else None,
+        }
+    )
     inputs = read_inputs(mining)
     store = CandidateStore(mining, inputs.documents, inputs.known, folder, session)
     store.find_all()
@@ -292,7 +378,9 @@ def _round_trip(
     kept = []
     for number, row in enumerate(rows):
         query = int(known.query_of_row[number])
-        document = inputs.documents.find_contents([content_key(inputs.rows.example(number).positives[0])])[0]
+        document = inputs.documents.find_contents(
+            [content_key(inputs.rows.example(number).positives[0])]
+        )[0]
         # `codes` is ascending, as pairs are, and holds every positive of the rows.
         own = positives[np.searchsorted(codes, query << 32 | int(document))]
         # The candidates leave out the known positives, so that those above it are counted by score.
@@ -305,4 +393,6 @@ def _round_trip(
 
 
 def _reasons(left_out: Counter[str]) -> str:
-    return "".join(f"; {count:,d} left out: {reason}" for reason, count in left_out.most_common())
+    return "".join(
+        f"; {count:,d} left out: {reason}" for reason, count in left_out.most_common()
+    )

@@ -87,7 +87,9 @@ class TextLines(TextFile):
 class FileTable:
     """The rows of one source that training would use."""
 
-    def __init__(self, reader: Reader, form: RecordFormat, images: ImageRoot, name: str) -> None:
+    def __init__(
+        self, reader: Reader, form: RecordFormat, images: ImageRoot, name: str
+    ) -> None:
         self.name = name
         self.image_folder = images.folder
         self.index = build_index(reader, form, with_keys=False)
@@ -98,9 +100,13 @@ class FileTable:
 
     def record(self, number: int) -> dict[str, Any]:
         """The row as it stands in the file, with every field."""
-        found = self._reader.read(int(self.index.starts[number]), int(self.index.sizes[number]))
+        found = self._reader.read(
+            int(self.index.starts[number]), int(self.index.sizes[number])
+        )
         if not isinstance(found, dict):
-            raise UserError(f"{self._where(number)} has changed since the run began: start again")
+            raise UserError(
+                f"{self._where(number)} has changed since the run began: start again"
+            )
         return found
 
     def example(self, number: int) -> Example:
@@ -109,7 +115,9 @@ class FileTable:
         try:
             return self._form.example(self.record(number), where)
         except BadRecord as error:
-            raise UserError(f"{where} has changed since the run began ({error}): start again") from error
+            raise UserError(
+                f"{where} has changed since the run began ({error}): start again"
+            ) from error
 
     def _where(self, number: int) -> str:
         return self._reader.where(int(self.index.lines[number]))
@@ -121,21 +129,34 @@ class BeirTable:
     def __init__(self, folder: Path, split: str | None) -> None:
         self.name = str(folder)
         self.image_folder = str(folder)
-        self._queries, self._corpus = open_texts(folder, "queries"), open_texts(folder, "corpus")
+        self._queries, self._corpus = (
+            open_texts(folder, "queries"),
+            open_texts(folder, "corpus"),
+        )
         relevant = read_qrels(qrels_file(folder, split))
         # Only judged documents are kept in memory, by position; the corpus may be large.
         wanted = {identity for found in relevant.values() for identity in found}
-        places = {str(record_id(one)): (start, size) for start, size, one in _objects(self._corpus)}
-        self._documents = {identity: places[identity] for identity in wanted if identity in places}
+        places = {
+            str(record_id(one)): (start, size)
+            for start, size, one in _objects(self._corpus)
+        }
+        self._documents = {
+            identity: places[identity] for identity in wanted if identity in places
+        }
         self._rows = [
             (str(record_id(one)), start, size)
             for start, size, one in _objects(self._queries)
-            if any(identity in self._documents for identity in relevant.get(str(record_id(one)), ()))
+            if any(
+                identity in self._documents
+                for identity in relevant.get(str(record_id(one)), ())
+            )
         ]
         self._relevant = relevant
         self._form = RecordFormat(Columns(), ImageRoot(str(folder), allow_urls=False))
         if not self._rows:
-            raise UserError(f"{folder} has no query with a relevant document in {qrels_file(folder, split).name}")
+            raise UserError(
+                f"{folder} has no query with a relevant document in {qrels_file(folder, split).name}"
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -146,13 +167,19 @@ class BeirTable:
         ids = [one for one in self._relevant[identity] if one in self._documents]
         texts = [titled_text(self._corpus.read(*self._documents[one])) for one in ids]
         query = titled_text(self._queries.read(start, size))
-        return {"query_id": identity, "query": query, "positive": texts, "positive_ids": ids}
+        return {
+            "query_id": identity,
+            "query": query,
+            "positive": texts,
+            "positive_ids": ids,
+        }
 
     def example(self, number: int) -> Example:
         """Meaning of a row."""
         record = self.record(number)
         return self._form.example(
-            {"query": record["query"], "positive": record["positive"]}, f"{self.name}, query {record['query_id']}"
+            {"query": record["query"], "positive": record["positive"]},
+            f"{self.name}, query {record['query_id']}",
         )
 
 
@@ -203,9 +230,15 @@ class Rows:
 
 def open_rows(options: RowOptions) -> Rows:
     """Check every record of `data_path`; a `UserError` names the first ten that cannot be used."""
-    given = options.data_path if isinstance(options.data_path, list) else [options.data_path]
+    given = (
+        options.data_path
+        if isinstance(options.data_path, list)
+        else [options.data_path]
+    )
     if not given:
-        raise UserError("data_path is an empty list: name at least one file, folder or dataset")
+        raise UserError(
+            "data_path is an empty list: name at least one file, folder or dataset"
+        )
     tables: list[Table] = []
     for entry in given:
         source = DataSource(path=entry) if isinstance(entry, str) else entry
@@ -214,29 +247,53 @@ def open_rows(options: RowOptions) -> Rows:
             tables.append(BeirTable(folder, options.split))
         else:
             tables.append(_open_file(options, source, alone=len(given) == 1))
-    _refuse_bad_records(options, [table for table in tables if isinstance(table, FileTable)])
+    _refuse_bad_records(
+        options, [table for table in tables if isinstance(table, FileTable)]
+    )
     return Rows(tables)
 
 
 def _open_file(options: RowOptions, source: DataSource, *, alone: bool) -> FileTable:
-    mapping = options.column_mapping if source.column_mapping is None else source.column_mapping
+    mapping = (
+        options.column_mapping
+        if source.column_mapping is None
+        else source.column_mapping
+    )
     # A mapping for all sources may name columns that one of them lacks; a source's own may not.
     may_miss = not alone and source.column_mapping is None
     columns = AllColumns(mapping, may_miss=may_miss)
     reader = open_reader(source.path, columns, "train", cache_folder())
-    images = ImageRoot(options.image_root or str(reader.folder), allow_urls=options.allow_image_urls)
-    form = RecordFormat(columns, images, mode=options.retrieval_mode, numbers_in_text=reader.numbers_in_text)
+    images = ImageRoot(
+        options.image_root or str(reader.folder), allow_urls=options.allow_image_urls
+    )
+    form = RecordFormat(
+        columns,
+        images,
+        mode=options.retrieval_mode,
+        numbers_in_text=reader.numbers_in_text,
+    )
     table = FileTable(reader, form, images, source.name or source.path)
     if table.index.missing and not may_miss:
-        raise UserError(f"{reader.name}: column_mapping names {listed(table.index.missing)}, which no record has")
+        raise UserError(
+            f"{reader.name}: column_mapping names {listed(table.index.missing)}, which no record has"
+        )
     return table
 
 
 def _refuse_bad_records(options: RowOptions, tables: Sequence[FileTable]) -> None:
-    num_bad, num_good = sum(table.index.num_bad for table in tables), sum(map(len, tables))
-    problems = [problem for table in tables for problem in table.index.problems][:NUM_SHOWN]
+    num_bad, num_good = (
+        sum(table.index.num_bad for table in tables),
+        sum(map(len, tables)),
+    )
+    problems = [problem for table in tables for problem in table.index.problems][
+        :NUM_SHOWN
+    ]
     if num_bad and (options.on_bad_record == "stop" or not num_good):
-        more = [f"and {num_bad - len(problems):,d} more"] if num_bad > len(problems) else []
+        more = (
+            [f"and {num_bad - len(problems):,d} more"]
+            if num_bad > len(problems)
+            else []
+        )
         raise UserError(
             f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, mend them, or set on_bad_record: skip to "
             "leave them out:\n  " + "\n  ".join(joined(problems) + more)

@@ -13,7 +13,6 @@ import numpy as np
 from vembed.data.columns import COLUMNS
 from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import Example
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.mining.config import JudgeConfig
 from vembed.mining.contents import content_key
@@ -25,6 +24,7 @@ from vembed.mining.mining_options import Source, load_options
 from vembed.mining.mining_run import Say, open_session
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import Rows, open_rows
+from vembed.parallel.session import Session
 from vembed.progress import duration
 
 JUDGEMENTS_NAME = "negative_judge_scores"
@@ -63,14 +63,18 @@ class NegativePairs:
             counts[row] = len(example.negatives)
             if example.negatives:
                 if any(item.images for item in (example.query, *example.negatives)):
-                    raise UserError(f"{example.where}: judges read texts, and this row holds an image")
+                    raise UserError(
+                        f"{example.where}: judges read texts, and this row holds an image"
+                    )
                 query = content_key(example.query)
                 keys += [(query, content_key(item)) for item in example.negatives]
         self.starts = np.concatenate([[0], np.cumsum(counts)])
         """[rows + 1] place of the first negative of each row among those of all."""
         table = np.array(keys, np.int64).reshape(-1, 2)
         # A pair that occurs in several rows is judged once.
-        _, first, which = np.unique(table, axis=0, return_index=True, return_inverse=True)
+        _, first, which = np.unique(
+            table, axis=0, return_index=True, return_inverse=True
+        )
         # numpy 2.0 gives the inverse of axis=0 another shape than other versions do.
         self._first, self.which = first, which.reshape(-1)
         """Number of the distinct pair that each negative is."""
@@ -83,7 +87,9 @@ class NegativePairs:
         place = int(self._first[number])
         row = int(np.searchsorted(self.starts, place, side="right")) - 1
         example = self._rows.example(row)
-        return text_of(example.query), text_of(example.negatives[place - int(self.starts[row])])
+        return text_of(example.query), text_of(
+            example.negatives[place - int(self.starts[row])]
+        )
 
     def summary(self) -> str:
         """One line for the log."""
@@ -98,12 +104,18 @@ def read_negatives(config: JudgeConfig) -> tuple[Rows, NegativePairs]:
     rows = open_rows(config)
     pairs = NegativePairs(rows)
     if not len(pairs):
-        raise UserError("data_path: no row has a negative to judge; `vembed mine` finds some, and judges them too")
+        raise UserError(
+            "data_path: no row has a negative to judge; `vembed mine` finds some, and judges them too"
+        )
     return rows, pairs
 
 
 def judge(
-    source: Source, overrides: Sequence[str] = (), *, session: Session | None = None, say: Say | None = None
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    session: Session | None = None,
+    say: Say | None = None,
 ) -> JudgeResult:
     """Judge the negatives of training data as a YAML file, a dict or a JudgeConfig says. Collective, as `mine`."""
     config = load_options(JudgeConfig, source, overrides)
@@ -116,16 +128,24 @@ def judge(
         judged = cascade.judge(len(pairs), pairs.texts)[pairs.which]
         for line in cascade.summary():
             tell(line)
-        maker = _RowMaker(config, rows, judged, judged >= cascade.decided_at, pairs.starts)
+        maker = _RowMaker(
+            config, rows, judged, judged >= cascade.decided_at, pairs.starts
+        )
         if running.is_main:
             with row_writer(target) as writer:
                 for row in maker.rows():
                     writer.write(row)
         running.barrier()
         result = JudgeResult(
-            target, len(rows), len(judged), len(pairs), int(maker.relevant.sum()), int(maker.undecided.sum()),
-            int(maker.kept.sum()), time.monotonic() - began,
-        )  # fmt: skip
+            target,
+            len(rows),
+            len(judged),
+            len(pairs),
+            int(maker.relevant.sum()),
+            int(maker.undecided.sum()),
+            int(maker.kept.sum()),
+            time.monotonic() - began,
+        )
         tell(
             f"{target}: {result.num_rows:,d} rows; of {result.num_negatives:,d} negatives {result.num_relevant:,d} are "
             f"relevant and {result.num_undecided:,d} have no usable answer; {result.num_kept:,d} stay "
@@ -138,12 +158,26 @@ class _RowMaker:
     """Rows with the negatives that stay. A row that loses none is written as it was read."""
 
     def __init__(
-        self, config: JudgeConfig, rows: Rows, judged_N: np.ndarray, relevant_N: np.ndarray, starts: np.ndarray
+        self,
+        config: JudgeConfig,
+        rows: Rows,
+        judged_N: np.ndarray,
+        relevant_N: np.ndarray,
+        starts: np.ndarray,
     ) -> None:
-        self._config, self._rows, self._judged, self._starts = config, rows, judged_N, starts
+        self._config, self._rows, self._judged, self._starts = (
+            config,
+            rows,
+            judged_N,
+            starts,
+        )
         self.relevant, self.undecided = relevant_N, judged_N == UNDECIDED
         keeps_all = config.false_negatives == "keep"
-        self.kept = np.ones(len(judged_N), bool) if keeps_all else ~(self.relevant | self.undecided)
+        self.kept = (
+            np.ones(len(judged_N), bool)
+            if keeps_all
+            else ~(self.relevant | self.undecided)
+        )
         self.num_relabelled = 0
         """Negatives of the rows so far that became positives."""
 
@@ -154,10 +188,15 @@ class _RowMaker:
             if own.start == own.stop:
                 yield self._rows.record(row)
                 continue
-            made = self._row(row, own) if not self.kept[own].all() else dict(self._rows.record(row))
+            made = (
+                self._row(row, own)
+                if not self.kept[own].all()
+                else dict(self._rows.record(row))
+            )
             if self._config.scores:
                 made[JUDGEMENTS_NAME] = [
-                    None if one == UNDECIDED else round(float(one), 6) for one in self._judged[own][self.kept[own]]
+                    None if one == UNDECIDED else round(float(one), 6)
+                    for one in self._judged[own][self.kept[own]]
                 ]
             yield made
 
@@ -169,32 +208,53 @@ class _RowMaker:
         kept = np.flatnonzero(self.kept[own]).tolist()
         for name in BESIDE:
             # Only lists with one entry per negative: anything else of that name is the user's own.
-            if isinstance(made.get(name), list) and len(made[name]) == len(example.negatives):
+            if isinstance(made.get(name), list) and len(made[name]) == len(
+                example.negatives
+            ):
                 made[name] = [made[name][one] for one in kept]
-        read = [name for name in made if is_negative_name(name) or self._reads(name, "negative", "negative_image")]
+        read = [
+            name
+            for name in made
+            if is_negative_name(name) or self._reads(name, "negative", "negative_image")
+        ]
         for name in read:
             del made[name]
-        made[NEGATIVES_NAME] = [row_value(example.negatives[one], table.image_folder) for one in kept]
+        made[NEGATIVES_NAME] = [
+            row_value(example.negatives[one], table.image_folder) for one in kept
+        ]
         self._keep_scores(made, example, kept)
         if self._config.false_negatives == "relabel" and example.scores is None:
-            self._relabel(made, example, np.flatnonzero(self.relevant[own]).tolist(), table.image_folder)
+            self._relabel(
+                made,
+                example,
+                np.flatnonzero(self.relevant[own]).tolist(),
+                table.image_folder,
+            )
         return made
 
-    def _relabel(self, made: dict[str, Any], example: Example, added: Sequence[int], folder: str) -> None:
+    def _relabel(
+        self, made: dict[str, Any], example: Example, added: Sequence[int], folder: str
+    ) -> None:
         """Make negatives positives, in a row without scores of its own."""
         if not added:
             return
-        for name in [name for name in made if self._reads(name, "positive", "positive_image")]:
+        for name in [
+            name for name in made if self._reads(name, "positive", "positive_image")
+        ]:
             del made[name]
         items = [*example.positives, *(example.negatives[one] for one in added)]
         made[POSITIVE_NAME] = [row_value(item, folder) for item in items]
         self.num_relabelled += len(added)
 
-    def _keep_scores(self, made: dict[str, Any], example: Example, kept: Sequence[int]) -> None:
+    def _keep_scores(
+        self, made: dict[str, Any], example: Example, kept: Sequence[int]
+    ) -> None:
         """Leave out the scores of the negatives that go. One column may hold those of the positives too."""
         if example.negative_scores is None:
             return
-        for name in [name for name in made if self._reads(name, "score", "negative_score")]:
+        for name in [
+            name for name in made if self._reads(name, "score", "negative_score")
+        ]:
             del made[name]
         if example.scores is not None:
             made["positive_scores"] = list(example.scores)

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.distributed import collectives
-from vembed.distributed.devices import bf16_instructions, matmul_precision
-from vembed.distributed.session import Session
 from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
 from vembed.mining.known import Pairs
 from vembed.mining.vectors import VectorStore
+from vembed.parallel import collectives
+from vembed.parallel.devices import bf16_instructions, matmul_precision
+from vembed.parallel.session import Session
 
 DOCUMENT_TILE = 4096
 QUERY_TILE, GPU_QUERY_TILE = 512, 1024
@@ -42,10 +42,16 @@ class TopK:
         self.device = queries_QD.device
         on_cpu = self.device.type == "cpu"
         size = QUERY_TILE if on_cpu else GPU_QUERY_TILE
-        dtype = torch.bfloat16 if on_cpu and bf16_instructions() == "AMX" else torch.float32
+        dtype = (
+            torch.bfloat16 if on_cpu and bf16_instructions() == "AMX" else torch.float32
+        )
         self._queries = [
             _QueryTile(part, k, excluded.among(first, first + len(part)), first, dtype)
-            for first, part in zip(range(0, len(queries_QD), size), torch.split(queries_QD, size), strict=True)
+            for first, part in zip(
+                range(0, len(queries_QD), size),
+                torch.split(queries_QD, size),
+                strict=True,
+            )
         ]
         self._room = _Room(self.device)
 
@@ -89,14 +95,24 @@ class _Vectors:
         """[N, D] the vectors in a dtype, and [N] the lengths of the differences."""
         if dtype not in self._rounded:
             rounded = self.vectors.to(dtype)
-            self._rounded[dtype] = rounded, torch.linalg.vector_norm(self.vectors - rounded, dim=1)
+            self._rounded[dtype] = (
+                rounded,
+                torch.linalg.vector_norm(self.vectors - rounded, dim=1),
+            )
         return self._rounded[dtype]
 
 
 class _QueryTile:
     """Some queries, whose scores of a tile of documents exist at once."""
 
-    def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs, first_query: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        queries_QD: Tensor,
+        k: int,
+        excluded: Pairs,
+        first_query: int,
+        dtype: torch.dtype,
+    ) -> None:
         self.queries = _Vectors(queries_QD)
         self.num_queries, self.k = len(queries_QD), k
         self.dtype = dtype
@@ -104,8 +120,14 @@ class _QueryTile:
         # One sorted number per excluded pair, for a binary search among few scores instead of a mask over all.
         codes = (excluded.queries - first_query) << 32 | excluded.documents
         self.excluded = torch.from_numpy(codes).to(device)  # ascending, as pairs are
-        self.most_excluded = int(np.bincount(excluded.queries - first_query).max()) if len(excluded) else 0
-        self.best = torch.full((self.num_queries, k), NOTHING, dtype=torch.int64, device=device)
+        self.most_excluded = (
+            int(np.bincount(excluded.queries - first_query).max())
+            if len(excluded)
+            else 0
+        )
+        self.best = torch.full(
+            (self.num_queries, k), NOTHING, dtype=torch.int64, device=device
+        )
         self.threshold = torch.full((self.num_queries,), -torch.inf, device=device)
         self.has_threshold = False
         self.waiting: list[tuple[Tensor, Tensor]] = []
@@ -119,16 +141,25 @@ class _QueryTile:
         while start < len(documents.vectors):
             start = self._see_some(documents, start, first, room)
 
-    def _see_some(self, documents: _Vectors, start: int, first: int, room: _Room) -> int:
+    def _see_some(
+        self, documents: _Vectors, start: int, first: int, room: _Room
+    ) -> int:
         """Take in tiles until enough is found; returns where the next one begins."""
-        queries_DQ, vectors_SD = self.queries.rounded(self.dtype)[0].T, documents.rounded(self.dtype)[0]
+        queries_DQ, vectors_SD = (
+            self.queries.rounded(self.dtype)[0].T,
+            documents.rounded(self.dtype)[0],
+        )
         error = self._error(documents)
         lowest = self._lowest(error)
         found: list[_Blocks] = []
         num_found, end = 0, start
         while end < len(vectors_SD) and num_found <= WAITING * self.num_queries:
-            part_TD = vectors_SD[end : end + (DOCUMENT_TILE if self.has_threshold else FIRST)]
-            scores_BLQ = room.scores(-(-len(part_TD) // BLOCK), self.num_queries, self.dtype)
+            part_TD = vectors_SD[
+                end : end + (DOCUMENT_TILE if self.has_threshold else FIRST)
+            ]
+            scores_BLQ = room.scores(
+                -(-len(part_TD) // BLOCK), self.num_queries, self.dtype
+            )
             scores_TQ = scores_BLQ.view(-1, self.num_queries)
             torch.mm(part_TD, queries_DQ, out=scores_TQ[: len(part_TD)])
             if len(part_TD) < len(scores_TQ):
@@ -138,12 +169,17 @@ class _QueryTile:
                 lowest = self._lowest(error)
             comparable_BLQ = scores_BLQ.view(lowest.dtype)
             # Queries are innermost, so that the maximum over a block runs over whole vectors.
-            block, query = torch.nonzero(comparable_BLQ.amax(1) >= lowest, as_tuple=True)
+            block, query = torch.nonzero(
+                comparable_BLQ.amax(1) >= lowest, as_tuple=True
+            )
             found.append(_Blocks(comparable_BLQ[block, :, query], query, block, end))
             num_found += len(query)
             end += len(part_TD)
         query, document = _reaching(found, lowest)
-        if self.dtype is torch.bfloat16 and len(query) > TOO_MANY * (self.k + self.most_excluded) * self.num_queries:
+        if (
+            self.dtype is torch.bfloat16
+            and len(query) > TOO_MANY * (self.k + self.most_excluded) * self.num_queries
+        ):
             self.dtype = torch.float32  # the scores are so close to each other that bfloat16 does not tell them apart
             self.has_threshold = False  # a higher one can be found now
             return start
@@ -159,31 +195,56 @@ class _QueryTile:
 
         |qd - q'd'| <= |q - q'||d| + |q'||d - d'|, and each of two sums of D products is rounded in float32: by at most
         D rounding errors, and by 8 sqrt(D) but for a chance of D exp(-32) (Higham and Mary, 2019)."""
-        lost_Q, lost_S = self.queries.rounded(self.dtype)[1], documents.rounded(self.dtype)[1]
+        lost_Q, lost_S = (
+            self.queries.rounded(self.dtype)[1],
+            documents.rounded(self.dtype)[1],
+        )
         lengths_Q, longest = self.queries.lengths, documents.lengths.amax()
         dim = documents.vectors.shape[1]
-        sums = lengths_Q * longest * min(dim, 8 * math.sqrt(dim)) * torch.finfo(torch.float32).eps + 1e-30
+        sums = (
+            lengths_Q
+            * longest
+            * min(dim, 8 * math.sqrt(dim))
+            * torch.finfo(torch.float32).eps
+            + 1e-30
+        )
         return lost_Q * longest + (lengths_Q + lost_Q) * lost_S.amax() + sums
 
     def _lowest(self, error: Tensor) -> Tensor:
         """[Q] the lowest score of the first pass that is looked at. Where all are positive, bits that compare as the
         scores do, and faster."""
-        lowest = (self.threshold - error).clamp(min=torch.finfo(self.dtype).min).to(self.dtype)
+        lowest = (
+            (self.threshold - error)
+            .clamp(min=torch.finfo(self.dtype).min)
+            .to(self.dtype)
+        )
         if bool((lowest > 0).all()):
-            return lowest.view(torch.int16 if self.dtype is torch.bfloat16 else torch.int32)
+            return lowest.view(
+                torch.int16 if self.dtype is torch.bfloat16 else torch.int32
+            )
         return lowest
 
-    def _first_threshold(self, scores_BLQ: Tensor, num_documents: int, error: Tensor) -> None:
+    def _first_threshold(
+        self, scores_BLQ: Tensor, num_documents: int, error: Tensor
+    ) -> None:
         """At least k documents that are not excluded reach the k-th highest of the blocks; few others do."""
-        k = self.k + self.most_excluded  # so that k are left when the excluded ones are taken out
+        k = (
+            self.k + self.most_excluded
+        )  # so that k are left when the excluded ones are taken out
         if num_documents >= k:
-            among = scores_BLQ.amax(1) if len(scores_BLQ) >= 2 * k else scores_BLQ.flatten(0, 1)
+            among = (
+                scores_BLQ.amax(1)
+                if len(scores_BLQ) >= 2 * k
+                else scores_BLQ.flatten(0, 1)
+            )
             reached = among.float().topk(k, dim=0, sorted=False).values.amin(0)
             lowest = reached - reached.abs() * torch.finfo(self.dtype).eps - error
             self.threshold = torch.maximum(self.threshold, lowest)
             self.has_threshold = True
 
-    def _settle(self, query: Tensor, document: Tensor, documents: _Vectors, first: int) -> None:
+    def _settle(
+        self, query: Tensor, document: Tensor, documents: _Vectors, first: int
+    ) -> None:
         """Compute the exact scores of pairs, and let those above the threshold wait."""
         scores = products(self.queries.vectors, query, documents.vectors, document)
         # Documents come in ascending order: of equal scores the earlier one stays, so above is what counts.
@@ -192,7 +253,9 @@ class _QueryTile:
         keys = as_keys(scores, document)
         if len(self.excluded):
             codes = query << 32 | document
-            at = torch.searchsorted(self.excluded, codes).clamp_(max=len(self.excluded) - 1)
+            at = torch.searchsorted(self.excluded, codes).clamp_(
+                max=len(self.excluded) - 1
+            )
             allowed = self.excluded[at] != codes
             query, keys = query[allowed], keys[allowed]
         self.waiting.append((query, keys))
@@ -211,8 +274,15 @@ class _QueryTile:
         query, order = torch.sort(query, stable=True)
         counts = torch.bincount(query, minlength=self.num_queries)
         starts = torch.cumsum(counts, 0) - counts
-        table = torch.full((self.num_queries, int(counts.max())), NOTHING, dtype=torch.int64, device=keys.device)
-        table[query, torch.arange(len(query), device=keys.device) - starts[query]] = keys[order]
+        table = torch.full(
+            (self.num_queries, int(counts.max())),
+            NOTHING,
+            dtype=torch.int64,
+            device=keys.device,
+        )
+        table[query, torch.arange(len(query), device=keys.device) - starts[query]] = (
+            keys[order]
+        )
         self.best = torch.cat([self.best, table], dim=1).topk(self.k, dim=1).values
         # The lowest key is NOTHING where there are fewer than k, and then the threshold stays.
         self.threshold = torch.maximum(self.threshold, scores_of(self.best[:, -1]))
@@ -235,14 +305,21 @@ def _reaching(found: list[_Blocks], lowest: Tensor) -> tuple[Tensor, Tensor]:
     values_NL = torch.cat([one.values for one in found])
     query = torch.cat([one.query for one in found])
     counts = torch.tensor([len(one.query) for one in found], device=query.device)
-    starts = torch.tensor([one.start for one in found], device=query.device).repeat_interleave(counts)
+    starts = torch.tensor(
+        [one.start for one in found], device=query.device
+    ).repeat_interleave(counts)
     first = starts + torch.cat([one.block for one in found]) * BLOCK
     row, place = torch.nonzero(values_NL >= lowest[query][:, None], as_tuple=True)
     return query[row], first[row] + place
 
 
 def search(
-    queries_QD: Tensor, store: VectorStore, num_candidates: int, k: int, excluded: Pairs, session: Session
+    queries_QD: Tensor,
+    store: VectorStore,
+    num_candidates: int,
+    k: int,
+    excluded: Pairs,
+    session: Session,
 ) -> tuple[np.ndarray, np.ndarray]:
     """[Q, k] numbers of the best documents among the first `num_candidates`, and their scores; best first, of equal
     scores the lower number first; -1 and -inf where there are fewer.
@@ -258,7 +335,9 @@ def search(
     return documents_of(keys).numpy(), scores_of(keys).numpy()
 
 
-def pair_scores(queries_QD: Tensor, store: VectorStore, pairs: Pairs, session: Session) -> np.ndarray:
+def pair_scores(
+    queries_QD: Tensor, store: VectorStore, pairs: Pairs, session: Session
+) -> np.ndarray:
     """The score of each pair (position of the query, document). Collective: each rank looks up its own shards."""
     found = torch.zeros(len(pairs))
     order = np.argsort(pairs.documents, kind="stable")
@@ -271,19 +350,26 @@ def pair_scores(queries_QD: Tensor, store: VectorStore, pairs: Pairs, session: S
         for start in range(0, len(chosen), DOCUMENT_TILE):
             part = chosen[start : start + DOCUMENT_TILE]
             documents = store.rows(shard, pairs.documents[part])
-            found[part] = torch.einsum("nd,nd->n", queries_QD[pairs.queries[part]], documents)
+            found[part] = torch.einsum(
+                "nd,nd->n", queries_QD[pairs.queries[part]], documents
+            )
     # Each pair's document is in one shard, so all other ranks add 0.
     return collectives.sum_tensor(found).numpy()
 
 
-def products(queries_QD: Tensor, query: Tensor, documents_SD: Tensor, document: Tensor) -> Tensor:
+def products(
+    queries_QD: Tensor, query: Tensor, documents_SD: Tensor, document: Tensor
+) -> Tensor:
     """[N] the float32 products of pairs of rows, whose bits depend on nothing but the two rows."""
     missing = -len(query) % ROWS
     padded = (torch.nn.functional.pad(one, (0, missing)) for one in (query, document))
     parts = zip(*(torch.split(one, ROWS) for one in padded), strict=True)
     # index_select copies whole rows, which [...] does not.
     found = [
-        queries_QD.index_select(0, these).mul_(documents_SD.index_select(0, those)).sum(1) for these, those in parts
+        queries_QD.index_select(0, these)
+        .mul_(documents_SD.index_select(0, those))
+        .sum(1)
+        for these, those in parts
     ]
     return torch.cat(found)[: len(query)]
 
@@ -295,5 +381,11 @@ def _merged(keys_QK: Tensor, k: int, world_size: int) -> Tensor:
     parts = []
     for part in torch.split(keys_QK, GATHERED_QUERIES):
         gathered = collectives.all_gather_rows(part, [len(part)] * world_size)
-        parts.append(gathered.view(world_size, len(part), k).transpose(0, 1).reshape(len(part), -1).topk(k, 1).values)
+        parts.append(
+            gathered.view(world_size, len(part), k)
+            .transpose(0, 1)
+            .reshape(len(part), -1)
+            .topk(k, 1)
+            .values
+        )
     return torch.cat(parts) if parts else keys_QK

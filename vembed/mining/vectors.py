@@ -14,11 +14,11 @@ from torch import Tensor
 
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.inference.encoding import first_dims
 from vembed.mining.encoders import Encoder
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
 SMALLEST_SHARD, LARGEST_SHARD = 128, 16_384
@@ -26,7 +26,11 @@ NUM_SHARDS_WANTED = 64
 """Shards are small enough that every rank has some, and that a kill loses little; their size depends on the number of
 items alone, so that any number of ranks makes the same shards."""
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,13 @@ class VectorStore:
         self.keys = keys
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.shards = [
-            Shard(number, first, last, folder / f"{kind}-{number:06d}-{short_hash(_hash(keys[first:last]))}.npy")
+            Shard(
+                number,
+                first,
+                last,
+                folder
+                / f"{kind}-{number:06d}-{short_hash(_hash(keys[first:last]))}.npy",
+            )
             for number, (first, last) in enumerate(_bounds(len(keys)))
         ]
 
@@ -67,7 +77,9 @@ class VectorStore:
     def write(self, shard: Shard, vectors_ND: np.ndarray) -> None:
         """Write a shard under another name, then rename it: a half-written one never counts."""
         values = torch.from_numpy(np.ascontiguousarray(vectors_ND)).to(self.dtype)
-        stored = values.view(torch.uint16) if self.dtype is torch.bfloat16 else values  # numpy has no bfloat16
+        stored = (
+            values.view(torch.uint16) if self.dtype is torch.bfloat16 else values
+        )  # numpy has no bfloat16
         shard.path.parent.mkdir(parents=True, exist_ok=True)
         partial = shard.path.with_suffix(f".{os.getpid()}.part")
         try:
@@ -98,7 +110,9 @@ class VectorStore:
             begin, end = np.searchsorted(ordered, [shard.first, shard.last])
             if begin < end:
                 rows = self.rows(shard, ordered[begin:end])
-                found = torch.empty(len(numbers), rows.shape[1]) if found is None else found
+                found = (
+                    torch.empty(len(numbers), rows.shape[1]) if found is None else found
+                )
                 found[torch.from_numpy(order[begin:end])] = rows
         return torch.empty(0, 0) if found is None else found
 
@@ -108,7 +122,9 @@ class VectorStore:
         for shard in self.shards:
             if shard.first < last and shard.last > first:
                 stored = np.load(shard.path, mmap_mode="r")
-                parts.append(self._wide(stored[max(first - shard.first, 0) : last - shard.first]))
+                parts.append(
+                    self._wide(stored[max(first - shard.first, 0) : last - shard.first])
+                )
         return torch.cat(parts)
 
     def _wide(self, stored: np.ndarray) -> Tensor:
@@ -135,7 +151,9 @@ def encode_missing(
     done = 0
     with ProgressReport(title, active=session.is_main) as progress:
         for shard in todo:
-            vectors = encoder().encode([item(number) for number in range(shard.first, shard.last)], store.kind)
+            vectors = encoder().encode(
+                [item(number) for number in range(shard.first, shard.last)], store.kind
+            )
             _check_finite(vectors, store.kind)
             store.write(shard, vectors)
             done += shard.last - shard.first
@@ -165,8 +183,16 @@ def encode_together(
     """
     for first in range(0, len(store.shards), session.world_size):
         # One shard for each rank in a round. Behind the last shard a slice is empty, and the rank only takes part.
-        own = store.shards[first : first + session.world_size][session.rank : session.rank + 1]
-        vectors = encode([(item(number), store.kind) for shard in own for number in range(shard.first, shard.last)])
+        own = store.shards[first : first + session.world_size][
+            session.rank : session.rank + 1
+        ]
+        vectors = encode(
+            [
+                (item(number), store.kind)
+                for shard in own
+                for number in range(shard.first, shard.last)
+            ]
+        )
         for shard in own:
             _check_finite(vectors, store.kind)
             store.write(shard, first_dims(vectors, vectors.shape[1], unit))
@@ -183,7 +209,9 @@ def _bounds(num_items: int) -> Iterator[tuple[int, int]]:
 
 
 def _hash(keys: np.ndarray) -> list[int]:
-    return list(hashlib.blake2b(np.ascontiguousarray(keys).tobytes(), digest_size=12).digest())
+    return list(
+        hashlib.blake2b(np.ascontiguousarray(keys).tobytes(), digest_size=12).digest()
+    )
 
 
 def _check_finite(vectors_ND: np.ndarray, kind: Kind) -> None:

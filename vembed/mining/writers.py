@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vembed.data.cache import short_hash
-from vembed.families.model_files import whole_model_folder
 from vembed.inference.reranker import add_padding_token, read_weights
 from vembed.mining.config import GenerateConfig, Writer
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.judges import DTYPES
+from vembed.models.families.model_files import whole_model_folder
 
 PROMPTS = {
     "question": "Write one question that the document below answers.",
@@ -25,7 +25,12 @@ PROMPTS = {
     "which the document below is what it should find.",
 }
 RULES = "Do not copy whole sentences, do not mention the document, and answer with the {noun} alone."
-NOUNS = {"question": "question", "keywords": "query", "claim": "claim", "instruction": "instruction"}
+NOUNS = {
+    "question": "question",
+    "keywords": "query",
+    "claim": "claim",
+    "instruction": "instruction",
+}
 LONGEST_QUERY = 400
 
 
@@ -45,13 +50,17 @@ class EndpointWriter:
 
     def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:  # noqa: ARG002
         """The number of each prompt, and what was written, as answers come in."""
-        return self._client.complete(prompts, self._writer.max_new_tokens, self._writer.temperature)
+        return self._client.complete(
+            prompts, self._writer.max_new_tokens, self._writer.temperature
+        )
 
 
 class LocalWriter:
     """A decoder of Transformers."""
 
-    def __init__(self, writer: Writer, config: GenerateConfig, device: torch.device) -> None:
+    def __init__(
+        self, writer: Writer, config: GenerateConfig, device: torch.device
+    ) -> None:
         self._writer, self._device = writer, device
         folder = whole_model_folder(writer.model, option="writer")
         self._tokenizer = AutoTokenizer.from_pretrained(
@@ -59,7 +68,11 @@ class LocalWriter:
         )
         add_padding_token(self._tokenizer)
         dtype = DTYPES.get(config.torch_dtype)
-        self._model = read_weights(AutoModelForCausalLM, folder, dtype, config.trust_remote_code).eval().to(device)
+        self._model = (
+            read_weights(AutoModelForCausalLM, folder, dtype, config.trust_remote_code)
+            .eval()
+            .to(device)
+        )
 
     def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
         """The number of each prompt, and what was written."""
@@ -67,34 +80,54 @@ class LocalWriter:
         # generate() draws from the global generator.
         torch.manual_seed(seed)
         # None in words: generate() warns of sampling settings that a model brings along.
-        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        sampling: dict[str, Any] = {
+            "do_sample": False,
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+        }
         if self._writer.temperature > 0:
             sampling = {"do_sample": True, "temperature": self._writer.temperature}
         for start in range(0, len(texts), self._writer.batch_size):
             batch = texts[start : start + self._writer.batch_size]
             inputs = self._tokenizer(
-                batch, return_tensors="pt", padding=True, truncation=True, max_length=self._writer.max_length
+                batch,
+                return_tensors="pt",
+                padding=True,
+                truncation=True,
+                max_length=self._writer.max_length,
             ).to(self._device)
             with torch.inference_mode():
                 found = self._model.generate(
-                    input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
-                    max_new_tokens=self._writer.max_new_tokens, pad_token_id=self._tokenizer.pad_token_id, **sampling,
-                )  # fmt: skip
-            written = self._tokenizer.batch_decode(found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+                    input_ids=inputs["input_ids"],
+                    attention_mask=inputs["attention_mask"],
+                    max_new_tokens=self._writer.max_new_tokens,
+                    pad_token_id=self._tokenizer.pad_token_id,
+                    **sampling,
+                )
+            written = self._tokenizer.batch_decode(
+                found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+            )
             yield from enumerate(written, start)
 
     def _chat(self, prompt: str) -> str:
         if self._tokenizer.chat_template is None:
             return f"{prompt}\n"
         messages = [{"role": "user", "content": prompt}]
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         return text
 
 
 def load_writer(config: GenerateConfig, device: torch.device) -> TextWriter:
     """The model of `writer`."""
     assert config.writer is not None, "the config asks for it"
-    return EndpointWriter(config.writer) if config.writer.base_url else LocalWriter(config.writer, config, device)
+    return (
+        EndpointWriter(config.writer)
+        if config.writer.base_url
+        else LocalWriter(config.writer, config, device)
+    )
 
 
 def writer_identity(config: GenerateConfig) -> str:
@@ -103,15 +136,32 @@ def writer_identity(config: GenerateConfig) -> str:
         return ""
     writer = config.writer
     model = writer.model if writer.base_url else files_identity(writer.model)
-    endpoint = {"api_key_env", "timeout_seconds", "max_retries", "retry_seconds", "concurrency"}
+    endpoint = {
+        "api_key_env",
+        "timeout_seconds",
+        "max_retries",
+        "retry_seconds",
+        "concurrency",
+    }
     return short_hash(
-        model, writer.model_dump(exclude=endpoint), config.language, config.personas, config.num_examples,
-        config.examples_path, config.prompts, PROMPTS, RULES,
-    )  # fmt: skip
+        model,
+        writer.model_dump(exclude=endpoint),
+        config.language,
+        config.personas,
+        config.num_examples,
+        config.examples_path,
+        config.prompts,
+        PROMPTS,
+        RULES,
+    )
 
 
 def prompt_for(
-    kind: str, document: str, config: GenerateConfig, examples: Sequence[tuple[str, str]], number: int
+    kind: str,
+    document: str,
+    config: GenerateConfig,
+    examples: Sequence[tuple[str, str]],
+    number: int,
 ) -> str:
     """The prompt for one document. Documents take turns with the personas, and draw their examples by the seed."""
     assert config.writer is not None, "the config asks for it"
@@ -120,12 +170,19 @@ def prompt_for(
     shown = ""
     if examples and config.num_examples:
         draw = np.random.default_rng([config.seed, 2, number])
-        chosen = draw.choice(len(examples), min(config.num_examples, len(examples)), replace=False)
-        shown = "\n\n".join(f"Document: {examples[one][1]}\n{NOUNS[kind]}: {examples[one][0]}" for one in chosen)
+        chosen = draw.choice(
+            len(examples), min(config.num_examples, len(examples)), replace=False
+        )
+        shown = "\n\n".join(
+            f"Document: {examples[one][1]}\n{NOUNS[kind]}: {examples[one][0]}"
+            for one in chosen
+        )
     # About four characters to a token; a local writer is cut exactly, by its tokenizer.
     cut = document[: 4 * config.writer.max_length]
     if kind in config.prompts:
-        return config.prompts[kind].format(document=cut, language=language, persona=persona, examples=shown)
+        return config.prompts[kind].format(
+            document=cut, language=language, persona=persona, examples=shown
+        )
     parts = [PROMPTS[kind]]
     if persona:
         parts.append(f"Write it as {persona} would.")

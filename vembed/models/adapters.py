@@ -16,9 +16,14 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.families.backbones import layers_of
-from vembed.families.table import Family, Tower
-from vembed.families.weight_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_header, read_object
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.table import Family, Tower
+from vembed.models.families.weight_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    read_header,
+    read_object,
+)
 from vembed.models.joint_adapters import join_adapters
 from vembed.models.quantized import dequantized, is_quantized, quieten_bitsandbytes
 from vembed.models.towers import names_frozen_by
@@ -33,7 +38,9 @@ _PREFIX = "base_model.model."
 """Prefix that peft's files put before the backbone's parameter names."""
 _SAVED_DOWN = ".lora_A.weight"
 """Suffix of the first matrix of a layer in peft's files, which leave out the adapter's name."""
-_MERGE_WITH_PEFT = "merge it with peft (merge_and_unload), and give the folder of the whole model"
+_MERGE_WITH_PEFT = (
+    "merge it with peft (merge_and_unload), and give the folder of the whole model"
+)
 
 
 def wants_adapters(config: TrainConfig) -> bool:
@@ -44,11 +51,18 @@ def wants_adapters(config: TrainConfig) -> bool:
 def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> None:
     """Inject adapters into the backbone and freeze all its other parameters."""
     quieten_bitsandbytes()  # before peft, which imports bitsandbytes
-    from peft import LoraConfig, inject_adapter_in_model  # a slow import, which only runs with adapters pay for
+    from peft import (  # a slow import, which only runs with adapters pay for
+        LoraConfig,
+        inject_adapter_in_model,
+    )
 
     # Frozen layers get no adapter: it would train what `freeze` keeps.
     frozen = names_frozen_by(backbone, family, config.freeze)
-    names = [name for name in target_names(backbone, family, config) if f"{name}.weight" not in frozen]
+    names = [
+        name
+        for name in target_names(backbone, family, config)
+        if f"{name}.weight" not in frozen
+    ]
     if not names:
         raise UserError(
             f"lora_target_modules: {config.lora_target_modules} with freeze: {config.freeze} leaves no layer of "
@@ -58,16 +72,22 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=name_pattern(names, [name for name, _ in backbone.named_modules()]),
+        target_modules=name_pattern(
+            names, [name for name, _ in backbone.named_modules()]
+        ),
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        fan_in_fan_out=any(isinstance(backbone.get_submodule(name), Conv1D) for name in names),
+        fan_in_fan_out=any(
+            isinstance(backbone.get_submodule(name), Conv1D) for name in names
+        ),
         base_model_name_or_path=_lasting_name(config.model_name),
         revision=config.model_revision,
         task_type="FEATURE_EXTRACTION",
     )
     inject_adapter_in_model(settings, backbone, adapter_name=_NAME)
-    if isinstance(backbone, TwoTowers):  # its projections are newly initialised, so train them in full
+    if isinstance(
+        backbone, TwoTowers
+    ):  # its projections are newly initialised, so train them in full
         for name, parameter in backbone.named_parameters():
             parameter.requires_grad |= "_projection." in name and name not in frozen
     # Trained weights are float32 masters even if the base model is loaded in 16 bits, unless pure_dtype is set.
@@ -78,7 +98,11 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
         join_adapters(backbone, _NAME)
     kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
-        "LoRA: rank %d, alpha %d on %d layers (%s)", config.lora_r, config.lora_alpha, len(names), ", ".join(kinds)
+        "LoRA: rank %d, alpha %d on %d layers (%s)",
+        config.lora_r,
+        config.lora_alpha,
+        len(names),
+        ", ".join(kinds),
     )
 
 
@@ -106,8 +130,12 @@ def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> li
     prefixes = _chosen_towers(family, config)
     linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
     inside = set(linear_names_inside_layers(backbone))
-    towers: Iterable[Tower] = family.adapter_targets if config.lora_towers == "all" else [config.lora_towers]
-    behind = [name for tower in towers for name in family.adapter_targets.get(tower, ())]
+    towers: Iterable[Tower] = (
+        family.adapter_targets if config.lora_towers == "all" else [config.lora_towers]
+    )
+    behind = [
+        name for tower in towers for name in family.adapter_targets.get(tower, ())
+    ]
     wanted = config.lora_target_modules
     if wanted == "auto":
         # A module without layers, such as a bag of embeddings, has its linear layers anywhere.
@@ -136,12 +164,20 @@ def _named(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
             raise UserError(
                 f"lora_target_modules: {one} is not a linear layer of this model; it has {', '.join(known)}"
             )
-    return [name for name in linear if any(name == one or name.endswith("." + one) for one in wanted)]
+    return [
+        name
+        for name in linear
+        if any(name == one or name.endswith("." + one) for one in wanted)
+    ]
 
 
 def linear_names(backbone: nn.Module) -> list[str]:
     """Return the names of all linear layers, except those in nn.MultiheadAttention, which bypasses their forward."""
-    own = tuple(f"{name}." for name, module in backbone.named_modules() if isinstance(module, nn.MultiheadAttention))
+    own = tuple(
+        f"{name}."
+        for name, module in backbone.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    )
     return [
         name
         for name, module in backbone.named_modules()
@@ -152,7 +188,11 @@ def linear_names(backbone: nn.Module) -> list[str]:
 def linear_names_inside_layers(backbone: nn.Module) -> list[str]:
     """Return the names of the linear layers inside the transformer layers (attention and feed-forward)."""
     inner = {id(module) for layer in layers_of(backbone) for module in layer.modules()}
-    return [name for name in linear_names(backbone) if id(backbone.get_submodule(name)) in inner]
+    return [
+        name
+        for name in linear_names(backbone)
+        if id(backbone.get_submodule(name)) in inner
+    ]
 
 
 def name_pattern(names: Sequence[str], every: Sequence[str]) -> str:
@@ -188,28 +228,44 @@ def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
     for name in [key.removesuffix(_DOWN) for key in state if key.endswith(_DOWN)]:
         layer: Any = backbone.get_submodule(name)
         weight = merged.pop(f"{name}.base_layer.weight")
-        down, up = (merged.pop(f"{name}.lora_{part}.{_NAME}.weight").float() for part in "AB")
+        down, up = (
+            merged.pop(f"{name}.lora_{part}.{_NAME}.weight").float() for part in "AB"
+        )
         magnitude = merged.pop(f"{name}.lora_magnitude_vector.{_NAME}.weight", None)
         # W' = W + scaling * B A, in float32. up: [out, rank], down: [rank, in].
         change = up @ down * layer.scaling[_NAME]
-        merged[f"{name}.weight"] = _merged(weight, change, magnitude, transposed=layer.fan_in_fan_out)
+        merged[f"{name}.weight"] = _merged(
+            weight, change, magnitude, transposed=layer.fan_in_fan_out
+        )
         if f"{name}.base_layer.bias" in merged:
             merged[f"{name}.bias"] = merged.pop(f"{name}.base_layer.bias")
     return merged
 
 
-def _merged(weight: Tensor, change: Tensor, magnitude: Tensor | None, *, transposed: bool) -> Tensor:
+def _merged(
+    weight: Tensor, change: Tensor, magnitude: Tensor | None, *, transposed: bool
+) -> Tensor:
     whole = (weight.T if transposed else weight).float() + change.to(weight.device)
-    if magnitude is not None:  # DoRA: the sum gives the direction, a learned vector [out] the length of each row
-        whole = whole * (magnitude.float().to(weight.device) / whole.norm(dim=1)).unsqueeze(1)
+    if (
+        magnitude is not None
+    ):  # DoRA: the sum gives the direction, a learned vector [out] the length of each row
+        whole = whole * (
+            magnitude.float().to(weight.device) / whole.norm(dim=1)
+        ).unsqueeze(1)
     return (whole.T.contiguous() if transposed else whole).to(weight.dtype)
 
 
-def save_adapter(folder: str | Path, backbone: Any, state: Mapping[str, Tensor]) -> Path:
+def save_adapter(
+    folder: str | Path, backbone: Any, state: Mapping[str, Tensor]
+) -> Path:
     """Save the adapter alone, in peft's layout. `state`: the backbone's full state dict under its own names."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {_name_in_file(key): tensor.contiguous() for key, tensor in state.items() if ".lora_" in key}
+    weights = {
+        _name_in_file(key): tensor.contiguous()
+        for key, tensor in state.items()
+        if ".lora_" in key
+    }
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     backbone.peft_config[_NAME].save_pretrained(folder)
     return folder
@@ -218,7 +274,9 @@ def save_adapter(folder: str | Path, backbone: Any, state: Mapping[str, Tensor])
 def _name_in_file(key: str) -> str:
     """Return peft's file key: without the adapter's name, and without `.weight` after DoRA's magnitude vector."""
     bare = key.replace(f".{_NAME}.", ".")
-    return _PREFIX + bare.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    return _PREFIX + bare.replace(
+        "lora_magnitude_vector.weight", "lora_magnitude_vector"
+    )
 
 
 def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
@@ -226,23 +284,45 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
     low-rank matrices of linear layers: a part that is left out would make another model."""
     settings = read_object(folder / ADAPTER_CONFIG) or {}
     if settings.get("peft_type", "LORA") != "LORA":
-        raise UserError(f"{folder}: adapters of the type {settings['peft_type']} are not supported; {_MERGE_WITH_PEFT}")
+        raise UserError(
+            f"{folder}: adapters of the type {settings['peft_type']} are not supported; {_MERGE_WITH_PEFT}"
+        )
     for key in ("r", "lora_alpha"):
         value = settings.get(key)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise UserError(f"{folder / ADAPTER_CONFIG}: {key} is {value!r}, and a positive number is needed")
+            raise UserError(
+                f"{folder / ADAPTER_CONFIG}: {key} is {value!r}, and a positive number is needed"
+            )
     read_header(folder / ADAPTER_WEIGHTS)  # says what is wrong with a damaged file
-    weights = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()}
-    layers = {name: cast(Any, backbone.get_submodule(name)) for name in linear_names(backbone)}
+    weights = {
+        key.removeprefix(_PREFIX): tensor
+        for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()
+    }
+    layers = {
+        name: cast(Any, backbone.get_submodule(name)) for name in linear_names(backbone)
+    }
     with torch.no_grad():
-        for name in [key.removesuffix(_SAVED_DOWN) for key in weights if key.endswith(_SAVED_DOWN)]:
+        for name in [
+            key.removesuffix(_SAVED_DOWN)
+            for key in weights
+            if key.endswith(_SAVED_DOWN)
+        ]:
             if name not in layers or f"{name}.lora_B.weight" not in weights:
                 continue
-            down, up = (weights.pop(f"{name}.lora_{part}.weight").float() for part in "AB")
+            down, up = (
+                weights.pop(f"{name}.lora_{part}.weight").float() for part in "AB"
+            )
             change = up @ down * _scaling(settings, name, rank=len(down))
             magnitude = weights.pop(f"{name}.lora_magnitude_vector", None)
             weight = layers[name].weight
-            weight.copy_(_merged(weight, change, magnitude, transposed=isinstance(layers[name], Conv1D)))
+            weight.copy_(
+                _merged(
+                    weight,
+                    change,
+                    magnitude,
+                    transposed=isinstance(layers[name], Conv1D),
+                )
+            )
     if weights:
         raise UserError(
             f"{folder / ADAPTER_WEIGHTS} holds {len(weights):,d} tensors that are no low-rank matrices of a linear "
@@ -255,5 +335,8 @@ def _scaling(settings: Mapping[str, Any], name: str, *, rank: int) -> float:
     """Return the factor of a layer's low-rank product, with peft's patterns for layers that have an alpha of their
     own."""
     patterns = (settings.get("alpha_pattern") or {}).items()
-    alpha = next((own for pattern, own in patterns if re.match(rf"(.*\.)?({pattern})$", name)), settings["lora_alpha"])
+    alpha = next(
+        (own for pattern, own in patterns if re.match(rf"(.*\.)?({pattern})$", name)),
+        settings["lora_alpha"],
+    )
     return float(alpha / (rank**0.5 if settings.get("use_rslora") else rank))

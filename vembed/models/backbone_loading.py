@@ -16,10 +16,15 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
-from vembed.families.backbones import ENCODER_ONLY, file_dtype, language_class, model_class
-from vembed.families.model_settings import LIBRARY_ERRORS, first_sentence
-from vembed.families.weight_files import check_whole_weights
-from vembed.own.modeling import OwnConfig
+from vembed.models.custom.modeling import OwnConfig
+from vembed.models.families.backbones import (
+    ENCODER_ONLY,
+    file_dtype,
+    language_class,
+    model_class,
+)
+from vembed.models.families.model_settings import LIBRARY_ERRORS, first_sentence
+from vembed.models.families.weight_files import check_whole_weights
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +32,15 @@ log = logging.getLogger(__name__)
 def adjust_config(config: PretrainedConfig, *, bidirectional: bool) -> None:
     """Change settings of the published config that embedding needs otherwise."""
     if config.model_type == "vit_mae":
-        config.mask_ratio = 0.0  # pre-training masks random patches; an embedding must see all of them
-    if config.model_type == "dinov3_vit":  # pre-training moves positions at random; embeddings must be deterministic
-        config.pos_embed_shift = config.pos_embed_jitter = config.pos_embed_rescale = None
+        config.mask_ratio = (
+            0.0  # pre-training masks random patches; an embedding must see all of them
+        )
+    if (
+        config.model_type == "dinov3_vit"
+    ):  # pre-training moves positions at random; embeddings must be deterministic
+        config.pos_embed_shift = config.pos_embed_jitter = config.pos_embed_rescale = (
+            None
+        )
     if bidirectional:
         config.get_text_config().is_causal = False
 
@@ -72,12 +83,21 @@ def load_backbone(
     if meta:
         resolved = file_dtype(config) if dtype == "auto" else dtype
         with init_empty_weights(include_buffers=False), _default_dtype(resolved):
-            return chosen._from_config(config, dtype=resolved, attn_implementation=attn_implementation)
-    if from_scratch or (isinstance(config, OwnConfig) and not list(folder.glob("*.safetensors"))):
+            return chosen._from_config(
+                config, dtype=resolved, attn_implementation=attn_implementation
+            )
+    if from_scratch or (
+        isinstance(config, OwnConfig) and not list(folder.glob("*.safetensors"))
+    ):
         resolved = torch.float32 if dtype == "auto" else dtype
-        log.info("weights: random, drawn by the constructor of %s under the run's seed", chosen.__name__)
+        log.info(
+            "weights: random, drawn by the constructor of %s under the run's seed",
+            chosen.__name__,
+        )
         with _default_dtype(resolved):
-            return chosen._from_config(config, dtype=resolved, attn_implementation=attn_implementation)
+            return chosen._from_config(
+                config, dtype=resolved, attn_implementation=attn_implementation
+            )
     check_whole_weights(folder)
     try:
         with quiet_transformers():
@@ -94,7 +114,9 @@ def load_backbone(
     except torch.OutOfMemoryError:
         raise
     except (*LIBRARY_ERRORS, SafetensorError) as error:
-        raise UserError(f"the weights of {folder} cannot be loaded: {first_sentence(error)}") from error
+        raise UserError(
+            f"the weights of {folder} cannot be loaded: {first_sentence(error)}"
+        ) from error
     _check_loading(folder, model, info)
     return cast(PreTrainedModel, model)
 
@@ -113,7 +135,11 @@ def _check_loading(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
     """Raise UserError if weights are missing from the folder, unless no embedding depends on them (poolers)."""
     # A base model's folder may lack a language-model head, which is then new.
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    missing = sorted(name for name in info["missing_keys"] if not is_never_used(name) and name.startswith(prefix))
+    missing = sorted(
+        name
+        for name in info["missing_keys"]
+        if not is_never_used(name) and name.startswith(prefix)
+    )
     if missing:
         raise UserError(
             f"{folder} lacks {len(missing):,d} of the weights of {type(model).__name__}, {missing[0]} among them; "
@@ -121,12 +147,21 @@ def _check_loading(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -
         )
     unexpected = sorted(info["unexpected_keys"])
     if unexpected:
-        log.info("ignored %d unused weights of %s (first: %s)", len(unexpected), folder, unexpected[0])
+        log.info(
+            "ignored %d unused weights of %s (first: %s)",
+            len(unexpected),
+            folder,
+            unexpected[0],
+        )
 
 
 def is_never_used(name: str) -> bool:
     """Return True for parameters that no embedding depends on: poolers over the first token, mask tokens."""
-    return name.startswith("pooler.") or ".pooler." in name or name.rsplit(".", 1)[-1] == "mask_token"
+    return (
+        name.startswith("pooler.")
+        or ".pooler." in name
+        or name.rsplit(".", 1)[-1] == "mask_token"
+    )
 
 
 @contextmanager

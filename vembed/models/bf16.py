@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 _RMS_NORMS = frozenset(
-    {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen2VLRMSNorm", "Qwen2_5_VLRMSNorm"}
+    {
+        "LlamaRMSNorm",
+        "MistralRMSNorm",
+        "Qwen2RMSNorm",
+        "Qwen3RMSNorm",
+        "Qwen2VLRMSNorm",
+        "Qwen2_5_VLRMSNorm",
+    }
     | {"Qwen3VLTextRMSNorm", "EuroBertRMSNorm"}
 )
 """Classes with the formula weight * x / sqrt(mean(x ** 2) + variance_epsilon)."""
@@ -68,7 +75,11 @@ class Bf16Linear(nn.Linear):
         """Apply the layer to `input`, converted to bfloat16."""
         bias = None if self.bias is None else self.copies.of(self.bias)
         output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            input.to(torch.bfloat16), self.weight, self.bias, self.copies.of(self.weight), bias
+            input.to(torch.bfloat16),
+            self.weight,
+            self.bias,
+            self.copies.of(self.weight),
+            bias,
         )
         return output
 
@@ -77,7 +88,9 @@ def joint_linear(values: Tensor, layers: Sequence[Bf16Linear]) -> Tensor:
     """Return the outputs of layers without bias that have the same input, side by side, by one product."""
     weights = torch.cat([one.weight for one in layers])
     copies = torch.cat([one.copies.of(one.weight) for one in layers])
-    output: Tensor = _Linear.apply(values.to(torch.bfloat16), weights, None, copies, None)  # type: ignore[no-untyped-call]
+    output: Tensor = _Linear.apply(
+        values.to(torch.bfloat16), weights, None, copies, None
+    )  # type: ignore[no-untyped-call]
     return output
 
 
@@ -86,7 +99,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, *parameters: Tensor | None) -> Tensor:
-        _, _, weight_copy, bias_copy = parameters  # weight and bias are given for their gradients
+        _, _, weight_copy, bias_copy = (
+            parameters  # weight and bias are given for their gradients
+        )
         assert weight_copy is not None
         ctx.save_for_backward(values, weight_copy)
         return functional.linear(values, weight_copy, bias_copy)
@@ -99,7 +114,9 @@ class _Linear(torch.autograd.Function):
         of_values, of_weight, of_bias, *_ = ctx.needs_input_grad
         return (
             torch.mm(gradient, weight).view_as(values) if of_values else None,
-            torch.mm(gradient.t(), values.flatten(0, -2)).float() if of_weight else None,
+            torch.mm(gradient.t(), values.flatten(0, -2)).float()
+            if of_weight
+            else None,
             _column_sums(gradient).float() if of_bias else None,
             None,
             None,
@@ -127,9 +144,14 @@ class Bf16LayerNorm(nn.LayerNorm):
             return super().forward(input).to(torch.bfloat16)
         # Kernels of GPUs take one dtype, and autocast makes that float32: the input would be widened, kept so for the
         # backward pass, and the output narrowed again. The statistics are float32 in any case.
-        weight, bias = (None if one is None else one.to(torch.bfloat16) for one in (self.weight, self.bias))
+        weight, bias = (
+            None if one is None else one.to(torch.bfloat16)
+            for one in (self.weight, self.bias)
+        )
         with torch.autocast(input.device.type, enabled=False):
-            return functional.layer_norm(input.to(torch.bfloat16), self.normalized_shape, weight, bias, self.eps)
+            return functional.layer_norm(
+                input.to(torch.bfloat16), self.normalized_shape, weight, bias, self.eps
+            )
 
 
 class Bf16RMSNorm(nn.Module):
@@ -146,7 +168,10 @@ class Bf16RMSNorm(nn.Module):
         values = hidden_states.to(torch.bfloat16)
         with torch.autocast(values.device.type, enabled=False):
             return functional.rms_norm(
-                values, self.weight.shape, self.weight.to(torch.bfloat16), float(self.variance_epsilon)
+                values,
+                self.weight.shape,
+                self.weight.to(torch.bfloat16),
+                float(self.variance_epsilon),
             )
 
 
@@ -198,7 +223,13 @@ def keep_copies(model: nn.Module) -> None:
 
 
 def _copies_of(model: nn.Module) -> list[WeightCopies]:
-    return list({id(one.copies): one.copies for one in model.modules() if isinstance(one, Bf16Linear)}.values())
+    return list(
+        {
+            id(one.copies): one.copies
+            for one in model.modules()
+            if isinstance(one, Bf16Linear)
+        }.values()
+    )
 
 
 @contextmanager

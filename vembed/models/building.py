@@ -15,17 +15,28 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.families import backbones
-from vembed.families.decisions import has_mrl_projection
-from vembed.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.families.model_files import files_of
-from vembed.models import backbone_loading, cpu_kernels, flash3, packed_vision, packing, precision
-from vembed.models.adapters import linear_names_inside_layers, merge_saved_adapter, wants_adapters
+from vembed.models import (
+    backbone_loading,
+    cpu_kernels,
+    flash3,
+    packed_vision,
+    packing,
+    precision,
+)
+from vembed.models.adapters import (
+    linear_names_inside_layers,
+    merge_saved_adapter,
+    wants_adapters,
+)
+from vembed.models.custom.modeling import OwnConfig
+from vembed.models.families import backbones
+from vembed.models.families.decisions import has_mrl_projection
+from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.model_files import files_of
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import frozen_towers, tower_module
 from vembed.models.two_towers import TwoTowers
-from vembed.own.modeling import OwnConfig
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +44,9 @@ log = logging.getLogger(__name__)
 def build_head(config: TrainConfig, description: ModelDescription) -> Head | None:
     """Return the model's Dense modules followed by this run's MRL projection; None if there are neither."""
     files = files_of(config).sentence_transformers
-    modules: list[Dense] = [load_dense(folder) for folder in files.dense] if files is not None else []
+    modules: list[Dense] = (
+        [load_dense(folder) for folder in files.dense] if files is not None else []
+    )
     size = modules[-1].linear.out_features if modules else description.hidden_dim
     added = None
     if has_mrl_projection(config, description.mrl_dims, size):
@@ -53,7 +66,15 @@ def build_backbone(
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
     dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone."""
     folder = Path(description.source)
-    whole: nn.Module = _load(config, description, folder, device, compute_dtype, meta=meta, with_head=with_head)
+    whole: nn.Module = _load(
+        config,
+        description,
+        folder,
+        device,
+        compute_dtype,
+        meta=meta,
+        with_head=with_head,
+    )
     text: Any = whole.base_model if with_head else whole
     if description.adapter is not None and not meta:
         if description.quantized:
@@ -63,8 +84,18 @@ def build_backbone(
     if not description.traits.has_two_models:
         return whole
     assert description.image_source is not None
-    assert description.text_hidden_dim is not None and description.image_hidden_dim is not None
-    image = _load(config, description, Path(description.image_source), device, compute_dtype, meta=meta)
+    assert (
+        description.text_hidden_dim is not None
+        and description.image_hidden_dim is not None
+    )
+    image = _load(
+        config,
+        description,
+        Path(description.image_source),
+        device,
+        compute_dtype,
+        meta=meta,
+    )
     towers = TwoTowers(
         text,
         image,
@@ -95,36 +126,57 @@ def _load(
 ) -> PreTrainedModel:
     trust = description.trust_remote_code
     model_config = backbones.read_config(folder, trust_remote_code=trust)
-    backbone_loading.adjust_config(model_config, bidirectional=description.bidirectional_attention)
+    backbone_loading.adjust_config(
+        model_config, bidirectional=description.bidirectional_attention
+    )
     chosen = backbones.model_class(model_config, trust_remote_code=trust)
     adapted = wants_adapters(config)
     # With adapters the backbone is frozen: no optimizer step needs float32 masters of it.
-    dtype = precision.wanted_dtype(config) if adapted else precision.trained_dtype(config)
+    dtype = (
+        precision.wanted_dtype(config) if adapted else precision.trained_dtype(config)
+    )
     held = backbones.file_dtype(model_config) if dtype == "auto" else dtype
     half = precision.is_half(compute_dtype, held)
     kernel, reason = precision.attention_kernel(config, chosen, device, half=half)
     padded = packing.why_padded(config, model_config, device, half=half)
     takes_text = not backbones.takes_pixels(model_config, trust_remote_code=trust)
     if takes_text and padded is not None and config.padding_free is True:
-        raise UserError(f"padding_free: true is not possible: {padded}; leave it out, and texts are padded")
+        raise UserError(
+            f"padding_free: true is not possible: {padded}; leave it out, and texts are padded"
+        )
     if not meta:
         log.info("attention: %s (%s)", kernel or "the model's own", reason)
         if takes_text:
-            log.info("texts: %s", "without padding" if padded is None else f"padded ({padded})")
-    if half and device.type == "cuda" and config.attn_implementation in ("auto", "sdpa"):
+            log.info(
+                "texts: %s",
+                "without padding" if padded is None else f"padded ({padded})",
+            )
+    if (
+        half
+        and device.type == "cuda"
+        and config.attn_implementation in ("auto", "sdpa")
+    ):
         other = flash3.why_not(model_config.to_dict(), device)
         if other is None:
             flash3.activate()
-        log.info("FlashAttention 3: %s", "used" if other is None else f"not used ({other})")
+        log.info(
+            "FlashAttention 3: %s", "used" if other is None else f"not used ({other})"
+        )
     if padded is None:
         kernel = cpu_kernels.register(packing.IMPLEMENTATION, packing.attention)
-    elif kernel == "sdpa" and config.attn_implementation == "auto" and device.type == "cpu":
+    elif (
+        kernel == "sdpa"
+        and config.attn_implementation == "auto"
+        and device.type == "cpu"
+    ):
         kernel = cpu_kernels.register(cpu_kernels.IMPLEMENTATION, cpu_kernels.attention)
     backbone = backbone_loading.load_backbone(
         folder,
         model_config,
         dtype=dtype,
-        quantization=_four_bit(chosen, model_config, compute_dtype) if config.use_qlora else None,
+        quantization=_four_bit(chosen, model_config, compute_dtype)
+        if config.use_qlora
+        else None,
         device=device,
         attn_implementation=None if isinstance(model_config, OwnConfig) else kernel,
         trust_remote_code=trust,
@@ -136,19 +188,30 @@ def _load(
         backbone.config._attn_implementation = kernel  # by which `packs` knows it
     if description.bidirectional_attention:
         backbone_loading.see_all_tokens(backbone)
-    if description.traits.reads_chats and config.attn_implementation == "auto" and kernel != "flash_attention_2":
+    if (
+        description.traits.reads_chats
+        and config.attn_implementation == "auto"
+        and kernel != "flash_attention_2"
+    ):
         tower = tower_module(backbone, description.traits, "vision")
         padded = packed_vision.why_by_image(tower, device, half=half)
         if padded is None:
             packed_vision.pack_images(tower)
         if not meta:
-            log.info("images: %s", "attention over all at once" if padded is None else f"one by one ({padded})")
+            log.info(
+                "images: %s",
+                "attention over all at once"
+                if padded is None
+                else f"one by one ({padded})",
+            )
     backbone_loading.share_embeddings(backbone)
     return backbone
 
 
 def _four_bit(
-    chosen: type[PreTrainedModel], model_config: PretrainedConfig, compute_dtype: torch.dtype
+    chosen: type[PreTrainedModel],
+    model_config: PretrainedConfig,
+    compute_dtype: torch.dtype,
 ) -> BitsAndBytesConfig:
     """Return the 4-bit config for the linear layers inside the transformer layers; all others keep their dtype.
 
@@ -158,8 +221,14 @@ def _four_bit(
         empty: nn.Module = chosen(model_config)
     inside = set(linear_names_inside_layers(empty))
     if any(isinstance(empty.get_submodule(name), Conv1D) for name in inside):
-        raise UserError(f"use_qlora: {chosen.__name__} stores its layers transposed, which 4 bits cannot; use use_lora")
-    skip = [name for name, module in empty.named_modules() if isinstance(module, nn.Linear) and name not in inside]
+        raise UserError(
+            f"use_qlora: {chosen.__name__} stores its layers transposed, which 4 bits cannot; use use_lora"
+        )
+    skip = [
+        name
+        for name, module in empty.named_modules()
+        if isinstance(module, nn.Linear) and name not in inside
+    ]
     return four_bit(compute_dtype, skip)
 
 
@@ -170,20 +239,40 @@ def _round_layers(backbone: nn.Module) -> None:
             weight.copy_(rounded_to_four_bits(weight))
 
 
-def cast_frozen_towers(config: TrainConfig, description: ModelDescription, backbone: nn.Module) -> None:
+def cast_frozen_towers(
+    config: TrainConfig, description: ModelDescription, backbone: nn.Module
+) -> None:
     """Towers of which nothing is trained need no float32 masters. A tower that is trained in part keeps one dtype."""
     for tower in frozen_towers(backbone, description.traits):
-        folder = description.image_source if tower == "vision" and description.image_source else description.source
-        own = backbones.file_dtype(backbones.read_config(Path(folder), trust_remote_code=description.trust_remote_code))
+        folder = (
+            description.image_source
+            if tower == "vision" and description.image_source
+            else description.source
+        )
+        own = backbones.file_dtype(
+            backbones.read_config(
+                Path(folder), trust_remote_code=description.trust_remote_code
+            )
+        )
         dtype = precision.frozen_dtype(config, own)
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.traits, tower).to(dtype)
-    partly = [one for one in backbone.parameters() if not one.requires_grad and one.dtype == torch.float32]
-    if config.torch_dtype in ("bfloat16", "float16") and config.freeze and partly and not config.pure_dtype:
+    partly = [
+        one
+        for one in backbone.parameters()
+        if not one.requires_grad and one.dtype == torch.float32
+    ]
+    if (
+        config.torch_dtype in ("bfloat16", "float16")
+        and config.freeze
+        and partly
+        and not config.pure_dtype
+    ):
         log.info(
             "torch_dtype: %s is for whole frozen towers: %d frozen tensors of partly trained towers stay float32",
-            config.torch_dtype, len(partly),
-        )  # fmt: skip
+            config.torch_dtype,
+            len(partly),
+        )
 
 
 def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
@@ -198,4 +287,8 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
         with safe_open(path, framework="pt") as file:
             for name in {"logit_scale", "logit_bias"} & set(file.keys()):
                 found[name] = float(file.get_tensor(name))
-    return (math.exp(found["logit_scale"]), found["logit_bias"]) if "logit_scale" in found else None
+    return (
+        (math.exp(found["logit_scale"]), found["logit_bias"])
+        if "logit_scale" in found
+        else None
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vembed.own.modeling import OwnOutput
+from vembed.models.custom.modeling import OwnOutput
 
 
 class Collected:
@@ -23,7 +23,9 @@ class Collected:
         """Take the losses of a model's output, if it has any."""
         if isinstance(output, OwnOutput):
             self.values.update(output.auxiliary or {})
-        elif isinstance(output, Mapping):  # a copy of the wrapper that was saved with a model
+        elif isinstance(
+            output, Mapping
+        ):  # a copy of the wrapper that was saved with a model
             self.values.update(output.get("auxiliary") or {})
 
     def in_normal_form(self, count: int) -> dict[str, Tensor]:
@@ -31,7 +33,10 @@ class Collected:
 
         A pair (sums, counts) is one number each, or one for each input. A scalar is the mean over the inputs.
         """
-        return {name: _normal_form(name, value, count) for name, value in self.values.items()}
+        return {
+            name: _normal_form(name, value, count)
+            for name, value in self.values.items()
+        }
 
 
 def _normal_form(name: str, value: Any, count: int) -> Tensor:
@@ -47,6 +52,10 @@ def _normal_form(name: str, value: Any, count: int) -> Tensor:
         )
     sums = sums if sums.dtype == torch.float64 else sums.float()
     if sums.ndim > 1 or (sums.ndim == 1 and len(sums) not in (1, count)):
-        raise TypeError(f"the auxiliary loss {name} has the shape {list(sums.shape)} for {count} inputs")
+        raise TypeError(
+            f"the auxiliary loss {name} has the shape {list(sums.shape)} for {count} inputs"
+        )
     pair = [sums, counts.detach().to(sums.dtype).expand_as(sums)]
-    return torch.stack([one.reshape(-1) for one in pair])  # FSDP wants no view as a result
+    return torch.stack(
+        [one.reshape(-1) for one in pair]
+    )  # FSDP wants no view as a result

@@ -42,7 +42,9 @@ def kept_ones(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
 
 def _draws(count: int, p: float) -> Tensor:
     """Return 16-bit integers: 1 with probability 1 - p, else 0. `p` is rounded to a multiple of 2^-16."""
-    seed = torch.empty(1, dtype=torch.int64).random_().numpy()  # as an array: no value is read from a device
+    seed = (
+        torch.empty(1, dtype=torch.int64).random_().numpy()
+    )  # as an array: no value is read from a device
     draws = np.random.SFC64(seed).random_raw((count + 3) // 4).view(np.int16)
     # Signed 16-bit draws are uniform on [-32768, 32767], so the threshold for "keep" is shifted by LEVELS / 2.
     return torch.from_numpy(draws)[:count].lt_(round((1.0 - p) * LEVELS) - LEVELS // 2)
@@ -111,14 +113,21 @@ def attend(
     kept = kept_ones(probabilities.shape, p, probabilities.dtype)
     integers = probabilities.view(kept.dtype)
     # The lowest integer is the sign bit, which no probability has: to add it sets it, in one pass.
-    signed = torch.add(integers, kept, alpha=torch.iinfo(integers.dtype).min).view(probabilities.dtype)
+    signed = torch.add(integers, kept, alpha=torch.iinfo(integers.dtype).min).view(
+        probabilities.dtype
+    )
     integers.mul_(kept)  # of the probabilities, in place
     # The factor for kept elements is applied to the small output instead of the probabilities.
     return torch.bmm(probabilities, value).mul_(scale_of(p)), signed
 
 
 def attend_backward(
-    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, signed: Tensor, p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gradient: Tensor,
+    signed: Tensor,
+    p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value from that of the output. `signed`: probabilities from `attend`."""
     gradient = gradient * scale_of(p)
@@ -128,7 +137,9 @@ def attend_backward(
     probabilities = (integers & torch.iinfo(integers.dtype).max).view(signed.dtype)
     # Chain rule in reverse order: d(dropped probabilities), d(probabilities), d(scores), then query and key.
     through = masked_(torch.bmm(gradient, value.transpose(1, 2)), kept)
-    scores = torch.ops.aten._softmax_backward_data(through, probabilities, -1, probabilities.dtype)
+    scores = torch.ops.aten._softmax_backward_data(
+        through, probabilities, -1, probabilities.dtype
+    )
     grad_value = torch.bmm(masked_(probabilities, kept).transpose(1, 2), gradient)
     return torch.bmm(scores, key), torch.bmm(scores.transpose(1, 2), query), grad_value
 
@@ -151,14 +162,21 @@ class Piece(Protocol):
 
 
 def dropped_attention(
-    query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], p: float, scaling: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: Sequence[Piece],
+    p: float,
+    scaling: float,
 ) -> Tensor:
     """Return dropout(softmax(q k^T * scaling + mask)) v, computed piece by piece."""
     attended: Tensor = _DroppedAttention.apply(query, key, value, pieces, p, scaling)  # type: ignore[no-untyped-call]
     return attended
 
 
-def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def in_autocast_dtype(
+    query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Convert queries, keys and values as autocast does where it is on. Rotary positions leave the first two wider."""
     if not torch.is_autocast_enabled("cpu"):
         return query, key, value
@@ -172,7 +190,13 @@ class _DroppedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[Piece], p: float, scaling: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pieces: Sequence[Piece],
+        p: float,
+        scaling: float,
     ) -> Tensor:
         output = value.new_empty(*query.shape[:-1], value.shape[-1])
         saved: list[Tensor] = []
@@ -198,7 +222,14 @@ class _DroppedAttention(torch.autograd.Function):
             queries, keys, values, signed = saved[4 * number : 4 * number + 4]
             gradient = piece.take(gradients[0])
             num_texts, heads = gradient.shape[:2]
-            found = attend_backward(queries, keys, values, gradient.flatten(0, 1).contiguous(), signed, ctx.p)
+            found = attend_backward(
+                queries,
+                keys,
+                values,
+                gradient.flatten(0, 1).contiguous(),
+                signed,
+                ctx.p,
+            )
             found[0].mul_(ctx.scaling)
             for result, one in zip(results, found, strict=True):
                 piece.put(result, one.view(num_texts, heads, *one.shape[1:]))
@@ -224,7 +255,10 @@ def _cut(query: Tensor, key: Tensor, mask: Tensor | None) -> list[_Rows]:
     num_rows, heads, length, _ = query.shape
     step = max(1, scores_at_once(query.dtype) // max(1, heads * length * key.shape[2]))
     rows = [slice(start, start + step) for start in range(0, num_rows, step)]
-    return [_Rows(one, mask[one] if mask is not None and mask.shape[0] > 1 else mask) for one in rows]
+    return [
+        _Rows(one, mask[one] if mask is not None and mask.shape[0] > 1 else mask)
+        for one in rows
+    ]
 
 
 def attention(
@@ -249,18 +283,32 @@ def attention(
     )
     if plain:
         output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **others,
         )
         return output, None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = in_autocast_dtype(query, key, value)
-    dropped = dropped_attention(query, key, value, _cut(query, key, attention_mask), dropout, scaling)
+    dropped = dropped_attention(
+        query, key, value, _cut(query, key, attention_mask), dropout, scaling
+    )
     return dropped.transpose(1, 2).contiguous(), None
 
 
 def use_cpu_kernels(backbone: nn.Module) -> int:
     """Replace every dropout of the model by CpuDropout and return their number. Attention is chosen at loading."""
-    found = [module for module in backbone.modules() if type(module) is nn.Dropout and module.p > 0.0]
+    found = [
+        module
+        for module in backbone.modules()
+        if type(module) is nn.Dropout and module.p > 0.0
+    ]
     for module in found:
         module.__class__ = CpuDropout
     return len(found)

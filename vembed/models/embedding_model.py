@@ -12,15 +12,21 @@ from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.families import backbones
-from vembed.families.decisions import describe
-from vembed.families.description import ModelDescription
-from vembed.families.table import Modality
 from vembed.models import cpu_kernels, packing, precision
 from vembed.models.adapters import add_adapters, wants_adapters
 from vembed.models.bf16 import use_bf16
-from vembed.models.building import build_backbone, build_head, cast_frozen_towers, scale_and_bias
+from vembed.models.building import (
+    build_backbone,
+    build_head,
+    cast_frozen_towers,
+    scale_and_bias,
+)
 from vembed.models.collected_losses import Collected
+from vembed.models.custom.modeling import OwnModel
+from vembed.models.families import backbones
+from vembed.models.families.decisions import describe
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.table import Modality
 from vembed.models.heads import Dense, Head, principal_components
 from vembed.models.language_head import LanguageHead, has_language_head
 from vembed.models.modalities import (
@@ -32,8 +38,13 @@ from vembed.models.modalities import (
 )
 from vembed.models.quantized import settle
 from vembed.models.rounded import round_weights
-from vembed.models.towers import freeze_parts, freeze_unused, frozen_towers, tower_module, towers_of_modality
-from vembed.own.modeling import OwnModel
+from vembed.models.towers import (
+    freeze_parts,
+    freeze_unused,
+    frozen_towers,
+    tower_module,
+    towers_of_modality,
+)
 
 ModalitySlice = tuple[Modality, dict[str, Tensor]]
 FEATURES = "features"
@@ -88,7 +99,10 @@ class EmbeddingModel(nn.Module):
             # Inside the forward, so that every caller gets it: step, evaluation, use.
             with torch.autocast(self._device_type(), dtype=torch.bfloat16):
                 return self.forward(
-                    parts, features_only=features_only, images_only=images_only, with_auxiliary=with_auxiliary
+                    parts,
+                    features_only=features_only,
+                    images_only=images_only,
+                    with_auxiliary=with_auxiliary,
                 )
         if with_auxiliary:
             losses: list[dict[str, Tensor]] = [{} for _ in parts]
@@ -99,7 +113,9 @@ class EmbeddingModel(nn.Module):
             return embeddings, losses
         if images_only:
             return [_wide(image_features(self.backbone, inputs)) for _, inputs in parts]
-        return [self._embed(modality, inputs, features_only) for modality, inputs in parts]
+        return [
+            self._embed(modality, inputs, features_only) for modality, inputs in parts
+        ]
 
     def _embed(
         self,
@@ -116,18 +132,24 @@ class EmbeddingModel(nn.Module):
                 # Before the tower runs: an encoder must not see the tokens that it has to tell.
                 asked = self.language.hidden(inputs)
                 inputs = asked.inputs
-            features = tower_features(self.description, self.backbone, modality, inputs, found)
+            features = tower_features(
+                self.description, self.backbone, modality, inputs, found
+            )
             if losses is not None:
                 losses.update(found.in_normal_form(len(features)))
             if losses is not None and self.language is not None and asked is not None:
                 assert found.states is not None
-                losses[self.language.name] = self.language(found.states, asked.targets, self.backbone)
+                losses[self.language.name] = self.language(
+                    found.states, asked.targets, self.backbone
+                )
         if not features_only:
             features = project(self.description, self.backbone, modality, features)
             if self.head is not None:
                 features = self.head(features, skips_last=not self._projects)
         wide = _wide(features)
-        return wide.clone() if wide is features else wide  # FSDP wants no views of what is inside
+        return (
+            wide.clone() if wide is features else wide
+        )  # FSDP wants no views of what is inside
 
     def train(self, mode: bool = True) -> Self:
         """Training mode, except for towers of which nothing is trained: their features stay the same all the time."""
@@ -142,7 +164,9 @@ class EmbeddingModel(nn.Module):
         do."""
         frozen = frozen_towers(self.backbone, self.description.traits)
         return [
-            modality for modality in self.description.modalities if set(towers_of_modality(modality)) <= set(frozen)
+            modality
+            for modality in self.description.modalities
+            if set(towers_of_modality(modality)) <= set(frozen)
         ]
 
     def bytes_of_frozen_images(self) -> int | None:
@@ -159,7 +183,10 @@ class EmbeddingModel(nn.Module):
         """Modules behind the pooling, projections and head, which compute in float32 in every precision: they are
         small, and what they give is the embedding."""
         names = dict.fromkeys(self.description.traits.projections.values())
-        return [*map(self.backbone.get_submodule, names), *([] if self.head is None else [self.head])]
+        return [
+            *map(self.backbone.get_submodule, names),
+            *([] if self.head is None else [self.head]),
+        ]
 
     def has_auxiliary(self) -> bool:
         """True if the model may return losses of its own."""
@@ -178,9 +205,14 @@ class EmbeddingModel(nn.Module):
         """Scale and bias that CLIP or SigLIP was trained with (CLIP's bias is 0); None for models without."""
         return self._scale_and_bias
 
-    def write_scale_and_bias(self, scale: float, bias: float, state: dict[str, Tensor]) -> None:
+    def write_scale_and_bias(
+        self, scale: float, bias: float, state: dict[str, Tensor]
+    ) -> None:
         """Put what the loss has learned into a whole state dict of this model, under the backbone's own names."""
-        for name, value in (("logit_scale", torch.tensor(scale).log()), ("logit_bias", torch.tensor(bias))):
+        for name, value in (
+            ("logit_scale", torch.tensor(scale).log()),
+            ("logit_bias", torch.tensor(bias)),
+        ):
             key = f"backbone.{name}"
             if key in state:
                 state[key] = value.to(state[key].dtype).expand(state[key].shape).clone()
@@ -210,7 +242,9 @@ class EmbeddingModel(nn.Module):
             )
         weight = projection.linear.weight
         with torch.no_grad():
-            weight.copy_(principal_components(sample.to(weight.device), weight.shape[0]))
+            weight.copy_(
+                principal_components(sample.to(weight.device), weight.shape[0])
+            )
 
 
 def _wide(features: Tensor) -> Tensor:
@@ -238,11 +272,18 @@ def build_model(
     device = torch.device(device)
     computes_on = computes_on or device
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # new weights depend on the seed only, not on earlier draws
+        torch.manual_seed(
+            config.seed
+        )  # new weights depend on the seed only, not on earlier draws
         empty = meta and not config.use_qlora
         has_language = has_language_head(config, description)
         whole: Any = build_backbone(
-            config, description, computes_on, meta=empty, compute_dtype=compute_dtype, with_head=has_language
+            config,
+            description,
+            computes_on,
+            meta=empty,
+            compute_dtype=compute_dtype,
+            with_head=has_language,
         )
         backbone: nn.Module = whole.base_model if has_language else whole
         language = LanguageHead(whole, config, description) if has_language else None
@@ -254,16 +295,28 @@ def build_model(
         head = build_head(config, description)
         if language is not None and wants_adapters(config) and not language.is_new:
             language.requires_grad_(False)  # as all weights but the adapters
-    model = EmbeddingModel(description, backbone, head, scale_and_bias=scale_and_bias(description), language=language)
-    freeze_unused(backbone, description.traits, description.image_pooling or description.pooling)
-    if not wants_adapters(config):  # which keep out of frozen parts, and freeze all others themselves
+    model = EmbeddingModel(
+        description,
+        backbone,
+        head,
+        scale_and_bias=scale_and_bias(description),
+        language=language,
+    )
+    freeze_unused(
+        backbone, description.traits, description.image_pooling or description.pooling
+    )
+    if not wants_adapters(
+        config
+    ):  # which keep out of frozen parts, and freeze all others themselves
         freeze_parts(backbone, description.traits, config.freeze)
         cast_frozen_towers(config, description, backbone)
     if not config.pure_dtype:
         for part in model.float32_parts():
             part.float()  # also frozen ones, whose file may hold 16 bits
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(f"freeze: {config.freeze} leaves nothing of {config.model_name} to train; freeze less of it")
+        raise UserError(
+            f"freeze: {config.freeze} leaves nothing of {config.model_name} to train; freeze less of it"
+        )
     if computes_on.type == "cpu":
         cpu_kernels.use_cpu_kernels(backbone)
     layers = backbones.layers_of(backbone)
@@ -293,5 +346,11 @@ def load_embedder(
         pure_dtype=True,
         trust_remote_code=trust_remote_code,
     )
-    model = build_model(config, describe(config, for_use=True), device=device, computes_on=computes_on, meta=meta)
+    model = build_model(
+        config,
+        describe(config, for_use=True),
+        device=device,
+        computes_on=computes_on,
+        meta=meta,
+    )
     return model.eval().requires_grad_(False)

@@ -11,7 +11,12 @@ import torch
 PACKAGE = "flash_attn_interface"
 """The module that FlashAttention 3 installs."""
 HOPPER = (9, 0)
-_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attention_dropout_prob")
+_DROPOUTS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "attention_dropout_prob",
+)
 
 
 def why_not(config: Mapping[str, Any], device: torch.device) -> str | None:

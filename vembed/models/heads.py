@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.families.model_settings import read_dense
+from vembed.models.families.model_settings import read_dense
 
 IDENTITY = "torch.nn.modules.linear.Identity"
 
@@ -19,7 +19,14 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 class Dense(nn.Module):
     """A linear layer and an activation, equivalent to the Dense module of Sentence Transformers."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, activation: str = IDENTITY) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        activation: str = IDENTITY,
+    ) -> None:
         """`activation`: dotted path of a class in torch.nn, as Sentence Transformers writes it."""
         super().__init__()
         self.linear = nn.Linear(in_features, out_features, bias=bias)
@@ -29,7 +36,9 @@ class Dense(nn.Module):
     def forward(self, vectors: Tensor) -> Tensor:
         """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
         # Autocast is off here: without the cast a bfloat16 input would meet float32 weights.
-        activated: Tensor = self.activation(self.linear(vectors.to(self.linear.weight.dtype)))
+        activated: Tensor = self.activation(
+            self.linear(vectors.to(self.linear.weight.dtype))
+        )
         return activated
 
     def settings(self) -> dict[str, Any]:
@@ -65,12 +74,20 @@ class Head(nn.Sequential):
 
 def _activation(path: str) -> nn.Module:
     kind = vars(nn).get(path.rsplit(".", 1)[-1])
-    if not path.startswith("torch.nn") or not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        raise UserError(f"the activation {path} of a Dense module is not a module of torch.nn")
+    if (
+        not path.startswith("torch.nn")
+        or not isinstance(kind, type)
+        or not issubclass(kind, nn.Module)
+    ):
+        raise UserError(
+            f"the activation {path} of a Dense module is not a module of torch.nn"
+        )
     try:
         return kind()
     except TypeError as error:  # a layer with sizes of its own
-        raise UserError(f"the activation {path} of a Dense module is not an activation: {error}") from error
+        raise UserError(
+            f"the activation {path} of a Dense module is not an activation: {error}"
+        ) from error
 
 
 def load_dense(folder: Path) -> Dense:
@@ -87,7 +104,9 @@ def load_dense(folder: Path) -> Dense:
         activation=settings.activation_function or IDENTITY,
     )
     weights = folder / "model.safetensors"
-    dense.load_state_dict({name: tensor.float() for name, tensor in load_file(weights).items()})
+    dense.load_state_dict(
+        {name: tensor.float() for name, tensor in load_file(weights).items()}
+    )
     return dense
 
 
@@ -110,6 +129,8 @@ def principal_components(sample: Tensor, out_features: int) -> Tensor:
     centred = unit - unit.mean(dim=0)
     covariance = centred.T @ centred
     # eigh returns ascending eigenvalues with eigenvectors as columns: flip, then transpose to rows.
-    directions: Tensor = torch.linalg.eigh(covariance).eigenvectors.flip(1).T[:out_features]
+    directions: Tensor = (
+        torch.linalg.eigh(covariance).eigenvectors.flip(1).T[:out_features]
+    )
     largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
     return (directions * largest.sign()).to(sample.dtype)

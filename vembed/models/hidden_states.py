@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.families.backbones import layers_of
-from vembed.families.description import ModelDescription
-from vembed.families.table import Pooling
 from vembed.models import packing
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.table import Pooling
 from vembed.models.modalities import padding_mask
 from vembed.models.pooling import pool
 from vembed.models.towers import tower_module
@@ -34,7 +34,9 @@ class HiddenStates(nn.Module):
         """`model`: what is called, sharded or not; `backbone`: the part of it that holds the layers."""
         super().__init__()
         if "text" not in description.traits.towers:
-            raise UserError(f"{description.name} has no text tower, and hidden states are those of a text tower")
+            raise UserError(
+                f"{description.name} has no text tower, and hidden states are those of a text tower"
+            )
         self.model = model
         tower = tower_module(backbone, description.traits, "text")
         self._stack = layers_of(tower)
@@ -48,7 +50,9 @@ class HiddenStates(nn.Module):
             )
         # Negative numbers count from the last layer, as in a Python list.
         self.layers = [int(one) % (deepest + 1) for one in given]
-        pooling = pooling or (description.pooling if description.pooling != "own" else "mean")
+        pooling = pooling or (
+            description.pooling if description.pooling != "own" else "mean"
+        )
         self.pooling: Pooling = pooling
         self.width = description.text_hidden_dim or _width(tower)
 
@@ -58,7 +62,11 @@ class HiddenStates(nn.Module):
         for part in parts:
             taken: dict[int, Tensor] = {}
             # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
-            hooks = [self._stack[0].register_forward_pre_hook(_entering(self, part[1], taken), with_kwargs=True)]
+            hooks = [
+                self._stack[0].register_forward_pre_hook(
+                    _entering(self, part[1], taken), with_kwargs=True
+                )
+            ]
             hooks += [
                 layer.register_forward_hook(_leaving(self, part[1], taken, number))
                 for number, layer in enumerate(self._stack, start=1)
@@ -85,22 +93,35 @@ class HiddenStates(nn.Module):
             if mask is not None:
                 index = inputs.get(packing.TOKENS)
                 index = packing.token_index(mask) if index is None else index
-                flat = flat.new_zeros(count * longest, flat.shape[1]).index_copy(0, index, flat)
+                flat = flat.new_zeros(count * longest, flat.shape[1]).index_copy(
+                    0, index, flat
+                )
             hidden = flat.view(count, longest, -1)
         return pool(self.pooling, hidden, mask).float()
 
 
-def _entering(states: HiddenStates, inputs: dict[str, Tensor], taken: dict[int, Tensor]) -> Any:
+def _entering(
+    states: HiddenStates, inputs: dict[str, Tensor], taken: dict[int, Tensor]
+) -> Any:
     def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if 0 in states.layers:
-            taken[0] = states.pooled(arguments[0] if arguments else named["hidden_states"], inputs)
+            taken[0] = states.pooled(
+                arguments[0] if arguments else named["hidden_states"], inputs
+            )
 
     return hook
 
 
-def _leaving(states: HiddenStates, inputs: dict[str, Tensor], taken: dict[int, Tensor], number: int) -> Any:
+def _leaving(
+    states: HiddenStates,
+    inputs: dict[str, Tensor],
+    taken: dict[int, Tensor],
+    number: int,
+) -> Any:
     def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        taken[number] = states.pooled(output[0] if isinstance(output, tuple) else output, inputs)
+        taken[number] = states.pooled(
+            output[0] if isinstance(output, tuple) else output, inputs
+        )
 
     return hook
 

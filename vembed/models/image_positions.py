@@ -25,13 +25,17 @@ _WITH_POSITION_TABLE = "qwen3_vl"
 """Model type whose image tower takes all of this."""
 
 _NEEDED = {
-    "get_vision_interpolation_indices_and_weights", "get_vision_attention_seqlens", "get_vision_cu_seqlens",
+    "get_vision_interpolation_indices_and_weights",
+    "get_vision_attention_seqlens",
+    "get_vision_cu_seqlens",
     "get_vision_position_ids",
-}  # fmt: skip
+}
 """Functions of Transformers whose results its image tower takes as arguments."""
 
 
-def token_positions(is_image: Tensor, mask: Tensor | None, grid: Tensor, merge_size: int) -> Tensor:
+def token_positions(
+    is_image: Tensor, mask: Tensor | None, grid: Tensor, merge_size: int
+) -> Tensor:
     """Return [3, n, tokens] positions: text counts on, an image spans rows and columns from where the text before it
     ended. Padding has zeros.
 
@@ -40,7 +44,9 @@ def token_positions(is_image: Tensor, mask: Tensor | None, grid: Tensor, merge_s
     images = iter((grid // torch.tensor([1, merge_size, merge_size])).tolist())
     positions = np.zeros((3, *is_image.shape), dtype=np.int64)
     for row, kinds in enumerate(is_image.numpy()):
-        places = np.arange(len(kinds)) if mask is None else np.flatnonzero(mask[row].numpy())
+        places = (
+            np.arange(len(kinds)) if mask is None else np.flatnonzero(mask[row].numpy())
+        )
         start = done = 0
         for kind, run in groupby(kinds[places].tolist()):
             count = len(list(run))
@@ -62,7 +68,10 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
 
     `config`: the values of the model's config.json.
     """
-    if config.get("model_type") != _WITH_POSITION_TABLE or find_spec("transformers.vision_utils") is None:
+    if (
+        config.get("model_type") != _WITH_POSITION_TABLE
+        or find_spec("transformers.vision_utils") is None
+    ):
         return {}
     from transformers import vision_utils
 

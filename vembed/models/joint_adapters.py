@@ -38,7 +38,11 @@ class _Seen:
     @classmethod
     def of(cls, values: Tensor) -> _Seen:
         # A weak reference: the group must not keep an activation alive. Tensors of inference have no version.
-        return cls(weakref.ref(values), 0 if values.is_inference() else values._version, torch.is_grad_enabled())
+        return cls(
+            weakref.ref(values),
+            0 if values.is_inference() else values._version,
+            torch.is_grad_enabled(),
+        )
 
     def is_same(self, other: _Seen) -> bool:
         if self.tensor is None or other.tensor is None or self.tensor() is None:
@@ -66,7 +70,12 @@ class _Group:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, which have seen no input."""
-        return {**self.__dict__, "waiting": {}, "_given": _NOTHING, "_multiplied": _NOTHING}
+        return {
+            **self.__dict__,
+            "waiting": {},
+            "_given": _NOTHING,
+            "_multiplied": _NOTHING,
+        }
 
     def see(self, layer: nn.Module, given: tuple[Any, ...]) -> None:
         """Note the input of a layer, before it runs. What its adapter gets may be a copy of it in another dtype."""
@@ -86,7 +95,9 @@ class _Group:
         narrow = [one for one in self.members if isinstance(one, Bf16Linear)]
         if len(narrow) == len(self.members):
             return joint_linear(values, narrow)
-        return functional.linear(values, torch.cat([one.weight for one in self.members]))
+        return functional.linear(
+            values, torch.cat([one.weight for one in self.members])
+        )
 
 
 def join_adapters(backbone: nn.Module, adapter: str) -> int:
@@ -98,9 +109,17 @@ def join_adapters(backbone: nn.Module, adapter: str) -> int:
     for module in backbone.modules():
         children = dict(module.named_children())
         for names in TOGETHER:
-            found = {name: one for name in names if (one := _first_matrix(children, name, adapter)) is not None}
+            found = {
+                name: one
+                for name in names
+                if (one := _first_matrix(children, name, adapter)) is not None
+            }
             # One product needs one input size and one dtype.
-            if len(found) < 2 or len({(one.in_features, one.weight.dtype) for one in found.values()}) > 1:
+            if (
+                len(found) < 2
+                or len({(one.in_features, one.weight.dtype) for one in found.values()})
+                > 1
+            ):
                 continue
             group = _Group(list(found.values()))
             for number, (name, one) in enumerate(found.items()):
@@ -114,7 +133,9 @@ def join_adapters(backbone: nn.Module, adapter: str) -> int:
 def separate_adapters(modules: Iterable[nn.Module]) -> None:
     """Undo `join_adapters` inside of some modules: the compiler cannot follow an input from layer to layer."""
     for module in (one for outer in modules for one in outer.modules()):
-        seen = [key for key, hook in module._forward_pre_hooks.items() if _is_of_group(hook)]
+        seen = [
+            key for key, hook in module._forward_pre_hooks.items() if _is_of_group(hook)
+        ]
         for key in seen:
             del module._forward_pre_hooks[key]
         own = vars(module).get("forward")
@@ -126,9 +147,15 @@ def _is_of_group(function: Any) -> bool:
     return isinstance(function, MethodType) and isinstance(function.__self__, _Group)
 
 
-def _first_matrix(children: Mapping[str, nn.Module], name: str, adapter: str) -> nn.Linear | None:
+def _first_matrix(
+    children: Mapping[str, nn.Module], name: str, adapter: str
+) -> nn.Linear | None:
     layer: Any = children.get(name)
     matrices = None if layer is None else layer._modules.get("lora_A")
-    first = matrices[adapter] if isinstance(matrices, nn.ModuleDict) and adapter in matrices else None
+    first = (
+        matrices[adapter]
+        if isinstance(matrices, nn.ModuleDict) and adapter in matrices
+        else None
+    )
     # Exactly nn.Linear: a subclass may compute something else.
     return first if type(first) is nn.Linear and first.bias is None else None

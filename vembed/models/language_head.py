@@ -22,11 +22,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.families.backbones import is_decoder_only, language_class, read_config
-from vembed.families.description import ModelDescription
-from vembed.families.weight_files import read_tensors
+from vembed.models.custom.folder import is_own
+from vembed.models.families.backbones import (
+    is_decoder_only,
+    language_class,
+    read_config,
+)
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.weight_files import read_tensors
 from vembed.models.processors import load_tokenizer
-from vembed.own.folder import is_own
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +66,9 @@ def has_language_head(config: TrainConfig, description: ModelDescription) -> boo
     elif description.bidirectional_attention:
         problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
     elif not alone and not is_decoder_only(
-        read_config(Path(description.source), trust_remote_code=config.trust_remote_code)
+        read_config(
+            Path(description.source), trust_remote_code=config.trust_remote_code
+        )
     ):
         problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
     elif config.use_qlora:
@@ -71,13 +77,17 @@ def has_language_head(config: TrainConfig, description: ModelDescription) -> boo
         return True
     if asked == "auto":
         return False
-    raise UserError(f"language_modelling: true is not possible: {description.name} {problem}; leave it out")
+    raise UserError(
+        f"language_modelling: true is not possible: {description.name} {problem}; leave it out"
+    )
 
 
 class LanguageHead(nn.Module):
     """The layers behind the hidden states that give the logits of tokens."""
 
-    def __init__(self, whole: PreTrainedModel, config: TrainConfig, description: ModelDescription) -> None:
+    def __init__(
+        self, whole: PreTrainedModel, config: TrainConfig, description: ModelDescription
+    ) -> None:
         """`whole`: the model with its head, of the class that `language_class` names. Its base model is taken out."""
         super().__init__()
         prefix = f"{whole.base_model_prefix}."
@@ -91,7 +101,11 @@ class LanguageHead(nn.Module):
         for target in self.tied:
             holder, name = _holder(whole, target)
             holder._parameters[name] = None
-        self.in_base = {source.removeprefix(prefix) for source in self.tied.values() if source.startswith(prefix)}
+        self.in_base = {
+            source.removeprefix(prefix)
+            for source in self.tied.values()
+            if source.startswith(prefix)
+        }
         self.prefix = prefix
         self.share = config.mlm_probability
         self.tokens = _Tokens.of(description)
@@ -102,28 +116,38 @@ class LanguageHead(nn.Module):
             )
         self.is_new = config.from_scratch or self._is_missing(Path(description.source))
         log.info(
-            "language model: %s of %s, %s", self.name, self.kind.__name__,
+            "language model: %s of %s, %s",
+            self.name,
+            self.kind.__name__,
             "whose head is new" if self.is_new else "with the head of its files",
-        )  # fmt: skip
+        )
 
     def hidden(self, inputs: Mapping[str, Tensor]) -> Hidden:
         """Return what the model is given and what it must predict. An encoder's hidden tokens are drawn with torch's
         default generator."""
         ids = inputs["input_ids"]
         mask = inputs.get("attention_mask")
-        is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        is_token = (
+            torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        )
         if self.is_causal:
             # The state at place i predicts token i + 1; the last one, and one before padding, predicts nothing.
             targets = torch.full_like(ids, IGNORED)
             both = is_token[:, 1:] & is_token[:, :-1]
             targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED)
             return Hidden(dict(inputs), targets)
-        may = is_token & ~torch.isin(ids, torch.tensor(self.tokens.special, device=ids.device))
+        may = is_token & ~torch.isin(
+            ids, torch.tensor(self.tokens.special, device=ids.device)
+        )
         chosen = may & (torch.rand(ids.shape, device=ids.device) < self.share)
         # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
         how = torch.rand(ids.shape, device=ids.device)
         others = torch.randint(self.tokens.count, ids.shape, device=ids.device)
-        shown = torch.where(how < KEPT, ids, torch.where(how < KEPT + EXCHANGED, others, int(self.tokens.mask or 0)))
+        shown = torch.where(
+            how < KEPT,
+            ids,
+            torch.where(how < KEPT + EXCHANGED, others, int(self.tokens.mask or 0)),
+        )
         targets = torch.where(chosen, ids, IGNORED)
         return Hidden({**inputs, "input_ids": torch.where(chosen, shown, ids)}, targets)
 
@@ -134,8 +158,12 @@ class LanguageHead(nn.Module):
         """
         asked = targets != IGNORED
         counts = asked.sum(1)
-        if not bool(asked.any()):  # a dummy: its backward must reach the same parameters as that of the other ranks
-            asked = torch.zeros_like(asked).index_fill_(1, torch.tensor(0, device=asked.device), True)
+        if not bool(
+            asked.any()
+        ):  # a dummy: its backward must reach the same parameters as that of the other ranks
+            asked = torch.zeros_like(asked).index_fill_(
+                1, torch.tensor(0, device=asked.device), True
+            )
         rows = asked.nonzero()[:, 0]
         chosen, wanted = states[asked], targets[asked]
         # Recomputed in the backward pass, so that the logits of AT_ONCE tokens are held at once and not those of all.
@@ -143,7 +171,9 @@ class LanguageHead(nn.Module):
             checkpoint(self._entropy, some, ids, base, use_reentrant=False)
             if torch.is_grad_enabled()
             else self._entropy(some, ids, base)
-            for some, ids in zip(torch.split(chosen, AT_ONCE), torch.split(wanted, AT_ONCE), strict=True)
+            for some, ids in zip(
+                torch.split(chosen, AT_ONCE), torch.split(wanted, AT_ONCE), strict=True
+            )
         ]
         found = torch.cat(entropies)
         sums = found.new_zeros(len(states)).index_add(0, rows, found)
@@ -157,7 +187,9 @@ class LanguageHead(nn.Module):
             logits = self.whole(input_ids=wanted[None].clamp(min=0)).logits[0]
             stand_in.states = None
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return functional.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="none")
+        return functional.cross_entropy(
+            logits, wanted, ignore_index=IGNORED, reduction="none"
+        )
 
     @contextmanager
     def _lent(self, base: nn.Module) -> Iterator[None]:
@@ -165,7 +197,11 @@ class LanguageHead(nn.Module):
         places = []
         for target, source in self.tied.items():
             inside = source.startswith(self.prefix)
-            holder, name = _holder(base, source.removeprefix(self.prefix)) if inside else _holder(self.whole, source)
+            holder, name = (
+                _holder(base, source.removeprefix(self.prefix))
+                if inside
+                else _holder(self.whole, source)
+            )
             places.append((*_holder(self.whole, target), holder._parameters[name]))
         for holder, name, weight in places:
             holder._parameters[name] = weight
@@ -205,10 +241,16 @@ class _Tokens:
     @classmethod
     def of(cls, description: ModelDescription) -> _Tokens:
         tokenizer = load_tokenizer(description)
-        return cls(tokenizer.mask_token_id, tuple(tokenizer.all_special_ids), len(tokenizer.get_vocab()))
+        return cls(
+            tokenizer.mask_token_id,
+            tuple(tokenizer.all_special_ids),
+            len(tokenizer.get_vocab()),
+        )
 
 
-def save_with_head(folder: Path, backbone: Any, state: Mapping[str, Tensor], head: Mapping[str, Tensor]) -> None:
+def save_with_head(
+    folder: Path, backbone: Any, state: Mapping[str, Tensor], head: Mapping[str, Tensor]
+) -> None:
     """Write the model with its language-model head, as Transformers does. `state`: the base model's full state dict;
     `head`: that of a LanguageHead."""
     kind = language_class(backbone.config)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vembed.families.backbones import is_decoder_only
-from vembed.families.description import ModelDescription
-from vembed.families.table import Forward, Modality
 from vembed.models import packing
 from vembed.models.collected_losses import Collected
+from vembed.models.families.backbones import is_decoder_only
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.table import Forward, Modality
 from vembed.models.image_positions import LONGEST, VISION
 from vembed.models.packed_vision import in_one_piece, tower_output
 from vembed.models.pooling import pool
@@ -49,10 +49,17 @@ def tower_features(
     if family.has_two_models and modality == "image":
         assert description.image_pooling is not None
         description = description.with_(pooling=description.image_pooling)
-    return _FORWARDS[forward](description, backbone, inputs, Collected() if collected is None else collected)
+    return _FORWARDS[forward](
+        description, backbone, inputs, Collected() if collected is None else collected
+    )
 
 
-def project(description: ModelDescription, backbone: Backbone, modality: Modality, features: Tensor) -> Tensor:
+def project(
+    description: ModelDescription,
+    backbone: Backbone,
+    modality: Modality,
+    features: Tensor,
+) -> Tensor:
     """Map tower features [n, width] to [n, hidden_dim]; the identity for families without projections."""
     name = description.traits.projections.get(modality)
     if name is None:
@@ -75,12 +82,16 @@ def image_features(backbone: Backbone, inputs: Inputs) -> Tensor:
     """
     output = tower_output(backbone, inputs)
     on_the_way = vars(output).get("deepstack_features") or []
-    return torch.stack([torch.cat(list(images)) for images in (output.pooler_output, *on_the_way)])
+    return torch.stack(
+        [torch.cat(list(images)) for images in (output.pooler_output, *on_the_way)]
+    )
 
 
 def num_image_features(backbone: Backbone) -> int:
     """Return the number of vectors per token in `image_features`."""
-    return 1 + len(backbone.config.vision_config.to_dict().get("deepstack_visual_indexes") or ())
+    return 1 + len(
+        backbone.config.vision_config.to_dict().get("deepstack_visual_indexes") or ()
+    )
 
 
 def padding_mask(inputs: Inputs) -> Tensor | None:
@@ -94,10 +105,17 @@ def padding_mask(inputs: Inputs) -> Tensor | None:
     return mask
 
 
-def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs, collected: Collected) -> Tensor:
+def _text(
+    description: ModelDescription,
+    backbone: Backbone,
+    inputs: Inputs,
+    collected: Collected,
+) -> Tensor:
     mask = padding_mask(inputs)
     if packing.packs(backbone):
-        hidden = packing.hidden_states(backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS), collected)
+        hidden = packing.hidden_states(
+            backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS), collected
+        )
         collected.states = hidden
         return pool(description.pooling, hidden, mask)
     arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
@@ -115,25 +133,40 @@ def _text(description: ModelDescription, backbone: Backbone, inputs: Inputs, col
     return pool(description.pooling, output.last_hidden_state, mask)
 
 
-def _chat(description: ModelDescription, backbone: Backbone, inputs: Inputs, _: Collected) -> Tensor:
+def _chat(
+    description: ModelDescription, backbone: Backbone, inputs: Inputs, _: Collected
+) -> Tensor:
     """Return embeddings of token ids with images. Positions (time, height, width) are made at collation."""
     mask = padding_mask(inputs)
     of_tower = ("attention_mask", IMAGE_FEATURES)
     arguments: dict[str, Any] = {
-        key: value for key, value in inputs.items() if key not in of_tower and not key.startswith(VISION)
+        key: value
+        for key, value in inputs.items()
+        if key not in of_tower and not key.startswith(VISION)
     }
     if mask is not None:
         arguments["attention_mask"] = mask
     features = inputs.get(IMAGE_FEATURES)
     if features is not None:
-        arguments["mm_encoder_outputs"] = {"image": in_one_piece(features[0], features[1:])}
+        arguments["mm_encoder_outputs"] = {
+            "image": in_one_piece(features[0], features[1:])
+        }
     elif LONGEST in inputs:
         del arguments["pixel_values"]
         arguments["mm_encoder_outputs"] = {"image": tower_output(backbone, inputs)}
-    return pool(description.pooling, backbone(**arguments, use_cache=False).last_hidden_state, mask)
+    return pool(
+        description.pooling,
+        backbone(**arguments, use_cache=False).last_hidden_state,
+        mask,
+    )
 
 
-def _image(description: ModelDescription, backbone: Backbone, inputs: Inputs, collected: Collected) -> Tensor:
+def _image(
+    description: ModelDescription,
+    backbone: Backbone,
+    inputs: Inputs,
+    collected: Collected,
+) -> Tensor:
     # A frozen tower may be held in another dtype than the pixels.
     arguments = {**inputs, "pixel_values": inputs["pixel_values"].to(backbone.dtype)}
     if backbone.config.model_type == "vit_mae":
@@ -147,12 +180,16 @@ def _image(description: ModelDescription, backbone: Backbone, inputs: Inputs, co
         pooled: Tensor = output.pooler_output
         return pooled.flatten(1)
     hidden = output.last_hidden_state
-    if hidden.ndim == 4:  # convolutional: [n, channels, height, width] to [n, positions, channels]
+    if (
+        hidden.ndim == 4
+    ):  # convolutional: [n, channels, height, width] to [n, positions, channels]
         hidden = hidden.flatten(2).transpose(1, 2)
     return pool(description.pooling, hidden, None)
 
 
-def _pooled_tower(description: ModelDescription, tower: Backbone, inputs: Inputs, _: Collected) -> Tensor:
+def _pooled_tower(
+    description: ModelDescription, tower: Backbone, inputs: Inputs, _: Collected
+) -> Tensor:
     arguments = {key: value for key, value in inputs.items() if key != "attention_mask"}
     # A family with texts of fixed length was trained without a mask.
     mask = None if description.traits.has_fixed_length else padding_mask(inputs)
@@ -162,7 +199,9 @@ def _pooled_tower(description: ModelDescription, tower: Backbone, inputs: Inputs
     return pooled
 
 
-_FORWARDS: dict[Forward, Callable[[ModelDescription, Backbone, Inputs, Collected], Tensor]] = {
+_FORWARDS: dict[
+    Forward, Callable[[ModelDescription, Backbone, Inputs, Collected], Tensor]
+] = {
     "text": _text,
     "image": _image,
     "chat": _chat,

@@ -37,7 +37,15 @@ def attention(
     if cu_seq_lens_q is not None and max_length_q is not None:
         packed = packing.Packed(cu_seq_lens_q.to(torch.int32), int(max_length_q))
     return packing.attention(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=False, packed=packed
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=False,
+        packed=packed,
     )
 
 
@@ -62,13 +70,20 @@ def tower_output(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
     """Return what the image tower gives for all images of a batch: `pooler_output` and `deepstack_features`, each as a
     tuple of one tensor for all images."""
     given: dict[str, Any] = {
-        name.removeprefix(VISION): value for name, value in inputs.items() if name.startswith(VISION)
+        name.removeprefix(VISION): value
+        for name, value in inputs.items()
+        if name.startswith(VISION)
     }
     if not given:
-        return backbone.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+        return backbone.get_image_features(
+            inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
+        )
     given["max_seqlen"] = inputs[LONGEST].shape[0]
     output = backbone.visual(
-        inputs["pixel_values"].type(backbone.visual.dtype), grid_thw=inputs["image_grid_thw"], return_dict=True, **given
+        inputs["pixel_values"].type(backbone.visual.dtype),
+        grid_thw=inputs["image_grid_thw"],
+        return_dict=True,
+        **given,
     )
     return in_one_piece(output.pooler_output, output.deepstack_features)
 
@@ -76,4 +91,6 @@ def tower_output(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
 def in_one_piece(pooled: Tensor, on_the_way: list[Tensor] | Tensor) -> SimpleNamespace:
     """Return features of all images in the form of get_image_features' output: one tensor for all images, and one for
     each inner layer."""
-    return SimpleNamespace(pooler_output=(pooled,), deepstack_features=[(one,) for one in on_the_way])
+    return SimpleNamespace(
+        pooler_output=(pooled,), deepstack_features=[(one,) for one in on_the_way]
+    )

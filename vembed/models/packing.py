@@ -16,40 +16,62 @@ from transformers import PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import TrainConfig
-from vembed.families.backbones import POSITIONS_AFTER_PADDING, is_decoder_only
 from vembed.models import cpu_kernels, flash3
 from vembed.models.collected_losses import Collected
-from vembed.own.modeling import PACKED, OwnConfig
+from vembed.models.custom.modeling import PACKED, OwnConfig
+from vembed.models.families.backbones import POSITIONS_AFTER_PADDING, is_decoder_only
 
 IMPLEMENTATION = "vembed_packed"
 """Name of `attention` in Transformers' registry. A backbone loaded with it packs its texts."""
 TOKENS = "token_index"
 """Input key: positions of real tokens in the flattened input_ids, computed on the host to avoid a GPU sync."""
-MODEL_TYPES = ("bert", "distilbert", "llama", "mistral", "qwen2", "qwen3", "roberta", "xlm-roberta")
+MODEL_TYPES = (
+    "bert",
+    "distilbert",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "roberta",
+    "xlm-roberta",
+)
 """Model types whose layers pass extra arguments on to attention and use the given positions; each is tested."""
 _LONGEST_HEAD = 256
 
 
-def why_padded(config: TrainConfig, model: PretrainedConfig, device: torch.device, *, half: bool) -> str | None:
+def why_padded(
+    config: TrainConfig, model: PretrainedConfig, device: torch.device, *, half: bool
+) -> str | None:
     """Return the reason for padding texts with this model and device; None: they are packed."""
     if config.padding_free is False:
         return "padding_free: false"
     if isinstance(model, OwnConfig):
-        return None if PACKED in model.inputs else f"the forward of {model.class_name} takes no {PACKED}"
+        return (
+            None
+            if PACKED in model.inputs
+            else f"the forward of {model.class_name} takes no {PACKED}"
+        )
     if model.model_type not in MODEL_TYPES:
         return f"{model.model_type} is not among the models that are tested without padding"
     if config.attn_implementation in ("eager", "sdpa"):
         return f"attn_implementation: {config.attn_implementation}"
     if device.type == "cpu":
         return None
-    return _why_no_kernel(model, device) if half else "flash attention does not support float32"
+    return (
+        _why_no_kernel(model, device)
+        if half
+        else "flash attention does not support float32"
+    )
 
 
 def _why_no_kernel(model: PretrainedConfig, device: torch.device) -> str | None:
     """Return the reason why no variable-length attention kernel supports this model on a GPU; None: one does."""
     values = model.to_dict()
     heads = int(values.get("num_attention_heads") or values["n_heads"])
-    size = int(values.get("head_dim") or int(values.get("hidden_size") or values["dim"]) // heads)
+    size = int(
+        values.get("head_dim")
+        or int(values.get("hidden_size") or values["dim"]) // heads
+    )
     return why_no_kernel_for(size, device)
 
 
@@ -96,7 +118,11 @@ def token_index(mask: Tensor) -> Tensor:
 
 
 def hidden_states(
-    backbone: Any, input_ids: Tensor, mask: Tensor | None, index: Tensor | None, collected: Collected | None = None
+    backbone: Any,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    index: Tensor | None,
+    collected: Collected | None = None,
 ) -> Tensor:
     """Return hidden states [n, tokens, dim] of a padded micro-batch; only real tokens are computed, padding is zero.
 
@@ -105,12 +131,18 @@ def hidden_states(
     num_texts, longest = input_ids.shape
     device = input_ids.device
     if mask is None:
-        tokens, places = input_ids.flatten(), torch.arange(longest, device=device).repeat(num_texts)
+        tokens, places = (
+            input_ids.flatten(),
+            torch.arange(longest, device=device).repeat(num_texts),
+        )
         starts = torch.arange(num_texts + 1, device=device) * longest
     else:
         # Each token's position in its own text, wherever the padding stands.
         index = token_index(mask) if index is None else index
-        tokens, places = input_ids.flatten()[index], (mask.cumsum(dim=1) - 1).flatten()[index]
+        tokens, places = (
+            input_ids.flatten()[index],
+            (mask.cumsum(dim=1) - 1).flatten()[index],
+        )
         # Cumulative text lengths with a leading 0: [n + 1].
         starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
     # RoBERTa and its kin count positions from the padding token's id + 1.
@@ -123,7 +155,9 @@ def hidden_states(
         found = backbone(
             input_ids=tokens[None],
             position_ids=places[None],
-            attention_mask=tokens.new_zeros(1, 1, 1, 1),  # a 4D mask is passed through unchanged, and not used
+            attention_mask=tokens.new_zeros(
+                1, 1, 1, 1
+            ),  # a 4D mask is passed through unchanged, and not used
             packed=Packed(starts, longest),
             **({"use_cache": False} if is_decoder_only(backbone.config) else {}),
         )
@@ -132,7 +166,9 @@ def hidden_states(
     output: Tensor = found.last_hidden_state.squeeze(0)
     if index is not None:
         # Scatter back to the padded layout, out of place for autograd.
-        output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(0, index, output)
+        output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(
+            0, index, output
+        )
     return output.view(num_texts, longest, -1)
 
 
@@ -161,15 +197,31 @@ def attention(
     """Attention function for Transformers. `packed` is passed through the layers; without it, attention is as usual."""
     if packed is None:
         return cpu_kernels.attention(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-            sliding_window=sliding_window, **others,
-        )  # fmt: skip
-    causal = bool(module.__dict__.get("is_causal", False) if is_causal is None else is_causal)
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+            **others,
+        )
+    causal = bool(
+        module.__dict__.get("is_causal", False) if is_causal is None else is_causal
+    )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window if sliding_window is not None and sliding_window < packed.longest else None
+    window = (
+        sliding_window
+        if sliding_window is not None and sliding_window < packed.longest
+        else None
+    )
     # The packed row is a batch of one: [1, heads, tokens, size]. Without its padding, lengths tell the texts apart.
     # Not `one[0]`, whose derivative is a tensor of zeros and a copy into it.
-    query, key, value = (one.squeeze(0).transpose(0, 1) for one in (query, key, value))  # [tokens, heads, size]
+    query, key, value = (
+        one.squeeze(0).transpose(0, 1) for one in (query, key, value)
+    )  # [tokens, heads, size]
     narrow = half_dtype(query, key, value)
     if query.device.type == "cuda" and narrow is not None:
         query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
@@ -180,7 +232,9 @@ def attention(
         # A limit on the scores of all heads together, so that a piece stays in the caches.
         per_head = cpu_kernels.scores_at_once(query.dtype) // query.shape[1]
         pieces = cut(tuple(packed.starts.tolist()), per_head, causal, window)
-        output = (cpu_kernels.dropped_attention if own else _by_sdpa)(query, key, value, pieces, dropout, scaling)
+        output = (cpu_kernels.dropped_attention if own else _by_sdpa)(
+            query, key, value, pieces, dropout, scaling
+        )
     return output[None], None
 
 
@@ -190,11 +244,15 @@ def half_dtype(*given: Tensor) -> torch.dtype | None:
     Autocast leaves rotary positions and norms in float32 beside values in 16 bits. Without autocast its dtype on GPUs
     is float16, so it is asked for only where it is on.
     """
-    narrow = [one.dtype for one in given if one.dtype in (torch.bfloat16, torch.float16)]
+    narrow = [
+        one.dtype for one in given if one.dtype in (torch.bfloat16, torch.float16)
+    ]
     if narrow:
         return narrow[-1]
     device = given[0].device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    )
 
 
 @cache
@@ -224,9 +282,18 @@ def _by_kernel(
         from flash_attn import flash_attn_varlen_func
 
         attended: Tensor = flash_attn_varlen_func(
-            query, key, value, starts, starts, longest, longest,
-            dropout_p=dropout, softmax_scale=scaling, causal=causal, window_size=sides,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            starts,
+            starts,
+            longest,
+            longest,
+            dropout_p=dropout,
+            softmax_scale=scaling,
+            causal=causal,
+            window_size=sides,
+        )
         return attended
     grouped: dict[str, Any] = {}
     if query.shape[1] > key.shape[1]:
@@ -234,13 +301,27 @@ def _by_kernel(
             grouped["enable_gqa"] = True
         else:
             times = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+            key, value = (
+                key.repeat_interleave(times, dim=1),
+                value.repeat_interleave(times, dim=1),
+            )
     if dropout > 0.0:
-        return _with_dropout(query, key, value, packed, dropout, scaling, causal, window)
+        return _with_dropout(
+            query, key, value, packed, dropout, scaling, causal, window
+        )
     from torch.nn.attention.varlen import varlen_attn
 
     output = varlen_attn(
-        query, key, value, starts, starts, longest, longest, scale=scaling, window_size=sides, **grouped
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=sides,
+        **grouped,
     )
     assert isinstance(output, Tensor)
     return output
@@ -263,11 +344,25 @@ def _with_dropout(
     """Run the kernel behind torch's `varlen_attn`, which itself has no dropout. Equal heads; [tokens, heads, size]."""
     sides: dict[str, int] = {}
     if window is not None:
-        sides = {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1}
+        sides = {
+            "window_size_left": window - 1,
+            "window_size_right": 0 if causal else window - 1,
+        }
     starts, longest = packed.starts, packed.longest
     # The derivative draws the same mask again, from the random state that the operator returns.
     output: Tensor = _flash_forward()(
-        query, key, value, starts, starts, longest, longest, dropout, causal, False, scale=scaling, **sides
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        dropout,
+        causal,
+        False,
+        scale=scaling,
+        **sides,
     )[0]
     return output
 
@@ -294,7 +389,9 @@ class Piece:
     def put(self, result: Tensor, values: Tensor) -> None:
         """Write the real tokens of [texts, heads, longest, size] into [tokens, heads, size]."""
         if self.slots is None:
-            by_text = result[self.tokens].view(self.num_texts, self.longest, *result.shape[1:])
+            by_text = result[self.tokens].view(
+                self.num_texts, self.longest, *result.shape[1:]
+            )
             by_text.copy_(values.transpose(1, 2))
         else:
             result[self.tokens] = self.unpad(values)
@@ -303,8 +400,12 @@ class Piece:
         """Map [tokens, heads, size] to [texts, heads, longest, size], with zeros in empty slots."""
         num_slots = self.num_texts * self.longest
         if self.slots is not None:
-            tokens = tokens.new_zeros(num_slots, *tokens.shape[1:]).index_copy_(0, self.slots, tokens)
-        return tokens.view(self.num_texts, self.longest, *tokens.shape[1:]).transpose(1, 2)
+            tokens = tokens.new_zeros(num_slots, *tokens.shape[1:]).index_copy_(
+                0, self.slots, tokens
+            )
+        return tokens.view(self.num_texts, self.longest, *tokens.shape[1:]).transpose(
+            1, 2
+        )
 
     def unpad(self, padded: Tensor) -> Tensor:
         """Undo `pad`: map [texts, heads, longest, size] to [tokens, heads, size]."""
@@ -313,7 +414,9 @@ class Piece:
 
 
 @lru_cache(maxsize=8)
-def cut(starts: tuple[int, ...], scores_at_once: int, causal: bool, window: int | None) -> tuple[Piece, ...]:
+def cut(
+    starts: tuple[int, ...], scores_at_once: int, causal: bool, window: int | None
+) -> tuple[Piece, ...]:
     """Return the pieces of a packed row. Each has at most `scores_at_once` scores per head, or a single text.
 
     Cached, since all layers of a forward pass use the same pieces.
@@ -329,16 +432,28 @@ def cut(starts: tuple[int, ...], scores_at_once: int, causal: bool, window: int 
             if (last + 1 - first) * wider**2 > scores_at_once:
                 break
             last, longest = last + 1, wider
-        pieces.append(_piece(slice(starts[first], starts[last]), lengths[first:last], longest, causal, window))
+        pieces.append(
+            _piece(
+                slice(starts[first], starts[last]),
+                lengths[first:last],
+                longest,
+                causal,
+                window,
+            )
+        )
         first = last
     return tuple(pieces)
 
 
-def _piece(tokens: slice, lengths: list[int], longest: int, causal: bool, window: int | None) -> Piece:
+def _piece(
+    tokens: slice, lengths: list[int], longest: int, causal: bool, window: int | None
+) -> Piece:
     place = torch.arange(longest)
     real = place < torch.tensor(lengths)[:, None]
     slots = None if min(lengths) == longest else real.flatten().nonzero().squeeze(1)
-    visible = None if slots is None else real[:, None, None, :].expand(-1, 1, longest, -1)
+    visible = (
+        None if slots is None else real[:, None, None, :].expand(-1, 1, longest, -1)
+    )
     if causal or window is not None:
         # [longest, longest]: key position less query position; positive lies in the future.
         ahead = place[None, :] - place[:, None]
@@ -350,18 +465,33 @@ def _piece(tokens: slice, lengths: list[int], longest: int, causal: bool, window
 
 
 def _by_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Piece, ...], dropout: float, scaling: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: tuple[Piece, ...],
+    dropout: float,
+    scaling: float,
 ) -> Tensor:
     sizes = [piece.tokens.stop - piece.tokens.start for piece in pieces]
     # Grouped queries: each head of keys serves `times` heads of queries.
     times = query.shape[1] // key.shape[1]
     attended = []
-    for piece, *parts in zip(pieces, *(torch.split(one, sizes) for one in (query, key, value)), strict=True):
+    for piece, *parts in zip(
+        pieces, *(torch.split(one, sizes) for one in (query, key, value)), strict=True
+    ):
         queries, keys, values = (piece.pad(part) for part in parts)
         if times > 1:
-            keys, values = keys.repeat_interleave(times, dim=1), values.repeat_interleave(times, dim=1)
+            keys, values = (
+                keys.repeat_interleave(times, dim=1),
+                values.repeat_interleave(times, dim=1),
+            )
         scores = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=piece.visible, dropout_p=dropout, scale=scaling
+            queries,
+            keys,
+            values,
+            attn_mask=piece.visible,
+            dropout_p=dropout,
+            scale=scaling,
         )
         attended.append(piece.unpad(scores))
     return torch.cat(attended)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vembed.families.table import Pooling
+from vembed.models.families.table import Pooling
 
 
 def pool(pooling: Pooling, hidden: Tensor, mask: Tensor | None) -> Tensor:
@@ -60,7 +60,9 @@ def _max(hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _take(hidden: Tensor, position: Tensor) -> Tensor:
-    return hidden.gather(1, position[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
+    return hidden.gather(
+        1, position[:, None, None].expand(-1, 1, hidden.shape[-1])
+    ).squeeze(1)
 
 
 _POOLINGS: dict[Pooling, Callable[[Tensor, Tensor | None], Tensor]] = {

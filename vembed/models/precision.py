@@ -20,12 +20,16 @@ from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.families.description import ModelDescription
+from vembed.models.families.description import ModelDescription
 from vembed.models.joint_adapters import separate_adapters
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _NAMES_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -45,11 +49,17 @@ def frozen_dtype(config: TrainConfig, own: torch.dtype) -> torch.dtype:
     return own if wanted == "auto" else wanted
 
 
-def saved_dtype(config: TrainConfig, description: ModelDescription) -> torch.dtype | None:
+def saved_dtype(
+    config: TrainConfig, description: ModelDescription
+) -> torch.dtype | None:
     """Return the dtype to store the trained model in; None: the dtype that its weights have."""
     if config.save_dtype != "auto":
         return _DTYPES[config.save_dtype]
-    folders = [Path(one) for one in (description.source, description.image_source) if one is not None]
+    folders = [
+        Path(one)
+        for one in (description.source, description.image_source)
+        if one is not None
+    ]
     found = {dtype_in_files(folder) for folder in folders}
     return found.pop() if len(found) == 1 and torch.float32 not in found else None
 
@@ -73,29 +83,43 @@ def is_half(compute_dtype: torch.dtype, held: torch.dtype) -> bool:
 
 
 def attention_kernel(
-    config: TrainConfig, backbone: type[PreTrainedModel], device: torch.device, *, half: bool
+    config: TrainConfig,
+    backbone: type[PreTrainedModel],
+    device: torch.device,
+    *,
+    half: bool,
 ) -> tuple[str | None, str]:
     """Return the attention implementation to load and the reason; None: the model's default.
 
     `half`: attention runs in 16 bits.
     """
     asked = config.attn_implementation
-    has_sdpa, has_flash = bool(backbone._supports_sdpa), bool(backbone._supports_flash_attn)
+    has_sdpa, has_flash = (
+        bool(backbone._supports_sdpa),
+        bool(backbone._supports_flash_attn),
+    )
     if asked == "flash_attention_2":
         if not has_flash:
-            raise UserError(f"attn_implementation: {backbone.__name__} has no flash_attention_2; use sdpa (or auto)")
+            raise UserError(
+                f"attn_implementation: {backbone.__name__} has no flash_attention_2; use sdpa (or auto)"
+            )
         if not is_flash_attn_2_available():
             raise UserError(
                 "attn_implementation: flash_attention_2 needs the package flash-attn and a CUDA GPU, and at least one "
                 "is missing here; use sdpa (or auto)"
             )
     if asked == "sdpa" and not has_sdpa:
-        raise UserError(f"attn_implementation: {backbone.__name__} has no sdpa; use auto or eager")
+        raise UserError(
+            f"attn_implementation: {backbone.__name__} has no sdpa; use auto or eager"
+        )
     if asked != "auto":
         return asked, "attn_implementation in the config"
     reason = _why_no_flash(has_flash, device, half=half)
     if reason is None:
-        return "flash_attention_2", "auto: flash-attn is installed and the GPU allows it"
+        return (
+            "flash_attention_2",
+            "auto: flash-attn is installed and the GPU allows it",
+        )
     return "sdpa" if has_sdpa else None, f"auto: {reason}"
 
 
@@ -125,7 +149,9 @@ def enable_checkpointing(layers: list[nn.Module]) -> None:
             layer.forward = partial(_recomputed, layer, layer.forward)
 
 
-def _recomputed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recomputed(
+    layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     if not layer.training:
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

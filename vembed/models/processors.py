@@ -14,12 +14,12 @@ from tokenizers.normalizers import Sequence as NormalizerSequence
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from vembed.errors import UserError
-from vembed.families.description import IMAGE_TOWER_FOLDER, ModelDescription
-from vembed.families.model_files import tokenizer_folder
-from vembed.families.model_settings import LIBRARY_ERRORS, first_sentence
-from vembed.families.weight_files import read_object
 from vembed.models.backbone_loading import quiet_transformers
-from vembed.own.folder import is_own
+from vembed.models.custom.folder import is_own
+from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
+from vembed.models.families.model_files import tokenizer_folder
+from vembed.models.families.model_settings import LIBRARY_ERRORS, first_sentence
+from vembed.models.families.weight_files import read_object
 
 PROCESSOR_FILES = (
     "processor_config.json",
@@ -56,7 +56,9 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         # The tokenizers library raises plain Exception for files that it cannot use.
         if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
             raise
-        raise UserError(f"the tokenizer of {source} cannot be loaded: {first_sentence(error)}") from error
+        raise UserError(
+            f"the tokenizer of {source} cannot be loaded: {first_sentence(error)}"
+        ) from error
     num_rows = _num_rows(Path(description.source))
     _check_vocabulary(source, tokenizer, num_rows)
     if description.traits.has_fixed_length:
@@ -65,7 +67,9 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None or _is_beyond(tokenizer, num_rows):
         # Any token serves as padding, since padding is masked everywhere.
         if tokenizer.eos_token is None:
-            raise UserError(f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it")
+            raise UserError(
+                f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     settings = read_object(source / "sentence_bert_config.json") or {}
     if tokenizer.is_fast and settings.get("do_lower_case", False):
@@ -89,13 +93,26 @@ def _num_rows(folder: Path) -> int | None:
 
 def _is_beyond(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -> bool:
     """Return whether a padding token that somebody has added has no row, and another token can stand in for it."""
-    return num_rows is not None and int(tokenizer.pad_token_id) >= num_rows and tokenizer.eos_token is not None
+    return (
+        num_rows is not None
+        and int(tokenizer.pad_token_id) >= num_rows
+        and tokenizer.eos_token is not None
+    )
 
 
-def _check_vocabulary(folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -> None:
+def _check_vocabulary(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int | None
+) -> None:
     """Raise UserError if tokens have numbers beyond the rows of the embedding matrix. Added tokens may never occur."""
     added = tokenizer.get_added_vocab()
-    largest = max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=0)
+    largest = max(
+        (
+            number
+            for token, number in tokenizer.get_vocab().items()
+            if token not in added
+        ),
+        default=0,
+    )
     if num_rows is not None and largest >= num_rows:
         raise UserError(
             f"the tokenizer of {folder} has tokens up to number {largest:,d}, and config.json has vocab_size "
@@ -107,15 +124,22 @@ def load_image_processor(description: ModelDescription) -> Any:
     """Return the model's image processor with the description's limits on the image area."""
     source = description.image_source or description.source
     try:
-        processor = AutoImageProcessor.from_pretrained(source, trust_remote_code=description.trust_remote_code)
+        processor = AutoImageProcessor.from_pretrained(
+            source, trust_remote_code=description.trust_remote_code
+        )
     except LIBRARY_ERRORS as error:
-        raise UserError(f"the image processor of {source} cannot be loaded: {first_sentence(error)}") from error
+        raise UserError(
+            f"the image processor of {source} cannot be loaded: {first_sentence(error)}"
+        ) from error
     if description.traits.reads_chats:
         processor.size = {
             "shortest_edge": description.min_pixels or processor.size["shortest_edge"],
             "longest_edge": description.max_pixels or processor.size["longest_edge"],
         }
-        smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
+        smallest, largest = (
+            processor.size["shortest_edge"],
+            processor.size["longest_edge"],
+        )
         if smallest > largest:
             raise UserError(
                 f"min_pixels is {smallest:,d} and max_pixels {largest:,d}: set min_pixels to at most max_pixels"
@@ -134,12 +158,21 @@ def load_chat_template(description: ModelDescription, tokenizer: Any) -> ChatTem
     old_file = read_object(folder / "chat_template.json") or {}
     template = old_file.get("chat_template") or tokenizer.chat_template
     if not isinstance(template, str):
-        raise UserError(f"{folder} has no chat template, which a vision-language model needs; add chat_template.jinja")
+        raise UserError(
+            f"{folder} has no chat template, which a vision-language model needs; add chat_template.jinja"
+        )
     settings = read_object(folder / "sentence_bert_config.json") or {}
     if "message" in settings.get("modality_config", {}):
-        options = dict((settings.get("processing_kwargs") or {}).get("chat_template") or {})
-        return ChatTemplate(template, {key: value for key, value in options.items() if key != "restore_suffix"})
-    adds_token = len(tokenizer("a", add_special_tokens=True)["input_ids"]) > len(tokenizer.tokenize("a"))
+        options = dict(
+            (settings.get("processing_kwargs") or {}).get("chat_template") or {}
+        )
+        return ChatTemplate(
+            template,
+            {key: value for key, value in options.items() if key != "restore_suffix"},
+        )
+    adds_token = len(tokenizer("a", add_special_tokens=True)["input_ids"]) > len(
+        tokenizer.tokenize("a")
+    )
     end = END_OF_TEXT if END_OF_TEXT in tokenizer.get_vocab() else tokenizer.eos_token
     if not adds_token and end is not None:
         template = template.removesuffix("\n") + "{{- '" + end + "' }}"
@@ -151,7 +184,9 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
     if "text" in description.modalities:
         tokenizer = load_tokenizer(description)
         if description.traits.reads_chats:
-            tokenizer.chat_template = load_chat_template(description, tokenizer).template
+            tokenizer.chat_template = load_chat_template(
+                description, tokenizer
+            ).template
         tokenizer.save_pretrained(folder)
         _write_for_all_versions(folder / "tokenizer_config.json")
     if description.modalities != ("text",):
@@ -168,7 +203,9 @@ def _write_for_all_versions(path: Path) -> None:
         values["additional_special_tokens"] = values.pop("extra_special_tokens")
     for key in ("backend", "is_local", "local_files_only"):
         values.pop(key, None)
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
@@ -186,13 +223,19 @@ def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
     size = dict(load_image_processor(description).size)
     for name in PROCESSOR_FILES[:2]:
         values = read_object(folder / name) or {}
-        settings = values.get("image_processor", {}) if name == "processor_config.json" else values
+        settings = (
+            values.get("image_processor", {})
+            if name == "processor_config.json"
+            else values
+        )
         if not settings:
             continue
         for old_name in ("min_pixels", "max_pixels"):
             settings.pop(old_name, None)
         settings["size"] = size
-        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (folder / name).write_text(
+            json.dumps(values, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 def _add_lowercase(tokenizer: Any) -> None:
@@ -202,4 +245,6 @@ def _add_lowercase(tokenizer: Any) -> None:
     if isinstance(normalizer, NormalizerSequence):
         steps = [normalizer[at] for at in range(len(normalizer))]
     if not any(isinstance(step, Lowercase) for step in steps):
-        tokenizer.backend_tokenizer.normalizer = NormalizerSequence([Lowercase(), *steps])
+        tokenizer.backend_tokenizer.normalizer = NormalizerSequence(
+            [Lowercase(), *steps]
+        )

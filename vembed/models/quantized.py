@@ -21,7 +21,9 @@ def quieten_bitsandbytes() -> None:
 def four_bit(dtype: torch.dtype, skip: list[str]) -> BitsAndBytesConfig:
     """Return the config to load linear layers in 4 bits (nf4, double quantisation), except those in `skip`."""
     if find_spec("bitsandbytes") is None:
-        raise UserError("use_qlora: true needs the package bitsandbytes; install it, or set use_qlora: false")
+        raise UserError(
+            "use_qlora: true needs the package bitsandbytes; install it, or set use_qlora: false"
+        )
     quieten_bitsandbytes()
     return BitsAndBytesConfig(
         load_in_4bit=True,

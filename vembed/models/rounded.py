@@ -55,13 +55,20 @@ def rounded(weight: Tensor) -> Tensor:
 
 def round_weights(backbone: nn.Module) -> None:
     """Let the linear layers inside the transformer layers compute with rounded weights."""
-    layers = [backbone.get_submodule(name) for name in linear_names_inside_layers(backbone)]
+    layers = [
+        backbone.get_submodule(name) for name in linear_names_inside_layers(backbone)
+    ]
     chosen = [layer for layer in layers if type(layer) is nn.Linear]
     if not chosen:
-        raise UserError("quantize_weights: int8 rounds linear layers inside transformer layers, and the model has none")
+        raise UserError(
+            "quantize_weights: int8 rounds linear layers inside transformer layers, and the model has none"
+        )
     for layer in chosen:
         layer.__class__ = RoundedLinear
-    log.info("weights of %d linear layers: rounded to int8 in the forward pass (quantize_weights)", len(chosen))
+    log.info(
+        "weights of %d linear layers: rounded to int8 in the forward pass (quantize_weights)",
+        len(chosen),
+    )
 
 
 def store_rounded(model: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -10,21 +10,29 @@ import torch
 import transformers
 from torch import Tensor
 
-from vembed.families.description import ModelDescription
-from vembed.families.table import Modality
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.table import Modality
 from vembed.models.processors import load_image_processor
 from vembed.models.towers import tower_module, towers_of_modality
 
 FORMAT = 1
 """Version of the fingerprint. Increase it when towers give other features for the same inputs and weights."""
 _FIELDS = (
-    "family", "pooling", "image_pooling", "max_length", "padding_side", "bidirectional_attention", "min_pixels",
+    "family",
+    "pooling",
+    "image_pooling",
+    "max_length",
+    "padding_side",
+    "bidirectional_attention",
+    "min_pixels",
     "max_pixels",
-)  # fmt: skip
+)
 """Description fields that change tower features. Prompts are part of the inputs."""
 
 
-def tower_identity(description: ModelDescription, backbone: Any, modality: Modality, arithmetic: str) -> str:
+def tower_identity(
+    description: ModelDescription, backbone: Any, modality: Modality, arithmetic: str
+) -> str:
     """Return a hash that is equal in any run with the same weights, settings and dtypes. It reads every weight.
 
     `arithmetic`: the dtype that the run computes in.
@@ -43,7 +51,15 @@ def tower_identity(description: ModelDescription, backbone: Any, modality: Modal
             if isinstance(value, Tensor):
                 # The header separates tensors: equal bytes under another name or shape give another hash.
                 digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-                digest.update(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+                digest.update(
+                    value.detach()
+                    .contiguous()
+                    .cpu()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .data
+                )
         settings.append(module.config.to_dict())
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     return digest.hexdigest()

@@ -11,9 +11,9 @@ from typing import Any, get_args
 from torch import nn
 
 from vembed.errors import UserError
-from vembed.families.backbones import layers_of
-from vembed.families.table import Family, Modality, Pooling, Tower
 from vembed.models.backbone_loading import is_never_used
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.table import Family, Modality, Pooling, Tower
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,9 @@ _MODALITY_TOWERS: dict[Modality, tuple[Tower, ...]] = {
     "image": ("vision",),
     "multimodal": ("text", "vision"),
 }
-_INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embeddings|embed_tokens|shared|wte|wpe|patch_embed|pos_embed)(\.|$)")
+_INPUT_EMBEDDINGS = re.compile(
+    r"(^|\.)(embeddings|embed_tokens|shared|wte|wpe|patch_embed|pos_embed)(\.|$)"
+)
 LOSS_PARAMETERS = ("logit_scale", "logit_bias")
 """Parameters of CLIP and SigLIP that the loss replaces by its own."""
 
@@ -35,8 +37,16 @@ def towers_of_modality(modality: Modality) -> tuple[Tower, ...]:
 def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
     """Return the towers without trained parameters."""
     # By parameters and not by the option: adapters freeze towers too.
-    trained = [name for name, parameter in backbone.named_parameters() if parameter.requires_grad]
-    return [tower for tower, prefix in family.towers.items() if not any(name.startswith(prefix) for name in trained)]
+    trained = [
+        name
+        for name, parameter in backbone.named_parameters()
+        if parameter.requires_grad
+    ]
+    return [
+        tower
+        for tower, prefix in family.towers.items()
+        if not any(name.startswith(prefix) for name in trained)
+    ]
 
 
 def tower_module(backbone: nn.Module, family: Family, tower: Tower) -> nn.Module:
@@ -44,23 +54,32 @@ def tower_module(backbone: nn.Module, family: Family, tower: Tower) -> nn.Module
     return backbone.get_submodule(family.towers[tower].removesuffix("."))
 
 
-def freeze_unused(backbone: nn.Module, family: Family, image_pooling: Pooling | None) -> list[str]:
+def freeze_unused(
+    backbone: nn.Module, family: Family, image_pooling: Pooling | None
+) -> list[str]:
     """Freeze parameters that no embedding depends on, and return their names.
 
     They would never get a gradient, and DDP and FSDP would wait for it.
     """
     unused = []
     # `"".startswith(())` is False: without such norms nothing is added.
-    norms_left_out = _norms_of_own_pooling(backbone, family) if image_pooling != "own" else ()
+    norms_left_out = (
+        _norms_of_own_pooling(backbone, family) if image_pooling != "own" else ()
+    )
     for name, parameter in backbone.named_parameters():
-        if is_never_used(name) or name in LOSS_PARAMETERS or name.startswith(norms_left_out):
+        if (
+            is_never_used(name)
+            or name in LOSS_PARAMETERS
+            or name.startswith(norms_left_out)
+        ):
             parameter.requires_grad = False
             unused.append(name)
     if named := [name for name in unused if name not in LOSS_PARAMETERS]:
         log.info("frozen: %s (no embedding depends on them)", ", ".join(named))
     if of_loss := [name for name in unused if name in LOSS_PARAMETERS]:
         log.info(
-            "frozen: %s (the loss learns its own with loss: sigmoid or learn_temperature: true)", ", ".join(of_loss)
+            "frozen: %s (the loss learns its own with loss: sigmoid or learn_temperature: true)",
+            ", ".join(of_loss),
         )
     return unused
 
@@ -83,7 +102,9 @@ def freeze_parts(backbone: nn.Module, family: Family, parts: Sequence[str]) -> N
             parameter.requires_grad = False
 
 
-def names_frozen_by(backbone: nn.Module, family: Family, parts: Sequence[str]) -> set[str]:
+def names_frozen_by(
+    backbone: nn.Module, family: Family, parts: Sequence[str]
+) -> set[str]:
     """Return the names of the backbone parameters that the option `freeze` selects."""
     frozen: set[str] = set()
     for part in parts:
@@ -96,7 +117,9 @@ def names_frozen_by(backbone: nn.Module, family: Family, parts: Sequence[str]) -
 def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
     every = [name for name, _ in backbone.named_parameters()]
     if part in get_args(Tower):
-        prefix = {str(tower): prefix for tower, prefix in family.towers.items()}.get(part)
+        prefix = {str(tower): prefix for tower, prefix in family.towers.items()}.get(
+            part
+        )
         if prefix is None:
             raise UserError(
                 f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
@@ -106,11 +129,19 @@ def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
     if part == "embeddings":
         # Embeddings inside of layers (of relative positions) belong to their layer.
         inside = tuple(prefix for prefixes in layers.values() for prefix in prefixes)
-        return {name for name in every if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)}
+        return {
+            name
+            for name in every
+            if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)
+        }
     kind, _, count = part.rpartition("=")
     tower, _, word = kind.rpartition(".")
     if word == "first_n_layers" or part.startswith("first_n_layers"):
-        chosen = layers if not tower else {name: own for name, own in layers.items() if name == tower}
+        chosen = (
+            layers
+            if not tower
+            else {name: own for name, own in layers.items() if name == tower}
+        )
         deepest = max((len(prefixes) for prefixes in chosen.values()), default=0)
         if not count.isdecimal() or not chosen or int(count) > deepest:
             named = ", ".join(f"{name} {len(own)}" for name, own in layers.items())
@@ -118,11 +149,15 @@ def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
                 f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
                 f"TOWER.first_n_layers=N; the number of layers: {named}"
             )
-        first = tuple(prefix for prefixes in chosen.values() for prefix in prefixes[: int(count)])
+        first = tuple(
+            prefix for prefixes in chosen.values() for prefix in prefixes[: int(count)]
+        )
         return {name for name in every if first and name.startswith(first)}
     found = {name for name in every if name.startswith(part.removeprefix("backbone."))}
     if not found:
-        near = difflib.get_close_matches(part.removeprefix("backbone."), every, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(
+            part.removeprefix("backbone."), every, n=1, cutoff=0.0
+        )[0]
         raise UserError(
             f"freeze: no parameter's name begins with {part}; the nearest is {near} "
             "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
@@ -136,5 +171,10 @@ def _layer_prefixes(backbone: nn.Module, family: Family) -> dict[str, list[str]]
     The layers of a tower are counted through: the stages of a hierarchical one are not stacks of their own.
     """
     layers = {id(layer) for layer in layers_of(backbone)}
-    names = [f"{name}." for name, module in backbone.named_modules() if id(module) in layers]
-    return {tower: [name for name in names if name.startswith(prefix)] for tower, prefix in family.towers.items()}
+    names = [
+        f"{name}." for name, module in backbone.named_modules() if id(module) in layers
+    ]
+    return {
+        tower: [name for name in names if name.startswith(prefix)]
+        for tower, prefix in family.towers.items()
+    }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vembed.errors import UserError
-from vembed.families.description import IMAGE_TOWER_FOLDER
+from vembed.models.families.description import IMAGE_TOWER_FOLDER
 
 PROJECTIONS_FILE = "projections.safetensors"
 """File with the weights of both projections, in the text tower's folder."""
@@ -38,13 +38,17 @@ class TwoTowers(nn.Module):
         """Load the projections of a saved composed model."""
         path = folder / PROJECTIONS_FILE
         if not path.is_file():
-            raise UserError(f"{folder} is a composed model without {PROJECTIONS_FILE}; it is incomplete")
+            raise UserError(
+                f"{folder} is a composed model without {PROJECTIONS_FILE}; it is incomplete"
+            )
         weights = load_file(path)
         with torch.no_grad():
             self.text_projection.weight.copy_(weights["text_projection.weight"])
             self.visual_projection.weight.copy_(weights["visual_projection.weight"])
 
-    def save_pretrained(self, folder: str | Path, *, state_dict: dict[str, Tensor]) -> None:
+    def save_pretrained(
+        self, folder: str | Path, *, state_dict: dict[str, Tensor]
+    ) -> None:
         """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
         folder = Path(folder)
         for tower, name, place in (
@@ -52,10 +56,21 @@ class TwoTowers(nn.Module):
             (self.vision_model, "vision_model.", folder / IMAGE_TOWER_FOLDER),
         ):
             # Each tower's file has the names of the tower itself, so that it loads alone.
-            part = {key.removeprefix(name): value for key, value in state_dict.items() if key.startswith(name)}
+            part = {
+                key.removeprefix(name): value
+                for key, value in state_dict.items()
+                if key.startswith(name)
+            }
             tower.save_pretrained(place, state_dict=part)
-        projections = {key: value for key, value in state_dict.items() if key.split(".")[0].endswith("_projection")}
-        save_file({key: value.contiguous() for key, value in projections.items()}, folder / PROJECTIONS_FILE)
+        projections = {
+            key: value
+            for key, value in state_dict.items()
+            if key.split(".")[0].endswith("_projection")
+        }
+        save_file(
+            {key: value.contiguous() for key, value in projections.items()},
+            folder / PROJECTIONS_FILE,
+        )
 
 
 def _projection(width: int, shared_dim: int) -> nn.Linear:

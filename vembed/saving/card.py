@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from vembed.config.places import short_name
-from vembed.families.description import ModelDescription
-from vembed.own.folder import own_class
+from vembed.models.custom.folder import own_class
+from vembed.models.families.description import ModelDescription
 
-_SECRET_NAME = re.compile(r"token|secret|password|passwd|credential|api_?key|auth", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"token|secret|password|passwd|credential|api_?key|auth", re.IGNORECASE
+)
 _SECRET_VALUE = re.compile(
     # The second alternative is `user:password@` behind the `//` of an address.
     r"\b(hf_\w{8,}|sk-\w{8,}|ghp_\w{8,}|github_pat_\w{8,}|AKIA\w{12,})|(?<=//)[^/\s@]+:[^/\s@]+@"
@@ -59,24 +61,40 @@ class Card:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def render_card(description: ModelDescription, card: Card, *, adapter_alone: bool = False) -> str:
+def render_card(
+    description: ModelDescription, card: Card, *, adapter_alone: bool = False
+) -> str:
     """Return the full README.md: YAML front matter for the Hub, then the text.
 
     `adapter_alone`: the folder has an adapter and no other weights.
     """
     name = base_model_name(description)
-    loads_in_sentence_transformers = description.traits.sentence_transformers is not None
-    front: dict[str, Any] = {"library_name": "sentence-transformers" if loads_in_sentence_transformers else "vembed"}
+    loads_in_sentence_transformers = (
+        description.traits.sentence_transformers is not None
+    )
+    front: dict[str, Any] = {
+        "library_name": "sentence-transformers"
+        if loads_in_sentence_transformers
+        else "vembed"
+    }
     front["tags"] = [
         *(["sentence-transformers"] if loads_in_sentence_transformers else []),
         "feature-extraction",
         "vembed",
     ]
-    front["pipeline_tag"] = "sentence-similarity" if description.modalities == ("text",) else "feature-extraction"
+    front["pipeline_tag"] = (
+        "sentence-similarity"
+        if description.modalities == ("text",)
+        else "feature-extraction"
+    )
     if name is not None:
         front["base_model"] = name
     base = _front_matter(Path(description.source))
-    front |= {key: base[key] for key in ("license", "license_name", "license_link", "language") if key in base}
+    front |= {
+        key: base[key]
+        for key in ("license", "license_name", "license_link", "language")
+        if key in base
+    }
     if card.scores:
         front["model-index"] = [_model_index(card)]
     sections = [
@@ -93,7 +111,10 @@ def render_card(description: ModelDescription, card: Card, *, adapter_alone: boo
 def calls_of(card: str, place: str) -> list[str]:
     """Return the calls in a card's section on usage, one text for each library, with `place` as the model's folder."""
     section = card.partition("\n## Usage\n")[2].partition("\n## ")[0]
-    return [block.replace(PLACE, place) for block in re.findall(r"```python\n(.*?)\n```", section, re.DOTALL)]
+    return [
+        block.replace(PLACE, place)
+        for block in re.findall(r"```python\n(.*?)\n```", section, re.DOTALL)
+    ]
 
 
 def _front_matter(folder: Path) -> dict[str, Any]:
@@ -134,7 +155,9 @@ def base_model_name(description: ModelDescription) -> str | None:
 def _what(description: ModelDescription, name: str | None) -> str:
     local = f"`{_local_model(description)}`, a folder on the machine of the run"
     origin = f"[{name}](https://huggingface.co/{name})" if name else local
-    return f"# Embedding model\n\nTuned by vembed from {origin}.\n\n" + _table(("", ""), _properties(description))
+    return f"# Embedding model\n\nTuned by vembed from {origin}.\n\n" + _table(
+        ("", ""), _properties(description)
+    )
 
 
 def _local_model(description: ModelDescription) -> str:
@@ -153,12 +176,22 @@ def _properties(description: ModelDescription) -> list[tuple[str, str]]:
         ("Embedding size", f"{description.embedding_dim:,d}"),
         ("Inputs", _inputs(description)),
         ("Longest text", f"{description.max_length:,d} tokens"),
-        ("Pooling", "the model's own projected features" if description.pooling == "own" else description.pooling),
+        (
+            "Pooling",
+            "the model's own projected features"
+            if description.pooling == "own"
+            else description.pooling,
+        ),
         ("Similarity", description.similarity),
     ]
     if description.mrl_dims:
         sizes = ", ".join(f"{size:,d}" for size in description.mrl_dims)
-        rows.append(("Matryoshka sizes", f"{sizes} (the first coordinates are an embedding by themselves)"))
+        rows.append(
+            (
+                "Matryoshka sizes",
+                f"{sizes} (the first coordinates are an embedding by themselves)",
+            )
+        )
     if description.query_prompt:
         rows.append(("Query prompt", _code(description.query_prompt)))
     if description.document_prompt:
@@ -184,7 +217,11 @@ def _inputs(description: ModelDescription) -> str:
         return "text"
     if description.modalities == ("image",):
         return "images"
-    return "text and images" if "multimodal" not in description.modalities else "text, images, or both together"
+    return (
+        "text and images"
+        if "multimodal" not in description.modalities
+        else "text, images, or both together"
+    )
 
 
 def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) -> str:
@@ -224,7 +261,10 @@ def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) 
             else "Sentence Transformers cannot load this model: one module of its own takes texts and images.",
             "",
         ]
-    queries, documents = (re.sub(r'("\w+\.jpg")', r'{"image": \1}', example) for example in (queries, documents))
+    queries, documents = (
+        re.sub(r'("\w+\.jpg")', r'{"image": \1}', example)
+        for example in (queries, documents)
+    )
     lines += [
         "```python",
         "import vembed",
@@ -242,7 +282,8 @@ def _scores(card: Card) -> str:
         return ""
     if not card.before:
         return "## Scores\n\n" + _table(
-            ("metric", "score"), [(key, f"{value:.4f}") for key, value in card.scores.items()]
+            ("metric", "score"),
+            [(key, f"{value:.4f}") for key, value in card.scores.items()],
         )
     rows = [
         (key, f"{card.before[key]:.4f}" if key in card.before else "", f"{value:.4f}")
@@ -254,17 +295,36 @@ def _scores(card: Card) -> str:
 def _training(card: Card) -> str:
     lines = []
     if card.data:
-        lines += ["## Training data", "", *(f"- {_without_secrets(_without_folders(line))}" for line in card.data), ""]
+        lines += [
+            "## Training data",
+            "",
+            *(f"- {_without_secrets(_without_folders(line))}" for line in card.data),
+            "",
+        ]
     if card.settings or card.num_steps is not None:
         shown = {
-            key: _without_secrets(_shown(value) if key not in _MODELS else _model(value))
+            key: _without_secrets(
+                _shown(value) if key not in _MODELS else _model(value)
+            )
             for key, value in card.settings.items()
-            if key not in _NOT_SHOWN and (key in _NOT_SECRET or not _SECRET_NAME.search(key))
+            if key not in _NOT_SHOWN
+            and (key in _NOT_SECRET or not _SECRET_NAME.search(key))
         }
-        steps = [] if card.num_steps is None else [("steps done", f"{card.num_steps:,d}")]
-        lines += ["## Training settings", "", _table(("option", "value"), [*shown.items(), *steps]), ""]
+        steps = (
+            [] if card.num_steps is None else [("steps done", f"{card.num_steps:,d}")]
+        )
+        lines += [
+            "## Training settings",
+            "",
+            _table(("option", "value"), [*shown.items(), *steps]),
+            "",
+        ]
     if card.versions:
-        lines += ["## Versions", "", ", ".join(f"{name} {version}" for name, version in card.versions.items())]
+        lines += [
+            "## Versions",
+            "",
+            ", ".join(f"{name} {version}" for name, version in card.versions.items()),
+        ]
     return "\n".join(lines).rstrip()
 
 
@@ -273,7 +333,11 @@ def _shown(value: Any) -> str:
     if isinstance(value, str):
         return _without_folders(value)
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_shown(inner)}" for key, inner in value.items() if not _SECRET_NAME.search(str(key)))
+        return ", ".join(
+            f"{key}: {_shown(inner)}"
+            for key, inner in value.items()
+            if not _SECRET_NAME.search(str(key))
+        )
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value))
     return str(value)
@@ -281,7 +345,11 @@ def _shown(value: Any) -> str:
 
 def _model(name: Any) -> str:
     """Return the name of a model: of a local folder the part that identifies it."""
-    return short_name(name) if isinstance(name, str) and _LOCAL_PATH.match(name) else _shown(name)
+    return (
+        short_name(name)
+        if isinstance(name, str) and _LOCAL_PATH.match(name)
+        else _shown(name)
+    )
 
 
 def _without_folders(text: str) -> str:
@@ -298,5 +366,10 @@ def _code(text: str) -> str:
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    lines += [
+        "| "
+        + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row)
+        + " |"
+        for row in rows
+    ]
     return "\n".join(lines)

@@ -91,9 +91,7 @@ def refusal(error: Exception) -> str | None:
         is_denied = code in (errno.EACCES, errno.EPERM)  # reading may be, too
         if place[0] is None and is_denied:
             return None  # of a socket or a process, not of a file
-        return (
-            f"{place[0] or 'a file'} could not be {'opened' if is_denied else 'written'} ({os.strerror(code)}): {way}"
-        )
+        return f"{place[0] or 'a file'} could not be {'opened' if is_denied else 'written'} ({os.strerror(code)}): {way}"
     return None
 
 
@@ -103,7 +101,10 @@ def _says(problem: str, code: int) -> bool:
     return (
         os.strerror(code) in problem
         or f"os error {code})" in problem
-        or (code == errno.ENOSPC and re.fullmatch(r"\d+ requested and \d+ written", problem) is not None)
+        or (
+            code == errno.ENOSPC
+            and re.fullmatch(r"\d+ requested and \d+ written", problem) is not None
+        )
     )
 
 

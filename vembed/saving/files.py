@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vembed.families.backbones import read_config
-from vembed.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.building import empty_backbone
+from vembed.models.custom.folder import is_own, save_code
+from vembed.models.families.backbones import read_config
+from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.heads import Head
 from vembed.models.language_head import save_with_head
 from vembed.models.names import plain_name
 from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
-from vembed.own.folder import is_own, save_code
 from vembed.saving.card import Card, render_card
 from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import write_json, write_layout
@@ -36,7 +36,9 @@ ADAPTER_FOLDER = "adapter"
 """Subfolder with the adapter that was merged into the saved weights."""
 # model-00001-of-00003.safetensors and its index; 1_Pooling; adapter/, adapter_config.json and
 # adapter_model.safetensors.
-_OF_A_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|\d+_[A-Z][a-z]+|adapter(_\w+\.\w+)?")
+_OF_A_MODEL = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|\d+_[A-Z][a-z]+|adapter(_\w+\.\w+)?"
+)
 """Names of weights and modules in a model's folder."""
 ADJUSTED_SETTINGS = ("mask_ratio",)
 """Settings of a published config.json that vembed changes for embedding."""
@@ -64,7 +66,9 @@ def save_model(
     state = {plain_name(name): tensor.detach().cpu() for name, tensor in state.items()}
     weights = _part(state, "backbone.")
     if not merge_adapters and not description.traits.has_untouched_adapters:
-        log.info("save_merged: the whole model is saved (adapters alone would lose its projections, scale and bias)")
+        log.info(
+            "save_merged: the whole model is saved (adapters alone would lose its projections, scale and bias)"
+        )
         merge_adapters = True
     if not merge_adapters and description.bidirectional_attention:
         log.info(
@@ -73,24 +77,40 @@ def save_model(
         merge_adapters = True
     with replaced_folder(Path(directory)) as folder:
         if has_adapters(backbone):
-            save_adapter(folder / ADAPTER_FOLDER if merge_adapters else folder, backbone, weights)
+            save_adapter(
+                folder / ADAPTER_FOLDER if merge_adapters else folder, backbone, weights
+            )
             weights = merged_state(backbone, weights) if merge_adapters else {}
             backbone = empty_backbone(description)
         dtype = _dtype_that_holds(weights, dtype)
         # An adapter's folder has no config.json of its own, in which an adjusted setting would be written down.
         changed = {} if weights else _changed_settings(description, backbone)
         if weights:
-            _write_backbone(folder, backbone, _stored(weights, dtype), _stored(_part(state, "language."), dtype))
+            _write_backbone(
+                folder,
+                backbone,
+                _stored(weights, dtype),
+                _stored(_part(state, "language."), dtype),
+            )
         if is_own(Path(description.source)):
             save_code(Path(description.source), folder)
         save_processors(description, folder)
         chat = None
         if description.traits.reads_chats:
             chat = load_chat_template(description, load_tokenizer(description))
-        write_layout(folder, description, head, _stored(_part(state, "head."), dtype), chat, changed)
+        write_layout(
+            folder,
+            description,
+            head,
+            _stored(_part(state, "head."), dtype),
+            chat,
+            changed,
+        )
         write_json(folder / DESCRIPTION_FILE, description.to_dict())
         text = render_card(description, card or Card(), adapter_alone=not weights)
-        (folder / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
+        (folder / "README.md").write_text(
+            text, encoding="utf-8", errors="backslashreplace"
+        )
     return Path(directory)
 
 
@@ -99,8 +119,13 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder that replaces `target` when the block ends without an exception."""
     is_link = target.is_symlink()
     target = target.resolve()
-    new, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
-    if old.exists() and not target.exists():  # an earlier process was killed between the two renames below
+    new, old = (
+        target.with_name(f".{target.name}.new"),
+        target.with_name(f".{target.name}.old"),
+    )
+    if (
+        old.exists() and not target.exists()
+    ):  # an earlier process was killed between the two renames below
         old.rename(target)
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -111,7 +136,9 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         error.add_note(str(target))  # errors of a full disk name no file
         raise
-    sync_folder(new)  # before the rename: after a power cut, the name implies complete files
+    sync_folder(
+        new
+    )  # before the rename: after a power cut, the name implies complete files
     if is_link and target.is_dir():
         _move_into(new, target)
         return
@@ -138,7 +165,12 @@ def _move_into(new: Path, target: Path) -> None:
     new.rmdir()
 
 
-def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor], language_head: dict[str, Tensor]) -> None:
+def _write_backbone(
+    folder: Path,
+    backbone: Any,
+    state: dict[str, Tensor],
+    language_head: dict[str, Tensor],
+) -> None:
     floating = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     if isinstance(backbone, PreTrainedModel):
         # After gathering from shards, tied weights are separate tensors. Store one of them.
@@ -156,7 +188,10 @@ def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor], langu
     # rglob: also the image tower's config.json of a composed model.
     for path in folder.rglob("config.json"):
         settings = json.loads(path.read_text(encoding="utf-8"))
-        for values in (settings, *(inner for inner in settings.values() if isinstance(inner, dict))):
+        for values in (
+            settings,
+            *(inner for inner in settings.values() if isinstance(inner, dict)),
+        ):
             if values is settings or "dtype" in values:
                 values["dtype"] = widest
         write_json(path, settings)
@@ -165,26 +200,50 @@ def _write_backbone(folder: Path, backbone: Any, state: dict[str, Tensor], langu
 def _changed_settings(description: ModelDescription, backbone: Any) -> dict[str, Any]:
     """Return the config settings that differ from those of the base model, which is loaded under the adapter."""
     mine = backbone.config.to_dict()
-    below = read_config(Path(description.source), trust_remote_code=description.trust_remote_code).to_dict()
-    return {name: mine[name] for name in ADJUSTED_SETTINGS if name in mine and mine[name] != below.get(name)}
+    below = read_config(
+        Path(description.source), trust_remote_code=description.trust_remote_code
+    ).to_dict()
+    return {
+        name: mine[name]
+        for name in ADJUSTED_SETTINGS
+        if name in mine and mine[name] != below.get(name)
+    }
 
 
 def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in state.items()
+        if name.startswith(prefix)
+    }
 
 
-def _dtype_that_holds(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> torch.dtype | None:
+def _dtype_that_holds(
+    state: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> torch.dtype | None:
     """Return the dtype to store in: float32 instead of float16 if a weight exceeds 65,504."""
     if dtype != torch.float16:
         return dtype
     for name, tensor in state.items():
-        if tensor.is_floating_point() and tensor.numel() and tensor.abs().max() > torch.finfo(dtype).max:
-            log.warning("save_dtype: float16 cannot hold %s: the model is stored in float32", name)
+        if (
+            tensor.is_floating_point()
+            and tensor.numel()
+            and tensor.abs().max() > torch.finfo(dtype).max
+        ):
+            log.warning(
+                "save_dtype: float16 cannot hold %s: the model is stored in float32",
+                name,
+            )
             return torch.float32
     return dtype
 
 
-def _stored(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _stored(
+    state: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
     if dtype is None:
         return dict(state)
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in state.items()
+    }

@@ -10,11 +10,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vembed.families.description import ModelDescription
-from vembed.families.model_files import STATIC
-from vembed.families.static_model import STATIC_TYPE
-from vembed.families.table import Pooling
-from vembed.families.weight_files import read_object
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.model_files import STATIC
+from vembed.models.families.static_model import STATIC_TYPE
+from vembed.models.families.table import Pooling
+from vembed.models.families.weight_files import read_object
 from vembed.models.heads import Dense, Head
 from vembed.models.processors import ChatTemplate
 
@@ -45,8 +45,12 @@ def write_layout(
     `chat`: chat template of a vision-language model. `changed_settings`: settings that override the base model's config
     when an adapter is saved alone.
     """
-    is_static = (read_object(folder / "config.json") or {}).get("model_type") == STATIC_TYPE
-    modules: list[tuple[str, str]] = [("", MODULE + STATIC if is_static else _backbone_module(description))]
+    is_static = (read_object(folder / "config.json") or {}).get(
+        "model_type"
+    ) == STATIC_TYPE
+    modules: list[tuple[str, str]] = [
+        ("", MODULE + STATIC if is_static else _backbone_module(description))
+    ]
     if description.pooling != "own" and not is_static:  # whose module gives the mean
         modules.append(("1_Pooling", MODULE + "Pooling"))
         write_json(folder / "1_Pooling" / "config.json", _pooling_settings(description))
@@ -55,7 +59,11 @@ def write_layout(
         name, prefix = f"{len(modules)}_Dense", f"{number}."
         modules.append((name, MODULE + "Dense"))
         write_json(folder / name / "config.json", dense.settings())
-        weights = {key.removeprefix(prefix): value for key, value in head_state.items() if key.startswith(prefix)}
+        weights = {
+            key.removeprefix(prefix): value
+            for key, value in head_state.items()
+            if key.startswith(prefix)
+        }
         save_file(weights, folder / name / "model.safetensors")
     if description.normalize:
         name = f"{len(modules)}_Normalize"
@@ -64,9 +72,14 @@ def write_layout(
         (folder / name).mkdir()
     write_json(
         folder / "modules.json",
-        [{"idx": index, "name": str(index), "path": path, "type": kind} for index, (path, kind) in enumerate(modules)],
+        [
+            {"idx": index, "name": str(index), "path": path, "type": kind}
+            for index, (path, kind) in enumerate(modules)
+        ],
     )
-    write_json(folder / "config_sentence_transformers.json", _model_settings(description))
+    write_json(
+        folder / "config_sentence_transformers.json", _model_settings(description)
+    )
     settings = _backbone_settings(folder, description, chat)
     if changed_settings:
         settings["config_args"] = dict(changed_settings)
@@ -84,7 +97,9 @@ def _backbone_module(description: ModelDescription) -> str:
     return TWO_TOWERS if name is None else MODULE + name
 
 
-def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTemplate | None) -> dict[str, Any]:
+def _backbone_settings(
+    folder: Path, description: ModelDescription, chat: ChatTemplate | None
+) -> dict[str, Any]:
     """Return sentence_bert_config.json.
 
     A text model gets only the keys that all versions know. Any other model needs its modalities: without them version 6
@@ -107,8 +122,14 @@ def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTe
         settings["processing_kwargs"] = {"chat_template": chat.options}
     elif family.pools_itself:
         settings["modality_config"] = {
-            "text": {"method": "get_text_features", "method_output_name": "pooler_output"},
-            "image": {"method": "get_image_features", "method_output_name": "pooler_output"},
+            "text": {
+                "method": "get_text_features",
+                "method_output_name": "pooler_output",
+            },
+            "image": {
+                "method": "get_image_features",
+                "method_output_name": "pooler_output",
+            },
         }
         settings["module_output_name"] = "sentence_embedding"
         if family.has_fixed_length:
@@ -120,8 +141,12 @@ def _backbone_settings(folder: Path, description: ModelDescription, chat: ChatTe
     else:
         own = description.pooling == "own"
         output = "pooler_output" if own else "last_hidden_state"
-        settings["modality_config"] = {"image": {"method": "forward", "method_output_name": output}}
-        settings["module_output_name"] = "sentence_embedding" if own else "token_embeddings"
+        settings["modality_config"] = {
+            "image": {"method": "forward", "method_output_name": output}
+        }
+        settings["module_output_name"] = (
+            "sentence_embedding" if own else "token_embeddings"
+        )
     return settings
 
 
@@ -131,24 +156,36 @@ def _patch_options(folder: Path) -> dict[str, Any]:
     The joint processor of version 6 would otherwise use its own defaults.
     """
     values = read_object(folder / "preprocessor_config.json") or {}
-    values = values or (read_object(folder / "processor_config.json") or {}).get("image_processor", {})
-    return {key: values[key] for key in ("max_num_patches", "patch_size") if key in values}
+    values = values or (read_object(folder / "processor_config.json") or {}).get(
+        "image_processor", {}
+    )
+    return {
+        key: values[key] for key in ("max_num_patches", "patch_size") if key in values
+    }
 
 
 def _pooling_settings(description: ModelDescription) -> dict[str, Any]:
-    flags = {flag: pooling == description.pooling for pooling, flag in POOLING_FLAGS.items()}
-    return {"word_embedding_dimension": description.hidden_dim, **flags, "include_prompt": True}
+    flags = {
+        flag: pooling == description.pooling for pooling, flag in POOLING_FLAGS.items()
+    }
+    return {
+        "word_embedding_dimension": description.hidden_dim,
+        **flags,
+        "include_prompt": True,
+    }
 
 
 def _model_settings(description: ModelDescription) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "model_type": "SentenceTransformer",
         "prompts": {
-            **description.other_prompts, "query": description.query_prompt, "document": description.document_prompt,
+            **description.other_prompts,
+            "query": description.query_prompt,
+            "document": description.document_prompt,
         },
         "default_prompt_name": description.default_prompt_name,
         "similarity_fn_name": description.similarity,
-    }  # fmt: skip
+    }
     if description.truncate_dim is not None:
         settings["truncate_dim"] = description.truncate_dim
     return settings

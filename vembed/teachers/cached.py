@@ -15,8 +15,8 @@ import torch
 
 from vembed.config.user_folders import cache_folder
 from vembed.data.row_store import RowStore, StoreKind
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
 
 log = logging.getLogger("vembed")
@@ -48,7 +48,14 @@ class CachedTeacher(Generic[Q]):
     """Answers by key. The first process of each machine writes what all have computed before the first step; what is
     asked for later is written by the rank that computes it."""
 
-    def __init__(self, label: str, model: Answering[Q], identity: str, session: Session, folder: Path | None) -> None:
+    def __init__(
+        self,
+        label: str,
+        model: Answering[Q],
+        identity: str,
+        session: Session,
+        folder: Path | None,
+    ) -> None:
         self.label = label
         self.model = model
         self.session = session
@@ -75,22 +82,38 @@ class CachedTeacher(Generic[Q]):
 
     def is_complete(self, what: str) -> bool:
         """Return whether all answers for some data (by their fingerprint) were computed before. Collective."""
-        return bool(collectives.broadcast_json(self._is_complete(what) if self.session.is_main else None))
+        return bool(
+            collectives.broadcast_json(
+                self._is_complete(what) if self.session.is_main else None
+            )
+        )
 
     def _is_complete(self, what: str) -> bool:
         try:
-            noted = json.loads(self._note(what).read_text(encoding="utf-8"))["num_answers"]
-        except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged: the data are gone through again
+            noted = json.loads(self._note(what).read_text(encoding="utf-8"))[
+                "num_answers"
+            ]
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # not there, or damaged: the data are gone through again
             return False
         if len(self.store) >= noted:
             return True
         log.warning(
             "teacher %s: %s holds %s answers of %s: the others are computed anew",
-            self.label, self.store.folder, f"{len(self.store):,d}", f"{noted:,d}",
-        )  # fmt: skip
+            self.label,
+            self.store.folder,
+            f"{len(self.store):,d}",
+            f"{noted:,d}",
+        )
         return False
 
-    def complete(self, what: str, keys: Sequence[bytes], questions: Sequence[Q]) -> None:
+    def complete(
+        self, what: str, keys: Sequence[bytes], questions: Sequence[Q]
+    ) -> None:
         """Compute what is missing of these answers. Collective: all ranks pass the same keys and questions."""
         session = self.session
         # Rank 0 decides for all: the files may change while the ranks look at them.
@@ -99,25 +122,38 @@ class CachedTeacher(Generic[Q]):
             mask[self.store.missing(keys)] = 1
         collectives.broadcast_tensors([mask])
         missing = mask.nonzero().flatten().tolist()
-        log.info("teacher %s: %s of %s answers are missing", self.label, f"{len(missing):,d}", f"{len(keys):,d}")
+        log.info(
+            "teacher %s: %s of %s answers are missing",
+            self.label,
+            f"{len(missing):,d}",
+            f"{len(keys):,d}",
+        )
         began = time.perf_counter()
-        with ProgressReport(f"teacher {self.label}", active=session.is_main, say=log.info) as progress:
+        with ProgressReport(
+            f"teacher {self.label}", active=session.is_main, say=log.info
+        ) as progress:
             for start in range(0, len(missing), CHUNK * session.world_size):
                 chunk = missing[start : start + CHUNK * session.world_size]
                 self._compute_together(chunk, keys, questions)
                 progress(start + len(chunk), len(missing))
         if missing:
-            log.info("teacher %s: took %s", self.label, duration(time.perf_counter() - began))
+            log.info(
+                "teacher %s: took %s", self.label, duration(time.perf_counter() - began)
+            )
         # A machine may have a disk of its own, so one process of each machine writes.
         if session.local_rank == 0:
             self._write_note(what, len(keys))
         self.model.release()
 
-    def _compute_together(self, chunk: Sequence[int], keys: Sequence[bytes], questions: Sequence[Q]) -> None:
+    def _compute_together(
+        self, chunk: Sequence[int], keys: Sequence[bytes], questions: Sequence[Q]
+    ) -> None:
         rank, world_size = self.session.rank, self.session.world_size
         by_rank = [chunk[one::world_size] for one in range(world_size)]
         own = self.model.compute([questions[place] for place in by_rank[rank]])
-        rows = collectives.all_gather_rows(torch.from_numpy(own).to(self.session.device), [len(one) for one in by_rank])
+        rows = collectives.all_gather_rows(
+            torch.from_numpy(own).to(self.session.device), [len(one) for one in by_rank]
+        )
         if self.session.local_rank == 0:
             places = [place for one in by_rank for place in one]
             self.store.add_rows([keys[place] for place in places], rows.cpu().numpy())

@@ -13,14 +13,14 @@ from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.distributed.session import Session
-from vembed.distributed.sharding import shard_for_use
-from vembed.families.decisions import describe
-from vembed.families.description import ModelDescription
-from vembed.families.model_files import model_folder
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_rank_items
 from vembed.models.embedding_model import load_embedder
+from vembed.models.families.decisions import describe
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.model_files import model_folder
+from vembed.parallel.session import Session
+from vembed.parallel.sharding import shard_for_use
 from vembed.teachers.shards import is_sharded
 from vembed.teachers.teacher_identity import item_key
 
@@ -40,11 +40,15 @@ class VectorTeacher:
         described = describe(
             TrainConfig(
                 # describe() takes a training config. pure_dtype: no float32 copy of weights that are not trained.
-                model_name=teacher.model, data_path=[], pure_dtype=True, trust_remote_code=config.trust_remote_code,
-                max_length=teacher.max_length, query_prompt=teacher.query_prompt,
+                model_name=teacher.model,
+                data_path=[],
+                pure_dtype=True,
+                trust_remote_code=config.trust_remote_code,
+                max_length=teacher.max_length,
+                query_prompt=teacher.query_prompt,
                 document_prompt=teacher.document_prompt,
             )
-        )  # fmt: skip
+        )
         self.description = described
         self.dim = described.embedding_dim
         self.roles_differ = described.query_prompt != described.document_prompt
@@ -56,13 +60,19 @@ class VectorTeacher:
         and at least one rank asks something."""
         model, featuriser = self._loaded()
         found = encode_rank_items(model, featuriser, questions, session=self.session)
-        unit: np.ndarray = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+        unit: np.ndarray = found / np.maximum(
+            np.linalg.norm(found, axis=1, keepdims=True), 1e-12
+        )
         return unit
 
     def question(self, item: Item, kind: Kind) -> tuple[bytes, Question]:
         """Return the key of an input in a role, and the question. What the config gives the teacher itself comes
         before the prompt and length that the data give."""
-        given = self.teacher.query_prompt if kind == "query" else self.teacher.document_prompt
+        given = (
+            self.teacher.query_prompt
+            if kind == "query"
+            else self.teacher.document_prompt
+        )
         if given is not None and item.prompt is not None:
             item = replace(item, prompt=None)
         if self.teacher.max_length is not None and item.max_length is not None:
@@ -90,21 +100,33 @@ class VectorTeacher:
 
     def _read(self) -> tuple[nn.Module, ModelDescription]:
         """Return the model, as a copy or as this rank's shard, and its description."""
-        session, with_run = self.session, self.session.fsdp is not None and self.teacher.sharded is not False
-        if not with_run and is_sharded(self.teacher, model_folder(self.teacher.model, option="teacher"), session):
+        session, with_run = (
+            self.session,
+            self.session.fsdp is not None and self.teacher.sharded is not False,
+        )
+        if not with_run and is_sharded(
+            self.teacher, model_folder(self.teacher.model, option="teacher"), session
+        ):
             model = load_embedder(
                 # Rank 0 reads the weights into host memory, the others build on the meta device and get their shards
                 # from it.
-                self.teacher.model, device="cpu", computes_on=session.device, meta=not session.is_main,
+                self.teacher.model,
+                device="cpu",
+                computes_on=session.device,
+                meta=not session.is_main,
                 trust_remote_code=self.trust_remote_code,
-            )  # fmt: skip
+            )
             described = model.description
-            return shard_for_use(model, described.layer_classes, session.device, one_reads=True), described
+            return shard_for_use(
+                model, described.layer_classes, session.device, one_reads=True
+            ), described
         embedder = Embedder(
             self.teacher.model,
             device=session.device,
             # On CPUs as the trained model; on a GPU in the dtype of the teacher's weights.
-            mixed_precision="bf16" if session.device.type == "cpu" and session.placement.copies_weights else "no",
+            mixed_precision="bf16"
+            if session.device.type == "cpu" and session.placement.copies_weights
+            else "no",
             # Without FSDP in the run each rank has a whole copy; an Embedder without a session makes no collectives.
             session=session if with_run or session.fsdp is None else None,
             trust_remote_code=self.trust_remote_code,

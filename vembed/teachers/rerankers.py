@@ -11,11 +11,11 @@ import numpy as np
 from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
-from vembed.distributed import collectives, sharding
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.inference.reranker import Agree, Reranker, of_one_rank
 from vembed.inference.yes_no import YesNoReranker
+from vembed.parallel import collectives, sharding
+from vembed.parallel.session import Session
 from vembed.teachers.shards import is_sharded
 
 log = logging.getLogger("vembed")
@@ -31,7 +31,13 @@ class PairTeacher:
     dim = 1
 
     def __init__(
-        self, teacher: Teacher, folder: Path, config: TrainConfig, session: Session, *, yes_no: bool = False
+        self,
+        teacher: Teacher,
+        folder: Path,
+        config: TrainConfig,
+        session: Session,
+        *,
+        yes_no: bool = False,
     ) -> None:
         self.teacher = teacher
         self.folder = folder
@@ -45,9 +51,14 @@ class PairTeacher:
         """Return scores [n, 1] of this rank's pairs, before `scale`. Collective, where the teacher is sharded."""
         reranker = self._loaded()
         prompts = self.teacher.query_prompt, self.teacher.document_prompt
-        texts = [(self._text(query, prompts[0]), self._text(document, prompts[1])) for query, document in pairs]
+        texts = [
+            (self._text(query, prompts[0]), self._text(document, prompts[1]))
+            for query, document in pairs
+        ]
         # model_max_length is 1e30 in tokenizers that have no limit.
-        limit = self.teacher.max_length or min(LONGEST, reranker.tokenizer.model_max_length)
+        limit = self.teacher.max_length or min(
+            LONGEST, reranker.tokenizer.model_max_length
+        )
         scores = np.empty((len(texts), 1), np.float32)
         for number, score in self._scored(reranker, texts, limit):
             if number < len(texts):
@@ -59,13 +70,19 @@ class PairTeacher:
         self._reranker = None
 
     def _scored(
-        self, reranker: Reranker | YesNoReranker, texts: Sequence[tuple[str, str]], limit: int
+        self,
+        reranker: Reranker | YesNoReranker,
+        texts: Sequence[tuple[str, str]],
+        limit: int,
     ) -> Iterator[tuple[int, float]]:
         # A rank without a pair runs the forward passes of a sharded teacher too. The pair must have tokens: decoders'
         # tokenizers make none of an empty text. Its score has a number beyond the texts, and the caller drops it.
         asked = [("a", "a")] if self._agree is not of_one_rank and not texts else texts
         for number, logits in reranker.logits(asked, limit, self._agree):
-            yield number, float(logits[1] - logits[0]) if self.yes_no else float(logits[0])
+            yield (
+                number,
+                float(logits[1] - logits[0]) if self.yes_no else float(logits[0]),
+            )
 
     def _loaded(self) -> Reranker | YesNoReranker:
         if self._reranker is not None:
@@ -76,19 +93,34 @@ class PairTeacher:
         found: Reranker | YesNoReranker
         if self.yes_no:
             found = YesNoReranker(
-                self.folder, role=role, instruction=self.teacher.instruction, dtype=None, device=device,
-                holds=holds, trust_remote_code=self.trust_remote_code,
-            )  # fmt: skip
+                self.folder,
+                role=role,
+                instruction=self.teacher.instruction,
+                dtype=None,
+                device=device,
+                holds=holds,
+                trust_remote_code=self.trust_remote_code,
+            )
         else:
             found = Reranker(
-                self.folder, role=role, max_labels=1, dtype=None, device=device, holds=holds,
+                self.folder,
+                role=role,
+                max_labels=1,
+                dtype=None,
+                device=device,
+                holds=holds,
                 trust_remote_code=self.trust_remote_code,
-            )  # fmt: skip
+            )
         if sharded:
             # Every rank has read the file: weights that are tied would come apart on their way from rank 0.
             sharding.shard_for_use(found.model, (), device, one_reads=False)
             self._agree = _most
-        log.info("%s: %s (%s)", role, "asked for yes or no" if self.yes_no else "reranker", found.name)
+        log.info(
+            "%s: %s (%s)",
+            role,
+            "asked for yes or no" if self.yes_no else "reranker",
+            found.name,
+        )
         self._reranker = found
         return found
 

@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from vembed.config.entries import Teacher
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 
 log = logging.getLogger("vembed")
 
@@ -23,12 +23,17 @@ def is_sharded(teacher: Teacher, folder: Path, session: Session) -> bool:
     if teacher.sharded != "auto":
         return teacher.sharded
     # Rank 0 decides for all: the caches of several machines may hold different files.
-    size = collectives.broadcast_json(sum(path.stat().st_size for path in folder.rglob("*.safetensors")))
+    size = collectives.broadcast_json(
+        sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    )
     memory = session.placement.memory
     if size > LARGEST_SHARE * memory:
         log.info(
             "teacher %s: sharded over %d processes (its weights take %.1f GB, and a process has %.1f GB)",
-            teacher.label, session.world_size, size / GB, memory / GB,
-        )  # fmt: skip
+            teacher.label,
+            session.world_size,
+            size / GB,
+            memory / GB,
+        )
         return True
     return False

@@ -13,17 +13,23 @@ from torch import Tensor
 
 from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import followed_teacher, guide_of, needed_teachers, run_terms, takes_vectors
+from vembed.config.terms import (
+    followed_teacher,
+    guide_of,
+    needed_teachers,
+    run_terms,
+    takes_vectors,
+)
 from vembed.data.examples import Example
 from vembed.data.rank_batch import RankBatch
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.families.model_files import model_folder
-from vembed.families.weight_files import read_object
 from vembed.losses.batch import LossBatch
 from vembed.losses.matryoshka import arithmetic_dtype
 from vembed.losses.targets import TeacherScores, TeacherVectors, Teaching
+from vembed.models.families.model_files import model_folder
+from vembed.models.families.weight_files import read_object
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.teachers.cached import CachedTeacher
 from vembed.teachers.embedders import Question, VectorTeacher
 from vembed.teachers.rerankers import Pair, PairTeacher
@@ -45,7 +51,9 @@ class TaughtData(Protocol):
 class Teachers:
     """The teachers of a run, by name; none where no loss follows one."""
 
-    def __init__(self, config: TrainConfig, session: Session, folder: Path | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, session: Session, folder: Path | None = None
+    ) -> None:
         """`folder`: of the cache, by default vembed's own."""
         self.session = session
         self.vectors: dict[str, CachedTeacher[Question]] = {}
@@ -53,7 +61,11 @@ class Teachers:
         self._models: dict[str, VectorTeacher] = {}
         self._scales: dict[str, float] = {}
         wants_vectors = {guide_of(term) for _, term in run_terms(config)}
-        wants_vectors |= {followed_teacher(term) for _, term in run_terms(config) if takes_vectors(term)}
+        wants_vectors |= {
+            followed_teacher(term)
+            for _, term in run_terms(config)
+            if takes_vectors(term)
+        }
         for teacher in needed_teachers(config):
             files = model_folder(teacher.model, option="teacher")
             kind = kind_of(teacher, files, wants_vectors=teacher.label in wants_vectors)
@@ -64,13 +76,21 @@ class Teachers:
                         "its vectors: use an embedding model for guide, embedding, relational and kl over the batch"
                     )
                 identity = teacher_identity(files, teacher, kind, "float32")
-                model = PairTeacher(teacher, files, config, session, yes_no=kind == "yes_no")
-                self.pairs[teacher.label] = CachedTeacher(teacher.label, model, identity, session, folder)
+                model = PairTeacher(
+                    teacher, files, config, session, yes_no=kind == "yes_no"
+                )
+                self.pairs[teacher.label] = CachedTeacher(
+                    teacher.label, model, identity, session, folder
+                )
                 self._scales[teacher.label] = teacher.scale
             else:
                 embedder = VectorTeacher(teacher, config, session)
-                identity = teacher_identity(files, teacher, "embedder", str(session.mixed_precision))
-                self.vectors[teacher.label] = CachedTeacher(teacher.label, embedder, identity, session, folder)
+                identity = teacher_identity(
+                    files, teacher, "embedder", str(session.mixed_precision)
+                )
+                self.vectors[teacher.label] = CachedTeacher(
+                    teacher.label, embedder, identity, session, folder
+                )
                 self._models[teacher.label] = embedder
 
     @property
@@ -84,14 +104,22 @@ class Teachers:
         If all of them were computed before, which a note on disk says by the data's fingerprint, no example is read.
         """
         fingerprint = examples.fingerprint
-        open_vectors = [name for name, one in self.vectors.items() if not one.is_complete(fingerprint)]
-        open_pairs = [name for name, one in self.pairs.items() if not one.is_complete(fingerprint)]
+        open_vectors = [
+            name
+            for name, one in self.vectors.items()
+            if not one.is_complete(fingerprint)
+        ]
+        open_pairs = [
+            name for name, one in self.pairs.items() if not one.is_complete(fingerprint)
+        ]
         for name in [*self.vectors, *self.pairs]:
             if name not in (*open_vectors, *open_pairs):
                 log.info("teacher %s: all answers were computed before", name)
         if not open_vectors and not open_pairs:
             return
-        questions: dict[str, dict[bytes, Question]] = {name: {} for name in open_vectors}
+        questions: dict[str, dict[bytes, Question]] = {
+            name: {} for name in open_vectors
+        }
         pairs: dict[bytes, Pair] = {}
         for example in (examples[number] for number in range(len(examples))):
             documents = (*example.positives, *example.negatives)
@@ -102,14 +130,22 @@ class Teachers:
                     asked.setdefault(*model.question(document, "document"))
             if open_pairs:
                 for document in documents:
-                    pairs.setdefault(pair_key(example.query, document), (example.query, document))
+                    pairs.setdefault(
+                        pair_key(example.query, document), (example.query, document)
+                    )
         for name in open_vectors:
-            self.vectors[name].complete(fingerprint, list(questions[name]), list(questions[name].values()))
+            self.vectors[name].complete(
+                fingerprint, list(questions[name]), list(questions[name].values())
+            )
         for name in open_pairs:
             self.pairs[name].complete(fingerprint, list(pairs), list(pairs.values()))
 
     def attach(
-        self, loss_batch: LossBatch, rank_batch: RankBatch, by_row: list[int], by_negative: list[int]
+        self,
+        loss_batch: LossBatch,
+        rank_batch: RankBatch,
+        by_row: list[int],
+        by_negative: list[int],
     ) -> LossBatch:
         """Return the loss batch with everything that the teachers say about it. Collective, if there are teachers.
 
@@ -117,20 +153,33 @@ class Teachers:
         """
         found: dict[str, Teaching] = {}
         for name in self.vectors:
-            dtype, stays = arithmetic_dtype(loss_batch.embeddings), loss_batch.ring is not None
-            found[name] = self._vectors(name, rank_batch, by_row, by_negative, dtype, stays=stays)
+            dtype, stays = (
+                arithmetic_dtype(loss_batch.embeddings),
+                loss_batch.ring is not None,
+            )
+            found[name] = self._vectors(
+                name, rank_batch, by_row, by_negative, dtype, stays=stays
+            )
         for name in self.pairs:
             positive, negative = self._scores(name, rank_batch)
-            found[name] = TeacherScores(self._gather(positive, by_row), self._gather(negative, by_negative))
+            found[name] = TeacherScores(
+                self._gather(positive, by_row), self._gather(negative, by_negative)
+            )
         return replace(loss_batch, teachers=found)
 
     def log_use(self) -> None:
         """Log how many answers were computed during the run. Collective."""
         used = {name: one.num_later for name, one in self.vectors.items()}
         used |= {name: one.num_later for name, one in self.pairs.items()}
-        for name, later in zip(used, collectives.sum_ints(list(used.values())) if used else [], strict=True):
+        for name, later in zip(
+            used, collectives.sum_ints(list(used.values())) if used else [], strict=True
+        ):
             if later:
-                log.info("teacher %s: %s answers were computed during the run", name, f"{later:,d}")
+                log.info(
+                    "teacher %s: %s answers were computed during the run",
+                    name,
+                    f"{later:,d}",
+                )
 
     def _vectors(
         self,
@@ -164,47 +213,80 @@ class Teachers:
         # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
         offset = sum(counts[: self.session.rank])
         index = [
-            np.array([place[feature, is_query] + offset for feature in places.tolist()], dtype=np.int64)
-            for is_query, places in (
-                (True, rank_batch.query), (False, rank_batch.positive), (False, rank_batch.negative),
+            np.array(
+                [place[feature, is_query] + offset for feature in places.tolist()],
+                dtype=np.int64,
             )
-        ]  # fmt: skip
+            for is_query, places in (
+                (True, rank_batch.query),
+                (False, rank_batch.positive),
+                (False, rank_batch.negative),
+            )
+        ]
         query, positive, negative = (
-            self._gather(one, sizes) for one, sizes in zip(index, (by_row, by_row, by_negative), strict=True)
+            self._gather(one, sizes)
+            for one, sizes in zip(index, (by_row, by_row, by_negative), strict=True)
         )
-        return TeacherVectors(vectors.to(dtype), query, positive, negative, first=offset if stays else 0)
+        return TeacherVectors(
+            vectors.to(dtype), query, positive, negative, first=offset if stays else 0
+        )
 
-    def _scores(self, name: str, rank_batch: RankBatch) -> tuple[np.ndarray, np.ndarray]:
+    def _scores(
+        self, name: str, rank_batch: RankBatch
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return a reranker's scores of this rank's rows [rows] and hard negatives [negatives], in float64, times its
         `scale`. Collective."""
         # Hard negatives name their example; an example with several positives has several rows, all with the same
         # query.
-        query_of = dict(zip(rank_batch.example.tolist(), rank_batch.query.tolist(), strict=True))
-        asked = [*zip(rank_batch.query.tolist(), rank_batch.positive.tolist(), strict=True)]
+        query_of = dict(
+            zip(rank_batch.example.tolist(), rank_batch.query.tolist(), strict=True)
+        )
+        asked = [
+            *zip(rank_batch.query.tolist(), rank_batch.positive.tolist(), strict=True)
+        ]
         asked += [
             (query_of[example], negative)
             for example, negative in zip(
-                rank_batch.negative_example.tolist(), rank_batch.negative.tolist(), strict=True
+                rank_batch.negative_example.tolist(),
+                rank_batch.negative.tolist(),
+                strict=True,
             )
         ]
-        pairs = [(rank_batch.items[query], rank_batch.items[document]) for query, document in asked]
+        pairs = [
+            (rank_batch.items[query], rank_batch.items[document])
+            for query, document in asked
+        ]
         distinct = {pair_key(*pair): pair for pair in pairs}
-        answers = self.pairs[name].answers(list(distinct), list(distinct.values()))[:, 0] * self._scales[name]
+        answers = (
+            self.pairs[name].answers(list(distinct), list(distinct.values()))[:, 0]
+            * self._scales[name]
+        )
         by_key = dict(zip(distinct, answers.tolist(), strict=True))
         scores = np.array([by_key[pair_key(*pair)] for pair in pairs], dtype=np.float64)
         return scores[: len(rank_batch.query)], scores[len(rank_batch.query) :]
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
-        return collectives.all_gather_rows(torch.from_numpy(values).to(self.session.device), counts)
+        return collectives.all_gather_rows(
+            torch.from_numpy(values).to(self.session.device), counts
+        )
 
 
 def kind_of(teacher: Teacher, files: Path, *, wants_vectors: bool) -> str:
     """Return `embedder`, `reranker` or `yes_no`. `wants_vectors`: a loss of the run needs the teacher's vectors."""
     if teacher.kind != "auto":
         return teacher.kind
-    if (files / "modules.json").is_file():  # the layout of Sentence Transformers' embedding models
+    if (
+        files / "modules.json"
+    ).is_file():  # the layout of Sentence Transformers' embedding models
         return "embedder"
-    architectures = (read_object(files / "config.json") or {}).get("architectures") or []
+    architectures = (read_object(files / "config.json") or {}).get(
+        "architectures"
+    ) or []
     if any(name.endswith("ForSequenceClassification") for name in architectures):
         return "reranker"
-    return "yes_no" if not wants_vectors and any(name.endswith("ForCausalLM") for name in architectures) else "embedder"
+    return (
+        "yes_no"
+        if not wants_vectors
+        and any(name.endswith("ForCausalLM") for name in architectures)
+        else "embedder"
+    )

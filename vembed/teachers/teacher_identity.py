@@ -22,28 +22,44 @@ SAMPLE = 2**20
 def teacher_identity(folder: Path, teacher: Teacher, kind: str, arithmetic: str) -> str:
     """Return a hash of a teacher's files and settings; of files above 3 MiB, of the size and three samples of 1 MiB."""
     digest = hashlib.blake2b(digest_size=16)
-    settings = [FORMAT, kind, arithmetic, teacher.query_prompt, teacher.document_prompt, teacher.max_length]
+    settings = [
+        FORMAT,
+        kind,
+        arithmetic,
+        teacher.query_prompt,
+        teacher.document_prompt,
+        teacher.max_length,
+    ]
     if kind == "yes_no":
         settings += [teacher.instruction, YES_NO_PROMPT, YES_NO_END]
     digest.update(json.dumps(settings).encode())
     for path in sorted(folder.rglob("*")):
-        if path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja", ".bin") and path.is_file():
+        if (
+            path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja", ".bin")
+            and path.is_file()
+        ):
             digest.update(f"{path.relative_to(folder)} {path.stat().st_size}".encode())
-            add_content(digest, path, pieces=3, piece_bytes=SAMPLE, whole_bytes=3 * SAMPLE)
+            add_content(
+                digest, path, pieces=3, piece_bytes=SAMPLE, whole_bytes=3 * SAMPLE
+            )
     return digest.hexdigest()
 
 
 def item_key(item: Item, kind: Kind | None) -> bytes:
     """Return the key of an input in a role; `None` if the role makes no difference to the teacher."""
     digest = _content(item, kind)
-    if item.prompt is not None or item.max_length is not None:  # its own, in place of the teacher's
+    if (
+        item.prompt is not None or item.max_length is not None
+    ):  # its own, in place of the teacher's
         digest.update(b"\0p" + json.dumps([item.prompt, item.max_length]).encode())
     return digest.digest()
 
 
 def pair_key(query: Item, document: Item) -> bytes:
     """Return the key of a (query, document) pair. Rerankers know no prompts."""
-    contents = _content(query, "query").digest() + _content(document, "document").digest()
+    contents = (
+        _content(query, "query").digest() + _content(document, "document").digest()
+    )
     return hashlib.blake2b(contents, digest_size=KEY_BYTES).digest()
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
-from vembed.families.decisions import describe
-from vembed.publish.publication import CARD, MODEL_FOLDER
-from vembed.report.record import read_run
+from vembed.evaluation.report.record import read_run
+from vembed.models.families.decisions import describe
 from vembed.saving.card import Card, render_card
+from vembed.saving.publication import CARD, MODEL_FOLDER
 
 
 def run_card(model: str) -> Path:

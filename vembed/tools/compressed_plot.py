@@ -7,9 +7,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from vembed.report.pictures import write_picture
-from vembed.report.plots import stored_svg
-from vembed.report.stored_forms import points, rows_of
+from vembed.evaluation.report.pictures import write_picture
+from vembed.evaluation.report.plots import stored_svg
+from vembed.evaluation.report.stored_forms import points, rows_of
 
 
 def compressed_table(scores: Mapping[str, float]) -> Table:

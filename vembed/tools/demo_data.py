@@ -18,7 +18,17 @@ MIN_QUERY_WORDS = 3
 MAX_QUERY_CHARACTERS = 1000
 MIN_BODY_STATEMENTS = 1
 SKIPPED_FOLDERS = frozenset(
-    {"__pycache__", "ensurepip", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests", "turtledemo"}
+    {
+        "__pycache__",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
 )
 
 
@@ -38,14 +48,18 @@ def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
     pairs = []
     seen: set[str] = set()
     for relative in sorted(_modules(root), key=lambda path: path.parts):
-        for pair in _pairs_of_file(root / relative, ".".join(relative.with_suffix("").parts)):
+        for pair in _pairs_of_file(
+            root / relative, ".".join(relative.with_suffix("").parts)
+        ):
             if pair.query not in seen and pair.positive not in seen:
                 seen.update((pair.query, pair.positive))
                 pairs.append(pair)
     return pairs
 
 
-def split_by_module(pairs: list[Pair], num_train: int, num_val: int) -> tuple[list[Pair], list[Pair]]:
+def split_by_module(
+    pairs: list[Pair], num_train: int, num_val: int
+) -> tuple[list[Pair], list[Pair]]:
     """Return `num_train` and `num_val` pairs without a common top-level package. Validation packages are taken in
     the order of a hash of their names until there are enough pairs. Surplus pairs are dropped evenly over the
     modules."""
@@ -58,7 +72,11 @@ def split_by_module(pairs: list[Pair], num_train: int, num_val: int) -> tuple[li
     rest: list[Pair] = []
     for package in order:
         # Whole packages, so that no training function comes from a module that is measured with.
-        target = validation if len(validation) < num_val and len(packages[package]) <= num_val // 5 else rest
+        target = (
+            validation
+            if len(validation) < num_val and len(packages[package]) <= num_val // 5
+            else rest
+        )
         target.extend(packages[package])
     if len(rest) < num_train or len(validation) < num_val:
         raise UserError(
@@ -70,7 +88,9 @@ def split_by_module(pairs: list[Pair], num_train: int, num_val: int) -> tuple[li
 
 def write_pairs(pairs: list[Pair], path: Path) -> None:
     """Write one JSON object per line, vembed's training format."""
-    lines = (json.dumps({"query": pair.query, "positive": pair.positive}) for pair in pairs)
+    lines = (
+        json.dumps({"query": pair.query, "positive": pair.positive}) for pair in pairs
+    )
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -80,7 +100,11 @@ def _hash(text: str) -> bytes:
 
 def _thin(pairs: list[Pair], number: int) -> list[Pair]:
     """Return the pairs with the smallest hashes, in their original order."""
-    kept = set(sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))[:number])
+    kept = set(
+        sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))[
+            :number
+        ]
+    )
     return [pair for index, pair in enumerate(pairs) if index in kept]
 
 
@@ -96,14 +120,20 @@ def _modules(root: Path) -> Iterator[Path]:
 
 
 def _is_test(relative: Path) -> bool:
-    return any(part.startswith("test_") or part.endswith("_test") for part in relative.with_suffix("").parts)
+    return any(
+        part.startswith("test_") or part.endswith("_test")
+        for part in relative.with_suffix("").parts
+    )
 
 
 def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source)
-    except (SyntaxError, UnicodeDecodeError):  # a few files are invalid on purpose (samples of lib2to3 and encodings)
+    except (
+        SyntaxError,
+        UnicodeDecodeError,
+    ):  # a few files are invalid on purpose (samples of lib2to3 and encodings)
         return
     lines = list(io.StringIO(source))  # as Python counts them: a form feed ends no line
     for node in sorted(_functions(tree), key=lambda node: node.lineno):
@@ -124,14 +154,21 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunction
             yield node
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
             inner = node.__dict__.get(name)
-            if isinstance(inner, list):  # of a statement; a conditional expression has one node
+            if isinstance(
+                inner, list
+            ):  # of a statement; a conditional expression has one node
                 found += inner
 
 
-def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
+def _without_docstring(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
+) -> str:
     """Return the function's source, comments included, without its docstring and indentation."""
     first = node.body[0]
     end = node.end_lineno or node.lineno
-    kept = lines[node.lineno - 1 : first.lineno - 1] + lines[first.end_lineno or first.lineno : end]
+    kept = (
+        lines[node.lineno - 1 : first.lineno - 1]
+        + lines[first.end_lineno or first.lineno : end]
+    )
     indent = " " * node.col_offset
     return "".join(line.removeprefix(indent) for line in kept).rstrip()

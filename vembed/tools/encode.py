@@ -14,13 +14,13 @@ from rich.console import Console
 
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
-from vembed.distributed.session import start_session
 from vembed.errors import UserError
-from vembed.families.table import Pooling
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import Progress, encode_items
 from vembed.inference.quantization import Precision as VectorPrecision
 from vembed.inference.quantization import quantized, ranges_of, read_ranges
+from vembed.models.families.table import Pooling
+from vembed.parallel.session import start_session
 from vembed.progress import ProgressReport, duration
 from vembed.tools.encode_input import (
     ID_COLUMNS,
@@ -34,7 +34,13 @@ from vembed.tools.encode_input import (
     holds_images,
     rows_of,
 )
-from vembed.tools.vector_files import VectorWriter, check_kept_names, check_target, kept_beside, vector_writer
+from vembed.tools.vector_files import (
+    VectorWriter,
+    check_kept_names,
+    check_target,
+    kept_beside,
+    vector_writer,
+)
 
 CHUNK_LINES = 65_536
 """Lines that are read, sorted by length, encoded and written together; memory does not grow with the file."""
@@ -67,7 +73,9 @@ class Encoded:
     def summary(self, shape: Sequence[int], precision: str) -> str:
         """Return the line for the console."""
         sizes = " x ".join(f"{size:,d}" for size in (self.num_rows, *shape))
-        left_out = f", {self.num_skipped:,d} left out ({self.skipped})" if self.skipped else ""
+        left_out = (
+            f", {self.num_skipped:,d} left out ({self.skipped})" if self.skipped else ""
+        )
         rate = f"{self.num_rows / max(self.seconds, 1e-9):,.0f}/s"
         return f"{self.path}: {sizes} {precision}{left_out}, in {duration(self.seconds)} ({rate})"
 
@@ -108,9 +116,13 @@ def run_encode(
     check_kept_names(keep)
     _check_ranges(precision, ranges)
     if layers is not None:
-        _check_layers(target, precision, changed=truncate_dim is not None or normalize is not None)
+        _check_layers(
+            target, precision, changed=truncate_dim is not None or normalize is not None
+        )
     elif pooling is not None:
-        raise UserError("--pooling is for hidden states (--layers); embeddings are pooled as the model says")
+        raise UserError(
+            "--pooling is for hidden states (--layers); embeddings are pooled as the model says"
+        )
     console = Console(stderr=True)
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
@@ -119,17 +131,33 @@ def run_encode(
         lines = InputLines(input, session, rows, wanted, CHUNK_LINES)
         bad = BadInputs(session, skips=on_bad_record == "skip")
         given: Format = "jsonl" if rows else input_format
-        parser = InputParser(input, column, given, image_root, bad, of_rows=rows is not None)
+        parser = InputParser(
+            input, column, given, image_root, bad, of_rows=rows is not None
+        )
         chunks = (parser.rows(part, first) for first, part in lines)
-        start = next(chunks, [])  # mistakes in the first lines are found before the model is loaded
+        start = next(
+            chunks, []
+        )  # mistakes in the first lines are found before the model is loaded
         check_kept(keep, start, input)
-        if rows is not None and holds_images(rows) and target.suffix == ".npy" and not keep:
+        if (
+            rows is not None
+            and holds_images(rows)
+            and target.suffix == ".npy"
+            and not keep
+        ):
             keep = ("image",)  # nothing else says which image a vector is of
         embedder = Embedder(
-            model, torch_dtype=torch_dtype, truncate_dim=truncate_dim, trust_remote_code=trust_remote_code,
+            model,
+            torch_dtype=torch_dtype,
+            truncate_dim=truncate_dim,
+            trust_remote_code=trust_remote_code,
             session=session,
-        )  # fmt: skip
-        work: _Work = (of_vectors := _Embeddings(embedder, kind, batch_tokens, normalize, precision, ranges))
+        )
+        work: _Work = (
+            of_vectors := _Embeddings(
+                embedder, kind, batch_tokens, normalize, precision, ranges
+            )
+        )
         if layers is not None:
             work = _Layers(embedder, kind, batch_tokens, layers, pooling)
             # An input has [layers, width] numbers now; fewer at once, so that a chunk takes as much memory as one of
@@ -138,15 +166,23 @@ def run_encode(
         dtype = DTYPES[precision]
         began = time.monotonic()
         with (
-            vector_writer(target, work.shape, keep, active=session.is_main, dtype=dtype) as writer,
-            ProgressReport("encoding", active=session.is_main, console=console) as progress,
+            vector_writer(
+                target, work.shape, keep, active=session.is_main, dtype=dtype
+            ) as writer,
+            ProgressReport(
+                "encoding", active=session.is_main, console=console
+            ) as progress,
         ):
             every = filter(None, itertools.chain([start], chunks))
-            done = _write_all(every, work, writer, keep, bad, lambda rows: progress(rows, lines.total))
+            done = _write_all(
+                every, work, writer, keep, bad, lambda rows: progress(rows, lines.total)
+            )
         seconds = time.monotonic() - began
         ranges_file = of_vectors.save_ranges(target, active=session.is_main)
         skipped = bad.save(target) if session.is_main else None
-        result = Encoded(target, done, work.shape[-1], seconds, ranges_file, len(bad.found), skipped)
+        result = Encoded(
+            target, done, work.shape[-1], seconds, ranges_file, len(bad.found), skipped
+        )
         if session.is_main:
             text = result.summary(work.shape, precision) + kept_beside(target, keep)
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -180,25 +216,35 @@ def _write_all(
         )
         done += len(chunk)
     if not done and bad.found:
-        raise UserError(f"none of the {len(bad.found):,d} inputs can be encoded; the first one: {bad.found[0][1]}")
+        raise UserError(
+            f"none of the {len(bad.found):,d} inputs can be encoded; the first one: {bad.found[0][1]}"
+        )
     return done
 
 
 def _check_ranges(precision: VectorPrecision, ranges: str | None) -> None:
     """Raise UserError if ranges are given for vectors that have none."""
     if ranges is not None and precision not in WITH_RANGES:
-        raise UserError(f"--ranges goes with --precision int8 or uint8, and {precision} has none")
+        raise UserError(
+            f"--ranges goes with --precision int8 or uint8, and {precision} has none"
+        )
 
 
 def _check_layers(target: Path, precision: VectorPrecision, *, changed: bool) -> None:
     """Raise UserError if hidden states are to be written in another way than as they are."""
     if target.suffix != ".npy" or changed:
-        raise UserError("hidden states (--layers) are written as they are, to a .npy file")
+        raise UserError(
+            "hidden states (--layers) are written as they are, to a .npy file"
+        )
     if precision != "float32":
-        raise UserError(f"--precision {precision} is of embeddings; hidden states (--layers) are float32")
+        raise UserError(
+            f"--precision {precision} is of embeddings; hidden states (--layers) are float32"
+        )
 
 
-def session_config(model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool) -> TrainConfig:
+def session_config(
+    model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
+) -> TrainConfig:
     """The config of a session that uses a model and does not train it: copies or shards, in the dtype of its file."""
     return TrainConfig(
         model_name=model,
@@ -239,7 +285,9 @@ class _Embeddings:
         self.unit = embedder.description.normalize if normalize is None else normalize
         dim = embedder.truncate_dim or embedder.description.embedding_dim
         self.ranges = None if ranges is None else read_ranges(ranges, dim)
-        self.shape: tuple[int, ...] = (-(-dim // 8) if precision in ("binary", "ubinary") else dim,)
+        self.shape: tuple[int, ...] = (
+            -(-dim // 8) if precision in ("binary", "ubinary") else dim,
+        )
 
     def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
         """The rows of some inputs; collective."""
@@ -255,7 +303,9 @@ class _Embeddings:
             progress=progress,
         )
         if self.ranges is None and len(vectors) > 1:
-            self.ranges = ranges_of(vectors)  # of the first inputs, for all: levels mean the same in the whole file
+            self.ranges = ranges_of(
+                vectors
+            )  # of the first inputs, for all: levels mean the same in the whole file
         return quantized(vectors, self.precision, self.ranges)
 
     def save_ranges(self, target: Path, *, active: bool) -> Path | None:
@@ -290,7 +340,11 @@ class _Layers:
     def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
         """The rows of some inputs; collective."""
         found = self.embedder.hidden_states(
-            items, self.layers, self.kind, pooling=self.pooling, budget_tokens=self.batch_tokens
+            items,
+            self.layers,
+            self.kind,
+            pooling=self.pooling,
+            budget_tokens=self.batch_tokens,
         )
         progress(len(items), len(items))
         return found

@@ -22,10 +22,10 @@ from vembed.data.messages import listed
 from vembed.data.opening import PACKED, WAYS_OUT, kind_of
 from vembed.data.records import described
 from vembed.data.tables import is_saved_dataset
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.corpus import titled_text
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.tools.table_rows import is_table, num_rows, table_rows
 
 FIRST_LINES = 256
@@ -61,7 +61,11 @@ class Row:
 def rows_of(source: str, given: Format) -> Path | None:
     """Return the path of a table or a folder of images, whose rows are numbered; None for lines."""
     path = Path(source)
-    return path if given == "auto" and source != "-" and (path.is_dir() or is_table(path)) else None
+    return (
+        path
+        if given == "auto" and source != "-" and (path.is_dir() or is_table(path))
+        else None
+    )
 
 
 def holds_images(path: Path) -> bool:
@@ -78,7 +82,9 @@ def images_in(folder: Path) -> list[str]:
     )
     if not found:
         endings = ", ".join(sorted(IMAGE_SUFFIXES))
-        raise UserError(f"{folder} is a folder without images ({endings}); for texts give a file")
+        raise UserError(
+            f"{folder} is a folder without images ({endings}); for texts give a file"
+        )
     return found
 
 
@@ -97,7 +103,12 @@ class InputLines:
     """Chunks of lines with the number of the first, read by the first process and handed to all."""
 
     def __init__(
-        self, source: str, session: Session, rows_of: Path | None, columns: Collection[str], chunk: int
+        self,
+        source: str,
+        session: Session,
+        rows_of: Path | None,
+        columns: Collection[str],
+        chunk: int,
     ) -> None:
         """`rows_of`: the table whose rows are the lines; `columns`: those of it that may be needed."""
         self.source = source
@@ -131,24 +142,44 @@ class InputLines:
                 # The last line may have no end.
                 return {"total": total + (last != b"\n"), "error": None}
         except OSError as error:
-            return {"total": None, "error": f"{self.source} cannot be read: {error.strerror}"}
+            return {
+                "total": None,
+                "error": f"{self.source} cannot be read: {error.strerror}",
+            }
         except UserError as error:
             return {"total": None, "error": str(error)}
 
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
         with ExitStack() as stack:
             file: Iterator[bytes] | None = None
-            if self.session.is_main and self.rows_of is not None and holds_images(self.rows_of):
-                records = ({"id": name, "image": name} for name in images_in(self.rows_of))
-                file = (json.dumps(record, ensure_ascii=False).encode(errors="surrogateescape") for record in records)
+            if (
+                self.session.is_main
+                and self.rows_of is not None
+                and holds_images(self.rows_of)
+            ):
+                records = (
+                    {"id": name, "image": name} for name in images_in(self.rows_of)
+                )
+                file = (
+                    json.dumps(record, ensure_ascii=False).encode(
+                        errors="surrogateescape"
+                    )
+                    for record in records
+                )
             elif self.session.is_main and self.rows_of is not None:
                 file = table_rows(self.path, self.columns)
             elif self.session.is_main:
-                file = sys.stdin.buffer if self.source == "-" else stack.enter_context(self.path.open("rb"))
+                file = (
+                    sys.stdin.buffer
+                    if self.source == "-"
+                    else stack.enter_context(self.path.open("rb"))
+                )
             first = 1
             while True:
                 size = min(self.chunk, FIRST_LINES) if first == 1 else self.chunk
-                chunk: list[str] = collectives.broadcast_json(_decoded(file, size) if file is not None else [])
+                chunk: list[str] = collectives.broadcast_json(
+                    _decoded(file, size) if file is not None else []
+                )
                 if not chunk:
                     return
                 yield first, chunk
@@ -160,7 +191,10 @@ def _decoded(file: Iterator[bytes], count: int) -> list[str]:
     the number of the line."""
     # A byte order mark may stand at the beginning of any line where files were joined.
     lines = itertools.islice(file, count)
-    return [line.removeprefix(BOM).decode("utf-8", "surrogateescape").rstrip("\r\n") for line in lines]
+    return [
+        line.removeprefix(BOM).decode("utf-8", "surrogateescape").rstrip("\r\n")
+        for line in lines
+    ]
 
 
 class BadInputs:
@@ -175,7 +209,11 @@ class BadInputs:
     def add(self, found: Sequence[tuple[int, str]]) -> None:
         """Leave inputs out, or raise UserError with the first of them."""
         if found and not self.skips:
-            more = [f"and {len(found) - NUM_SHOWN:,d} more"] if len(found) > NUM_SHOWN else []
+            more = (
+                [f"and {len(found) - NUM_SHOWN:,d} more"]
+                if len(found) > NUM_SHOWN
+                else []
+            )
             count = "1 input" if len(found) == 1 else f"{len(found):,d} inputs"
             raise UserError(
                 f"{count} cannot be encoded, mend them, or leave them out by --on-bad-record skip:\n  "
@@ -188,15 +226,23 @@ class BadInputs:
         images = [(row.number, image) for row in rows for image in row.item.images]
         if not images:
             return []
-        with ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check") as pool:
+        with ThreadPoolExecutor(
+            IMAGE_THREADS, thread_name_prefix="vembed-check"
+        ) as pool:
             problems = pool.map(image_problem, [image for _, image in images])
-            return [(number, problem) for (number, _), problem in zip(images, problems, strict=True) if problem]
+            return [
+                (number, problem)
+                for (number, _), problem in zip(images, problems, strict=True)
+                if problem
+            ]
 
     def images_of_all(self, rows: Sequence[Row]) -> list[tuple[int, str]]:
         """Return the rows whose images cannot be read, each process looking at a part. Collective."""
         if not any(row.item.images for row in rows):
             return []
-        shares = collectives.gather_objects_as_json(self.images_of(rows[self.session.rank :: self.session.world_size]))
+        shares = collectives.gather_objects_as_json(
+            self.images_of(rows[self.session.rank :: self.session.world_size])
+        )
         return [(number, reason) for share in shares for number, reason in share]
 
     def save(self, target: Path) -> Path | None:
@@ -205,9 +251,16 @@ class BadInputs:
         if not self.found:
             path.unlink(missing_ok=True)  # of an earlier run
             return None
-        lines = (json.dumps({"row": number, "reason": reason}, ensure_ascii=False) for number, reason in self.found)
+        lines = (
+            json.dumps({"row": number, "reason": reason}, ensure_ascii=False)
+            for number, reason in self.found
+        )
         # Names of files may be no UTF-8: their bytes become escapes, as JSON has them.
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", errors="backslashreplace")
+        path.write_text(
+            "".join(f"{line}\n" for line in lines),
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
         return path
 
 
@@ -215,19 +268,34 @@ class InputParser:
     """One line to an item and its id."""
 
     def __init__(
-        self, source: str, column: str | None, given: Format, image_root: str | None, bad: BadInputs, *, of_rows: bool
+        self,
+        source: str,
+        column: str | None,
+        given: Format,
+        image_root: str | None,
+        bad: BadInputs,
+        *,
+        of_rows: bool,
     ) -> None:
         self.bad = bad
         self.of_rows = of_rows
-        self.of_images = source != "-" and holds_images(Path(source))  # each names itself
+        self.of_images = source != "-" and holds_images(
+            Path(source)
+        )  # each names itself
         self.source = "standard input" if source == "-" else source
         self.column = column
         self.format = given
         if given == "auto" and source != "-":
-            self.format = "jsonl" if kind_of(Path(source)) in (".jsonl", ".ndjson", ".json") else "text"
+            self.format = (
+                "jsonl"
+                if kind_of(Path(source)) in (".jsonl", ".ndjson", ".json")
+                else "text"
+            )
         kind = kind_of(Path(source))
         if given == "auto" and source != "-" and kind in NO_LINES:
-            raise UserError(f"{source} has the ending {kind}, and vembed encode reads {READ}: {NO_LINES[kind]}")
+            raise UserError(
+                f"{source} has the ending {kind}, and vembed encode reads {READ}: {NO_LINES[kind]}"
+            )
         if column is not None and self.format == "text":
             raise UserError(
                 f"{self.source} is read as plain text, which has no column {column}: leave out --column, or give "
@@ -248,7 +316,9 @@ class InputParser:
                 found.append(self._record(line, number))
             except BadRecord as error:
                 problems.append((number, str(error)))
-        if first == 1 or self.bad.skips:  # with the first lines wrong folders are found before the model is loaded
+        if (
+            first == 1 or self.bad.skips
+        ):  # with the first lines wrong folders are found before the model is loaded
             problems += self.bad.images_of_all(found)
         self.bad.add(sorted(problems))
         bad = {number for number, _ in problems}
@@ -256,14 +326,22 @@ class InputParser:
 
     def _record(self, line: str, number: int) -> Row:
         """Return the input on a line. Raise BadRecord if it cannot be encoded."""
-        where = f"{self.source}, row {number:,d}" if self.of_rows else f"{self.source}:{number}"
+        where = (
+            f"{self.source}, row {number:,d}"
+            if self.of_rows
+            else f"{self.source}:{number}"
+        )
         if not line.strip():
-            raise BadRecord(f"{where} is empty, and every line has to give one embedding; remove it")
+            raise BadRecord(
+                f"{where} is empty, and every line has to give one embedding; remove it"
+            )
         if not line.isascii():
             try:
                 line.encode()
             except UnicodeEncodeError as error:
-                raise BadRecord(f"{where} is not UTF-8 text; save the file as UTF-8") from error
+                raise BadRecord(
+                    f"{where} is not UTF-8 text; save the file as UTF-8"
+                ) from error
         if self.format == "auto":  # standard input: the first line tells
             self.format = "jsonl" if line.lstrip()[0] in '{"' else "text"
         if self.format == "text":
@@ -276,14 +354,21 @@ class InputParser:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise BadRecord(f"{where} is not JSON ({error}); for plain text use --input-format text") from error
+            raise BadRecord(
+                f"{where} is not JSON ({error}); for plain text use --input-format text"
+            ) from error
         except RecursionError as error:
             raise BadRecord(f"{where} is nested too deeply to be read") from error
-        if self.of_rows and isinstance(value, str):  # the reason why the row cannot be read
+        if self.of_rows and isinstance(
+            value, str
+        ):  # the reason why the row cannot be read
             raise BadRecord(f"{where}: {value}")
         identity = None
         if isinstance(value, dict):
-            found = next((value[name] for name in ID_COLUMNS if value.get(name) is not None), None)
+            found = next(
+                (value[name] for name in ID_COLUMNS if value.get(name) is not None),
+                None,
+            )
             identity = None if found is None else str(found)
         try:
             item = self._item(value).read_from("" if self.of_images else where)
@@ -295,17 +380,23 @@ class InputParser:
         if isinstance(value, dict):
             if self.column is not None:
                 if self.column in value and value[self.column] is None:
-                    raise BadRecord(f"{self.column} is empty, and every row has to give one embedding; remove it")
+                    raise BadRecord(
+                        f"{self.column} is empty, and every row has to give one embedding; remove it"
+                    )
                 if self.column not in value:
                     raise BadRecord(f"no field {self.column} (it has {listed(value)})")
                 return self._of_field(value[self.column], self.column)
             if value.get("image") is None:
-                name = next((name for name in TEXT_COLUMNS if value.get(name) is not None), None)
+                name = next(
+                    (name for name in TEXT_COLUMNS if value.get(name) is not None), None
+                )
                 if name is None:
                     raise BadRecord(
                         f"none of the fields {', '.join(TEXT_COLUMNS)} (it has {listed(value)}): use --column"
                     )
-                if name == "text" and isinstance(value.get("title"), str):  # a document of a BEIR folder
+                if name == "text" and isinstance(
+                    value.get("title"), str
+                ):  # a document of a BEIR folder
                     return self._of_field(titled_text(value), name)
                 return self._of_field(value[name], name)
         return self._of_field(value, "the record")
@@ -314,11 +405,18 @@ class InputParser:
         if isinstance(value, dict):
             text = value.get("text")
             given = value.get("image")
-            images = [] if given is None else given if isinstance(given, list) else [given]
-            if (text is not None and not isinstance(text, str)) or not all(isinstance(one, str) for one in images):
+            images = (
+                [] if given is None else given if isinstance(given, list) else [given]
+            )
+            if (text is not None and not isinstance(text, str)) or not all(
+                isinstance(one, str) for one in images
+            ):
                 raise BadRecord(f"{name} has a text or image that is no string")
             if images:
-                return Item(text=text or None, images=tuple(self.images.reference(image) for image in images))
+                return Item(
+                    text=text or None,
+                    images=tuple(self.images.reference(image) for image in images),
+                )
             value = text
         if not isinstance(value, str):
             raise BadRecord(f"{name} is {described(value)}, not a text")

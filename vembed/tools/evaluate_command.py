@@ -10,11 +10,11 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from vembed.distributed.session import start_session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import Task
+from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import REPORTED_K, evaluate
-from vembed.report.record import metric_name
+from vembed.parallel.session import start_session
 from vembed.tools.compressed_plot import compressed_picture, compressed_table
 from vembed.tools.encode import session_config
 
@@ -41,8 +41,12 @@ def run_evaluate(
     started: all encode and search, the first one speaks; with `strategy: fsdp` each holds a shard of the model."""
     console = console or Console()
     if compressed is not None and Path(compressed).suffix not in (".png", ".svg"):
-        raise UserError(f"--compressed {compressed}: the picture is written as .png or .svg")
-    with start_session(session_config(model, strategy, trust_remote_code=trust_remote_code)) as session:
+        raise UserError(
+            f"--compressed {compressed}: the picture is written as .png or .svg"
+        )
+    with start_session(
+        session_config(model, strategy, trust_remote_code=trust_remote_code)
+    ) as session:
         scores = evaluate(
             model,
             data,
@@ -70,18 +74,31 @@ def run_evaluate(
 
 def score_tables(scores: dict[str, float]) -> list[Table]:
     """The main metrics by size of the embedding, and for retrieval all metrics by cut-off."""
-    prefixes = ["", *dict.fromkeys(match[0] for key in scores if (match := re.match(r"dim\d+/", key)))]
-    columns = [key for key in scores if "/" not in key and ("@" not in key or key.endswith(f"@{REPORTED_K}"))]
+    prefixes = [
+        "",
+        *dict.fromkeys(
+            match[0] for key in scores if (match := re.match(r"dim\d+/", key))
+        ),
+    ]
+    columns = [
+        key
+        for key in scores
+        if "/" not in key and ("@" not in key or key.endswith(f"@{REPORTED_K}"))
+    ]
     by_dim = _table("size", [metric_name(key) for key in columns])
     for prefix in prefixes:
         name = prefix.removeprefix("dim").removesuffix("/") or "whole"
         by_dim.add_row(name, *(f"{scores[prefix + key]:.4f}" for key in columns))
-    ks = sorted({int(key.split("@")[1]) for key in scores if "/" not in key and "@" in key})
+    ks = sorted(
+        {int(key.split("@")[1]) for key in scores if "/" not in key and "@" in key}
+    )
     if len(ks) < 2:
         return [by_dim]
     by_cut = _table("cut-off", [metric_name(key).split("@")[0] for key in columns])
     for k in ks:
-        by_cut.add_row(str(k), *(f"{scores[key.split('@')[0] + f'@{k}']:.4f}" for key in columns))
+        by_cut.add_row(
+            str(k), *(f"{scores[key.split('@')[0] + f'@{k}']:.4f}" for key in columns)
+        )
     by_cut.title = " "  # an empty line between the two
     return [by_dim, by_cut]
 

@@ -21,7 +21,7 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
     # Imported late: torch takes seconds, and the check above needs none of it.
-    from vembed.families.model_files import read_model
+    from vembed.models.families.model_files import read_model
     from vembed.saving.files import replaced_folder
     from vembed.weights.checkpoints import is_checkpoint, whole_model
 
@@ -32,19 +32,25 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
         return made
     files = read_model(model)
     if not any(files.backbone.rglob("*.safetensors")) and files.adapter is None:
-        raise UserError(f"{model} has no weights (*.safetensors), so there is no model to copy")
+        raise UserError(
+            f"{model} has no weights (*.safetensors), so there is no model to copy"
+        )
     if not merge:
         with replaced_folder(target) as folder:  # a copy that is cut off has no name
             shutil.copytree(files.folder, folder, dirs_exist_ok=True)
         return target
     if files.adapter is None:
-        raise UserError(f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it")
+        raise UserError(
+            f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it"
+        )
     from vembed.models.embedding_model import load_embedder
     from vembed.saving.files import save_model
 
     embedder = load_embedder(model)
     state = embedder.state_dict()
-    return save_model(target, embedder.description, embedder.backbone, embedder.head, state)
+    return save_model(
+        target, embedder.description, embedder.backbone, embedder.head, state
+    )
 
 
 def run_export_as(
@@ -62,7 +68,9 @@ def run_export_as(
     """Export `model` in a format, or for a server, and print the result of the check and the start command. Return
     them as JSON values. `output` None: only the check, of an export that is not kept."""
     if output is None and server:
-        raise UserError(f"--for {server} writes files for the server: give OUTPUT, a new folder")
+        raise UserError(
+            f"--for {server} writes files for the server: give OUTPUT, a new folder"
+        )
     if output is not None and Path(output).exists():
         raise UserError(f"{output} exists already; give a new folder")
     from vembed.export.exporting import export_model, precision_of
@@ -74,19 +82,46 @@ def run_export_as(
     wanted = FORMAT_OF[served] if served is not None else "safetensors"
     chosen = next((one for one in FORMATS if one == form), wanted)
     if served is not None and chosen != wanted:
-        raise UserError(f"--for {server} reads --format {wanted}, and --format {form} is asked for; leave one out")
-    with usable_model(model) as found, tempfile.TemporaryDirectory(prefix="vembed-") as scratch:
+        raise UserError(
+            f"--for {server} reads --format {wanted}, and --format {form} is asked for; leave one out"
+        )
+    with (
+        usable_model(model) as found,
+        tempfile.TemporaryDirectory(prefix="vembed-") as scratch,
+    ):
         done = export_model(
-            found, output or Path(scratch, "export"), chosen, precision_of(precision), check=check, data=data,
-            tolerance=tolerance, server=served, trust_remote_code=trust_remote_code, say=_say,
-        )  # fmt: skip
-    for line in done.check.lines() if done.check is not None else ["not compared with the model (--no-check)"]:
+            found,
+            output or Path(scratch, "export"),
+            chosen,
+            precision_of(precision),
+            check=check,
+            data=data,
+            tolerance=tolerance,
+            server=served,
+            trust_remote_code=trust_remote_code,
+            say=_say,
+        )
+    for line in (
+        done.check.lines()
+        if done.check is not None
+        else ["not compared with the model (--no-check)"]
+    ):
         sys.stdout.write(f"check: {line}\n")
-    sys.stdout.write("nothing was kept: give OUTPUT to keep the export\n" if output is None else f"wrote {output}\n")
-    facts: dict[str, Any] = {"path": None if output is None else done.path, **done.facts}
+    sys.stdout.write(
+        "nothing was kept: give OUTPUT to keep the export\n"
+        if output is None
+        else f"wrote {output}\n"
+    )
+    facts: dict[str, Any] = {
+        "path": None if output is None else done.path,
+        **done.facts,
+    }
     if served is not None:
         start = start_of(served, done.path, done.description)
-        sys.stdout.write(f"start: {start.command}\n" + (f"note: {start.note}\n" if start.note else ""))
+        sys.stdout.write(
+            f"start: {start.command}\n"
+            + (f"note: {start.note}\n" if start.note else "")
+        )
         facts |= {"start": start.command, "note": start.note or None}
     return facts
 

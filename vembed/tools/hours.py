@@ -17,14 +17,14 @@ from vembed.config.rhythm import passes
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources
 from vembed.data.columns import Columns
-from vembed.distributed.estimate import ModelSize
-from vembed.distributed.hardware import Gpu
-from vembed.distributed.placement import DTYPES, Placement
+from vembed.data_tools.init.sample import read_sample, texts_of
 from vembed.errors import UserError
-from vembed.families.decisions import describe
+from vembed.models.families.decisions import describe
 from vembed.models.processors import load_tokenizer
+from vembed.parallel.estimate import ModelSize
+from vembed.parallel.hardware import Gpu
+from vembed.parallel.placement import DTYPES, Placement
 from vembed.progress import duration
-from vembed.start.sample import read_sample, texts_of
 
 USED_SHARE = {True: 0.35, False: 0.6}
 """Assumed share of the peak that training reaches: in 16 bits, and in float32."""
@@ -57,14 +57,20 @@ class Speed:
 def speed_of(placement: Placement, gpu: Gpu | None) -> Speed:
     """Return the speed of a GPU by its data sheet; without one, that of a matrix product on the device."""
     if gpu is not None:
-        return Speed(gpu.tflops(in_half=placement.computes_in_half), f"of {gpu.name}'s data sheet")
+        return Speed(
+            gpu.tflops(in_half=placement.computes_in_half),
+            f"of {gpu.name}'s data sheet",
+        )
     device = placement.device
     # The processes of a machine without GPUs share its processor.
     sharing = placement.ranks.local_world_size if device.type == "cpu" else 1
     side = PRODUCT[device.type]
     seconds = _fastest_product(side, DTYPES[placement.precision.value], device)
     return Speed(
-        2.0 * side**3 / seconds / 1e12 / sharing, f"of a matrix product here ({device.type})", "process", "a test"
+        2.0 * side**3 / seconds / 1e12 / sharing,
+        f"of a matrix product here ({device.type})",
+        "process",
+        "a test",
     )
 
 
@@ -82,18 +88,26 @@ def _product_seconds(factor: torch.Tensor) -> float:
     return time.perf_counter() - began
 
 
-def training_time(placement: Placement, size: ModelSize, speed: Speed) -> tuple[float | None, str]:
+def training_time(
+    placement: Placement, size: ModelSize, speed: Speed
+) -> tuple[float | None, str]:
     """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
     config, in_half = placement.run.config, placement.computes_in_half
     peak = speed.tflops
     if peak is None:
-        return None, "hours: not estimated, since --memory names no GPU; --gpu 2xA100-80GB does"
+        return (
+            None,
+            "hours: not estimated, since --memory names no GPU; --gpu 2xA100-80GB does",
+        )
     try:
         data = data_size(config)
     except UserError as error:
         return None, f"hours: not estimated ({error})"
     if data is None:
-        return None, "hours: not estimated; for that, data_path must be files of texts that are here"
+        return (
+            None,
+            "hours: not estimated; for that, data_path must be files of texts that are here",
+        )
     world = placement.ranks.world_size
     per_step = placement.rows * world * config.gradient_accumulation_steps
     steps = num_steps(config, data.num_examples, per_step)
@@ -112,15 +126,21 @@ def training_time(placement: Placement, size: ModelSize, speed: Speed) -> tuple[
     return seconds, line
 
 
-def encoding_seconds(placement: Placement, size: ModelSize, speed: Speed, data_path: str) -> float | None:
+def encoding_seconds(
+    placement: Placement, size: ModelSize, speed: Speed, data_path: str
+) -> float | None:
     """Return the estimated seconds in which one process encodes the texts of a file; None where that is not known."""
     try:
-        data = data_size(placement.run.config.model_copy(update={"data_path": data_path}))
+        data = data_size(
+            placement.run.config.model_copy(update={"data_path": data_path})
+        )
     except UserError:
         return None
     if data is None or speed.tflops is None:
         return None
-    operations = data.num_examples * data.tokens * _forward_operations(size, data.length)
+    operations = (
+        data.num_examples * data.tokens * _forward_operations(size, data.length)
+    )
     return operations / (speed.tflops * 1e12 * USED_SHARE[placement.computes_in_half])
 
 
@@ -130,11 +150,17 @@ def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
         return config.max_steps
     batch = per_step // config.gradient_accumulation_steps
     train = num_examples * (1.0 - (config.val_split or 0.0))
-    epochs = passes(config, int(train), has_scale=describe(config).traits.has_scale_and_bias).value
-    return max(math.ceil(epochs * (train // batch) / config.gradient_accumulation_steps), 1)
+    epochs = passes(
+        config, int(train), has_scale=describe(config).traits.has_scale_and_bias
+    ).value
+    return max(
+        math.ceil(epochs * (train // batch) / config.gradient_accumulation_steps), 1
+    )
 
 
-def operations_per_token(placement: Placement, size: ModelSize, data: DataSize) -> float:
+def operations_per_token(
+    placement: Placement, size: ModelSize, data: DataSize
+) -> float:
     """Return the floating-point operations of one token in a step, forward and backward."""
     config = placement.run.config
     forward = _forward_operations(size, data.length)
@@ -145,7 +171,9 @@ def operations_per_token(placement: Placement, size: ModelSize, data: DataSize) 
     _, kept = placement.tokens(placement.demand(size), size.max_length)
     tokens, cache = placement.rows * data.tokens, config.use_gradient_cache
     repeats = tokens > kept if cache == "auto" else cache
-    return forward * (count + (1.0 if repeats else 0.0))  # Gradient Cache runs the forward pass twice
+    return forward * (
+        count + (1.0 if repeats else 0.0)
+    )  # Gradient Cache runs the forward pass twice
 
 
 def _forward_operations(size: ModelSize, length: float) -> float:
@@ -175,7 +203,13 @@ def data_size(config: TrainConfig) -> DataSize | None:
             if None in found:
                 return None
             texts += [one for one in found if one is not None]
-        ids = tokenizer(texts, truncation=True, max_length=description.max_length)["input_ids"] if texts else []
+        ids = (
+            tokenizer(texts, truncation=True, max_length=description.max_length)[
+                "input_ids"
+            ]
+            if texts
+            else []
+        )
         # The sample stands for the whole file.
         share = sample.num_records / len(sample.records)
         num_examples += sample.num_records
@@ -187,10 +221,16 @@ def data_size(config: TrainConfig) -> DataSize | None:
     return DataSize(num_examples, tokens / num_examples, tokens / max(num_texts, 1))
 
 
-def _texts(record: Mapping[str, Any], mapping: Mapping[str, str] | None, most: int | None) -> Iterator[str | None]:
+def _texts(
+    record: Mapping[str, Any], mapping: Mapping[str, str] | None, most: int | None
+) -> Iterator[str | None]:
     """Yield the texts of a record; None for an input that is not text alone."""
     layout = Columns(mapping).layout(tuple(record))
-    yield from (None for name in (layout.query_image, layout.positive_image, layout.negative_image) if name)
+    yield from (
+        None
+        for name in (layout.query_image, layout.positive_image, layout.negative_image)
+        if name
+    )
     for name in (layout.query, layout.positive):
         yield from texts_of(record.get(name) if name else None)
     negatives = [one for name in layout.negatives for one in texts_of(record.get(name))]

@@ -15,15 +15,15 @@ from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import BadRecord
 from vembed.data.images import IMAGE_SUFFIXES
 from vembed.data.records import Mode
+from vembed.data_tools.init import values
+from vembed.data_tools.init.ask import confirm, is_terminal
+from vembed.data_tools.init.doubts import doubts_about
+from vembed.data_tools.init.guess import guess
+from vembed.data_tools.init.language import is_english
+from vembed.data_tools.init.sample import FileSample, read_sample, texts_of
+from vembed.data_tools.init.utf8_copy import utf8_copy
 from vembed.errors import UserError
-from vembed.families.table import FAMILIES, Family, named
-from vembed.start import values
-from vembed.start.ask import confirm, is_terminal
-from vembed.start.doubts import doubts_about
-from vembed.start.guess import guess
-from vembed.start.language import is_english
-from vembed.start.sample import FileSample, read_sample, texts_of
-from vembed.start.utf8_copy import utf8_copy
+from vembed.models.families.table import FAMILIES, Family, named
 from vembed.tools.demo import demo_model
 
 GUESSED = "# GUESSED, please check: "
@@ -69,17 +69,29 @@ def run_init(
     """
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"--output {output}: a starter config is YAML: give a name that ends in .yaml")
+        raise UserError(
+            f"--output {output}: a starter config is YAML: give a name that ends in .yaml"
+        )
     if path.exists() and not force:
-        raise UserError(f"{output} exists already: give another --output, or --force to overwrite it")
+        raise UserError(
+            f"{output} exists already: give another --output, or --force to overwrite it"
+        )
     kind = named(family)
     if kind is None:
         near = nearest(family, FAMILIES)
-        hint = f", did you mean {near!r}?" if near else f": give one of {join_words(list(FAMILIES))}"
+        hint = (
+            f", did you mean {near!r}?"
+            if near
+            else f": give one of {join_words(list(FAMILIES))}"
+        )
         raise UserError(f"--family {family!r} is not known{hint}")
     data, about = _in_utf8(data, force)
     val_data, about_val = (None, "") if val_data is None else _in_utf8(val_data, force)
-    text = starter(kind, data, model=model, val_data=val_data, mapping=mapping) + about + about_val
+    text = (
+        starter(kind, data, model=model, val_data=val_data, mapping=mapping)
+        + about
+        + about_val
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -99,10 +111,13 @@ def _in_utf8(data: str, force: bool) -> tuple[str, str]:
     if made is None:
         return data, ""
     copy, encoding = made
-    sys.stderr.write(f"note: {data} is not UTF-8; {copy} is a copy that is, read as {encoding}: check its letters\n")
-    return str(
-        copy
-    ), f"\n# GUESSED, please check its letters: {copy} is a copy of {data} in UTF-8, read as {encoding}\n"
+    sys.stderr.write(
+        f"note: {data} is not UTF-8; {copy} is a copy that is, read as {encoding}: check its letters\n"
+    )
+    return (
+        str(copy),
+        f"\n# GUESSED, please check its letters: {copy} is a copy of {data} in UTF-8, read as {encoding}\n",
+    )
 
 
 def starter(
@@ -115,16 +130,30 @@ def starter(
 ) -> str:
     """Return the text of the config."""
     kind = family.starter
-    if Path(data).is_dir() and any(path.suffix.lower() in IMAGE_SUFFIXES for path in Path(data).iterdir()):
+    if Path(data).is_dir() and any(
+        path.suffix.lower() in IMAGE_SUFFIXES for path in Path(data).iterdir()
+    ):
         raise UserError(
             f"--data {data} is a folder of images, which says nothing of what belongs together: give a file whose "
             'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
         )
-    looked = look_at(read_sample(Path(data)), data, mapping or {}, cast(Mode, kind.retrieval_mode or "auto"))
+    looked = look_at(
+        read_sample(Path(data)),
+        data,
+        mapping or {},
+        cast(Mode, kind.retrieval_mode or "auto"),
+    )
     name = str(demo_model()) if model == DEMO else model or kind.model_name
     about = kind.about
-    if model is None and kind.multilingual is not None and not is_english([*looked.queries, *looked.documents]):
-        name, about = kind.multilingual, f"{kind.about} of many languages: the texts are not English"
+    if (
+        model is None
+        and kind.multilingual is not None
+        and not is_english([*looked.queries, *looked.documents])
+    ):
+        name, about = (
+            kind.multilingual,
+            f"{kind.about} of many languages: the texts are not English",
+        )
     facts = values.model_facts(name)
     lines = [
         "# A starter config for vembed. Train with:   vembed train <this file>",
@@ -142,7 +171,9 @@ def starter(
     lines += _data_lines(family, looked, data, val_data, facts)
     lines += _training_lines(family, looked, val_data, facts)
     if facts is not None:
-        from vembed.tools.init_memory import memory_lines  # imported late: torch takes seconds
+        from vembed.tools.init_memory import (
+            memory_lines,  # imported late: torch takes seconds
+        )
 
         lines += memory_lines("\n".join(lines))
     else:
@@ -154,31 +185,60 @@ def starter(
 
 
 def _data_lines(
-    family: Family, looked: Looked, data: str, val_data: str | None, facts: values.ModelFacts | None
+    family: Family,
+    looked: Looked,
+    data: str,
+    val_data: str | None,
+    facts: values.ModelFacts | None,
 ) -> list[str]:
     kind = family.starter
     lines = [
         "",
         f"# Data: {looked.about}",
-        _line("data_path", data, "JSONL, CSV, TSV, Parquet, a folder of `datasets`, a Hub name"),
+        _line(
+            "data_path",
+            data,
+            "JSONL, CSV, TSV, Parquet, a folder of `datasets`, a Hub name",
+        ),
     ]
     if looked.mapping:
-        lines.append(_line("column_mapping", looked.mapping, "names in your file: names that vembed reads"))
+        lines.append(
+            _line(
+                "column_mapping",
+                looked.mapping,
+                "names in your file: names that vembed reads",
+            )
+        )
         lines += [
-            f"{GUESSED}{column} is the {looked.mapping[column]} ({why})" for column, why in looked.guesses.items()
+            f"{GUESSED}{column} is the {looked.mapping[column]} ({why})"
+            for column, why in looked.guesses.items()
         ]
     lines += [f"{CHECK}{doubt}" for doubt in looked.doubts]
     share = _held_out(looked, val_data)
     if val_data:
-        lines.append(_line("val_data_path", val_data, "scored before, during and after training"))
+        lines.append(
+            _line("val_data_path", val_data, "scored before, during and after training")
+        )
     elif share is not None:
-        lines.append(_line("val_split", share, "share of the queries held out, scored before and after"))
+        lines.append(
+            _line(
+                "val_split",
+                share,
+                "share of the queries held out, scored before and after",
+            )
+        )
     else:
         lines.append(
             "# val_data_path: val.jsonl        # as data_path, or a BEIR-style folder; scored before and after"
         )
     if kind.retrieval_mode is not None:
-        lines.append(_line("retrieval_mode", kind.retrieval_mode, "plain strings are paths of images"))
+        lines.append(
+            _line(
+                "retrieval_mode",
+                kind.retrieval_mode,
+                "plain strings are paths of images",
+            )
+        )
     if not family.reads_only_text:
         lines.append(
             "# image_root: images              # where relative image paths start; default: beside the data file"
@@ -186,9 +246,17 @@ def _data_lines(
     if kind.max_length is not None:
         lengths = values.measure([*looked.queries, *looked.documents], facts)
         limit = None if facts is None else facts.max_length
-        lines.append(_line("max_length", values.fitting_length(lengths, limit, kind.max_length), _said(lengths, limit)))
+        lines.append(
+            _line(
+                "max_length",
+                values.fitting_length(lengths, limit, kind.max_length),
+                _said(lengths, limit),
+            )
+        )
     if family.reads_only_text:
-        lines.append('# query_prompt: "query: "         # put before every query; default: what the model brings along')
+        lines.append(
+            '# query_prompt: "query: "         # put before every query; default: what the model brings along'
+        )
     return lines
 
 
@@ -200,7 +268,12 @@ def _held_out(looked: Looked, val_data: str | None) -> float | None:
     return values.held_out_share(num_records) if is_enough and not val_data else None
 
 
-def _training_lines(family: Family, looked: Looked, val_data: str | None, facts: values.ModelFacts | None) -> list[str]:
+def _training_lines(
+    family: Family,
+    looked: Looked,
+    val_data: str | None,
+    facts: values.ModelFacts | None,
+) -> list[str]:
     kind = family.starter
     num_records = looked.sample.num_records
     held_out = _held_out(looked, val_data) or 0.0
@@ -212,26 +285,52 @@ def _training_lines(family: Family, looked: Looked, val_data: str | None, facts:
     lines = [
         "",
         "# Training",
-        _line("loss", looked.loss, "infonce: pairs; cosent: pairs with scores; triplet: given negatives"),
+        _line(
+            "loss",
+            looked.loss,
+            "infonce: pairs; cosent: pairs with scores; triplet: given negatives",
+        ),
     ]
     if looked.loss in ("infonce", "cosent"):
         own = None if facts is None else facts.temperature
-        why = "smaller: harder" if own is None else "as this model was trained; smaller: harder"
+        why = (
+            "smaller: harder"
+            if own is None
+            else "as this model was trained; smaller: harder"
+        )
         lines.append(_line("temperature", own or kind.temperature, why))
-    many = f"{num_train:,d} examples: {total:,d} steps in all" if total else "passes over the data"
+    many = (
+        f"{num_train:,d} examples: {total:,d} steps in all"
+        if total
+        else "passes over the data"
+    )
     lines += [
-        _line("batch_size", batch, "examples per process; memory is bounded by micro-batches, so larger is fine"),
+        _line(
+            "batch_size",
+            batch,
+            "examples per process; memory is bounded by micro-batches, so larger is fine",
+        ),
         _line("epochs", epochs, many),
-        _line("learning_rate", kind.learning_rate or "auto", "auto: by what is trained; the log says which and why"),
+        _line(
+            "learning_rate",
+            kind.learning_rate or "auto",
+            "auto: by what is trained; the log says which and why",
+        ),
     ]
     if kind.use_lora:
-        lines.append(_line("use_lora", True, "train small adapters instead of all weights"))
+        lines.append(
+            _line("use_lora", True, "train small adapters instead of all weights")
+        )
     lines += [
         "# use_mrl: true                   # Matryoshka: embeddings that can be cut to fewer numbers",
         "# use_fsdp: true                  # shard a large model over several GPUs",
         "",
         "# Output",
-        _line("output_dir", "output", "settings, logs, checkpoints, the model in final/, report.html"),
+        _line(
+            "output_dir",
+            "output",
+            "settings, logs, checkpoints, the model in final/, report.html",
+        ),
     ]
     if between is None:
         lines += [
@@ -241,30 +340,53 @@ def _training_lines(family: Family, looked: Looked, val_data: str | None, facts:
     else:
         is_scored = bool(val_data or held_out)
         lines += [
-            _line("eval_steps", between, "evaluate during training") if is_scored else
-            f"# eval_steps: {between}".ljust(32) + "  # evaluate during training (needs validation data)",
-            _line("save_steps", between, "write checkpoints to go on from with --resume"),
-        ]  # fmt: skip
+            _line("eval_steps", between, "evaluate during training")
+            if is_scored
+            else f"# eval_steps: {between}".ljust(32)
+            + "  # evaluate during training (needs validation data)",
+            _line(
+                "save_steps", between, "write checkpoints to go on from with --resume"
+            ),
+        ]
     return lines
 
 
-def look_at(sample: FileSample, data: str, given: Mapping[str, str], mode: Mode = "auto") -> Looked:
+def look_at(
+    sample: FileSample, data: str, given: Mapping[str, str], mode: Mode = "auto"
+) -> Looked:
     """Return what the first records show. `given`: columns that the user names."""
     sample = replace(sample, records=[_fields(record) for record in sample.records])
     if not sample.records:
-        return Looked(sample, dict(given), "infonce", "not looked at (no file of that name here)", {}, [], [])
+        return Looked(
+            sample,
+            dict(given),
+            "infonce",
+            "not looked at (no file of that name here)",
+            {},
+            [],
+            [],
+        )
     names = sample.columns
     for name in given:
         if name not in names:
             near = nearest(name, names)
             hint = f", did you mean {near!r}?" if near else ""
-            raise UserError(f"{data} has no column {name!r}{hint} (it has {', '.join(names)})")
+            raise UserError(
+                f"{data} has no column {name!r}{hint} (it has {', '.join(names)})"
+            )
     layout = Columns(given).layout(names)
-    has = {"query": layout.query or layout.query_image, "positive": layout.positive or layout.positive_image}
+    has = {
+        "query": layout.query or layout.query_image,
+        "positive": layout.positive or layout.positive_image,
+    }
     missing = [role for role, name in has.items() if name is None]
     found = guess(sample.records, missing, layout.columns())
     # Asked only where each missing part has a column to choose from.
-    mapping = confirm(found, missing) if missing and len(found.candidates) >= len(missing) and is_terminal() else None
+    mapping = (
+        confirm(found, missing)
+        if missing and len(found.candidates) >= len(missing) and is_terminal()
+        else None
+    )
     guesses = found.reasons if mapping is None else {}
     mapping = {**given, **(found.mapping if mapping is None else mapping)}
     layout = Columns(mapping).layout(names)
@@ -290,7 +412,12 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(sample: FileSample, names: Sequence[str | None]) -> list[str]:
-    found = (text for record in sample.records for name in names for text in texts_of(record.get(name or "")))
+    found = (
+        text
+        for record in sample.records
+        for name in names
+        for text in texts_of(record.get(name or ""))
+    )
     return [text for text in found if text is not None]
 
 
@@ -298,7 +425,11 @@ def _said(lengths: values.Lengths | None, limit: int | None) -> str:
     most = f"; this model reads {limit:,d}" if limit is not None else ""
     if lengths is None:
         return f"tokens; longer texts are cut{most}"
-    how = "measured" if lengths.is_measured else "estimated from the characters, the model is not here"
+    how = (
+        "measured"
+        if lengths.is_measured
+        else "estimated from the characters, the model is not here"
+    )
     return f"tokens; 99 % of the texts have at most {lengths.full:,d} ({how}), the longest {lengths.longest:,d}{most}"
 
 

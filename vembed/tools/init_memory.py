@@ -9,9 +9,9 @@ import yaml
 
 from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.resolved import ResolvedRun
-from vembed.distributed.devices import bf16_instructions
-from vembed.distributed.estimate import GIB, measure
-from vembed.distributed.placement import memory_of_a_process, place
+from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.estimate import GIB, measure
+from vembed.parallel.placement import memory_of_a_process, place
 from vembed.tools.plan import FITS
 from vembed.tools.train_command import resolve_launch
 
@@ -32,7 +32,10 @@ def memory_lines(text: str) -> list[str]:
     need, available = _memory(run)
     heading = ["", "# Memory (`vembed plan` says more)"]
     if need <= FITS * available:
-        return [*heading, f"# {_gb(need)} of the {_gb(available)} of a process on this machine: fits"]
+        return [
+            *heading,
+            f"# {_gb(need)} of the {_gb(available)} of a process on this machine: fits",
+        ]
     short = f"# {_gb(need)} of the {_gb(available)} of a process on this machine without these settings"
     for change in CHANGES:
         if any(name in given for name in change):
@@ -44,7 +47,8 @@ def memory_lines(text: str) -> list[str]:
         lesser, _ = _memory(changed)
         if lesser <= FITS * available:
             options = [
-                f"{name}: {one_line_yaml(value)}".ljust(32) + f"  # {_gb(lesser)}" for name, value in change.items()
+                f"{name}: {one_line_yaml(value)}".ljust(32) + f"  # {_gb(lesser)}"
+                for name, value in change.items()
             ]
             return [*heading, short, *options]
     return [
@@ -56,11 +60,15 @@ def memory_lines(text: str) -> list[str]:
 def _memory(run: ResolvedRun) -> tuple[float, float]:
     """Return the bytes that a process needs and has."""
     launch = resolve_launch(run)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    )
     ranks = launch.first_rank
     available = memory_of_a_process(ranks, device)
     placement = place(run, ranks, device, available, instructions=bf16_instructions())
-    return placement.predict(placement.size or measure(run.config)).total, float(available)
+    return placement.predict(placement.size or measure(run.config)).total, float(
+        available
+    )
 
 
 def _gb(count: float) -> str:

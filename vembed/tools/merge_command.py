@@ -9,12 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed.session import start_session
+from vembed.parallel.session import start_session
 from vembed.weights.merge import MergeResult, merge
 from vembed.weights.merge_rules import MergeMethod
 
 
-def run_merge(models: Sequence[str], output: str, method: MergeMethod, **options: Any) -> MergeResult:
+def run_merge(
+    models: Sequence[str], output: str, method: MergeMethod, **options: Any
+) -> MergeResult:
     """Merge and say what came of it. Runs on as many processes as were started: one merges, all evaluate."""
     console = Console()
     config = TrainConfig(model_name=models[0], data_path="unused", strategy="ddp")

@@ -15,7 +15,13 @@ from typing import Any, Literal
 
 from vembed.config.entries import Frozen
 from vembed.errors import UserError
-from vembed.mining.config import BM25, AuditConfig, GenerateConfig, JudgeConfig, MineConfig
+from vembed.mining.config import (
+    BM25,
+    AuditConfig,
+    GenerateConfig,
+    JudgeConfig,
+    MineConfig,
+)
 from vembed.mining.mining_options import describe_options, load_options
 
 Verb = Literal["mine", "judge", "audit", "generate"]
@@ -23,7 +29,11 @@ Give = Callable[[Any], object]
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 WIDTH = 110
 """Columns of the help text."""
-LAUNCH_FLAGS = {"nproc": "num_processes", "num-machines": "num_machines", "machine-rank": "machine_rank"}
+LAUNCH_FLAGS = {
+    "nproc": "num_processes",
+    "num-machines": "num_machines",
+    "machine-rank": "machine_rank",
+}
 
 
 def ignore(result: Any) -> None:
@@ -63,7 +73,9 @@ def parse_words(verb: str, words: Sequence[str]) -> Words:
             elif config is None:
                 config = word
             else:
-                raise UserError(f"unexpected {word} beside the config {config}: options are key=value or --key value")
+                raise UserError(
+                    f"unexpected {word} beside the config {config}: options are key=value or --key value"
+                )
             continue
         name, has_value, value = word[2:].partition("=")
         if name == "dry-run":
@@ -82,8 +94,17 @@ def parse_words(verb: str, words: Sequence[str]) -> Words:
         else:
             overrides.append(f"{name.replace('-', '_')}={value}")
     if config is None and not overrides:
-        raise UserError(f"which config? Give its file, or key=value: `vembed {verb} --help` lists the options")
-    return Words(config, tuple(overrides), main_process_ip=ip, main_process_port=port, is_dry_run=is_dry_run, **numbers)
+        raise UserError(
+            f"which config? Give its file, or key=value: `vembed {verb} --help` lists the options"
+        )
+    return Words(
+        config,
+        tuple(overrides),
+        main_process_ip=ip,
+        main_process_port=port,
+        is_dry_run=is_dry_run,
+        **numbers,
+    )
 
 
 def make_data(verb: Verb, about: str, words: Sequence[str], give: Give = ignore) -> int:
@@ -109,7 +130,9 @@ def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
     ]
     for name, default, text in describe_options(kind):
         lines.append(f"  {name} ({default})")
-        lines += textwrap.wrap(text, WIDTH, initial_indent="      ", subsequent_indent="      ")
+        lines += textwrap.wrap(
+            text, WIDTH, initial_indent="      ", subsequent_indent="      "
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -117,14 +140,16 @@ def start_others(verb: str, words: Words, give: Give) -> int | None:
     """Start the verb on several processes and return its exit code; None where this is one of them, or the only one.
     `give` gets the result of the first one."""
     # LOCAL_RANK: started by `run_ranks` below, with the same words.
-    if os.environ.get("LOCAL_RANK") or (words.num_processes == 1 and words.num_machines == 1):
+    if os.environ.get("LOCAL_RANK") or (
+        words.num_processes == 1 and words.num_machines == 1
+    ):
         return None
     if words.num_machines > 1 and words.main_process_ip is None:
         raise UserError(
             f"--num-machines {words.num_machines} needs --main-process-ip, the address of machine 0, and a "
             "--machine-rank for each"
         )
-    from vembed.distributed.launch import rank_environments, run_ranks
+    from vembed.parallel.launch import rank_environments, run_ranks
 
     environments = rank_environments(
         words.num_processes,
@@ -179,8 +204,13 @@ def run_judge(words: Sequence[str], give: Give = ignore) -> int:
         from vembed.mining.row_judging import read_negatives
 
         _, pairs = read_negatives(config)
-        judges = [f"judge {one.model}{f' at {one.base_url}' if one.base_url else ''}" for one in config.judges]
-        sys.stdout.write("\n".join([pairs.summary(), *judges, f"would write: {target}"]) + "\n")
+        judges = [
+            f"judge {one.model}{f' at {one.base_url}' if one.base_url else ''}"
+            for one in config.judges
+        ]
+        sys.stdout.write(
+            "\n".join([pairs.summary(), *judges, f"would write: {target}"]) + "\n"
+        )
         return 0
     if (code := start_others("judge", parsed, give)) is not None:
         return code
@@ -200,7 +230,12 @@ def run_audit(words: Sequence[str], give: Give = ignore) -> int:
     if parsed.is_dry_run:
         from vembed.mining.mining_run import read_inputs
 
-        sys.stdout.write("\n".join([*read_inputs(mining_config(config)).summary(), f"would write: {page}"]) + "\n")
+        sys.stdout.write(
+            "\n".join(
+                [*read_inputs(mining_config(config)).summary(), f"would write: {page}"]
+            )
+            + "\n"
+        )
         return 0
     if (code := start_others("audit", parsed, give)) is not None:
         return code
@@ -219,7 +254,10 @@ def run_generate(words: Sequence[str], give: Give = ignore) -> int:
     target = check_output(config.output_path)
     if parsed.is_dry_run:
         values = config.model_dump(mode="json", exclude_unset=True)
-        lines = [*(f"{name}: {value}" for name, value in values.items()), f"would write: {target}"]
+        lines = [
+            *(f"{name}: {value}" for name, value in values.items()),
+            f"would write: {target}",
+        ]
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
     if (code := start_others("generate", parsed, give)) is not None:
@@ -236,7 +274,10 @@ def describe_mining(config: MineConfig, words: Words) -> str:
 
     target = check_config(config)
     inputs = read_inputs(config)
-    lines = [f"{name}: {value}" for name, value in config.model_dump(mode="json", exclude_unset=True).items()]
+    lines = [
+        f"{name}: {value}"
+        for name, value in config.model_dump(mode="json", exclude_unset=True).items()
+    ]
     lines += ["", *inputs.summary()]
     for one in config.all_retrievers():
         what = "indexed" if one.model == BM25 else "encoded"
@@ -244,7 +285,9 @@ def describe_mining(config: MineConfig, words: Words) -> str:
             f"{one.model}: {len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries {what}"
         )
     folder = work_folder(config)
-    lines.append(f"{folder}: {'is there, and what fits is used again' if folder.exists() else 'would be made'}")
+    lines.append(
+        f"{folder}: {'is there, and what fits is used again' if folder.exists() else 'would be made'}"
+    )
     lines.append(f"processes: {words.num_processes * words.num_machines}")
     lines.append(f"would write: {target}")
     return "\n".join(lines) + "\n"

@@ -18,7 +18,10 @@ log = logging.getLogger("vembed")
 def usable_model(name: str) -> Iterator[str]:
     """Yield a model that can be loaded: `name` itself, or a temporary model made from a checkpoint."""
     path = Path(name).expanduser()
-    from vembed.weights.checkpoints import is_checkpoint, whole_model  # imported late: torch takes seconds
+    from vembed.weights.checkpoints import (  # imported late: torch takes seconds
+        is_checkpoint,
+        whole_model,
+    )
 
     if not is_checkpoint(path):
         yield name

@@ -14,11 +14,18 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.families.backbones import layers_of
 from vembed.models.collected_losses import Collected
-from vembed.own.classes import OwnCode, find_class
-from vembed.own.folder import settings_of
-from vembed.own.modeling import PACKED, OwnConfig, OwnModel, OwnOutput, accepted_inputs, load_weights
+from vembed.models.custom.classes import OwnCode, find_class
+from vembed.models.custom.folder import settings_of
+from vembed.models.custom.modeling import (
+    PACKED,
+    OwnConfig,
+    OwnModel,
+    OwnOutput,
+    accepted_inputs,
+    load_weights,
+)
+from vembed.models.families.backbones import layers_of
 
 TOLERANCE = 1e-5
 MAX_NAMED = 3
@@ -31,30 +38,47 @@ def run_model_check(named: str, arguments: Mapping[str, Any]) -> int:
     sys.stdout.write(f"{named}\n{'=' * 50}\n")
     for number, (rule, broken) in enumerate(check_model(named, arguments), start=1):
         works = works and broken is None
-        sys.stdout.write(f"{number}. {rule}: {'pass' if broken is None else f'FAIL: {broken}'}\n")
+        sys.stdout.write(
+            f"{number}. {rule}: {'pass' if broken is None else f'FAIL: {broken}'}\n"
+        )
     return 0 if works else 1
 
 
-def check_model(named: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+def check_model(
+    named: str, arguments: Mapping[str, Any]
+) -> Iterator[tuple[str, str | None]]:
     """Yield each rule, and the sentence that says how the class breaks it; None where it keeps it."""
     code = find_class(named)
     trial = Trial(code, arguments)
     yield "its forward takes texts or images and gives hidden states or vectors", None
     rules: list[tuple[str, Callable[[], str | None]]] = [
-        ("the size of what it gives does not depend on the number of inputs and tokens", trial.shapes),
+        (
+            "the size of what it gives does not depend on the number of inputs and tokens",
+            trial.shapes,
+        ),
         ("in evaluation it gives the same result twice", trial.same_twice),
         ("in training it gives the same result under the same seed", trial.replays),
         ("padding does not change the result", trial.padding),
-        *([("texts in one row, without padding, give the same result", trial.packed)] if trial.packs else []),
+        *(
+            [("texts in one row, without padding, give the same result", trial.packed)]
+            if trial.packs
+            else []
+        ),
         ("the gradient reaches every parameter", trial.gradients),
         ("its own losses add up over micro-batches", trial.losses),
-        ("it can be built without values, for processes that receive their weights", trial.builds_empty),
+        (
+            "it can be built without values, for processes that receive their weights",
+            trial.builds_empty,
+        ),
         ("saved and loaded it gives the same result", trial.loads),
     ]
     for rule, check in rules:
         yield rule, check()
     layers = sorted({type(layer).__name__ for layer in layers_of(trial.model)})
-    yield f"layers for FSDP units and recomputation: {', '.join(layers) or 'none found, so it is one unit'}", None
+    yield (
+        f"layers for FSDP units and recomputation: {', '.join(layers) or 'none found, so it is one unit'}",
+        None,
+    )
 
 
 class Trial:
@@ -64,13 +88,27 @@ class Trial:
         self.code = code
         self.name = code.name
         values = settings_of(code, arguments)
-        self.config = OwnConfig(**{name: one for name, one in values.items() if name not in ("model_type", "auto_map")})
+        self.config = OwnConfig(
+            **{
+                name: one
+                for name, one in values.items()
+                if name not in ("model_type", "auto_map")
+            }
+        )
         self.kind = OwnModel.of(code.value)
         self.model = self._built(0)
         accepted = accepted_inputs(code.value)
-        self.kinds = [kind for kind, name in (("text", "input_ids"), ("image", "pixel_values")) if name in accepted]
+        self.kinds = [
+            kind
+            for kind, name in (("text", "input_ids"), ("image", "pixel_values"))
+            if name in accepted
+        ]
         self.packs = PACKED in accepted and "text" in self.kinds
-        tables = [one.num_embeddings for one in self.model.modules() if isinstance(one, nn.Embedding)]
+        tables = [
+            one.num_embeddings
+            for one in self.model.modules()
+            if isinstance(one, nn.Embedding)
+        ]
         self.num_ids = min(max(tables, default=100), 100)
 
     # ---- rules -------------------------------------------------------------------------------------------------
@@ -95,10 +133,13 @@ class Trial:
     def same_twice(self) -> str | None:
         """Run twice in evaluation mode, without setting a seed."""
         for inputs in self._every(3, 7):
-            if self._distance(self._run(self.model, inputs), self._run(self.model, inputs)) > 0:
-                return (
-                    f"{self.name} draws at random in evaluation mode too: let it do so only while self.training is true"
+            if (
+                self._distance(
+                    self._run(self.model, inputs), self._run(self.model, inputs)
                 )
+                > 0
+            ):
+                return f"{self.name} draws at random in evaluation mode too: let it do so only while self.training is true"
         return None
 
     def replays(self) -> str | None:
@@ -123,8 +164,12 @@ class Trial:
         # Token 0, not a padding token: a model that masks must not care which it is.
         padded["input_ids"][0, 4:] = 0
         wanted, found = self._run(self.model, alone), self._run(self.model, padded)
-        assert wanted.last_hidden_state is not None and found.last_hidden_state is not None
-        error = float((wanted.last_hidden_state[0] - found.last_hidden_state[0, :4]).abs().max())
+        assert (
+            wanted.last_hidden_state is not None and found.last_hidden_state is not None
+        )
+        error = float(
+            (wanted.last_hidden_state[0] - found.last_hidden_state[0, :4]).abs().max()
+        )
         if not error <= TOLERANCE:
             return (
                 f"padding changes the result of {self.name} (by {error:.2g}): mask what it adds up or attends to by "
@@ -135,10 +180,14 @@ class Trial:
     def packed(self) -> str | None:
         """Compare texts of three lengths in one row with each of them alone."""
         texts = [self._inputs("text", 1, length) for length in (4, 7, 5)]
-        row = {name: torch.cat([one[name] for one in texts], dim=1) for name in texts[0]}
+        row = {
+            name: torch.cat([one[name] for one in texts], dim=1) for name in texts[0]
+        }
         starts = torch.tensor([0, 4, 11, 16], dtype=torch.int32)
         found = self._run(self.model, {**row, PACKED: starts}).last_hidden_state
-        wanted = torch.cat([_states(self._run(self.model, one)) for one in texts], dim=1)
+        wanted = torch.cat(
+            [_states(self._run(self.model, one)) for one in texts], dim=1
+        )
         if found is None or found.shape != wanted.shape:
             return (
                 f"{self.name} takes {PACKED} and gives {None if found is None else list(found.shape)} for three texts "
@@ -158,13 +207,24 @@ class Trial:
         for inputs in self._every(3, 7):
             output = self._run(self.model, inputs, seed=1, with_graph=True)
             states = _states(output)
-            total = (states * torch.randn(states.shape, generator=torch.Generator().manual_seed(0))).sum()
+            total = (
+                states
+                * torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
+            ).sum()
             for values in self._losses(output, 3).values():
                 total = total + values[0].sum()
             torch.autograd.backward(total)
-        without = [name.removeprefix("own.") for name, one in self.model.named_parameters() if one.grad is None]
+        without = [
+            name.removeprefix("own.")
+            for name, one in self.model.named_parameters()
+            if one.grad is None
+        ]
         if without:
-            more = f" and {len(without) - MAX_NAMED} more" if len(without) > MAX_NAMED else ""
+            more = (
+                f" and {len(without) - MAX_NAMED} more"
+                if len(without) > MAX_NAMED
+                else ""
+            )
             return (
                 f"no gradient reaches {', '.join(without[:MAX_NAMED])}{more} of {self.name}: the forward does not use "
                 "them; use them, or leave them out"
@@ -173,14 +233,35 @@ class Trial:
 
     def losses(self) -> str | None:
         """Compare sums and counts of a batch with those of its inputs one by one."""
-        return next((found for inputs in self._every(3, 6) if (found := self._added(inputs)) is not None), None)
+        return next(
+            (
+                found
+                for inputs in self._every(3, 6)
+                if (found := self._added(inputs)) is not None
+            ),
+            None,
+        )
 
     def _added(self, inputs: Inputs) -> str | None:
-        if self._distance(*(self._run(self.model, inputs, seed=seed) for seed in (1, 2))) > 0:
-            return None  # with dropout, or another draw, the parts differ from the whole
+        if (
+            self._distance(
+                *(self._run(self.model, inputs, seed=seed) for seed in (1, 2))
+            )
+            > 0
+        ):
+            return (
+                None  # with dropout, or another draw, the parts differ from the whole
+            )
         whole = self._losses(self._run(self.model, inputs, seed=1), 3)
         parts = [
-            self._losses(self._run(self.model, {name: one[[row]] for name, one in inputs.items()}, seed=1), 1)
+            self._losses(
+                self._run(
+                    self.model,
+                    {name: one[[row]] for name, one in inputs.items()},
+                    seed=1,
+                ),
+                1,
+            )
             for row in range(3)
         ]
         for name, values in whole.items():
@@ -199,11 +280,15 @@ class Trial:
             with init_empty_weights(include_buffers=False):
                 model = self.kind(self.config)
         except (RuntimeError, NotImplementedError) as error:
-            return (
-                f"the constructor of {self.name} reads values of its parameters ({_first_line(error)}); only set them"
-            )
-        real = [name for name, one in model.named_parameters() if one.device.type != "meta"]
-        return f"{real[0]} of {self.name} is made outside of register_parameter" if real else None
+            return f"the constructor of {self.name} reads values of its parameters ({_first_line(error)}); only set them"
+        real = [
+            name for name, one in model.named_parameters() if one.device.type != "meta"
+        ]
+        return (
+            f"{real[0]} of {self.name} is made outside of register_parameter"
+            if real
+            else None
+        )
 
     def loads(self) -> str | None:
         """Save, load into a module with other weights, and compare."""
@@ -215,7 +300,10 @@ class Trial:
             names = [*info["missing_keys"], *info["unexpected_keys"]]
             return f"{self.name} does not load what it saves: {names[0].removeprefix('own.')} differs"
         for inputs in self._every(2, 5):
-            if self._distance(self._run(self.model, inputs), self._run(other, inputs)) > 0:
+            if (
+                self._distance(self._run(self.model, inputs), self._run(other, inputs))
+                > 0
+            ):
                 return (
                     f"{self.name} gives something else after saving and loading: a random tensor is neither a "
                     "parameter nor a persistent buffer"
@@ -242,11 +330,21 @@ class Trial:
         side = side if isinstance(side, int) else 32
         return {"pixel_values": torch.rand(count, 3, side, side, generator=draw)}
 
-    def _run(self, model: Any, inputs: Inputs, *, seed: int | None = None, with_graph: bool = False) -> OwnOutput:
+    def _run(
+        self,
+        model: Any,
+        inputs: Inputs,
+        *,
+        seed: int | None = None,
+        with_graph: bool = False,
+    ) -> OwnOutput:
         """Run in evaluation mode, or, with a seed, in training mode."""
         model.train(seed is not None)
         # Without a seed the generator runs on, so that a draw in evaluation mode shows.
-        with torch.set_grad_enabled(with_graph), torch.random.fork_rng(devices=[], enabled=seed is not None):
+        with (
+            torch.set_grad_enabled(with_graph),
+            torch.random.fork_rng(devices=[], enabled=seed is not None),
+        ):
             if seed is not None:
                 torch.manual_seed(seed)
             output: OwnOutput = model(**inputs)

@@ -33,18 +33,30 @@ def options_page() -> str:
         "lists what was translated:\n"
     )
     lines.append(f"{_code(TRANSLATED)}.\n")
-    lines.append("Options may also stand in blocks, as `fsdp: {sharding_strategy: FULL_SHARD}`:\n")
-    lines.append(f"{_code(BLOCKS)}, and `training_stages`, of which `--stage NAME` chooses one.")
+    lines.append(
+        "Options may also stand in blocks, as `fsdp: {sharding_strategy: FULL_SHARD}`:\n"
+    )
+    lines.append(
+        f"{_code(BLOCKS)}, and `training_stages`, of which `--stage NAME` chooses one."
+    )
     return "\n".join(lines) + "\n"
 
 
 def _entry(option: Option) -> str:
-    default = "required" if option.is_required else f"default `{_shown(option.default)}`"
-    parts = [f"### `{option.name}`\n", f"{option.accepts}; {default}\n", " ".join(option.text.split()) + "\n"]
+    default = (
+        "required" if option.is_required else f"default `{_shown(option.default)}`"
+    )
+    parts = [
+        f"### `{option.name}`\n",
+        f"{option.accepts}; {default}\n",
+        " ".join(option.text.split()) + "\n",
+    ]
     if option.name in ALIASES:
         parts.append(f"Also: {_code(ALIASES[option.name].split())}.\n")
     spellings = [
-        f"`{other}` for `{word}`" for word, names in SPELLINGS.get(option.name, {}).items() for other in names.split()
+        f"`{other}` for `{word}`"
+        for word, names in SPELLINGS.get(option.name, {}).items()
+        for other in names.split()
     ]
     if spellings:
         parts.append(f"Also as values: {', '.join(spellings)}.\n")

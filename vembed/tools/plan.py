@@ -13,13 +13,13 @@ from rich.table import Table
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
-from vembed.distributed.devices import bf16_instructions
-from vembed.distributed.environment import RankInfo
-from vembed.distributed.estimate import GIB, Memory, ModelSize, measure
-from vembed.distributed.exchange_choice import EXCHANGES
-from vembed.distributed.hardware import Gpu, Hardware
-from vembed.distributed.placement import Placement, memory_of_a_process, place
 from vembed.models.adapters import wants_adapters
+from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.estimate import GIB, Memory, ModelSize, measure
+from vembed.parallel.exchange_choice import EXCHANGES
+from vembed.parallel.hardware import Gpu, Hardware
+from vembed.parallel.placement import Placement, memory_of_a_process, place
 from vembed.tools.hours import Speed, speed_of, training_time
 from vembed.tools.train_command import resolve_launch
 
@@ -58,21 +58,32 @@ class Prediction:
 
 
 def predict(
-    arguments: TrainArguments, env: Mapping[str, str] = os.environ, *, hardware: Hardware | None = None
+    arguments: TrainArguments,
+    env: Mapping[str, str] = os.environ,
+    *,
+    hardware: Hardware | None = None,
 ) -> Prediction:
     """Return the prediction for a config. `hardware`: instead of this machine's."""
-    run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
-    launch = resolve_launch(run, arguments, env, num_gpus=None if hardware is None else hardware.count)
+    run = resolve_run(
+        arguments.source, arguments.overrides, stage=arguments.stage, env=env
+    )
+    launch = resolve_launch(
+        run, arguments, env, num_gpus=None if hardware is None else hardware.count
+    )
     has_gpu = hardware is not None or torch.cuda.is_available()
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     rank_info = launch.first_rank
     gpu = None if hardware is None else hardware.gpu
     available = memory_of_a_process(rank_info, device) if gpu is None else gpu.memory
-    placement = place(run, rank_info, device, available, gpu=gpu, instructions=bf16_instructions())
+    placement = place(
+        run, rank_info, device, available, gpu=gpu, instructions=bf16_instructions()
+    )
     # The placement has measured the model only where the strategy depends on its size.
     size = placement.size or measure(run.config)
     seconds, hours_line = training_time(placement, size, speed_of(placement, gpu))
-    return Prediction(placement, size, placement.predict(size), gpu, seconds, hours_line)
+    return Prediction(
+        placement, size, placement.predict(size), gpu, seconds, hours_line
+    )
 
 
 def run_plan(
@@ -91,7 +102,12 @@ def run_plan(
 
 def show(prediction: Prediction, give: Callable[[Any], None]) -> None:
     """Print a prediction in full. `give` takes it as a dict."""
-    placement, size, memory, gpu = prediction.placement, prediction.size, prediction.memory, prediction.gpu
+    placement, size, memory, gpu = (
+        prediction.placement,
+        prediction.size,
+        prediction.memory,
+        prediction.gpu,
+    )
     console = Console(soft_wrap=True, highlight=False)
     console.print(_table(memory, size, placement))
     for line in (*placement.run.notes, *_fsdp_notes(placement), *placement.notes):
@@ -107,14 +123,29 @@ def show(prediction: Prediction, give: Callable[[Any], None]) -> None:
     ways = [] if prediction.fits else ways_out(placement, size)
     for line in ways:
         console.print(f"  {line}")
-    give({
-        "fits": prediction.fits, "needed_bytes": memory.total, "available_bytes": placement.memory, "device": where,
-        "memory_bytes": asdict(memory), "parameters": size.total, "trained_parameters": size.trained,
-        "num_processes": placement.ranks.world_size, "num_shards": placement.num_shards, "rows": placement.rows,
-        "largest_batch": {one: placement.most_rows(size, one) * placement.ranks.world_size for one in EXCHANGES},
-        "decisions": {name: str(decision) for name, decision in placement.decisions.items()}, "ways_out": ways,
-        "seconds": prediction.seconds,
-    })  # fmt: skip
+    give(
+        {
+            "fits": prediction.fits,
+            "needed_bytes": memory.total,
+            "available_bytes": placement.memory,
+            "device": where,
+            "memory_bytes": asdict(memory),
+            "parameters": size.total,
+            "trained_parameters": size.trained,
+            "num_processes": placement.ranks.world_size,
+            "num_shards": placement.num_shards,
+            "rows": placement.rows,
+            "largest_batch": {
+                one: placement.most_rows(size, one) * placement.ranks.world_size
+                for one in EXCHANGES
+            },
+            "decisions": {
+                name: str(decision) for name, decision in placement.decisions.items()
+            },
+            "ways_out": ways,
+            "seconds": prediction.seconds,
+        }
+    )
     console.print(largest_batch(placement, size))
     console.print(prediction.hours_line)
 
@@ -127,24 +158,44 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     """Return settings that would fit, the cheapest first."""
     config, asked = placement.run.config, placement.recomputation.value
     limit = FITS * placement.memory
-    if config.use_gradient_cache is False and placement.predict(size, uses_cache=True).total <= limit:
-        return ["fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"]
+    if (
+        config.use_gradient_cache is False
+        and placement.predict(size, uses_cache=True).total <= limit
+    ):
+        return [
+            "fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"
+        ]
     # Smaller micro-batches cost less time than recomputation, so all of them are tried first.
     for recomputes in (asked, True):
         for budget in BUDGETS:
-            if placement.predict(size, tokens=budget, recomputes=recomputes, uses_cache=True).total <= limit:
+            if (
+                placement.predict(
+                    size, tokens=budget, recomputes=recomputes, uses_cache=True
+                ).total
+                <= limit
+            ):
                 more = "" if recomputes == asked else "gradient_checkpointing: true, "
-                more += "use_gradient_cache: auto, " if config.use_gradient_cache is False else ""
+                more += (
+                    "use_gradient_cache: auto, "
+                    if config.use_gradient_cache is False
+                    else ""
+                )
                 return [f"fits with {more}micro_batch_tokens: {budget}"]
-    lines = ["no micro-batch is small enough: the weights, gradients and optimizer alone take too much"]
+    lines = [
+        "no micro-batch is small enough: the weights, gradients and optimizer alone take too much"
+    ]
     if not wants_adapters(config):
         lines.append("use_lora: true (gradients and optimizer of the adapters alone)")
     if placement.num_shards == 1:
-        lines.append("use_fsdp: true on several processes (everything is divided by their number)")
+        lines.append(
+            "use_fsdp: true on several processes (everything is divided by their number)"
+        )
     if not config.use_qlora:
         lines.append("use_qlora: true (frozen weights in 4 bits)")
     if placement.fsdp is None or not placement.fsdp.offload:
-        lines.append("use_fsdp: true with fsdp_offload_params: true (weights and optimizer in host memory, slower)")
+        lines.append(
+            "use_fsdp: true with fsdp_offload_params: true (weights and optimizer in host memory, slower)"
+        )
     return lines
 
 
@@ -162,15 +213,23 @@ def largest_batch(placement: Placement, size: ModelSize) -> str:
 
 
 def _table(memory: Memory, size: ModelSize, placement: Placement) -> Table:
-    table = Table(title="memory of each process", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title="memory of each process", title_justify="left", box=None, pad_edge=False
+    )
     table.add_column("what")
     table.add_column("GB", justify="right")
-    names = {"gathered": "gathered parameters", "copies": "weights in bfloat16", "loss": "embeddings and loss"}
+    names = {
+        "gathered": "gathered parameters",
+        "copies": "weights in bfloat16",
+        "loss": "embeddings and loss",
+    }
     for name, count in asdict(memory).items():
         table.add_row(names.get(name, name), f"{count / GIB:.2f}")
     table.add_row("", "")
     table.add_row("parameters", f"{size.total:,d}")
     table.add_row("trained", f"{size.trained:,d}")
-    table.add_row("processes, shards", f"{placement.ranks.world_size}, {placement.num_shards}")
+    table.add_row(
+        "processes, shards", f"{placement.ranks.world_size}, {placement.num_shards}"
+    )
     table.add_row("rows of each process", f"{placement.rows:,d}")
     return table

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from vembed.publish.hub import Hub, checked_name
-from vembed.publish.publication import publication
+from vembed.saving.hub import Hub, checked_name
+from vembed.saving.publication import publication
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,12 @@ class Pushed:
 
 
 def run_push(
-    model: str, repository: str, *, public: bool = False, report: bool = True, is_dry_run: bool = False
+    model: str,
+    repository: str,
+    *,
+    public: bool = False,
+    report: bool = True,
+    is_dry_run: bool = False,
 ) -> Pushed:
     """Push the files of a run or a model and print them; in a dry run only print them."""
     files = publication(model, report=report)
@@ -34,7 +39,9 @@ def run_push(
         for path, size in sizes.items():
             sys.stdout.write(f"{size:>15,d} bytes  {path}\n")
         kind = "public" if public else "private"
-        sys.stdout.write(f"would push {len(files)} files to {repository} ({kind}); nothing was sent\n")
+        sys.stdout.write(
+            f"would push {len(files)} files to {repository} ({kind}); nothing was sent\n"
+        )
         return Pushed(repository, "", not public, sizes, 0)
     hub = Hub(repository, public=public, say=lambda line: sys.stdout.write(line + "\n"))
     hub.open()

@@ -7,7 +7,10 @@ from pathlib import Path
 from vembed.config.options import all_options
 from vembed.training.resume import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
 
-BEGIN, END = "<!-- options: written by python -m vembed.tools.resume_table -->", "<!-- end of options -->"
+BEGIN, END = (
+    "<!-- options: written by python -m vembed.tools.resume_table -->",
+    "<!-- end of options -->",
+)
 
 
 def resume_table() -> str:
@@ -17,7 +20,10 @@ def resume_table() -> str:
         may, must = sections.setdefault(option.section, ([], []))
         (may if name in MAY_CHANGE else must).append(f"`{name}`{_note(name)}")
     lines = ["| options of | may change | must stay |", "|---|---|---|"]
-    lines += [f"| {name} | {', '.join(may)} | {', '.join(must)} |" for name, (may, must) in sections.items()]
+    lines += [
+        f"| {name} | {', '.join(may)} | {', '.join(must)} |"
+        for name, (may, must) in sections.items()
+    ]
     return "\n".join(lines)
 
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from vembed.config.schema import TrainConfig
 from vembed.data.sources import open_examples
-from vembed.distributed.session import start_session
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
+from vembed.parallel.session import start_session
 from vembed.saving.durability import replaced_file
 from vembed.tools.encode import session_config
 
@@ -37,24 +37,46 @@ def run_score(
     """Write the similarity of every query with each of its positives, then with each of its negatives; return how many
     there are. Runs on as many processes as were started: the first one writes, all encode."""
     if output != "-" and Path(output).suffix not in (".npy", ".jsonl"):
-        raise UserError(f"{output}: vembed score writes .npy, .jsonl, or to standard output (-)")
+        raise UserError(
+            f"{output}: vembed score writes .npy, .jsonl, or to standard output (-)"
+        )
     if output != "-" and not Path(output).absolute().parent.is_dir():
-        raise UserError(f"{Path(output).absolute().parent} is not a folder, so {Path(output).name} cannot be written")
+        raise UserError(
+            f"{Path(output).absolute().parent} is not a folder, so {Path(output).name} cannot be written"
+        )
     # As validation data: no loss is asked whether it could learn from the pairs.
-    config = TrainConfig(model_name=model, data_path=pairs, column_mapping=column_mapping, image_root=image_root)
+    config = TrainConfig(
+        model_name=model,
+        data_path=pairs,
+        column_mapping=column_mapping,
+        image_root=image_root,
+    )
     store = open_examples(config, pairs, role="validation")
     total = 0
     with (
-        start_session(session_config(model, strategy, trust_remote_code=trust_remote_code)) as session,
+        start_session(
+            session_config(model, strategy, trust_remote_code=trust_remote_code)
+        ) as session,
         _opened(output if session.is_main else None) as write,
     ):
-        embedder = Embedder(model, torch_dtype=torch_dtype, trust_remote_code=trust_remote_code, session=session)
+        embedder = Embedder(
+            model,
+            torch_dtype=torch_dtype,
+            trust_remote_code=trust_remote_code,
+            session=session,
+        )
         for start in range(0, len(store), CHUNK):
-            examples = [(number, store[number]) for number in range(start, min(start + CHUNK, len(store)))]
+            examples = [
+                (number, store[number])
+                for number in range(start, min(start + CHUNK, len(store)))
+            ]
             rows = [
                 (number, role, one.query, item)
                 for number, one in examples
-                for role, items in (("positive", one.positives), ("negative", one.negatives))
+                for role, items in (
+                    ("positive", one.positives),
+                    ("negative", one.negatives),
+                )
                 for item in items
             ]
             found = embedder.score([(query, item) for _, _, query, item in rows])
@@ -77,7 +99,11 @@ class _Written:
             self.arrays.append(similarities)
             return
         for (number, role), value in zip(rows, similarities.tolist(), strict=True):
-            line = json.dumps({"record": number, "role": role, "similarity": value}) if self.as_json else f"{value:.6f}"
+            line = (
+                json.dumps({"record": number, "role": role, "similarity": value})
+                if self.as_json
+                else f"{value:.6f}"
+            )
             self.file.write(line + "\n")
 
 
@@ -96,7 +122,10 @@ def _opened(output: str | None) -> Iterator[_Written]:
                 yield written
                 with partial.open("wb") as array:
                     # The empty array, because concatenate takes no empty list.
-                    np.save(array, np.concatenate([np.empty(0, np.float32), *written.arrays]))
+                    np.save(
+                        array,
+                        np.concatenate([np.empty(0, np.float32), *written.arrays]),
+                    )
             else:
                 with partial.open("w", encoding="utf-8") as file:
                     yield _Written(file, as_json=True)

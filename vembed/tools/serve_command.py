@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from vembed.config.places import short_name
-from vembed.serve.encoder import TextEncoder, open_encoder
-from vembed.serve.server import EmbeddingServer, serve
+from vembed.inference.serve.encoder import TextEncoder, open_encoder
+from vembed.inference.serve.server import EmbeddingServer, serve
 
 
 def run_serve(
@@ -22,10 +22,17 @@ def run_serve(
     """Serve a model until a signal."""
 
     def load() -> TextEncoder:
-        return open_encoder(model, device=device, truncate_dim=truncate_dim, trust_remote_code=trust_remote_code)
+        return open_encoder(
+            model,
+            device=device,
+            truncate_dim=truncate_dim,
+            trust_remote_code=trust_remote_code,
+        )
 
     server = EmbeddingServer(load, served_name or short_name(model), host, port)
-    say(f"{model} at http://{host}:{server.server_port}: POST /v1/embeddings (OpenAI) or /embed (TEI); Ctrl-C stops it")
+    say(
+        f"{model} at http://{host}:{server.server_port}: POST /v1/embeddings (OpenAI) or /embed (TEI); Ctrl-C stops it"
+    )
     serve(server, say)
 
 

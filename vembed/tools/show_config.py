@@ -14,18 +14,29 @@ from vembed.config.schema import TrainConfig
 from vembed.tools.options_page import options_page
 
 
-def show_config(arguments: TrainArguments, *, give: Callable[[Any], None] = lambda _: None) -> int:
+def show_config(
+    arguments: TrainArguments, *, give: Callable[[Any], None] = lambda _: None
+) -> int:
     """Print the resolved config as YAML, with the origin of each value, what was translated and what has no effect.
     Raise UserError, after that, if a file that the config names is missing. `give` takes the same as a dict."""
     resolved = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
-    lines = [f"# translated: {line}" for line in resolved.translated] + [f"# note: {line}" for line in resolved.notes]
-    sys.stdout.write(render(resolved.config, resolved.origins) + "".join(f"\n{line}" for line in lines))
+    lines = [f"# translated: {line}" for line in resolved.translated] + [
+        f"# note: {line}" for line in resolved.notes
+    ]
+    sys.stdout.write(
+        render(resolved.config, resolved.origins)
+        + "".join(f"\n{line}" for line in lines)
+    )
     sys.stdout.write("\n" if lines else "")
     sys.stdout.flush()
-    give({
-        "options": resolved.config.to_dict(), "origins": resolved.origins, "translated": resolved.translated,
-        "notes": resolved.notes,
-    })  # fmt: skip
+    give(
+        {
+            "options": resolved.config.to_dict(),
+            "origins": resolved.origins,
+            "translated": resolved.translated,
+            "notes": resolved.notes,
+        }
+    )
     require_places(resolved.config, resolved.origins)
     return 0
 

@@ -31,14 +31,18 @@ def num_rows(path: Path) -> int | None:
     """Return the number of rows if the table stores it. Raise UserError if the table cannot be read."""
     if path.is_dir():
         return len(_saved(path))
-    path.open("rb").close()  # a file that is missing is said as for lines, not in Arrow's words
+    path.open(
+        "rb"
+    ).close()  # a file that is missing is said as for lines, not in Arrow's words
     if path.suffix.lower() not in PARQUET:
         _delimited(path)  # its header
         return None
     try:
         return int(pq.read_metadata(path).num_rows)
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
@@ -48,8 +52,12 @@ def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
     """
     if path.is_dir():
         dataset = _saved(path)
-        columns = [name for name in dataset.column_names if name in wanted] or dataset.column_names
-        for table in dataset.select_columns(columns).with_format("arrow").iter(CHUNK_ROWS):
+        columns = [
+            name for name in dataset.column_names if name in wanted
+        ] or dataset.column_names
+        for table in (
+            dataset.select_columns(columns).with_format("arrow").iter(CHUNK_ROWS)
+        ):
             for row in table.to_pylist():
                 yield json.dumps(row, default=str).encode()
         return
@@ -74,5 +82,7 @@ def _saved(folder: Path) -> Any:
     """Return a data set that `datasets` has saved. Raise UserError if the folder holds several."""
     splits = sorted(one.name for one in folder.iterdir() if is_saved_dataset(one))
     if len(splits) > 1:
-        raise UserError(f"{folder} holds the data sets {', '.join(splits)}: give one of them, as {folder / splits[0]}")
+        raise UserError(
+            f"{folder} holds the data sets {', '.join(splits)}: give one of them, as {folder / splits[0]}"
+        )
     return saved_split(folder, "train")

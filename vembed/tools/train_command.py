@@ -19,9 +19,15 @@ from vembed.config.places import data_places, missing_data
 from vembed.config.resolved import Decision, ResolvedRun
 from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
-from vembed.distributed.environment import GROUP, RankInfo, read_rank_info
-from vembed.distributed.launch import DEFAULT_PORT, RUN_ID, num_visible_devices, rank_environments, run_ranks
 from vembed.errors import UserError
+from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
+from vembed.parallel.launch import (
+    DEFAULT_PORT,
+    RUN_ID,
+    num_visible_devices,
+    rank_environments,
+    run_ranks,
+)
 from vembed.training.resume import candidates, refuse_own_model
 
 
@@ -65,15 +71,21 @@ def run_train(
     """
     given = {} if arguments.run_id is None else {RUN_ID: arguments.run_id}
     env = {**env, **given}
-    resolved = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage, env=env)
+    resolved = resolve_run(
+        arguments.source, arguments.overrides, stage=arguments.stage, env=env
+    )
     config = resolved.config
     rank_info = _rank_info(arguments, resolved, env)
     if rank_info is not None:
         launch = Launch(rank_info.world_size, "set by the launcher")
     else:
-        launch = resolve_launch(resolved, arguments, env, starts_processes=starts_processes)
+        launch = resolve_launch(
+            resolved, arguments, env, starts_processes=starts_processes
+        )
         if launch.world_size == 1:
-            read_rank_info(env)  # refuses some of torch's variables without the others, as the run itself would
+            read_rank_info(
+                env
+            )  # refuses some of torch's variables without the others, as the run itself would
     # Resuming compares the global batch with the checkpoint's, and keeps that one.
     if not config.resume:
         batch_size_per_process(config, launch.world_size)
@@ -81,12 +93,20 @@ def run_train(
         sys.stdout.write(describe_run(resolved, launch, arguments))
         sys.stdout.write(_described_data(config))
         if give is not None:
-            give({"is_dry_run": True, "processes": launch.world_size, "options": config.to_dict()})
+            give(
+                {
+                    "is_dry_run": True,
+                    "processes": launch.world_size,
+                    "options": config.to_dict(),
+                }
+            )
         return 0
     require_earlier_stage(resolved)
     if rank_info is None:
         refuse_own_model(config)
-        candidates(config)  # refuses a folder with an earlier run before any process is started
+        candidates(
+            config
+        )  # refuses a folder with an earlier run before any process is started
     if rank_info is not None or launch.world_size == 1:
         os.environ.update({**(launch.changes or {}), **given})
         code = _train_here(resolved)
@@ -99,11 +119,14 @@ def run_train(
 
 def result_of(output_dir: str | Path) -> dict[str, Any]:
     """Return the result of a finished run as JSON values, from its folder."""
-    from vembed.report.record import read_run
-    from vembed.report.several_runs import run_json
+    from vembed.evaluation.report.record import read_run
+    from vembed.evaluation.report.several_runs import run_json
 
     folder = Path(output_dir)
-    return {"model_dir": str(folder / "final"), **run_json(folder.resolve().name, read_run(folder))}
+    return {
+        "model_dir": str(folder / "final"),
+        **run_json(folder.resolve().name, read_run(folder)),
+    }
 
 
 def resolve_launch(
@@ -127,7 +150,9 @@ def resolve_launch(
     num_machines = run.machines.value
     num_processes, reason = _processes_here(run, num_devices, starts_processes)
     if num_gpus is not None and num_processes > num_gpus:
-        raise UserError(f"{num_processes} processes ({reason}) do not fit on --gpu with {num_gpus} GPU(s) per machine")
+        raise UserError(
+            f"{num_processes} processes ({reason}) do not fit on --gpu with {num_gpus} GPU(s) per machine"
+        )
     if num_devices and num_processes > num_devices and not is_dry_run:
         raise UserError(
             f"{num_processes} processes ({reason}), but this machine shows {num_devices} GPU(s): give --nproc "
@@ -139,19 +164,34 @@ def resolve_launch(
             "leave strategy out, or the number"
         )
     launch = Launch(num_processes, reason, num_machines, changes=changes)
-    return launch if num_machines == 1 or arguments is None else _among_machines(launch, arguments, file)
+    return (
+        launch
+        if num_machines == 1 or arguments is None
+        else _among_machines(launch, arguments, file)
+    )
 
 
 def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) -> str:
     """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
     config, strategy = run.config, run.strategy.value
     lines = [render(config, run.origins, only_given=not arguments.shows_all).rstrip()]
-    lines += [] if arguments.shows_all else ["# All other options have their defaults; --all lists them."]
+    lines += (
+        []
+        if arguments.shows_all
+        else ["# All other options have their defaults; --all lists them."]
+    )
     lines.append("")
     lines += [f"translated: {line}" for line in run.translated]
-    lines += [f"note: {line}" for line in (*run.notes, *(run.fsdp_notes if strategy != "auto" else ()))]
+    lines += [
+        f"note: {line}"
+        for line in (*run.notes, *(run.fsdp_notes if strategy != "auto" else ()))
+    ]
     if launch.world_size == 1:
-        asked = "" if strategy in ("auto", "single") else f", although {strategy} was asked for"
+        asked = (
+            ""
+            if strategy in ("auto", "single")
+            else f", although {strategy} was asked for"
+        )
         lines.append(f"strategy: single (one process{asked})")
     elif strategy == "auto":
         lines.append(f"strategy: auto ({run.strategy.reason})")
@@ -165,26 +205,40 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
         )
     lines.append(f"gradient checkpointing: {run.recomputation}")
     lines += run.left_to_gpus()
-    precision = run.asked_precision(sharded=strategy == "fsdp" and launch.world_size > 1)
+    precision = run.asked_precision(
+        sharded=strategy == "fsdp" and launch.world_size > 1
+    )
     lines.append(f"mixed precision: {precision.value} ({_precision_reason(precision)})")
-    machines = f" on each of {launch.num_machines} machines" if launch.num_machines > 1 else ""
-    lines.append(f"world size: {launch.world_size} = {launch.num_processes} process(es){machines} ({launch.reason})")
+    machines = (
+        f" on each of {launch.num_machines} machines" if launch.num_machines > 1 else ""
+    )
+    lines.append(
+        f"world size: {launch.world_size} = {launch.num_processes} process(es){machines} ({launch.reason})"
+    )
     per_process = (
-        config.batch_size if config.global_batch_size is None else config.global_batch_size / launch.world_size
+        config.batch_size
+        if config.global_batch_size is None
+        else config.global_batch_size / launch.world_size
     )
     total = config.global_batch_size or config.batch_size * launch.world_size
-    lines.append(f"global batch: {total:,d} = {launch.world_size} x {per_process:g} examples")
+    lines.append(
+        f"global batch: {total:,d} = {launch.world_size} x {per_process:g} examples"
+    )
     lines += [f"{name}: {value} ({_found(value)})" for name, value in _paths(config)]
     lines.append("would run: " + _shown_command(launch, arguments))
     return "\n".join(lines) + "\n"
 
 
-def _rank_info(arguments: TrainArguments, run: ResolvedRun, env: Mapping[str, str]) -> RankInfo | None:
+def _rank_info(
+    arguments: TrainArguments, run: ResolvedRun, env: Mapping[str, str]
+) -> RankInfo | None:
     """Return the rank info of this process if a launcher has started it; None if vembed is to start the processes."""
     if all(env.get(name) for name in GROUP):
         return read_rank_info(env)
     # `accelerate launch` sets no rank for the one process that it starts without GPUs, however many were asked for.
-    if "ACCELERATE_MIXED_PRECISION" in env and not any(env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
+    if "ACCELERATE_MIXED_PRECISION" in env and not any(
+        env.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    ):
         if not env.get("MASTER_ADDR"):
             return RankInfo()
         if run.processes.value == "auto":
@@ -194,7 +248,11 @@ def _rank_info(arguments: TrainArguments, run: ResolvedRun, env: Mapping[str, st
                 "`vembed train CONFIG --nproc N` or `torchrun --nproc_per_node N vembed/entrypoints/train.py CONFIG`"
             )
         return None
-    asked = arguments.machine_rank is not None or arguments.main_process_ip is not None or run.machines.value > 1
+    asked = (
+        arguments.machine_rank is not None
+        or arguments.main_process_ip is not None
+        or run.machines.value > 1
+    )
     # Cluster systems set some of these variables per machine with other meanings, so explicit flags are required.
     if asked or env.get("WORLD_SIZE", "1") == "1":
         return None
@@ -216,10 +274,16 @@ def _device_changes(file: AccelerateFile | None) -> dict[str, str]:
 
 
 def _precision_reason(asked: Decision[AskedPrecision]) -> str:
-    return "as the device allows: bf16 on GPUs that have it" if asked.value == "auto" else asked.reason
+    return (
+        "as the device allows: bf16 on GPUs that have it"
+        if asked.value == "auto"
+        else asked.reason
+    )
 
 
-def _processes_here(run: ResolvedRun, num_devices: int, starts_processes: bool) -> tuple[int, str]:
+def _processes_here(
+    run: ResolvedRun, num_devices: int, starts_processes: bool
+) -> tuple[int, str]:
     asked = run.processes
     if asked.value != "auto":
         return asked.value, asked.reason
@@ -230,11 +294,17 @@ def _processes_here(run: ResolvedRun, num_devices: int, starts_processes: bool) 
     return (num_devices, "one per GPU") if num_devices else (1, "no GPU here")
 
 
-def _among_machines(launch: Launch, arguments: TrainArguments, file: AccelerateFile | None) -> Launch:
+def _among_machines(
+    launch: Launch, arguments: TrainArguments, file: AccelerateFile | None
+) -> Launch:
     ip = arguments.main_process_ip or (file.main_process_ip if file else None)
     port = arguments.main_process_port or (file.main_process_port if file else None)
     rank = arguments.machine_rank
-    missing = [flag for flag, value in (("--machine-rank", rank), ("--main-process-ip", ip)) if value is None]
+    missing = [
+        flag
+        for flag, value in (("--machine-rank", rank), ("--main-process-ip", ip))
+        if value is None
+    ]
     if missing and not arguments.is_dry_run:
         raise UserError(
             f"num_machines: {launch.num_machines} needs {' and '.join(missing)}: start the same command on every "
@@ -244,7 +314,9 @@ def _among_machines(launch: Launch, arguments: TrainArguments, file: AccelerateF
         raise UserError(
             f"--machine-rank {rank} must be below num_machines: {launch.num_machines}; machines count from 0"
         )
-    return replace(launch, machine_rank=rank or 0, main_process_ip=ip, main_process_port=port)
+    return replace(
+        launch, machine_rank=rank or 0, main_process_ip=ip, main_process_port=port
+    )
 
 
 def _train_here(resolved: ResolvedRun) -> int:
@@ -270,14 +342,22 @@ def _environments(launch: Launch, env: Mapping[str, str]) -> list[dict[str, str]
 
 
 def _shown_command(launch: Launch, arguments: TrainArguments) -> str:
-    command = shlex.join(["python", "-m", "vembed.entrypoints.train", *arguments.shown_words()])
-    changes = "".join(f"{name}={value} " for name, value in (launch.changes or {}).items())
+    command = shlex.join(
+        ["python", "-m", "vembed.entrypoints.train", *arguments.shown_words()]
+    )
+    changes = "".join(
+        f"{name}={value} " for name, value in (launch.changes or {}).items()
+    )
     if launch.world_size == 1:
         return f"{changes}{command} (in this process)"
     first = launch.machine_rank * launch.num_processes
     address = f"{launch.main_process_ip or ('127.0.0.1' if launch.num_machines == 1 else 'ADDRESS')}"
-    port = launch.main_process_port or (DEFAULT_PORT if launch.num_machines > 1 else "a free one")
-    ranks = f"ranks {first} to {first + launch.num_processes - 1} of {launch.world_size}"
+    port = launch.main_process_port or (
+        DEFAULT_PORT if launch.num_machines > 1 else "a free one"
+    )
+    ranks = (
+        f"ranks {first} to {first + launch.num_processes - 1} of {launch.world_size}"
+    )
     return f"{changes}{command} ({ranks}, main process at {address}, port {port})"
 
 
@@ -286,7 +366,7 @@ def _described_data(config: TrainConfig) -> str:
     if missing_data(config):
         return ""
     sys.stdout.flush()  # a mistake in the data is reported after what is known
-    from vembed.start.data_page import data_page
+    from vembed.data_tools.init.data_page import data_page
 
     return f"\n==== data\n{data_page(config)}"
 

@@ -20,30 +20,48 @@ def run_train_tokenizer(data: str, folder: str, vocab_size: int) -> int:
     """Train a tokenizer on all texts of a data file, with or without pairs; return the number of its tokens."""
     target = Path(folder)
     if target.exists() and any(target.iterdir()):
-        raise UserError(f"--tokenizer {folder}: the folder is not empty; give a new one")
-    examples = open_examples(TrainConfig(model_name="-", data_path=data, loss="none"), data)
+        raise UserError(
+            f"--tokenizer {folder}: the folder is not empty; give a new one"
+        )
+    examples = open_examples(
+        TrainConfig(model_name="-", data_path=data, loss="none"), data
+    )
     found = (examples[number] for number in range(len(examples)))
-    items = (item for one in found for item in (one.query, *one.positives, *one.negatives))
-    return train_tokenizer((item.text for item in items if item.text is not None), target, vocab_size=vocab_size)
+    items = (
+        item for one in found for item in (one.query, *one.positives, *one.negatives)
+    )
+    return train_tokenizer(
+        (item.text for item in items if item.text is not None),
+        target,
+        vocab_size=vocab_size,
+    )
 
 
-def train_tokenizer(texts: Iterable[str], folder: Path, *, vocab_size: int = VOCAB_SIZE) -> int:
+def train_tokenizer(
+    texts: Iterable[str], folder: Path, *, vocab_size: int = VOCAB_SIZE
+) -> int:
     """Train a tokenizer, save it to `folder`, and return the number of its tokens. Any text is bytes, so none is
     unknown; each text ends with an end token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[PAD, END, MASK], show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=[PAD, END, MASK],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(texts, trainer)
     end = tokenizer.token_to_id(END)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {END}", pair=f"$A {END} $B {END}", special_tokens=[(END, end)]
     )
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, mask_token=MASK, padding_side="right"
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        mask_token=MASK,
+        padding_side="right",
     )
     wrapped.save_pretrained(folder)
     return len(wrapped)

@@ -23,9 +23,13 @@ def check_target(output: str) -> Path:
     """The path of a file that can be written, by its ending and its folder."""
     target = Path(output)
     if target.suffix not in (".npy", ".parquet"):
-        raise UserError(f"{output} ends in {target.suffix or 'nothing'}, and vembed encode writes .npy and .parquet")
+        raise UserError(
+            f"{output} ends in {target.suffix or 'nothing'}, and vembed encode writes .npy and .parquet"
+        )
     if not target.absolute().parent.is_dir():
-        raise UserError(f"{target.absolute().parent} is not a folder, so {target.name} cannot be written there")
+        raise UserError(
+            f"{target.absolute().parent} is not a folder, so {target.name} cannot be written there"
+        )
     return target
 
 
@@ -37,7 +41,9 @@ def kept_path(target: Path) -> Path:
 def check_kept_names(keep: Sequence[str]) -> None:
     """Raise UserError if kept columns cannot have these names."""
     if len(set(keep)) < len(keep) or "embedding" in keep:
-        raise UserError(f"--keep {','.join(keep)}: name each column once, and none embedding, as the vectors are named")
+        raise UserError(
+            f"--keep {','.join(keep)}: name each column once, and none embedding, as the vectors are named"
+        )
 
 
 def kept_beside(target: Path, keep: Sequence[str]) -> str:
@@ -50,7 +56,12 @@ def kept_beside(target: Path, keep: Sequence[str]) -> str:
 class VectorWriter(Protocol):
     """Takes rows in order."""
 
-    def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:
+    def write(
+        self,
+        embeddings_ND: np.ndarray,
+        ids: list[str | None],
+        kept: Mapping[str, list[Any]],
+    ) -> None:
         """Append rows, with their ids and the columns that are kept."""
         ...
 
@@ -62,7 +73,12 @@ class VectorWriter(Protocol):
 class _NoWriter:
     """Writer of the other processes: writes nothing."""
 
-    def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:
+    def write(
+        self,
+        embeddings_ND: np.ndarray,
+        ids: list[str | None],
+        kept: Mapping[str, list[Any]],
+    ) -> None:
         """Let the first process write."""
 
     def close(self) -> None:
@@ -73,7 +89,13 @@ class _NpyWriter:
     """A .npy file that grows; its header has a fixed size and is written again at the end with the number of rows. Kept
     columns go to a file of their own."""
 
-    def __init__(self, file: BinaryIO, shape: tuple[int, ...], beside: BinaryIO | None, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        shape: tuple[int, ...],
+        beside: BinaryIO | None,
+        dtype: np.dtype[Any],
+    ) -> None:
         self.file = file
         self.dtype = dtype
         self.shape = shape
@@ -81,13 +103,20 @@ class _NpyWriter:
         self.num_rows = 0
         self._header()
 
-    def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:  # noqa: ARG002 - an array has no names
+    def write(
+        self,
+        embeddings_ND: np.ndarray,
+        ids: list[str | None],  # noqa: ARG002
+        kept: Mapping[str, list[Any]],
+    ) -> None:
         """Append rows."""
         self.num_rows += len(embeddings_ND)
         self.file.write(np.ascontiguousarray(embeddings_ND, self.dtype).tobytes())
         if self.beside is not None:
             for values in zip(*kept.values(), strict=True):
-                line = json.dumps(dict(zip(kept, values, strict=True)), ensure_ascii=False)
+                line = json.dumps(
+                    dict(zip(kept, values, strict=True)), ensure_ascii=False
+                )
                 self.beside.write(line.encode() + b"\n")
 
     def close(self) -> None:
@@ -107,7 +136,9 @@ class _NpyWriter:
 class _ParquetWriter:
     """A row group per chunk: the kept columns, the embedding, and the id where the first record has one."""
 
-    def __init__(self, file: BinaryIO, num_dims: int, keep: Sequence[str], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, file: BinaryIO, num_dims: int, keep: Sequence[str], dtype: np.dtype[Any]
+    ) -> None:
         self.file = file
         self.dtype = dtype
         self.num_dims = num_dims
@@ -115,7 +146,12 @@ class _ParquetWriter:
         self.writer: pq.ParquetWriter | None = None
         self.has_ids = False
 
-    def write(self, embeddings_ND: np.ndarray, ids: list[str | None], kept: Mapping[str, list[Any]]) -> None:
+    def write(
+        self,
+        embeddings_ND: np.ndarray,
+        ids: list[str | None],
+        kept: Mapping[str, list[Any]],
+    ) -> None:
         """Append rows."""
         if self.writer is None:
             # The first chunk decides on the columns: a Parquet file has one schema, which is written before the first
@@ -126,7 +162,9 @@ class _ParquetWriter:
         schema = self.writer.schema
         flat = pa.array(np.ascontiguousarray(embeddings_ND, self.dtype).reshape(-1))
         columns = [pa.array(ids, pa.string())] if self.has_ids else []
-        columns += [_column(name, kept[name], schema.field(name).type) for name in self.keep]
+        columns += [
+            _column(name, kept[name], schema.field(name).type) for name in self.keep
+        ]
         columns.append(pa.FixedSizeListArray.from_arrays(flat, self.num_dims))
         self.writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
@@ -140,9 +178,15 @@ class _ParquetWriter:
     def _open(self, kept: Mapping[str, pa.DataType]) -> None:
         fields = [pa.field("id", pa.string())] if self.has_ids else []
         fields += [pa.field(name, kind) for name, kind in kept.items()]
-        fields.append(pa.field("embedding", pa.list_(pa.from_numpy_dtype(self.dtype), self.num_dims)))
+        fields.append(
+            pa.field(
+                "embedding", pa.list_(pa.from_numpy_dtype(self.dtype), self.num_dims)
+            )
+        )
         names = [one.name for one in fields[:-1]]
-        self.writer = pq.ParquetWriter(self.file, pa.schema(fields), compression="zstd", use_dictionary=names)
+        self.writer = pq.ParquetWriter(
+            self.file, pa.schema(fields), compression="zstd", use_dictionary=names
+        )
 
 
 def _type_of(values: Sequence[Any]) -> pa.DataType:
@@ -151,18 +195,29 @@ def _type_of(values: Sequence[Any]) -> pa.DataType:
         kind = pa.infer_type(values)
     except pa.ArrowException:
         return pa.string()
-    is_plain = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    is_plain = (
+        pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_boolean(kind)
+    )
     return kind if is_plain else pa.string()
 
 
 def _column(name: str, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if pa.types.is_string(kind):
-        texts = [one if one is None or isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in values]
+        texts = [
+            one
+            if one is None or isinstance(one, str)
+            else json.dumps(one, ensure_ascii=False)
+            for one in values
+        ]
         return pa.array(texts, kind)
     try:
         return pa.array(values, kind)
     except pa.ArrowException as error:
-        raise UserError(f"--keep {name}: a later value is no {kind} as the first ones are: {error}") from error
+        raise UserError(
+            f"--keep {name}: a later value is no {kind} as the first ones are: {error}"
+        ) from error
 
 
 @contextmanager
@@ -183,10 +238,14 @@ def vector_writer(
     targets = [target, kept_path(target)] if is_array and keep else [target]
     with ExitStack() as stack:
         partials = [stack.enter_context(replaced_file(one)) for one in targets]
-        file, *beside = [stack.enter_context(one.open("wb")) for one in partials]  # closed before they are renamed
+        file, *beside = [
+            stack.enter_context(one.open("wb")) for one in partials
+        ]  # closed before they are renamed
         writer: VectorWriter
         if is_array:
-            writer = _NpyWriter(file, shape, beside[0] if beside else None, np.dtype(dtype))
+            writer = _NpyWriter(
+                file, shape, beside[0] if beside else None, np.dtype(dtype)
+            )
         else:
             writer = _ParquetWriter(file, shape[0], keep, np.dtype(dtype))
         yield writer

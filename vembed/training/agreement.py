@@ -8,7 +8,7 @@ from typing import Any
 
 from vembed.config.ranks import BY_CONTENT, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
-from vembed.distributed.meeting import COMPARED, DECIDED
+from vembed.parallel.meeting import COMPARED, DECIDED
 from vembed.training.fingerprints import of_data, of_model
 
 
@@ -19,9 +19,13 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
     for name, value in config.to_dict().items():
         if name == "resume":
             # Rank 0 chooses the checkpoint; the ranks compare it when they have found it.
-            facts[name] = value if isinstance(value, bool) or value == "auto" else "a path"
+            facts[name] = (
+                value if isinstance(value, bool) or value == "auto" else "a path"
+            )
         elif name in BY_CONTENT:
-            facts[name] = content(value, _print_of(BY_CONTENT[name], config.model_revision))
+            facts[name] = content(
+                value, _print_of(BY_CONTENT[name], config.model_revision)
+            )
         elif name not in MAY_DIFFER:
             facts[name] = value
     facts |= {f"{name}{DECIDED}": value for name, value in _decisions(run).items()}
@@ -31,7 +35,11 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
 def content(value: Any, print_of: Callable[[str], str | None]) -> Any:
     """Return what is compared of the value of an option that names files, and how a message shows it."""
     compared = by_content(value, print_of)
-    return compared if compared == value else {COMPARED: compared, "shown": f"{value} ({compared})"}
+    return (
+        compared
+        if compared == value
+        else {COMPARED: compared, "shown": f"{value} ({compared})"}
+    )
 
 
 def by_content(value: Any, print_of: Callable[[str], str | None]) -> Any:
@@ -52,7 +60,11 @@ def _print_of(kind: str, revision: str | None) -> Callable[[str], str | None]:
 
 def _decisions(run: ResolvedRun) -> dict[str, Any]:
     """Return what follows from options, files and the environment together."""
-    fsdp = {} if run.fsdp is None else {f"fsdp {name}": value for name, value in asdict(run.fsdp).items()}
+    fsdp = (
+        {}
+        if run.fsdp is None
+        else {f"fsdp {name}": value for name, value in asdict(run.fsdp).items()}
+    )
     for name in ("fsdp source", "fsdp precision_reason"):
         fsdp.pop(name, None)
     return {

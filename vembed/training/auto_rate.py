@@ -13,22 +13,26 @@ from torch import nn
 from vembed.config.rate import HEAD, Trained, What, peak_rate
 from vembed.config.rhythm import starts_from_nothing
 from vembed.config.schema import TrainConfig
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.models.adapters import wants_adapters
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.training.optim import is_head
 
 log = logging.getLogger("vembed")
 
 
-def with_rate(config: TrainConfig, embedder: EmbeddingModel, session: Session, total_steps: int) -> TrainConfig:
+def with_rate(
+    config: TrainConfig, embedder: EmbeddingModel, session: Session, total_steps: int
+) -> TrainConfig:
     """Return the config with a number for `learning_rate`, and log why. Call it before the model is sharded, while rank
     0 holds all of it. Collective. `total_steps`: of the run."""
     if config.learning_rate != "auto":
         return config
     description = embedder.description
-    is_new = collectives.broadcast_json(has_initial_norms(embedder) if session.is_main else None)
+    is_new = collectives.broadcast_json(
+        has_initial_norms(embedder) if session.is_main else None
+    )
     facts = Trained(
         what=_what(config, embedder),
         family=description.family,
@@ -44,14 +48,17 @@ def with_rate(config: TrainConfig, embedder: EmbeddingModel, session: Session, t
     if description.traits.has_two_models and config.head_learning_rate is None:
         changes["head_learning_rate"] = max(HEAD, decision.value)
         log.info(
-            "head_learning_rate: %g (auto; the projections of the two towers are new)", changes["head_learning_rate"]
+            "head_learning_rate: %g (auto; the projections of the two towers are new)",
+            changes["head_learning_rate"],
         )
     return config.model_copy(update=changes)
 
 
 def _is_tuned(folder: Path) -> bool:
     """Return whether the folder is that of an embedding model: it names a pooling, and has learned from pairs."""
-    return any((one / "modules.json").is_file() for one in (folder, folder.parent)) and not _is_pretrained(folder)
+    return any(
+        (one / "modules.json").is_file() for one in (folder, folder.parent)
+    ) and not _is_pretrained(folder)
 
 
 def _is_pretrained(folder: Path) -> bool:
@@ -62,12 +69,21 @@ def _is_pretrained(folder: Path) -> bool:
     if folder.name != "final" or not config.is_file():
         return False
     written = yaml.safe_load(config.read_text("utf-8"))
-    return isinstance(written, dict) and written.get("loss") == "none" and not written.get("losses")
+    return (
+        isinstance(written, dict)
+        and written.get("loss") == "none"
+        and not written.get("losses")
+    )
 
 
 def has_initial_norms(model: nn.Module) -> bool:
     """Return True if every norm has its initial weights, ones and zeros, which no trained model has."""
-    weights = [one for module in model.modules() if "Norm" in type(module).__name__ for one in _own(module)]
+    weights = [
+        one
+        for module in model.modules()
+        if "Norm" in type(module).__name__
+        for one in _own(module)
+    ]
     return bool(weights) and all(bool((one == value).all()) for one, value in weights)
 
 
@@ -80,5 +96,9 @@ def _own(module: nn.Module) -> Iterable[tuple[torch.Tensor, float]]:
 def _what(config: TrainConfig, embedder: EmbeddingModel) -> What:
     if wants_adapters(config):
         return "adapters"
-    names = [name for name, parameter in embedder.named_parameters() if parameter.requires_grad]
+    names = [
+        name
+        for name, parameter in embedder.named_parameters()
+        if parameter.requires_grad
+    ]
     return "head" if names and all(is_head(name) for name in names) else "weights"

@@ -24,6 +24,8 @@ class AuxiliaryFigures(Hook):
     def figures(self, report: StepReport) -> Mapping[str, float]:
         """Return the means since the last call. They are those of the global batch, the same on every rank."""
         del report
-        means = {f"loss/{name}": value / self._num for name, value in self._sums.items()}
+        means = {
+            f"loss/{name}": value / self._num for name, value in self._sums.items()
+        }
         self._sums, self._num = {}, 0
         return means

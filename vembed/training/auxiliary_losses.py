@@ -17,8 +17,8 @@ from torch import Tensor
 from vembed.config.schema import TrainConfig
 from vembed.data.feeding import row_index
 from vembed.data.rank_batch import RankBatch
-from vembed.distributed import collectives
 from vembed.errors import UserError
+from vembed.parallel import collectives
 
 Parts = Sequence[Mapping[str, Tensor]]
 """Auxiliary losses of each slice of a micro-batch: name -> [2, n] or [2, 1], sums and counts."""
@@ -37,7 +37,10 @@ class AuxiliaryBatch:
 
     def means(self) -> dict[str, float]:
         """Return each loss of the global batch."""
-        return {name: value / count if count else 0.0 for name, (value, count) in self.total.items()}
+        return {
+            name: value / count if count else 0.0
+            for name, (value, count) in self.total.items()
+        }
 
 
 class AuxiliaryLosses:
@@ -53,13 +56,19 @@ class AuxiliaryLosses:
         counted = np.bincount(np.concatenate(roles), minlength=len(rank_batch.features))
         return AuxiliaryBatch(torch.from_numpy(counted).to(device))
 
-    def count(self, batch: AuxiliaryBatch, parts: Parts, rows: Sequence[Sequence[int]]) -> None:
+    def count(
+        self, batch: AuxiliaryBatch, parts: Parts, rows: Sequence[Sequence[int]]
+    ) -> None:
         """Add the sums and counts of one micro-batch. A dummy adds its names alone, which every rank then has."""
         for found, places in zip(parts, rows, strict=True):
             for name, values in found.items():
-                before = batch.own.setdefault(name, torch.zeros(2, dtype=torch.float64, device=values.device))
+                before = batch.own.setdefault(
+                    name, torch.zeros(2, dtype=torch.float64, device=values.device)
+                )
                 if places:
-                    before += (values.detach() * _weights(batch, values, places)).sum(dim=1)
+                    before += (values.detach() * _weights(batch, values, places)).sum(
+                        dim=1
+                    )
 
     def agree(self, batch: AuxiliaryBatch) -> None:
         """Set the sums and counts of the global batch. Collective if the model has auxiliary losses."""
@@ -72,7 +81,9 @@ class AuxiliaryLosses:
             )
         if not names:
             if self.is_alone:
-                raise UserError("loss: none trains by the losses that the model returns, and it returns none")
+                raise UserError(
+                    "loss: none trains by the losses that the model returns, and it returns none"
+                )
             return
         flat = torch.stack([batch.own[name] for name in names]).flatten().tolist()
         summed = iter(collectives.sum_scalars(flat))
@@ -87,7 +98,9 @@ class AuxiliaryLosses:
                 total = total + self.weight(name) * batch.own[name][0] / count
         return total
 
-    def surrogate(self, batch: AuxiliaryBatch, parts: Parts, rows: Sequence[Sequence[int]]) -> Tensor | None:
+    def surrogate(
+        self, batch: AuxiliaryBatch, parts: Parts, rows: Sequence[Sequence[int]]
+    ) -> Tensor | None:
         """Return what one micro-batch adds to the weighted sum, with its graph; None if nothing has a graph."""
         terms: list[Tensor] = []
         for found, places in zip(parts, rows, strict=True):
@@ -97,7 +110,9 @@ class AuxiliaryLosses:
                 count = batch.total[name][1]
                 # A dummy counts nothing, but its backward takes part in the ranks' collectives.
                 factor = self.weight(name) / count if places and count else 0.0
-                sums = values[0] * _weights(batch, values, places) if places else values[0]
+                sums = (
+                    values[0] * _weights(batch, values, places) if places else values[0]
+                )
                 terms.append(factor * sums.sum())
         return torch.stack(terms).sum() if terms else None
 
@@ -109,5 +124,7 @@ class AuxiliaryLosses:
 def _weights(batch: AuxiliaryBatch, values: Tensor, places: Sequence[int]) -> Tensor:
     """Return the occurrences of each input; 1 for sums over a whole micro-batch, whose inputs cannot be told apart."""
     if values.shape[1] == len(places):
-        return batch.occurrences[row_index(places, batch.occurrences.device)].to(values.dtype)
+        return batch.occurrences[row_index(places, batch.occurrences.device)].to(
+            values.dtype
+        )
     return values.new_ones(values.shape[1])

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from vembed.distributed.parameters import reshard
 from vembed.errors import UserError
 from vembed.models.names import plain_name
+from vembed.parallel.parameters import reshard
 from vembed.training.hooks import Hook, Run, StepReport
 
 
@@ -37,9 +37,15 @@ class WeightAverage(Hook):
                 f"ema: {self.decay} cannot average the flat parameters of FSDP1: use fsdp_version: 2, or leave ema out"
             )
         self._model = model
-        self._trained = {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
+        self._trained = {
+            plain_name(name): one
+            for name, one in model.named_parameters()
+            if one.requires_grad
+        }
         # float32, since small changes of a 16-bit average would be rounded away.
-        self._averages = {name: one.detach().clone().float() for name, one in self._trained.items()}
+        self._averages = {
+            name: one.detach().clone().float() for name, one in self._trained.items()
+        }
 
     @override
     def on_step(self, report: StepReport) -> None:
@@ -73,7 +79,9 @@ class WeightAverage(Hook):
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         reshard(self._model)  # what is still gathered would keep the trained weights
-        kept = {name: _local(one).detach().clone() for name, one in self._trained.items()}
+        kept = {
+            name: _local(one).detach().clone() for name, one in self._trained.items()
+        }
         self._put({name: _local(one) for name, one in self._averages.items()})
         try:
             yield
@@ -89,8 +97,15 @@ class WeightAverage(Hook):
 
 def averages_of(model: nn.Module) -> dict[str, Tensor]:
     """Return room for the averages of a model's trained weights, by the names that they have in a checkpoint."""
-    trained = {plain_name(name): one for name, one in model.named_parameters() if one.requires_grad}
-    return {f"{WeightAverage.name}.{name}": torch.zeros_like(one, dtype=torch.float32) for name, one in trained.items()}
+    trained = {
+        plain_name(name): one
+        for name, one in model.named_parameters()
+        if one.requires_grad
+    }
+    return {
+        f"{WeightAverage.name}.{name}": torch.zeros_like(one, dtype=torch.float32)
+        for name, one in trained.items()
+    }
 
 
 def put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:

@@ -12,20 +12,26 @@ from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Features, Featuriser
-from vembed.distributed import collectives
-from vembed.distributed.devices import seed_draws
-from vembed.distributed.estimate import CPU_MICRO_BATCH_TOKENS, GIB, OPTIMIZER_BYTES, Demand, measure
-from vembed.distributed.memory import is_shortage
-from vembed.distributed.parameters import (
+from vembed.errors import RunError
+from vembed.models.families.table import Modality
+from vembed.parallel import collectives
+from vembed.parallel.devices import seed_draws
+from vembed.parallel.estimate import (
+    CPU_MICRO_BATCH_TOKENS,
+    GIB,
+    OPTIMIZER_BYTES,
+    Demand,
+    measure,
+)
+from vembed.parallel.memory import is_shortage
+from vembed.parallel.parameters import (
     discard_passes,
     forget_forward,
     num_parameters,
     set_gradient_sync,
     set_keep_gathered,
 )
-from vembed.distributed.session import Session
-from vembed.errors import RunError
-from vembed.families.table import Modality
+from vembed.parallel.session import Session
 
 log = logging.getLogger("vembed")
 
@@ -43,7 +49,9 @@ class Budget:
     use_gradient_cache: bool | None
     """Switch: use Gradient Cache. None: decided per batch by `kept_graph_tokens`."""
 
-    def keeps_graphs(self, padded_tokens: int, num_forwards: int, session: Session) -> bool:
+    def keeps_graphs(
+        self, padded_tokens: int, num_forwards: int, session: Session
+    ) -> bool:
         """Return whether phase 1 keeps its graphs, so that no phase 2 is needed. The same on every rank."""
         if session.fsdp is not None and session.fsdp.version == 1 and num_forwards > 1:
             return False  # FSDP1 frees a unit's parameters after the first of several pending backward passes
@@ -99,11 +107,19 @@ def find_budget(
     tokens, kept = config.micro_batch_tokens, config.kept_graph_tokens
     on_gpu = session.device.type == "cuda"
     if not ((cache is None and kept == "auto") or (tokens == "auto" and on_gpu)):
-        micro_batch = 2**40 if rows else CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
+        micro_batch = (
+            2**40 if rows else CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
+        )
         return Budget(micro_batch, rows, micro_batch if kept == "auto" else kept, cache)
     if on_gpu:
-        demand = measure_demand(model, featuriser, session, sample, PeakMeter(session.device))
-        demand = replace(demand, fixed=demand.fixed + _bytes_to_come(config, model, featuriser, session, optimizer))
+        demand = measure_demand(
+            model, featuriser, session, sample, PeakMeter(session.device)
+        )
+        demand = replace(
+            demand,
+            fixed=demand.fixed
+            + _bytes_to_come(config, model, featuriser, session, optimizer),
+        )
         free, _ = torch.cuda.mem_get_info(session.device)
         memory = free + torch.cuda.memory_reserved(session.device)
     else:
@@ -113,17 +129,27 @@ def find_budget(
     longest = max((feature.length for feature in sample), default=1)
     found = session.placement.tokens(demand, longest, memory)
     # The minimum over the ranks: all must agree whether a batch has a second phase.
-    micro_batch, kept_tokens = (-most for most in collectives.max_ints([-one for one in found]))
+    micro_batch, kept_tokens = (
+        -most for most in collectives.max_ints([-one for one in found])
+    )
     log.info(
         "micro-batches: up to %s padded tokens; graphs: kept for batches of up to %s padded tokens per rank, larger "
         "ones use Gradient Cache (measured: %.2fGB and %s bytes per token, of %.2fGB)",
-        f"{micro_batch:,d}", f"{kept_tokens:,d}", demand.fixed / GIB, f"{demand.per_token:,.0f}", memory / GIB,
-    )  # fmt: skip
+        f"{micro_batch:,d}",
+        f"{kept_tokens:,d}",
+        demand.fixed / GIB,
+        f"{demand.per_token:,.0f}",
+        memory / GIB,
+    )
     return Budget(2**40 if rows else micro_batch, rows, kept_tokens, cache)
 
 
 def measure_demand(
-    model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features], meter: PeakMeter
+    model: nn.Module,
+    featuriser: Featuriser,
+    session: Session,
+    sample: Sequence[Features],
+    meter: PeakMeter,
 ) -> Demand:
     """Measure the memory of a step's forward and backward passes. Collective.
 
@@ -160,17 +186,25 @@ def measure_demand(
         set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
     if session.device.type == "cuda":
         torch.cuda.empty_cache()
-        if failed and session.strategy == "fsdp":  # the other ranks wait inside a layer: ending this one ends them
-            raise RunError(f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why")
+        if (
+            failed and session.strategy == "fsdp"
+        ):  # the other ranks wait inside a layer: ending this one ends them
+            raise RunError(
+                f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
+            )
     if collectives.max_ints([int(failed)])[0]:
         size = session.placement.size or measure(session.placement.run.config)
         demand = session.placement.demand(size)
-        log.warning("out of memory while memory was measured: the budget follows the estimate of `vembed plan`")
+        log.warning(
+            "out of memory while memory was measured: the budget follows the estimate of `vembed plan`"
+        )
         return demand
     return Demand(fixed, max(per_token, 1.0))
 
 
-def _pass(model: nn.Module, modality: Modality, inputs: dict[str, Tensor], session: Session) -> None:
+def _pass(
+    model: nn.Module, modality: Modality, inputs: dict[str, Tensor], session: Session
+) -> None:
     """Run one micro-batch forward and backward. In a function of its own, so that nothing outlives a failure."""
     seed_draws(0, session.device)
     with torch.enable_grad():
@@ -189,11 +223,20 @@ def _bytes_to_come(
     """Return the bytes that the first step adds to what is measured: the optimizer's state, and the loss."""
     trained = num_parameters(model, trainable_only=True) / session.placement.num_shards
     has_state = optimizer is not None and bool(optimizer.state)
-    state = 0.0 if has_state or session.placement.offloads else trained * OPTIMIZER_BYTES[config.optim]
+    state = (
+        0.0
+        if has_state or session.placement.offloads
+        else trained * OPTIMIZER_BYTES[config.optim]
+    )
     return state + session.placement.loss_bytes(featuriser.description.embedding_dim)
 
 
-def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, sample: Sequence[Features]) -> int:
+def bytes_per_token(
+    model: nn.Module,
+    featuriser: Featuriser,
+    session: Session,
+    sample: Sequence[Features],
+) -> int:
     """Return the graph bytes per token of the longest inputs, measured on a small forward pass. Collective."""
     saved: dict[int, Tensor] = {}
 
@@ -215,9 +258,14 @@ def bytes_per_token(model: nn.Module, featuriser: Featuriser, session: Session, 
         points = []
         for inputs, tokens in _two_sizes(featuriser, modality, sample):
             seed_draws(0, session.device)
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with (
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            ):
                 outputs = model([(modality, _move(inputs, session.device))])
-            points.append((tokens, sum(one.untyped_storage().nbytes() for one in saved.values())))
+            points.append(
+                (tokens, sum(one.untyped_storage().nbytes() for one in saved.values()))
+            )
             del outputs
             forget_forward(model)
             saved.clear()

@@ -43,7 +43,9 @@ OnEvaluation = Callable[[EvaluationInfo], str | None]
 class Callbacks(Hook):
     """The hook that calls a caller's functions."""
 
-    def __init__(self, on_step: OnStep | None = None, on_evaluation: OnEvaluation | None = None) -> None:
+    def __init__(
+        self, on_step: OnStep | None = None, on_evaluation: OnEvaluation | None = None
+    ) -> None:
         self._on_step, self._on_evaluation = on_step, on_evaluation
 
     def on_step(self, report: StepReport) -> str | None:
@@ -51,7 +53,13 @@ class Callbacks(Hook):
         if self._on_step is None:
             return None
         outcome = report.outcome
-        told = StepInfo(report.step, report.epoch, outcome.loss, report.learning_rate, outcome.grad_norm)
+        told = StepInfo(
+            report.step,
+            report.epoch,
+            outcome.loss,
+            report.learning_rate,
+            outcome.grad_norm,
+        )
         return _reason("on_step", self._on_step(told))
 
     def on_evaluation(self, evaluation: Evaluation) -> str | None:
@@ -59,11 +67,15 @@ class Callbacks(Hook):
         if self._on_evaluation is None:
             return None
         one = evaluation
-        told = EvaluationInfo(one.step, one.epoch, dict(one.scores), one.metric, one.is_best)
+        told = EvaluationInfo(
+            one.step, one.epoch, dict(one.scores), one.metric, one.is_best
+        )
         return _reason("on_evaluation", self._on_evaluation(told))
 
 
 def _reason(name: str, answer: str | None) -> str | None:
     if answer not in (None, STOP):
-        raise UserError(f"{name} returned {answer!r}: return {STOP!r} to end the run, or nothing")
+        raise UserError(
+            f"{name} returned {answer!r}: return {STOP!r} to end the run, or nothing"
+        )
     return f"{name} returned {STOP!r}" if answer == STOP else None

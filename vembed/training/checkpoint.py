@@ -31,22 +31,32 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed import collectives
-from vembed.distributed.meeting import require_equal
-from vembed.distributed.placement import CHECKPOINT
-from vembed.distributed.session import Session
 from vembed.errors import RunError, UserError
+from vembed.parallel import collectives
+from vembed.parallel.meeting import require_equal
+from vembed.parallel.placement import CHECKPOINT
+from vembed.parallel.session import Session
 from vembed.saving.durability import way_out
 from vembed.training import checkpoint_schema, integrity
 from vembed.training.earlier_checkpoints import EarlierCheckpoints
 from vembed.training.finished import NothingLeft, finished_run, forget_finished
-from vembed.training.integrity import ABANDONED, DAMAGED, PARTIAL, STATE, checkpoint_name, list_checkpoints
+from vembed.training.integrity import (
+    ABANDONED,
+    DAMAGED,
+    PARTIAL,
+    STATE,
+    checkpoint_name,
+    list_checkpoints,
+)
 from vembed.training.patience import Patience
 from vembed.training.resume import (
     JUDGES,
@@ -90,7 +100,10 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Finish the checkpoint that is being written, also when the run has failed."""
         try:
@@ -133,13 +146,19 @@ class Checkpointer:
             wanted = "true" if self.config.resume is True else self.config.resume
             raise UserError(
                 f"resume: {wanted}, but none of the {len(damaged)} checkpoint(s) is intact ("
-                + "; ".join(f"{path.name}: {problems[0]}" for path, problems in damaged.items())
+                + "; ".join(
+                    f"{path.name}: {problems[0]}" for path, problems in damaged.items()
+                )
                 + "); restore one, or start anew with resume: auto or in another output_dir"
             )
         self._damaged = frozenset(damaged)
         # A path to resume from may be a folder of each machine's own.
-        seal = None if chosen is None else integrity.sha256_of(chosen / integrity.MANIFEST)
-        require_equal("the checkpoint to resume from", seal, "give every machine the same one")
+        seal = (
+            None if chosen is None else integrity.sha256_of(chosen / integrity.MANIFEST)
+        )
+        require_equal(
+            "the checkpoint to resume from", seal, "give every machine the same one"
+        )
         if chosen is not None:
             self._saved_step = int(read_state(chosen)["loop"]["step"])
             log.info("resuming from %s (step %d)", chosen, self._saved_step)
@@ -163,7 +182,10 @@ class Checkpointer:
         if self.session.is_main:
             chosen = None if directory is None else (self._saved_step, directory)
             try:
-                answer = {"is_finished": nothing_left(self.config, chosen, total_steps) is not None}
+                answer = {
+                    "is_finished": nothing_left(self.config, chosen, total_steps)
+                    is not None
+                }
             except UserError as error:
                 answer = {"error": str(error)}
         answer = collectives.broadcast_json(answer)
@@ -190,7 +212,11 @@ class Checkpointer:
                 trim_metrics(self.output, -1)
             else:
                 loop = read_state(directory)["loop"]
-                trim_metrics(self.output, loop["step"], is_scored=loop.get("scored_step") == loop["step"])
+                trim_metrics(
+                    self.output,
+                    loop["step"],
+                    is_scored=loop.get("scored_step") == loop["step"],
+                )
         collectives.barrier()
 
     def check(self, directory: Path | None, identity: Mapping[str, Any]) -> None:
@@ -207,11 +233,18 @@ class Checkpointer:
         if self.config.resume_anyway:
             forbidden = [str(one) for one in differences if not one.is_allowed]
             if forbidden:
-                log.warning("resume_anyway: going on although the settings differ: %s", "; ".join(forbidden))
+                log.warning(
+                    "resume_anyway: going on although the settings differ: %s",
+                    "; ".join(forbidden),
+                )
         else:
             refuse(differences, str(directory))
         # What is auto now is decided again, later.
-        shown = [one for one in differences if one.name not in ("resume", "output_dir") and one.now != "auto"]
+        shown = [
+            one
+            for one in differences
+            if one.name not in ("resume", "output_dir") and one.now != "auto"
+        ]
         changed = [str(one) for one in shown if one.is_allowed]
         if changed:
             log.info("settings changed since the checkpoint: %s", "; ".join(changed))
@@ -233,16 +266,29 @@ class Checkpointer:
         state: dict[str, Any] = saved["loop"]
         changed = {one.name for one in self._differences(directory)} & JUDGES
         if changed:
-            log.info("the best score is reset (eval_metric or the evaluation data changed)")
+            log.info(
+                "the best score is reset (eval_metric or the evaluation data changed)"
+            )
             state |= {"best": None, "best_step": None, "best_scores": {}}
             state["hooks"].pop(Patience.name, None)  # it counts since that score
         if "val_data_path" in changed:
             # Scores on other data do not belong in this run's report and do not count as an evaluation of this step.
-            state |= {"before": {}, "scores": {}, "scored_step": None, "held_scores": {}}
-        return state | self.earlier.look_for(directory, state) if self._chooses else state
+            state |= {
+                "before": {},
+                "scores": {},
+                "scored_step": None,
+                "held_scores": {},
+            }
+        return (
+            state | self.earlier.look_for(directory, state) if self._chooses else state
+        )
 
     def load_weights(
-        self, directory: Path, model: nn.Module, loss: nn.Module, tensors: Mapping[str, Any] | None = None
+        self,
+        directory: Path,
+        model: nn.Module,
+        loss: nn.Module,
+        tensors: Mapping[str, Any] | None = None,
     ) -> bool:
         """Restore only the weights of model and loss, and `tensors` (of the best checkpoint, at the end of a run).
 
@@ -251,7 +297,9 @@ class Checkpointer:
         self.wait()
         problems = self.verify(directory)
         if problems:
-            log.warning("cannot load the weights of %s: %s", directory, "; ".join(problems))
+            log.warning(
+                "cannot load the weights of %s: %s", directory, "; ".join(problems)
+            )
             return False
         self._read(directory, read_state(directory), model, loss, None, tensors or {})
         return True
@@ -267,8 +315,16 @@ class Checkpointer:
     def verify(self, directory: Path) -> list[str]:
         """Return the problems of a checkpoint. Each rank reads its part of the files. Collective."""
         world = self.session.world_size
-        found = checkpoint_schema.verify(directory, part=self.session.rank, num_parts=world)
-        return list(dict.fromkeys(problem for part in collectives.gather_objects_as_json(found) for problem in part))
+        found = checkpoint_schema.verify(
+            directory, part=self.session.rank, num_parts=world
+        )
+        return list(
+            dict.fromkeys(
+                problem
+                for part in collectives.gather_objects_as_json(found)
+                for problem in part
+            )
+        )
 
     @property
     def _chooses(self) -> bool:
@@ -300,7 +356,9 @@ class Checkpointer:
         began = time.monotonic()
         final = self.path_of(step)
         partial = final.with_name(final.name + PARTIAL)
-        problem = self._attempt(lambda: _make_empty(partial) if self.session.is_main else None)
+        problem = self._attempt(
+            lambda: _make_empty(partial) if self.session.is_main else None
+        )
         if problem is None and extra is not None:
             problem = self._attempt(lambda: extra(partial))
         if problem is not None:
@@ -311,18 +369,30 @@ class Checkpointer:
             final,
             self._description(state, optimizer),
             rank=self.session.rank,
-            committed=lambda: self._committed(final, [state.get("best_step"), state.get("held_step")], began),
+            committed=lambda: self._committed(
+                final, [state.get("best_step"), state.get("held_step")], began
+            ),
         )
         weights = tensors_of(model, loss, optimizer, tensors or {})
         planner = DefaultSavePlanner(flatten_state_dict=False)
         if self.config.async_save:
             pending = async_save(
-                weights, storage_writer=writer, planner=planner, process_group=self._group, no_dist=self._alone
+                weights,
+                storage_writer=writer,
+                planner=planner,
+                process_group=self._group,
+                no_dist=self._alone,
             )
             assert isinstance(pending, Future)
             self._pending, self._saving = pending, (step, final)
         else:
-            self._guard(lambda: save(weights, storage_writer=writer, planner=planner, no_dist=self._alone), step, final)
+            self._guard(
+                lambda: save(
+                    weights, storage_writer=writer, planner=planner, no_dist=self._alone
+                ),
+                step,
+                final,
+            )
         self.save_seconds = max(self.save_seconds, time.monotonic() - began)
 
     def wait(self) -> None:
@@ -339,10 +409,16 @@ class Checkpointer:
         problem = integrity.probe(self.output, name)
         problems = collectives.gather_objects_as_json(problem)
         # Skipped where writing failed already: even a lookup may be forbidden there.
-        shared = collectives.gather_objects_as_json(problem is not None or (self.output / ".probe-0").exists())
+        shared = collectives.gather_objects_as_json(
+            problem is not None or (self.output / ".probe-0").exists()
+        )
         if problem is None:
             (self.output / name).unlink()
-        failed = [f"process {rank}: {one}" for rank, one in enumerate(problems) if one is not None]
+        failed = [
+            f"process {rank}: {one}"
+            for rank, one in enumerate(problems)
+            if one is not None
+        ]
         if failed:
             raise UserError(
                 f"output_dir: {self.output} cannot be written to ({'; '.join(failed[:3])}); give a folder that every "
@@ -360,7 +436,11 @@ class Checkpointer:
         for _, path in found:
             integrity.remove(path)
         if found or finished_run(self.output) is not None:
-            log.info("overwrite: the earlier run in %s is replaced (%d checkpoints removed)", self.output, len(found))
+            log.info(
+                "overwrite: the earlier run in %s is replaced (%d checkpoints removed)",
+                self.output,
+                len(found),
+            )
         forget_finished(self.output)
 
     def _set_aside(self, chosen: Path | None, damaged: Collection[Path]) -> None:
@@ -369,7 +449,9 @@ class Checkpointer:
         for step, path in list_checkpoints(self.output):
             if step > after:
                 ending = DAMAGED if path in damaged else ABANDONED
-                log.info("renamed %s to %s", path, integrity.set_aside(path, ending).name)
+                log.info(
+                    "renamed %s to %s", path, integrity.set_aside(path, ending).name
+                )
 
     def _read(
         self,
@@ -382,7 +464,11 @@ class Checkpointer:
     ) -> None:
         reader = CheckpointReader(directory)
         entries = reader.read_metadata().state_dict_metadata
-        shapes = {name: list(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        shapes = {
+            name: list(entry.size)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
 
         # Another strategy may hold the same weights in another type.
         same = saved["strategy"] == self.session.strategy
@@ -400,17 +486,33 @@ class Checkpointer:
                 no_dist=self._alone,
             )
 
-        restore(model, loss, optimizer, shapes, fill, dtypes=dtypes, saved_optimizer=saved["optimizer"], extra=extra)
+        restore(
+            model,
+            loss,
+            optimizer,
+            shapes,
+            fill,
+            dtypes=dtypes,
+            saved_optimizer=saved["optimizer"],
+            extra=extra,
+        )
 
     def _differences(self, directory: Path) -> list[Difference]:
         saved = read_state(directory)
-        found = compare_resume(saved["config"], self.config, saved["identity"], self.identity)
+        found = compare_resume(
+            saved["config"], self.config, saved["identity"], self.identity
+        )
         if saved.get("precision") != self.session.mixed_precision:
             return found
         # `auto` and what it came to are the same.
-        return [replace(one, is_allowed=True) if one.name == "mixed_precision" else one for one in found]
+        return [
+            replace(one, is_allowed=True) if one.name == "mixed_precision" else one
+            for one in found
+        ]
 
-    def _description(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _description(
+        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
         return {
             "loop": dict(state),
             "config": self.config.to_dict(),
@@ -419,7 +521,10 @@ class Checkpointer:
             "strategy": self.session.strategy,
             "precision": self.session.mixed_precision,
             "world_size": self.session.world_size,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "versions": {
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
         }
 
     def _attempt(self, action: Callable[[], None]) -> str | None:
@@ -429,7 +534,14 @@ class Checkpointer:
             action()
         except (OSError, SafetensorError) as error:
             problem = f"rank {self.session.rank}: {_said(error)}"
-        return next((one for one in collectives.gather_objects_as_json(problem) if one is not None), None)
+        return next(
+            (
+                one
+                for one in collectives.gather_objects_as_json(problem)
+                if one is not None
+            ),
+            None,
+        )
 
     def _guard(self, action: Callable[[], Any], step: int, final: Path) -> None:
         """Turn disk errors, which torch reports to every rank, into the `on_save_error` policy. Other errors
@@ -441,7 +553,12 @@ class Checkpointer:
             causes = {rank: cause for rank, (cause, _) in error.failures.items()}
             if not all(isinstance(cause, OSError) for cause in causes.values()):
                 raise RuntimeError(f"saving {final.name} failed") from error
-            self._failed(final, "; ".join(f"rank {rank}: {_said(cause)}" for rank, cause in causes.items()))
+            self._failed(
+                final,
+                "; ".join(
+                    f"rank {rank}: {_said(cause)}" for rank, cause in causes.items()
+                ),
+            )
 
     def _failed(self, final: Path, problem: str) -> None:
         if self.session.is_main:
@@ -450,19 +567,34 @@ class Checkpointer:
         what = f"{final.name} could not be written ({problem}); the newest checkpoint is {kept[-1] if kept else 'none'}"
         if self.config.on_save_error == "stop":
             way = way_out(problem, self.output)
-            raise RunError(f"{what}. {way[0].upper()}{way[1:]} and resume, or set on_save_error: continue")
+            raise RunError(
+                f"{what}. {way[0].upper()}{way[1:]} and resume, or set on_save_error: continue"
+            )
         log.error("%s; going on (on_save_error: continue)", what)
 
-    def _committed(self, final: Path, kept_steps: Sequence[int | None], began: float) -> None:
+    def _committed(
+        self, final: Path, kept_steps: Sequence[int | None], began: float
+    ) -> None:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
-        log.info("saved %s (%.2f GB, %.1f s)", final.name, size / 1e9, time.monotonic() - began)
+        log.info(
+            "saved %s (%.2f GB, %.1f s)",
+            final.name,
+            size / 1e9,
+            time.monotonic() - began,
+        )
         try:
             keep = {step for step in kept_steps if step is not None}
             if self._chooses:
                 self.earlier.take_along(keep)
-            for path in integrity.prune(self.output, self.config.save_total_limit, keep):
-                log.info("removed %s (save_total_limit: %d)", path.name, self.config.save_total_limit)
+            for path in integrity.prune(
+                self.output, self.config.save_total_limit, keep
+            ):
+                log.info(
+                    "removed %s (save_total_limit: %d)",
+                    path.name,
+                    self.config.save_total_limit,
+                )
         except OSError as error:
             log.warning("an old checkpoint could not be removed: %s", _said(error))
 
@@ -487,5 +619,7 @@ def _step_in(chosen: Path, output: Path) -> int:
 
 def _said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        return (
+            f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        )
     return str(error)

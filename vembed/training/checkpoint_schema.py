@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.families.weight_files import WEIGHTS, Stored, read_header
+from vembed.models.families.weight_files import WEIGHTS, Stored, read_header
 from vembed.training import integrity
 from vembed.training.integrity import STATE, irregular, step_of
 
@@ -21,10 +21,19 @@ MOST_STEPS = 10**10
 MOST_PAIRS = 10_000
 """Pairs of chunks of one tensor that are compared with each other."""
 CODES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
     "bool": "BOOL",
-}  # fmt: skip
+}
 """torch's name of a type -> that of safetensors."""
 
 Step = Annotated[int, Field(ge=0, le=MOST_STEPS)]
@@ -118,7 +127,11 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
 
 def problems_in(directory: Path) -> list[str]:
     """Return what is wrong in a checkpoint whose files match their checksums."""
-    unusable = [problem for name in (STATE, INDEX) if (problem := irregular(directory, name)) is not None]
+    unusable = [
+        problem
+        for name in (STATE, INDEX)
+        if (problem := irregular(directory, name)) is not None
+    ]
     if unusable:
         return unusable
     return [*_state_problems(directory), *_index_problems(directory)][:3]
@@ -141,7 +154,10 @@ def _state_problems(directory: Path) -> Iterator[str]:
         step, named = state.loop.step, step_of(directory.name)
         if named is not None and step != named:
             yield f"{STATE}: loop.step is {step}, and the folder is that of step {named}"
-        for name, value in (("best_step", state.loop.best_step), ("held_step", state.loop.held_step)):
+        for name, value in (
+            ("best_step", state.loop.best_step),
+            ("held_step", state.loop.held_step),
+        ):
             if value is not None and value > step:
                 yield f"{STATE}: loop.{name} is {value}, later than its step {step}"
 
@@ -178,7 +194,9 @@ def _index_problems(directory: Path) -> Iterator[str]:
         problems = [_coverage_problem(entry)]
         if problems == [None]:
             problems = [_piece_problem(entry, chunk, files) for chunk in entry.chunks]
-        yield from (f"{INDEX}: {name}: {problem}" for problem in problems if problem is not None)
+        yield from (
+            f"{INDEX}: {name}: {problem}" for problem in problems if problem is not None
+        )
     named = {(one.file, one.key) for entry in index.values() for one in entry.chunks}
     left = sorted({(file, key) for file, held in files.items() for key in held} - named)
     if left:
@@ -189,34 +207,59 @@ def _coverage_problem(entry: EntrySchema) -> str | None:
     """Return why the chunks are not the tensor cut into pieces, each element once; None if they are."""
     if entry.dtype not in CODES:
         return f"{entry.dtype} is not the name of a type"
-    ranks = {len(entry.shape)} | {len(one) for chunk in entry.chunks for one in (chunk.offsets, chunk.sizes)}
+    ranks = {len(entry.shape)} | {
+        len(one) for chunk in entry.chunks for one in (chunk.offsets, chunk.sizes)
+    }
     if len(ranks) > 1:
         return "offsets, sizes and shape have different lengths"
     for chunk in entry.chunks:
-        ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        ends = [
+            start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+        ]
         if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
             return f"a chunk ends at {ends}, outside of the shape {entry.shape}"
-    held, wanted = sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.shape)
+    held, wanted = (
+        sum(math.prod(chunk.sizes) for chunk in entry.chunks),
+        math.prod(entry.shape),
+    )
     # Equal numbers and no overlap together mean: every element once.
     if held != wanted:
         return f"its chunks hold {held:,d} of {wanted:,d} elements"
     # In order of their offsets, pieces along the first dimension overlap only with their neighbours.
-    chunks = sorted((one for one in entry.chunks if math.prod(one.sizes)), key=lambda one: one.offsets)
-    if all(one.sizes[1:] == entry.shape[1:] for one in chunks) or len(chunks) ** 2 > MOST_PAIRS:
+    chunks = sorted(
+        (one for one in entry.chunks if math.prod(one.sizes)),
+        key=lambda one: one.offsets,
+    )
+    if (
+        all(one.sizes[1:] == entry.shape[1:] for one in chunks)
+        or len(chunks) ** 2 > MOST_PAIRS
+    ):
         pairs = list(itertools.pairwise(chunks))
     else:
-        pairs = [(one, other) for place, one in enumerate(chunks) for other in chunks[place + 1 :]]
-    return "two chunks overlap" if any(_overlap(one, other) for one, other in pairs) else None
+        pairs = [
+            (one, other)
+            for place, one in enumerate(chunks)
+            for other in chunks[place + 1 :]
+        ]
+    return (
+        "two chunks overlap"
+        if any(_overlap(one, other) for one, other in pairs)
+        else None
+    )
 
 
 def _overlap(one: ChunkSchema, other: ChunkSchema) -> bool:
     return all(
         first < second + there and second < first + here
-        for first, here, second, there in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+        for first, here, second, there in zip(
+            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+        )
     )
 
 
-def _piece_problem(entry: EntrySchema, chunk: ChunkSchema, files: Mapping[str, Mapping[str, Stored]]) -> str | None:
+def _piece_problem(
+    entry: EntrySchema, chunk: ChunkSchema, files: Mapping[str, Mapping[str, Stored]]
+) -> str | None:
     stored = files.get(chunk.file, {}).get(chunk.key)
     if stored is None:
         return f"{chunk.file!r} is no file of this folder that holds {chunk.key!r}"

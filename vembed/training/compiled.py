@@ -14,13 +14,13 @@ from vembed.config.resolved import Decision
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.distributed import collectives
-from vembed.distributed.estimate import measure
-from vembed.distributed.parameters import discard_passes, set_gradient_sync
-from vembed.distributed.session import Session
-from vembed.families.backbones import layers_of
-from vembed.families.table import Modality
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.table import Modality
+from vembed.parallel import collectives
+from vembed.parallel.estimate import measure
+from vembed.parallel.parameters import discard_passes, set_gradient_sync
+from vembed.parallel.session import Session
 from vembed.training.parts import RunData
 
 log = logging.getLogger("vembed")
@@ -45,15 +45,21 @@ def some_inputs(data: RunData) -> list[tuple[Item, Kind]]:
     return found
 
 
-def decide_compilation(config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session) -> None:
+def decide_compilation(
+    config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session
+) -> None:
     """Decide `torch_compile: auto` by the arithmetic of the run, and log it where there is a choice."""
     placement = session.placement
     if config.torch_compile == "auto" and session.device.type == "cuda":
         features = featuriser.features(some_inputs(data))
-        tokens = sum(one.length for one in features) / max(min(SAMPLED, len(data.examples)), 1)
+        tokens = sum(one.length for one in features) / max(
+            min(SAMPLED, len(data.examples)), 1
+        )
         num_examples = data.total_steps * data.examples_per_step
         size = placement.size or measure(config)
-        session.placement = placement.for_work(OPERATIONS * size.total * tokens * num_examples)
+        session.placement = placement.for_work(
+            OPERATIONS * size.total * tokens * num_examples
+        )
     if config.torch_compile == "auto" and session.device.type != "cuda":
         return
     log.info("compiled layers: %s", session.placement.compilation)
@@ -68,10 +74,15 @@ def check_compiled(
 ) -> None:
     """Compare compiled with plain layers, where `auto` has compiled them; where they differ, or do not compile, plain
     layers are used, with a warning. Collective."""
-    if session.config.torch_compile != "auto" or not session.placement.compilation.value:
+    if (
+        session.config.torch_compile != "auto"
+        or not session.placement.compilation.value
+    ):
         return
     layers = layers_of(embedder.backbone)
-    problem = difference(model, layers, inputs_of(featuriser, items, session.device), session)
+    problem = difference(
+        model, layers, inputs_of(featuriser, items, session.device), session
+    )
     # All processes decide alike: compiled and plain layers round differently.
     if not collectives.max_ints([int(problem is not None)])[0]:
         return
@@ -82,18 +93,27 @@ def check_compiled(
     session.placement = replace(session.placement, compilation=Decision(False, reason))
 
 
-def inputs_of(featuriser: Featuriser, items: Sequence[tuple[Item, Kind]], device: torch.device) -> Inputs:
+def inputs_of(
+    featuriser: Featuriser, items: Sequence[tuple[Item, Kind]], device: torch.device
+) -> Inputs:
     """Return the tensors of one micro-batch with all modalities among the items."""
     features = featuriser.features(items)
     found: Inputs = []
     for modality in featuriser.description.modalities:
-        chosen = [one for one in features if one.modality == modality] or [featuriser.dummy(modality)]
-        batch = {name: tensor.to(device) for name, tensor in featuriser.joined(chosen).items()}
+        chosen = [one for one in features if one.modality == modality] or [
+            featuriser.dummy(modality)
+        ]
+        batch = {
+            name: tensor.to(device)
+            for name, tensor in featuriser.joined(chosen).items()
+        }
         found.append((modality, featuriser.finished(batch)))
     return found
 
 
-def difference(model: nn.Module, layers: Sequence[nn.Module], inputs: Inputs, session: Session) -> str | None:
+def difference(
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Inputs, session: Session
+) -> str | None:
     """Return what is wrong with the compiled layers; None: they give the embeddings of plain layers, and compile in
     the backward pass too. Leaves no gradients. Collective under FSDP."""
     from torch._dynamo.exc import TorchDynamoException  # imports the compiler
@@ -123,7 +143,10 @@ def difference(model: nn.Module, layers: Sequence[nn.Module], inputs: Inputs, se
             layer._compiled_call_impl = call
         discard_passes(model)
         model.train(was_training)
-    cosines = [functional.cosine_similarity(*pair, dim=1) for pair in zip(found, plain, strict=True)]
+    cosines = [
+        functional.cosine_similarity(*pair, dim=1)
+        for pair in zip(found, plain, strict=True)
+    ]
     farthest = max(float((1 - one).max()) for one in cosines)
     if farthest <= FARTHEST[session.placement.computes_in_half]:
         return None

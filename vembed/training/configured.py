@@ -15,7 +15,9 @@ from vembed.training.running_report import RunningReport
 from vembed.training.schedule import Schedule
 
 
-def configured_hooks(config: TrainConfig, rhythm: Rhythm, schedule: Schedule) -> list[Hook]:
+def configured_hooks(
+    config: TrainConfig, rhythm: Rhythm, schedule: Schedule
+) -> list[Hook]:
     """Return the hooks of `ema`, `guards`, `mine`, `patience`, `report_every`, `push_to_hub` and `from_scratch`."""
     hooks: list[Hook] = []
     if starts_from_nothing(config):

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed.parameters import num_parameters
-from vembed.report.record import scores_line
+from vembed.evaluation.report.record import scores_line
+from vembed.parallel.parameters import num_parameters
 from vembed.training.hooks import Hook, Run
 from vembed.training.outlets import ResilientStream
 
@@ -29,13 +29,19 @@ SHORT = "short_form"
 """Attribute of records with a shorter text for the console."""
 COLUMNS = 100
 """Length of the lines on steps and evaluations on the console."""
-STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
+STYLES = {
+    logging.WARNING: "yellow",
+    logging.ERROR: "bold red",
+    logging.CRITICAL: "bold red",
+}
 
 
 class ConsoleHandler(logging.Handler):
     """Handler that writes above the progress bar on a terminal, and plain lines into a file or pipe."""
 
-    def __init__(self, console: Console, stream: ResilientStream, mode: str = "verbose") -> None:
+    def __init__(
+        self, console: Console, stream: ResilientStream, mode: str = "verbose"
+    ) -> None:
         """`mode`: the option `console`."""
         super().__init__()
         self.console = console
@@ -55,7 +61,11 @@ class ConsoleHandler(logging.Handler):
         if record.levelno >= logging.WARNING:
             line = f"{record.levelname.lower()}: {line}"
         self.console.print(
-            line, style=STYLES.get(record.levelno), markup=False, highlight=False, soft_wrap=True
+            line,
+            style=STYLES.get(record.levelno),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )  # rich leaves the colours out where the stream is no terminal
         if self.stream.is_closed and not was_closed:
             log.warning("the console is closed; the run continues and logs to its file")
@@ -67,7 +77,11 @@ class ConsoleHandler(logging.Handler):
             return True
         if self.mode == "quiet" or record.module in ALWAYS_DETAIL:
             return False
-        return not self._is_setup or "is_headline" in record.__dict__ or record.module in ALWAYS_SHOWN
+        return (
+            not self._is_setup
+            or "is_headline" in record.__dict__
+            or record.module in ALWAYS_SHOWN
+        )
 
 
 class SetupLines(Hook):
@@ -77,13 +91,26 @@ class SetupLines(Hook):
         """Log the lines."""
         for line in setup_lines(run):
             log.info("%s", line, extra=HEADLINE)
-        log.info("log: %s", Path(run.config.output_dir, run.config.log_file), extra=TRAINING)
+        log.info(
+            "log: %s", Path(run.config.output_dir, run.config.log_file), extra=TRAINING
+        )
 
 
-def log_scores(when: str, scores: dict[str, float], before: dict[str, float], metric: str, ending: str) -> None:
+def log_scores(
+    when: str,
+    scores: dict[str, float],
+    before: dict[str, float],
+    metric: str,
+    ending: str,
+) -> None:
     """Log an evaluation: all main scores in the log file, and what fits into a line on the console."""
-    short = scores_line(when, scores, before, metric, columns=COLUMNS - len(ending)) + ending
-    log.info("%s%s", scores_line(when, scores, before, metric), ending, extra={SHORT: short})
+    short = (
+        scores_line(when, scores, before, metric, columns=COLUMNS - len(ending))
+        + ending
+    )
+    log.info(
+        "%s%s", scores_line(when, scores, before, metric), ending, extra={SHORT: short}
+    )
 
 
 def setup_lines(run: Run) -> list[str]:
@@ -94,11 +121,21 @@ def setup_lines(run: Run) -> list[str]:
     trained = num_parameters(run.parts.model, trainable_only=True)
     share = "all trained" if trained == total else f"{trained:,d} trained"
     sources = len(data.examples.names)
-    evaluation = data.evaluation.summary() if data.evaluation is not None else "no validation data (set val_split: 0.1)"
+    evaluation = (
+        data.evaluation.summary()
+        if data.evaluation is not None
+        else "no validation data (set val_split: 0.1)"
+    )
     epochs = data.epoch_at(data.total_steps)
     asked = session.placement.run.strategy.value
-    why = "" if asked in ("auto", session.strategy) else f" ({session.placement.decisions['strategy'].reason})"
-    per_step = min(data.examples_per_step, len(data.examples))  # data smaller than one batch are one batch
+    why = (
+        ""
+        if asked in ("auto", session.strategy)
+        else f" ({session.placement.decisions['strategy'].reason})"
+    )
+    per_step = min(
+        data.examples_per_step, len(data.examples)
+    )  # data smaller than one batch are one batch
     return [
         f"model: {config.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
         f"parameters ({share}), at most {description.max_length:,d} tokens",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vembed.data.rank_batch import RankBatch
-from vembed.distributed import collectives
-from vembed.distributed.memory import memory_snapshot
+from vembed.parallel import collectives
+from vembed.parallel.memory import memory_snapshot
 from vembed.progress import duration
 from vembed.training.hooks import Hook, Run, StepReport
 from vembed.training.step import BatchResult
@@ -75,15 +75,23 @@ class Diagnostics(Hook):
         mine = {
             "seconds": {name: round(value, 6) for name, value in phases.items()},
             "counts": [
-                window.num_examples, window.num_inputs, window.num_distinct, window.useful_tokens, window.padded_tokens,
+                window.num_examples,
+                window.num_inputs,
+                window.num_distinct,
+                window.useful_tokens,
+                window.padded_tokens,
             ],
             "forwards": window.num_forwards,
             "memory": memory_snapshot(self._device),
-        }  # fmt: skip
+        }
         ranks = collectives.gather_objects_as_json(mine)
-        examples, inputs, distinct, useful, padded = (sum(rank["counts"][i] for rank in ranks) for i in range(5))
+        examples, inputs, distinct, useful, padded = (
+            sum(rank["counts"][i] for rank in ranks) for i in range(5)
+        )
         # Time in collectives is excluded: it includes waiting for the slowest rank, so it would hide which one that is.
-        work = [sum(rank["seconds"].values()) - rank["seconds"]["wait"] for rank in ranks]
+        work = [
+            sum(rank["seconds"].values()) - rank["seconds"]["wait"] for rank in ranks
+        ]
         slowest = max(range(len(work)), key=work.__getitem__)
         return {
             "samples_per_second": examples / seconds,
@@ -93,11 +101,16 @@ class Diagnostics(Hook):
             "duplicate_fraction": 1 - distinct / inputs if inputs else 0.0,
             "seconds": [rank["seconds"] for rank in ranks],
             "tokens": [rank["counts"][3] for rank in ranks],
-            "padding": [1 - rank["counts"][3] / rank["counts"][4] if rank["counts"][4] else 0.0 for rank in ranks],
+            "padding": [
+                1 - rank["counts"][3] / rank["counts"][4] if rank["counts"][4] else 0.0
+                for rank in ranks
+            ],
             "forwards": [rank["forwards"] for rank in ranks],
             "skew": max(work) / max(sorted(work)[len(work) // 2], 1e-9),
             "slowest_rank": slowest,
-            "memory": [{"rank": rank, **entry["memory"]} for rank, entry in enumerate(ranks)],
+            "memory": [
+                {"rank": rank, **entry["memory"]} for rank, entry in enumerate(ranks)
+            ],
         }
 
 
@@ -110,9 +123,17 @@ def log_line(values: dict[str, Any], total_steps: int, seconds_left: float) -> s
         f"left {duration(seconds_left)}"
     )
     for name, value in values.items():
-        part = f"  {name.removeprefix('loss/')} {value:.4f}" if name.startswith("loss/") else ""
+        part = (
+            f"  {name.removeprefix('loss/')} {value:.4f}"
+            if name.startswith("loss/")
+            else ""
+        )
         line += part if len(line + part) <= MAX_COLUMNS else ""
     slow = f"  rank {values['slowest_rank']} slow"
-    if len(values["memory"]) > 1 and values["skew"] > SLOW_RANK and len(line + slow) <= MAX_COLUMNS:
+    if (
+        len(values["memory"]) > 1
+        and values["skew"] > SLOW_RANK
+        and len(line + slow) <= MAX_COLUMNS
+    ):
         line += slow
     return line

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vembed.distributed import collectives
+from vembed.parallel import collectives
 from vembed.training.integrity import MANIFEST, PARTIAL, checkpoint_name
 
 log = logging.getLogger("vembed")
@@ -33,13 +33,27 @@ class EarlierCheckpoints:
         which may be in another folder, beside those of its run. Collective."""
         # The one that is resumed from too: its own scores may be the best.
         steps = {state["step"], *(state[key] for key in CHOICES)} - {None}
-        found = {step: self._look(step, chosen if step == state["step"] else None, chosen.parent) for step in steps}
-        gone = collectives.broadcast_json([step for step in steps if found[step] is None])
-        self._elsewhere = {step: place for step, place in found.items() if place is not None and step not in gone}
+        found = {
+            step: self._look(
+                step, chosen if step == state["step"] else None, chosen.parent
+            )
+            for step in steps
+        }
+        gone = collectives.broadcast_json(
+            [step for step in steps if found[step] is None]
+        )
+        self._elsewhere = {
+            step: place
+            for step, place in found.items()
+            if place is not None and step not in gone
+        }
         changes: dict[str, Any] = {}
         for key, without in CHOICES.items():
             if state[key] in gone:
-                log.warning("%s is not there any more: final/ gets a later one", checkpoint_name(state[key]))
+                log.warning(
+                    "%s is not there any more: final/ gets a later one",
+                    checkpoint_name(state[key]),
+                )
                 changes |= without
         return changes
 
@@ -64,8 +78,15 @@ class EarlierCheckpoints:
             log.info("copied %s (final/ may get it)", place)
 
     def _look(self, step: int, chosen: Path | None, folder: Path) -> Path | None:
-        places = [self.output / checkpoint_name(step), chosen, folder / checkpoint_name(step)]
-        return next((one for one in places if one is not None and (one / MANIFEST).is_file()), None)
+        places = [
+            self.output / checkpoint_name(step),
+            chosen,
+            folder / checkpoint_name(step),
+        ]
+        return next(
+            (one for one in places if one is not None and (one / MANIFEST).is_file()),
+            None,
+        )
 
 
 def _linked(source: str, target: str) -> str:

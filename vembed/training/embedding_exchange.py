@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vembed.distributed import collectives
-from vembed.distributed.ring import NeighbourRing
-from vembed.distributed.session import Session
 from vembed.losses.exchange import RingParts
+from vembed.parallel import collectives
+from vembed.parallel.ring import NeighbourRing
+from vembed.parallel.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,10 @@ class InRing(LossExchange):
             num_inputs=sum(counts.inputs),
             first_input=sum(counts.inputs[: self.rank]),
             rows=tuple(_parts(counts.rows)),
-            negatives=tuple(torch.arange(one.start, one.stop, device=device) for one in _parts(counts.negatives)),
+            negatives=tuple(
+                torch.arange(one.start, one.stop, device=device)
+                for one in _parts(counts.negatives)
+            ),
         )
 
     def own_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:

@@ -52,10 +52,14 @@ class EpochMiner(Hook):
     def on_build(self, run: Run) -> None:
         examples = run.data.examples
         if any(labels is not None for labels in examples.labels):
-            raise UserError("mine needs pairs of queries and documents, and the data are texts or images with labels")
+            raise UserError(
+                "mine needs pairs of queries and documents, and the data are texts or images with labels"
+            )
         self._run = run
         self._miner = OwnMiner(run.config, self._options, examples, run.session)
-        self._numbers = torch.full((len(examples), self._options.num_negatives), -1, dtype=torch.int64)
+        self._numbers = torch.full(
+            (len(examples), self._options.num_negatives), -1, dtype=torch.int64
+        )
         for line in (self._miner.documents.summary(), *self._miner.notes):
             log.info("mine: %s", line)
 
@@ -67,11 +71,15 @@ class EpochMiner(Hook):
 
     @override
     def on_epoch(self, epoch: int) -> None:
-        is_due = epoch % self._options.every_epochs == 0 if epoch else self._options.at_start
+        is_due = (
+            epoch % self._options.every_epochs == 0 if epoch else self._options.at_start
+        )
         if not is_due:
             return
         began = time.monotonic()
-        found = self._miner.mine(self._encode, Path(self._run.config.output_dir) / FOLDER, epoch)
+        found = self._miner.mine(
+            self._encode, Path(self._run.config.output_dir) / FOLDER, epoch
+        )
         mined = torch.from_numpy(found.documents)
         there = mined >= 0
         is_known = (mined[:, :, None] == self._numbers[:, None, :]).any(dim=2)
@@ -91,10 +99,16 @@ class EpochMiner(Hook):
         log.info(
             "mine: before epoch %d, %s negatives for %s examples (mean score %.4f, %.1f%% new, %s examples got fewer "
             "than %d); took %s%s",
-            epoch + 1, f"{num_mined:,d}", f"{len(mined):,d}", found.mean_score, 100 * share_new,
-            f"{found.num_short:,d}", self._options.num_negatives, duration(seconds),
+            epoch + 1,
+            f"{num_mined:,d}",
+            f"{len(mined):,d}",
+            found.mean_score,
+            100 * share_new,
+            f"{found.num_short:,d}",
+            self._options.num_negatives,
+            duration(seconds),
             f"; {found.note}" if found.note else "",
-        )  # fmt: skip
+        )
 
     @override
     def figures(self, report: StepReport) -> Mapping[str, Any]:
@@ -124,6 +138,10 @@ class EpochMiner(Hook):
         run = self._run
         towers = run.parts.source.towers
         return encode_rank_items(
-            run.parts.model, run.parts.featuriser, items, session=run.session, between=run.interrupts.check,
+            run.parts.model,
+            run.parts.featuriser,
+            items,
+            session=run.session,
+            between=run.interrupts.check,
             kept=towers if towers.stores else None,
-        )  # fmt: skip
+        )

@@ -66,16 +66,28 @@ def _commit(name: str, revision: str | None) -> str | None:
 def _files(folder: Path) -> list[Path]:
     """Return the files below a folder, without hidden ones."""
     found = [one for one in folder.rglob("*") if one.is_file()]
-    return sorted(one for one in found if not any(part.startswith(".") for part in one.relative_to(folder).parts))
+    return sorted(
+        one
+        for one in found
+        if not any(part.startswith(".") for part in one.relative_to(folder).parts)
+    )
 
 
 def _folder(folder: Path, files: list[Path]) -> str:
-    return _short([part for one in files for part in (one.relative_to(folder).as_posix(), _file(one))])
+    return _short(
+        [
+            part
+            for one in files
+            for part in (one.relative_to(folder).as_posix(), _file(one))
+        ]
+    )
 
 
 def _file(path: Path) -> str:
     digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=16)
-    add_content(digest, path, pieces=PARTS, piece_bytes=PART_BYTES, whole_bytes=WHOLE_BYTES)
+    add_content(
+        digest, path, pieces=PARTS, piece_bytes=PART_BYTES, whole_bytes=WHOLE_BYTES
+    )
     return digest.hexdigest()
 
 

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
-from vembed.distributed import collectives
-from vembed.distributed.parameters import full_state_dict, num_parameters
-from vembed.distributed.session import Session
 from vembed.errors import RunError
+from vembed.evaluation.report.report import write_report
+from vembed.evaluation.report.summary import RunSummary, collect_versions
 from vembed.evaluation.scores import deciding_metric
 from vembed.inference.encoding import encode_items
 from vembed.models.precision import saved_dtype
 from vembed.models.quantized import is_quantized
 from vembed.models.rounded import store_rounded
-from vembed.report.report import write_report
-from vembed.report.summary import RunSummary, collect_versions
+from vembed.parallel import collectives
+from vembed.parallel.parameters import full_state_dict, num_parameters
+from vembed.parallel.session import Session
 from vembed.saving.card import Card, properties_of
 from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
@@ -37,13 +37,23 @@ from vembed.training.parts import RunData, RunModel
 log = logging.getLogger("vembed")
 
 
-def save_final(config: TrainConfig, session: Session, data: RunData, parts: RunModel, state: LoopState) -> Path:
+def save_final(
+    config: TrainConfig,
+    session: Session,
+    data: RunData,
+    parts: RunModel,
+    state: LoopState,
+) -> Path:
     """Write final/ and the report; return the model's folder. Collective: every rank contributes its weights."""
     try:
         return _save(config, session, data, parts, state)
     except (OSError, SafetensorError) as error:
         kept = [path.name for _, path in list_checkpoints(Path(config.output_dir))]
-        what = f"resume from {kept[-1]}" if kept else "train again (save_steps would have kept checkpoints)"
+        what = (
+            f"resume from {kept[-1]}"
+            if kept
+            else "train again (save_steps would have kept checkpoints)"
+        )
         raise RunError(
             f"final/ could not be written ({error}): {way_out(str(error), Path(config.output_dir))} and {what}"
         ) from error
@@ -52,18 +62,31 @@ def save_final(config: TrainConfig, session: Session, data: RunData, parts: RunM
 def check_embeddings(config: TrainConfig, session: Session, parts: RunModel) -> None:
     """Raise RunError if the model gives embeddings that are not finite: `final/` is not replaced by it. Collective."""
     family = parts.embedder.description.traits
-    items = [Item("a text of a few words"), Item("another")] if family.reads_text else []
+    items = (
+        [Item("a text of a few words"), Item("another")] if family.reads_text else []
+    )
     if family.has_image_encoder or not items:
         with io.BytesIO() as file:
             Image.linear_gradient("L").convert("RGB").save(file, "PNG")
             items.append(Item(images=(ImageRef(data=file.getvalue()),)))
     # On all ranks, before any file is written: a model that gives NaN must not replace an older final/.
-    vectors = encode_items(parts.model, parts.featuriser, items, "document", session=session, normalize=False)
+    vectors = encode_items(
+        parts.model,
+        parts.featuriser,
+        items,
+        "document",
+        session=session,
+        normalize=False,
+    )
     if not np.isfinite(vectors).all():
-        raise RunError(f"final/ is not written: the trained model's embeddings are not finite; {_way_out(config)}")
+        raise RunError(
+            f"final/ is not written: the trained model's embeddings are not finite; {_way_out(config)}"
+        )
 
 
-def _check_weights(config: TrainConfig, weights: Mapping[str, Tensor], packed: Collection[str] = ()) -> None:
+def _check_weights(
+    config: TrainConfig, weights: Mapping[str, Tensor], packed: Collection[str] = ()
+) -> None:
     """Raise RunError if a weight is not finite. Each value of a process's weights is looked at once.
 
     `packed`: names of 4-bit weights. They are stored as 16-bit floats, and any bits may look like a NaN.
@@ -72,30 +95,55 @@ def _check_weights(config: TrainConfig, weights: Mapping[str, Tensor], packed: C
         (
             name
             for name, one in weights.items()
-            if name not in packed and one.is_floating_point() and not bool(torch.isfinite(one).all())
+            if name not in packed
+            and one.is_floating_point()
+            and not bool(torch.isfinite(one).all())
         ),
         None,
     )
-    named = next((one for one in collectives.gather_objects_as_json(broken) if one is not None), None)
+    named = next(
+        (one for one in collectives.gather_objects_as_json(broken) if one is not None),
+        None,
+    )
     if named is not None:
-        raise RunError(f"final/ is not written: the trained weights of {named} are not finite; " + _way_out(config))
+        raise RunError(
+            f"final/ is not written: the trained weights of {named} are not finite; "
+            + _way_out(config)
+        )
 
 
 def _way_out(config: TrainConfig) -> str:
     kept = [path.name for _, path in list_checkpoints(Path(config.output_dir))]
-    newest = f"resume from an earlier checkpoint ({kept[-1]} is the newest)" if kept else "train again"
+    newest = (
+        f"resume from an earlier checkpoint ({kept[-1]} is the newest)"
+        if kept
+        else "train again"
+    )
     return f"lower learning_rate (now {config.learning_rate:g}) or max_grad_norm, and {newest}"
 
 
-def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel, state: LoopState) -> Path:
+def _save(
+    config: TrainConfig,
+    session: Session,
+    data: RunData,
+    parts: RunModel,
+    state: LoopState,
+) -> Path:
     output = Path(config.output_dir)
     directory = output / "final"
     embedder, evaluation = parts.embedder, data.evaluation
     # Collective: every rank contributes its shards.
     weights = full_state_dict(parts.model)
-    packed = {f"{name}.weight" for name, module in embedder.named_modules() if is_quantized(module)}
+    packed = {
+        f"{name}.weight"
+        for name, module in embedder.named_modules()
+        if is_quantized(module)
+    }
     _check_weights(config, weights, packed)
-    num_total, num_trained = num_parameters(parts.model), num_parameters(parts.model, trainable_only=True)
+    num_total, num_trained = (
+        num_parameters(parts.model),
+        num_parameters(parts.model, trainable_only=True),
+    )
     if session.is_main:
         learned = parts.loss.scale_and_bias()
         # Learned by the loss, and used by CLIP and SigLIP models: they go into the model's own file.
@@ -104,7 +152,9 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         store_rounded(embedder, weights)
         dtype = saved_dtype(config, embedder.description)
         log.info(
-            "weights: stored %s (save_dtype: %s)", f"in {dtype}" if dtype else "as they are held", config.save_dtype
+            "weights: stored %s (save_dtype: %s)",
+            f"in {dtype}" if dtype else "as they are held",
+            config.save_dtype,
         )
         save_model(
             directory,
@@ -116,7 +166,11 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
             merge_adapters=config.save_merged,
             card=card_of(config, data, state),
         )
-    metric = deciding_metric(config, evaluation, state.scores) if evaluation and state.scores else ""
+    metric = (
+        deciding_metric(config, evaluation, state.scores)
+        if evaluation and state.scores
+        else ""
+    )
     warnings = _warnings(config, state, metric)
     summary = RunSummary(
         model=embedder.description.summary(),
@@ -133,7 +187,9 @@ def _save(config: TrainConfig, session: Session, data: RunData, parts: RunModel,
         strategy=session.strategy,
         device=str(session.device),
         precision=session.mixed_precision,
-        decisions={name: one.as_text() for name, one in session.placement.decisions.items()},
+        decisions={
+            name: one.as_text() for name, one in session.placement.decisions.items()
+        },
         seconds=state.seconds,
         finished=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=collect_versions(),
@@ -160,7 +216,11 @@ def _report(output: Path, summary: RunSummary) -> None:
 
 def _warnings(config: TrainConfig, state: LoopState, metric: str) -> list[str]:
     """Return what the report warns of. Log what has not been said during the run."""
-    found = [] if state.fell is None else [f"{state.fell}; final/ is the checkpoint of step {state.held_step:,d}"]
+    found = (
+        []
+        if state.fell is None
+        else [f"{state.fell}; final/ is the checkpoint of step {state.held_step:,d}"]
+    )
     if metric in state.before and state.scores[metric] < state.before[metric]:
         found.append(
             f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
@@ -169,7 +229,9 @@ def _warnings(config: TrainConfig, state: LoopState, metric: str) -> list[str]:
         )
         log.warning("%s", found[-1])
     if state.num_skipped:
-        found.append(f"{state.num_skipped:,d} steps were left out because a number was not finite")
+        found.append(
+            f"{state.num_skipped:,d} steps were left out because a number was not finite"
+        )
     return found
 
 
@@ -178,10 +240,16 @@ def card_of(config: TrainConfig, data: RunData, state: LoopState) -> Card:
     defaults = TrainConfig(model_name="", data_path="").to_dict()
     return Card(
         data=tuple(data.examples.summary()),
-        settings={key: value for key, value in config.to_dict().items() if value != defaults[key]},
+        settings={
+            key: value
+            for key, value in config.to_dict().items()
+            if value != defaults[key]
+        },
         scores=state.scores,
         before=state.before,
-        evaluation=data.evaluation.summary().partition(", from")[0] if data.evaluation else "",
+        evaluation=data.evaluation.summary().partition(", from")[0]
+        if data.evaluation
+        else "",
         num_steps=state.step,
         versions=collect_versions(),
     )

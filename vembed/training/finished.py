@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vembed.report.record import read_run
-from vembed.report.summary import SUMMARY_FILE, read_summary
+from vembed.evaluation.report.record import read_run
+from vembed.evaluation.report.summary import SUMMARY_FILE, read_summary
 
 FINAL = "final"
 
@@ -33,14 +33,19 @@ class FinishedRun:
     def scores(self) -> dict[str, float]:
         """Return the scores of the saved model, and those before training with the prefix "before/"."""
         record = read_run(self.folder)
-        return {**{f"before/{name}": value for name, value in record.before.items()}, **record.after}
+        return {
+            **{f"before/{name}": value for name, value in record.before.items()},
+            **record.after,
+        }
 
     def leaves_nothing(self, total_steps: int, checkpoint_step: int | None) -> bool:
         """Return whether a resumed run that ends at `total_steps` has nothing to add to this one.
 
         A checkpoint of exactly the last step means that the run was stopped before it wrote its model.
         """
-        return self.step >= total_steps or (checkpoint_step is not None and checkpoint_step > total_steps)
+        return self.step >= total_steps or (
+            checkpoint_step is not None and checkpoint_step > total_steps
+        )
 
 
 class NothingLeft(Exception):  # noqa: N818 - not an error: the run is done
@@ -61,7 +66,9 @@ def finished_run(output_dir: Path) -> FinishedRun | None:
     summary = read_summary(output_dir)
     step = summary.num_steps
     if step is None:  # written by an older vembed
-        steps = read_run(output_dir).steps if (output_dir / "config.yaml").is_file() else []
+        steps = (
+            read_run(output_dir).steps if (output_dir / "config.yaml").is_file() else []
+        )
         step = int(steps[-1]["step"]) if steps else 0
     return FinishedRun(output_dir, step, summary.finished)
 

@@ -6,7 +6,7 @@ import logging
 import math
 
 from vembed.config.terms import losses_of
-from vembed.distributed import collectives
+from vembed.parallel import collectives
 from vembed.training.hooks import Hook, Run, StepReport
 
 log = logging.getLogger("vembed")
@@ -42,7 +42,11 @@ class FirstLoss(Hook):
         elif loss > expected:
             log.warning(
                 "%s: initial weights should score all alike, and these are sure of wrong answers; check temperature "
-                "(similarity: dot needs a larger one), and the initial values of the module", said,
-            )  # fmt: skip
+                "(similarity: dot needs a larger one), and the initial values of the module",
+                said,
+            )
         else:
-            log.info("%s (initial weights tell pairs apart already, as where queries and positives share words)", said)
+            log.info(
+                "%s (initial weights tell pairs apart already, as where queries and positives share words)",
+                said,
+            )

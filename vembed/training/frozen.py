@@ -18,15 +18,22 @@ from vembed.config.schema import TrainConfig
 from vembed.config.user_folders import cache_folder
 from vembed.data.feature_store import FeatureStore, size_of_all
 from vembed.data.features import Features
-from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, ModelInputs, row_index, to_device
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
+from vembed.data.feeding import (
+    Feeder,
+    MicroBatch,
+    ModalitySlice,
+    ModelInputs,
+    row_index,
+    to_device,
+)
 from vembed.errors import UserError
-from vembed.families.table import Modality
 from vembed.inference.encoding import Between, split_in_step
 from vembed.models.embedding_model import FEATURES, EmbeddingModel
+from vembed.models.families.table import Modality
 from vembed.models.modalities import IMAGE_FEATURES
 from vembed.models.tower_identity import tower_identity
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 
 log = logging.getLogger("vembed")
 
@@ -44,7 +51,9 @@ class CachedRows:
     missing: list[int]
 
 
-def open_stores(config: TrainConfig, session: Session, embedder: EmbeddingModel) -> dict[Modality, FeatureStore]:
+def open_stores(
+    config: TrainConfig, session: Session, embedder: EmbeddingModel
+) -> dict[Modality, FeatureStore]:
     """Open the stores of all frozen modalities, with `cache_frozen_features: true`. Collective. Call it while rank 0
     holds the whole model: the stores' names depend on the weights."""
     if not config.cache_frozen_features:
@@ -65,20 +74,31 @@ def open_stores(config: TrainConfig, session: Session, embedder: EmbeddingModel)
     identities = {}
     if session.is_main:
         identities = {
-            modality: tower_identity(embedder.description, embedder.backbone, modality, arithmetic)
+            modality: tower_identity(
+                embedder.description, embedder.backbone, modality, arithmetic
+            )
             for modality in modalities
         }
     identities = collectives.broadcast_json(identities)
     folder = cache_folder() / "features"
-    stores = {modality: FeatureStore(folder, identities[modality]) for modality in modalities}
+    stores = {
+        modality: FeatureStore(folder, identities[modality]) for modality in modalities
+    }
     for modality, store in stores.items():
-        log.info("frozen features, %s: %s kept in %s", modality, f"{len(store):,d}", store.folder)
+        log.info(
+            "frozen features, %s: %s kept in %s",
+            modality,
+            f"{len(store):,d}",
+            store.folder,
+        )
     if session.is_main:
         num_towers, num_bytes = size_of_all(folder)
         log.info(
             "frozen features: %s holds those of %s towers, %.1f MB in all; vembed never deletes them, you may",
-            folder, f"{num_towers:,d}", num_bytes / 1e6,
-        )  # fmt: skip
+            folder,
+            f"{num_towers:,d}",
+            num_bytes / 1e6,
+        )
     return stores
 
 
@@ -88,8 +108,12 @@ def log_use(stores: Stores) -> None:
         computed, read = collectives.sum_ints([store.num_added, store.num_read])
         log.info(
             "frozen features, %s: %s computed, %s read from %s (%.1f MB there)",
-            modality, f"{computed:,d}", f"{read:,d}", store.folder, store.num_bytes / 1e6,
-        )  # fmt: skip
+            modality,
+            f"{computed:,d}",
+            f"{read:,d}",
+            store.folder,
+            store.num_bytes / 1e6,
+        )
 
 
 class InputSource:
@@ -132,7 +156,9 @@ class BatchInputs:
         """Positions of the inputs that a frozen tower must encode, per frozen modality."""
         return {modality: one.missing for modality, one in self._cached.items()}
 
-    def encode_frozen(self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool) -> None:
+    def encode_frozen(
+        self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool
+    ) -> None:
         """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_images`: keep
         the image features of a frozen vision tower for the second feeding."""
         self._tables = self.source.towers.features(self.features, self._cached, splits)
@@ -141,11 +167,21 @@ class BatchInputs:
     def feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[ModelInputs]:
         """Yield the model's input for each forward pass."""
         source = self.source
-        moving = [[part for part in one if part[0] not in source.towers.modalities] for one in micro_batches]
+        moving = [
+            [part for part in one if part[0] not in source.towers.modalities]
+            for one in micro_batches
+        ]
         fed = source.feeder.feed(moving, self.features)
-        for number, (micro_batch, given) in enumerate(zip(micro_batches, fed, strict=True)):
-            frozen = [part for part in micro_batch if part[0] in source.towers.modalities]
-            inputs = [*given, *(source.towers.inputs(part, self._tables) for part in frozen)]
+        for number, (micro_batch, given) in enumerate(
+            zip(micro_batches, fed, strict=True)
+        ):
+            frozen = [
+                part for part in micro_batch if part[0] in source.towers.modalities
+            ]
+            inputs = [
+                *given,
+                *(source.towers.inputs(part, self._tables) for part in frozen),
+            ]
             if self._keeps_images and number == len(self._images):  # the first feeding
                 self._images.append(source.images.encode(inputs))
             yield source.images.substitute(inputs, self._images, number)
@@ -154,7 +190,13 @@ class BatchInputs:
 class FrozenTowers:
     """Frozen towers. Each input passes its tower at most once per step, without dropout and without graphs."""
 
-    def __init__(self, model: nn.Module, modalities: Sequence[Modality], feeder: Feeder, stores: Stores) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        modalities: Sequence[Modality],
+        feeder: Feeder,
+        stores: Stores,
+    ) -> None:
         self.model = model
         # The same order on every rank: FSDP gathers weights in each call.
         self.modalities = tuple(sorted(modalities))
@@ -166,22 +208,38 @@ class FrozenTowers:
         """Return the cached rows of each frozen modality. Local to the rank."""
         cached = {}
         for modality in self.modalities:
-            places = [place for place, one in enumerate(features) if one.modality == modality]
-            found = self.stores[modality].find([features[place] for place in places]) if modality in self.stores else {}
+            places = [
+                place for place, one in enumerate(features) if one.modality == modality
+            ]
+            found = (
+                self.stores[modality].find([features[place] for place in places])
+                if modality in self.stores
+                else {}
+            )
             cached[modality] = CachedRows(
                 places=[places[position] for position in found],
                 rows=list(found.values()),
-                missing=[place for position, place in enumerate(places) if position not in found],
+                missing=[
+                    place
+                    for position, place in enumerate(places)
+                    if position not in found
+                ],
             )
         return cached
 
     def encode(
-        self, features: Sequence[Features], budget: int, max_rows: int | None, between: Between | None
+        self,
+        features: Sequence[Features],
+        budget: int,
+        max_rows: int | None,
+        between: Between | None,
     ) -> dict[Modality, Tensor]:
         """Return the same as `features`, outside of a training step. Collective: agrees on micro-batch counts first."""
         cached = self.look_up(features)
         missing = {modality: one.missing for modality, one in cached.items()}
-        splits = split_in_step(features, missing, budget, max_rows, collectives.world_size())
+        splits = split_in_step(
+            features, missing, budget, max_rows, collectives.world_size()
+        )
         return self.features(features, cached, splits, between)
 
     def features(
@@ -196,24 +254,38 @@ class FrozenTowers:
         called after each micro-batch."""
         # Before the micro-batches and on every rank: a dummy is a forward pass, which is collective under FSDP.
         dummies = {modality: self._dummy(modality) for modality in self.modalities}
-        made: dict[Modality, list[tuple[list[int], Tensor]]] = {modality: [] for modality in self.modalities}
+        made: dict[Modality, list[tuple[list[int], Tensor]]] = {
+            modality: [] for modality in self.modalities
+        }
         micro_batches: list[MicroBatch] = [
-            [(modality, rows)] for modality in self.modalities for rows in splits.get(modality, [])
+            [(modality, rows)]
+            for modality in self.modalities
+            for rows in splits.get(modality, [])
         ]
-        for micro_batch, output in zip(micro_batches, self._towers(micro_batches, features), strict=True):
+        for micro_batch, output in zip(
+            micro_batches, self._towers(micro_batches, features), strict=True
+        ):
             ((modality, rows),) = micro_batch
             if rows:
                 made[modality].append((rows, output))
             if rows and modality in self.stores:
-                self.stores[modality].add([features[row] for row in rows], output.cpu().numpy())
+                self.stores[modality].add(
+                    [features[row] for row in rows], output.cpu().numpy()
+                )
             if between is not None:
                 between()
         tables = {}
         for modality in self.modalities:
-            table = dummies[modality].new_zeros(len(features), dummies[modality].shape[1])
+            table = dummies[modality].new_zeros(
+                len(features), dummies[modality].shape[1]
+            )
             if cached[modality].places:
-                known = torch.from_numpy(np.stack(cached[modality].rows)).to(table.dtype)
-                table[row_index(cached[modality].places, table.device)] = to_device(known, table.device)
+                known = torch.from_numpy(np.stack(cached[modality].rows)).to(
+                    table.dtype
+                )
+                table[row_index(cached[modality].places, table.device)] = to_device(
+                    known, table.device
+                )
             for places, output in made[modality]:
                 table[row_index(places, table.device)] = output
             tables[modality] = table
@@ -227,7 +299,9 @@ class FrozenTowers:
         if not rows:
             return modality, {FEATURES: self._dummy(modality)}
         # A list of Python numbers as an index would be copied to the device while the host waits.
-        return modality, {FEATURES: tables[modality][row_index(rows, tables[modality].device)]}
+        return modality, {
+            FEATURES: tables[modality][row_index(rows, tables[modality].device)]
+        }
 
     def _dummy(self, modality: Modality) -> Tensor:
         """Return a [1, width] feature for ranks without inputs of this modality. Every rank computes it in its first
@@ -236,7 +310,9 @@ class FrozenTowers:
             (self._dummies[modality],) = self._towers([[(modality, [])]], [])
         return self._dummies[modality]
 
-    def _towers(self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]) -> Iterator[Tensor]:
+    def _towers(
+        self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]
+    ) -> Iterator[Tensor]:
         for inputs in self.feeder.feed(micro_batches, features):
             with torch.no_grad():
                 (output,) = self.model(inputs, features_only=True)
@@ -247,7 +323,9 @@ class FrozenImages:
     """Features of a frozen image tower, kept between the two phases of Gradient Cache so that images pass it once
     per step."""
 
-    def __init__(self, model: nn.Module, session: Session, bytes_per_token: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, session: Session, bytes_per_token: int | None
+    ) -> None:
         """Collective. `bytes_per_token`: see `EmbeddingModel.bytes_of_frozen_images`."""
         self.model = model
         self.max_tokens = 0
@@ -258,8 +336,10 @@ class FrozenImages:
             log.info(
                 "frozen image tower: features are kept between the phases of a step for up to %s tokens per rank "
                 "(%s bytes each, %d%% of the memory)",
-                f"{self.max_tokens:,d}", f"{bytes_per_token:,d}", round(100 * IMAGES_SHARE),
-            )  # fmt: skip
+                f"{self.max_tokens:,d}",
+                f"{bytes_per_token:,d}",
+                round(100 * IMAGES_SHARE),
+            )
 
     def keeps(self, num_tokens: int) -> bool:
         """Return whether a step keeps the tower's features. The same on every rank, since `num_tokens` is."""
@@ -267,14 +347,20 @@ class FrozenImages:
 
     def encode(self, inputs: ModelInputs) -> list[Tensor]:
         """Return the image tower's features for each vision slice of a micro-batch."""
-        parts = [modality_slice for modality_slice in inputs if modality_slice[0] == "multimodal"]
+        parts = [
+            modality_slice
+            for modality_slice in inputs
+            if modality_slice[0] == "multimodal"
+        ]
         if not parts:
             return []
         with torch.no_grad():
             seen: list[Tensor] = self.model(parts, images_only=True)
         return seen
 
-    def substitute(self, inputs: ModelInputs, seen: Sequence[list[Tensor]], micro_batch: int) -> ModelInputs:
+    def substitute(
+        self, inputs: ModelInputs, seen: Sequence[list[Tensor]], micro_batch: int
+    ) -> ModelInputs:
         """Return the micro-batch with features in place of pixels, or unchanged if none were kept."""
         if not seen:
             return inputs

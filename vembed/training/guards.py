@@ -28,7 +28,8 @@ class Guards(Hook):
 
     def __init__(self, config: TrainConfig) -> None:
         self._data: list[tuple[str, Guard, EvalData]] = [
-            (one.label, one, open_eval_data(config, one.path)) for one in listed_guards(config)
+            (one.label, one, open_eval_data(config, one.path))
+            for one in listed_guards(config)
         ]
         self._before: dict[str, float] = {}
 
@@ -36,7 +37,9 @@ class Guards(Hook):
     def on_build(self, run: Run) -> None:
         self._run = run
         for name, guard, data in self._data:
-            log.info("guard %s: %s; may fall by %g", name, data.summary(), guard.max_drop)
+            log.info(
+                "guard %s: %s; may fall by %g", name, data.summary(), guard.max_drop
+            )
 
     @override
     def on_start(self, run: Run) -> None:
@@ -52,17 +55,27 @@ class Guards(Hook):
         for name, guard, data in self._data:
             key = f"{name}/{data.metric}"
             change = found[key] - self._before[key]
-            log.info("guard %s: %s %.4f (%+.4f; may fall by %g)", name, data.metric, found[key], change,
-                     guard.max_drop)  # fmt: skip
+            log.info(
+                "guard %s: %s %.4f (%+.4f; may fall by %g)",
+                name,
+                data.metric,
+                found[key],
+                change,
+                guard.max_drop,
+            )
             if -change > guard.max_drop:
-                fallen.append(f"{key} fell from {self._before[key]:.4f} to {found[key]:.4f}, by more than "
-                              f"{guard.max_drop:g}")  # fmt: skip
+                fallen.append(
+                    f"{key} fell from {self._before[key]:.4f} to {found[key]:.4f}, by more than "
+                    f"{guard.max_drop:g}"
+                )
         state, rhythm = self._run.state, self._run.rhythm
         if fallen:
             state.fell = f"guard after step {evaluation.step:,d}: {'; '.join(fallen)}"
             return state.fell
         state.fell = None  # of a run that was resumed after a guard had ended it
-        is_due = rhythm.save_steps is not None and evaluation.step % rhythm.save_steps == 0
+        is_due = (
+            rhythm.save_steps is not None and evaluation.step % rhythm.save_steps == 0
+        )
         has_checkpoint = is_due and not state.skipped_in_a_row  # skipped steps get none
         takes_best = rhythm.keeps_best and state.best_step is not None
         if evaluation.step > 0 and has_checkpoint:
@@ -77,10 +90,14 @@ class Guards(Hook):
 
     @override
     def load_state(self, state: dict[str, Any]) -> None:
-        if set(state["before"]) == {f"{name}/{data.metric}" for name, _, data in self._data}:
+        if set(state["before"]) == {
+            f"{name}/{data.metric}" for name, _, data in self._data
+        }:
             self._before = dict(state["before"])
         else:
-            log.info("guards have changed: they are measured against the weights of now")
+            log.info(
+                "guards have changed: they are measured against the weights of now"
+            )
 
     @override
     def on_finish(self, run: Run) -> None:
@@ -94,6 +111,13 @@ class Guards(Hook):
         run, found = self._run, {}
         with run.hooks.evaluation_weights():
             for name, _, data in self._data:
-                scores = evaluate_model(run.parts.model, run.parts.featuriser, data, run.config, run.session, dims=[])
+                scores = evaluate_model(
+                    run.parts.model,
+                    run.parts.featuriser,
+                    data,
+                    run.config,
+                    run.session,
+                    dims=[],
+                )
                 found[f"{name}/{data.metric}"] = scores[data.metric]
         return found

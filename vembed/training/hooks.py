@@ -32,9 +32,9 @@ from torch import Tensor
 from vembed.config.rhythm import Rhythm
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch, RankBatchStream
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
+from vembed.parallel.session import Session
 from vembed.training.interrupts import Interrupts
 from vembed.training.loop_state import LoopState
 from vembed.training.parts import RunData, RunModel
@@ -236,7 +236,9 @@ class Hooks:
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the state of each hook that has one, by its name."""
         found = {hook.name: hook.state() for hook in self._all}
-        assert all(name for name, state in found.items() if state), "a hook with a state needs a name"
+        assert all(name for name, state in found.items() if state), (
+            "a hook with a state needs a name"
+        )
         return {name: state for name, state in found.items() if state}
 
     def load_states(self, states: Mapping[str, dict[str, Any]]) -> None:
@@ -253,7 +255,11 @@ class Hooks:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of all hooks for a checkpoint."""
-        return {f"{hook.name}.{name}": tensor for hook in self._all for name, tensor in hook.tensors().items()}
+        return {
+            f"{hook.name}.{name}": tensor
+            for hook in self._all
+            for name, tensor in hook.tensors().items()
+        }
 
     def on_finish(self, run: Run) -> None:
         """Call `on_finish` of each."""
@@ -268,7 +274,9 @@ class Hooks:
 
 
 def _say(answers: Sequence[tuple[Hook, str | None]]) -> bool:
-    reasons = [(type(hook).__name__, reason) for hook, reason in answers if reason is not None]
+    reasons = [
+        (type(hook).__name__, reason) for hook, reason in answers if reason is not None
+    ]
     for kind, reason in reasons:
         log.info("%s ends the run: %s", kind, reason)
     return bool(reasons)

@@ -20,14 +20,20 @@ PIECE_BYTES = 2**16
 def of_examples(examples: ExampleStore | Sequence[Example]) -> str | None:
     """Return the fingerprint of the image files of examples; None if they name none."""
     sampled = (examples[index] for index in _spread(len(examples)))
-    return _of(item for one in sampled for item in (one.query, *one.positives, *one.negatives))
+    return _of(
+        item for one in sampled for item in (one.query, *one.positives, *one.negatives)
+    )
 
 
 def of_evaluation(data: EvalData | None) -> str | None:
     """Return the fingerprint of the image files of evaluation data; None if they name none."""
     if data is None:
         return None
-    sides = (data.queries, data.documents) if isinstance(data, RetrievalData) else (data.first, data.second)
+    sides = (
+        (data.queries, data.documents)
+        if isinstance(data, RetrievalData)
+        else (data.first, data.second)
+    )
     return _of(side[index] for side in sides for index in _spread(len(side)))
 
 
@@ -36,15 +42,25 @@ def _of(items: Iterable[Item]) -> str | None:
     digests: dict[str, str] = {}
     for item in items:
         for image in item.images:
-            if image.path is not None and "://" not in image.path and image.path not in digests:
+            if (
+                image.path is not None
+                and "://" not in image.path
+                and image.path not in digests
+            ):
                 digests[image.path] = _content(Path(image.path))
-    return hashlib.blake2b("\n".join(digests.values()).encode(), digest_size=8).hexdigest() if digests else None
+    return (
+        hashlib.blake2b("\n".join(digests.values()).encode(), digest_size=8).hexdigest()
+        if digests
+        else None
+    )
 
 
 def _content(path: Path) -> str:
     try:
         digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=16)
-        add_content(digest, path, pieces=3, piece_bytes=PIECE_BYTES, whole_bytes=3 * PIECE_BYTES)
+        add_content(
+            digest, path, pieces=3, piece_bytes=PIECE_BYTES, whole_bytes=3 * PIECE_BYTES
+        )
         return digest.hexdigest()
     except OSError as error:
         return f"cannot be read: {error.strerror}"

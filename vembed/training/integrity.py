@@ -44,7 +44,9 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     """Return every folder that is named like a checkpoint, valid or not, sorted by step."""
     if not output_dir.is_dir():
         return []
-    named = [(step_of(path.name), path) for path in output_dir.iterdir() if path.is_dir()]
+    named = [
+        (step_of(path.name), path) for path in output_dir.iterdir() if path.is_dir()
+    ]
     return sorted((step, path) for step, path in named if step is not None)
 
 
@@ -84,7 +86,10 @@ def write_manifest(directory: Path, checksums: Mapping[str, str]) -> None:
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             name = path.relative_to(directory).as_posix()
-            files[name] = {"bytes": path.stat().st_size, "sha256": checksums.get(name) or sha256_of(path)}
+            files[name] = {
+                "bytes": path.stat().st_size,
+                "sha256": checksums.get(name) or sha256_of(path),
+            }
     missing = sorted(set(checksums) - set(files))
     if missing:
         raise OSError(
@@ -92,7 +97,10 @@ def write_manifest(directory: Path, checksums: Mapping[str, str]) -> None:
             "must be on a file system that all machines share"
         )
     content = {"format": _FORMAT, "files": files}
-    write_durably(directory / MANIFEST, json.dumps({**content, "sha256": _seal(content)}, indent=1).encode())
+    write_durably(
+        directory / MANIFEST,
+        json.dumps({**content, "sha256": _seal(content)}, indent=1).encode(),
+    )
 
 
 def _seal(content: Mapping[str, Any]) -> str:
@@ -121,9 +129,14 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
     try:
         content = json.loads((directory / MANIFEST).read_bytes())
         seal = content.pop("sha256")
-        files = {str(name): (int(one["bytes"]), str(one["sha256"])) for name, one in content["files"].items()}
+        files = {
+            str(name): (int(one["bytes"]), str(one["sha256"]))
+            for name, one in content["files"].items()
+        }
         if content["format"] > _FORMAT:
-            return [f"{MANIFEST} has format {content['format']}, newer than this vembed reads ({_FORMAT})"]
+            return [
+                f"{MANIFEST} has format {content['format']}, newer than this vembed reads ({_FORMAT})"
+            ]
         if seal != _seal(content):
             return [f"{MANIFEST} does not match its own checksum"]
     except OSError as error:
@@ -185,7 +198,9 @@ def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
 
 def remove_leftovers(output_dir: Path) -> list[str]:
     """Remove folders that a killed process left incomplete; return their names."""
-    leftovers = [path for path in output_dir.glob(f"checkpoint-*{PARTIAL}") if path.is_dir()]
+    leftovers = [
+        path for path in output_dir.glob(f"checkpoint-*{PARTIAL}") if path.is_dir()
+    ]
     for path in leftovers:
         shutil.rmtree(path)
     return sorted(path.name for path in leftovers)

@@ -12,9 +12,9 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed import collectives
-from vembed.distributed.launch import SAME_REQUEST_SECONDS
 from vembed.errors import Stopped
+from vembed.parallel import collectives
+from vembed.parallel.launch import SAME_REQUEST_SECONDS
 
 log = logging.getLogger("vembed")
 
@@ -41,7 +41,11 @@ class Interrupts:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        self.limit = None if config.max_train_minutes is None else config.max_train_minutes * 60.0
+        self.limit = (
+            None
+            if config.max_train_minutes is None
+            else config.max_train_minutes * 60.0
+        )
         self.agreed = 0
         self.ends_early = False
         """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
@@ -97,7 +101,10 @@ class Interrupts:
         if checkpoint is None:
             saved = "which could not be saved; --resume goes on with the newest checkpoint, if there is one"
         if self.agreed == _TIME_IS_UP:
-            return Stopped(f"max_train_minutes: the time is up; stopped after step {step:,d}, {saved}", 0)
+            return Stopped(
+                f"max_train_minutes: the time is up; stopped after step {step:,d}, {saved}",
+                0,
+            )
         name = signal.Signals(self.agreed).name
         return Stopped(f"{name}: stopped after step {step:,d}, {saved}", self.agreed)
 
@@ -121,27 +128,53 @@ class Interrupts:
         if self.limit is None:
             return False
         slack = min(_SLACK_SECONDS, _SLACK_SHARE * self.limit)
-        return time.monotonic() - self._began + step_seconds + 1.5 * self._save_seconds + slack >= self.limit
+        return (
+            time.monotonic()
+            - self._began
+            + step_seconds
+            + 1.5 * self._save_seconds
+            + slack
+            >= self.limit
+        )
 
     # ---- signals -----------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            log.info("signals are left alone: only the main thread of a program may catch them")
+            log.info(
+                "signals are left alone: only the main thread of a program may catch them"
+            )
             return self
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         # Python's C handler writes each caught signal's number there, even while the main thread is blocked.
-        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        obeyed = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._handle) for number in obeyed}
-        os.register_at_fork(before=self._hold_back, after_in_parent=self._let_through, after_in_child=self._forget)
-        self._reader = threading.Thread(target=self._read, name="vembed-signals", daemon=True)
+        self._wakeup_before = signal.set_wakeup_fd(
+            self._write_end, warn_on_full_buffer=False
+        )
+        obeyed = [
+            number
+            for number in SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        self._before = {
+            number: signal.signal(number, self._handle) for number in obeyed
+        }
+        os.register_at_fork(
+            before=self._hold_back,
+            after_in_parent=self._let_through,
+            after_in_child=self._forget,
+        )
+        self._reader = threading.Thread(
+            target=self._read, name="vembed-signals", daemon=True
+        )
         self._reader.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._reader is None:
             return
@@ -160,7 +193,10 @@ class Interrupts:
         """Handle a signal in the main thread, between two instructions."""
         if not self._is_armed:
             name = signal.Signals(number).name
-            raise Stopped(f"{name} before the first step: nothing was trained, so nothing is lost", _counted_as(number))
+            raise Stopped(
+                f"{name} before the first step: nothing was trained, so nothing is lost",
+                _counted_as(number),
+            )
 
     def _read(self) -> None:
         """Record the first signal and end the process on the second. Runs in a thread of its own."""
@@ -171,8 +207,16 @@ class Interrupts:
             if not self._number:
                 self._number, self._first_at = _counted_as(number), now
                 if self._is_armed:
-                    what = "training is over, writing final/" if self._is_over else "finishing the step and saving"
-                    log.info("%s: %s; once more ends the run at once", signal.Signals(number).name, what)
+                    what = (
+                        "training is over, writing final/"
+                        if self._is_over
+                        else "finishing the step and saving"
+                    )
+                    log.info(
+                        "%s: %s; once more ends the run at once",
+                        signal.Signals(number).name,
+                        what,
+                    )
             # A launcher passes on the Ctrl-C that has reached this process too: that is one request.
             elif now - self._first_at > SAME_REQUEST_SECONDS:
                 os._exit(128 + _counted_as(number))

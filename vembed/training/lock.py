@@ -19,8 +19,8 @@ from typing import Any, Self
 
 import psutil
 
-from vembed.distributed.network import machine_name
 from vembed.errors import UserError
+from vembed.parallel.network import machine_name
 
 log = logging.getLogger("vembed")
 
@@ -62,14 +62,19 @@ class OutputLock:
                 "may write to, on a disk with room"
             ) from error
         self._content = content
-        self._thread = threading.Thread(target=self._beat, name="vembed-lock", daemon=True)
+        self._thread = threading.Thread(
+            target=self._beat, name="vembed-lock", daemon=True
+        )
         self._thread.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self._thread is not None:
             self._ended.set()
@@ -85,13 +90,17 @@ class OutputLock:
         self._made = []
 
     def _make_folder(self) -> None:
-        missing = [one for one in (self.folder, *self.folder.parents) if not one.exists()]
+        missing = [
+            one for one in (self.folder, *self.folder.parents) if not one.exists()
+        ]
         try:
             for one in reversed(missing):
                 with suppress(FileExistsError):
                     one.mkdir()
                     self._made.append(one)
-            self.folder.mkdir(parents=True, exist_ok=True)  # says so where a file is in the way
+            self.folder.mkdir(
+                parents=True, exist_ok=True
+            )  # says so where a file is in the way
         except OSError as error:
             raise UserError(
                 f"output_dir: {self.folder} cannot be created ({error.strerror}); give a folder that you may write to"
@@ -107,7 +116,9 @@ class OutputLock:
             return False
         except OSError:  # a file system without hard links
             try:
-                descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                descriptor = os.open(
+                    self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
+                )
             except FileExistsError:
                 return False
             with os.fdopen(descriptor, "wb") as file:
@@ -127,7 +138,11 @@ class OutputLock:
             sign = "which has ended" if is_dead else "which is running"
         else:
             is_dead = self._is_silent(age)
-            sign = f"without a sign of life for {DEAD_SECONDS:g} s" if is_dead else "which gives signs of life"
+            sign = (
+                f"without a sign of life for {DEAD_SECONDS:g} s"
+                if is_dead
+                else "which gives signs of life"
+            )
         if is_dead:
             return f"{where}, {sign}"
         raise UserError(
@@ -143,19 +158,28 @@ class OutputLock:
         # Several starts may replace the same dead lock: the last one to write wins, and each of them looks again.
         time.sleep(SETTLE_SECONDS)
         if self.path.read_bytes() != content:
-            raise UserError(f"output_dir: {self.folder} was taken by another run that started at the same time")
-        log.warning("took over the lock on %s from a run that is dead (%s)", self.folder, owner)
+            raise UserError(
+                f"output_dir: {self.folder} was taken by another run that started at the same time"
+            )
+        log.warning(
+            "took over the lock on %s from a run that is dead (%s)", self.folder, owner
+        )
 
     def _is_silent(self, age: float) -> bool:
         """Return whether the owner, on another host, gives no sign of life until it is too old. A job that is put on
         another machine after a crash begins by itself that way."""
         last = self.path.stat().st_mtime
         if age < DEAD_SECONDS:
-            log.info("output_dir: %s has a lock of another host: looking for signs of life", self.folder)
+            log.info(
+                "output_dir: %s has a lock of another host: looking for signs of life",
+                self.folder,
+            )
         end = time.monotonic() + DEAD_SECONDS - age
         while time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
-            with self.path.open("rb") as file:  # opened anew: network file systems remember the times of files
+            with self.path.open(
+                "rb"
+            ) as file:  # opened anew: network file systems remember the times of files
                 if os.fstat(file.fileno()).st_mtime != last:
                     return False
         return True
@@ -173,7 +197,11 @@ class OutputLock:
         while not self._ended.wait(BEAT_SECONDS):
             try:
                 if self.path.read_bytes() != self._content:
-                    log.error("%s belongs to another run now: two runs write to %s", self.path, self.folder)
+                    log.error(
+                        "%s belongs to another run now: two runs write to %s",
+                        self.path,
+                        self.folder,
+                    )
                     return
                 os.utime(self.path)
             except OSError:  # the disk may come back
@@ -202,7 +230,10 @@ def _is_gone(owner: dict[str, Any]) -> bool:
     """Return whether the owner, a process of this machine, has ended. Its number may be another process's now."""
     try:
         process = psutil.Process(owner["pid"])
-        return process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - owner["process_started"]) > 1.0
+        return (
+            process.status() == psutil.STATUS_ZOMBIE
+            or abs(process.create_time() - owner["process_started"]) > 1.0
+        )
     except psutil.Error:
         return not psutil.pid_exists(owner["pid"])
 
@@ -219,4 +250,10 @@ def _read(content: bytes) -> dict[str, Any]:
             "started": float(found["started"]),
         }
     except (ValueError, KeyError, TypeError):
-        return {"host": "unknown", "machine": "", "pid": 0, "process_started": 0.0, "started": 0.0}
+        return {
+            "host": "unknown",
+            "machine": "",
+            "pid": 0,
+            "process_started": 0.0,
+            "started": 0.0,
+        }

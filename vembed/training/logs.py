@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
@@ -41,7 +47,8 @@ class SafeFormatter(logging.Formatter):
         self.secrets = [
             value
             for name, value in os.environ.items()  # what is secret is known by the variable that holds it
-            if any(mark in name.upper() for mark in SECRET_MARKS) and len(value) >= MIN_SECRET_LENGTH
+            if any(mark in name.upper() for mark in SECRET_MARKS)
+            and len(value) >= MIN_SECRET_LENGTH
         ]
 
     def format(self, record: logging.LogRecord) -> str:
@@ -130,19 +137,38 @@ class Metrics(Hook):
     def on_start(self, run: Run) -> None:
         """Open the file and start the trackers."""
         if run.session.is_main:
-            self.trackers = [_start_tracker(name, self.config, run.state.step) for name in self.config.report_to]
+            self.trackers = [
+                _start_tracker(name, self.config, run.state.step)
+                for name in self.config.report_to
+            ]
             self.file = LineFile(Path(self.config.output_dir) / "metrics.jsonl")
 
     def on_log(self, values: Mapping[str, Any]) -> None:
         """Write one logged step to metrics.jsonl and its numbers to the trackers."""
         line = {**values, "time": _now()}
-        self._write(line, {f"train/{key}": value for key, value in _numbers(values).items()}, int(values["step"]))
+        self._write(
+            line,
+            {f"train/{key}": value for key, value in _numbers(values).items()},
+            int(values["step"]),
+        )
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Write one evaluation."""
         step, scores = evaluation.step, evaluation.scores
-        line = {"step": step, "epoch": evaluation.epoch, "eval": dict(scores), "time": _now()}
-        self._write(line, {f"eval/{key.replace('@', '_at_')}": value for key, value in scores.items()}, step)
+        line = {
+            "step": step,
+            "epoch": evaluation.epoch,
+            "eval": dict(scores),
+            "time": _now(),
+        }
+        self._write(
+            line,
+            {
+                f"eval/{key.replace('@', '_at_')}": value
+                for key, value in scores.items()
+            },
+            step,
+        )
 
     def state(self) -> dict[str, Any]:
         """Flush the file to the disk: a checkpoint must not be newer than its lines. There is no state."""
@@ -159,13 +185,19 @@ class Metrics(Hook):
     def close(self) -> None:
         """Close the file, send the report of a finished run to the trackers, and end them."""
         self._close_file()
-        has_report = self.is_trained and (Path(self.config.output_dir) / "report.html").is_file()
+        has_report = (
+            self.is_trained and (Path(self.config.output_dir) / "report.html").is_file()
+        )
         for tracker in self.trackers:
             if has_report:
                 try:
                     send_report(tracker, self.config.output_dir)
                 except (OSError, UserError) as error:
-                    log.warning("report_to: %s did not take the report (%s)", tracker.name, error)
+                    log.warning(
+                        "report_to: %s did not take the report (%s)",
+                        tracker.name,
+                        error,
+                    )
             with suppress(OSError):
                 tracker.finish()
         self.trackers = []
@@ -175,7 +207,9 @@ class Metrics(Hook):
             self.file.close()
             self.file = None
 
-    def _write(self, line: Mapping[str, Any], flat: Mapping[str, float], step: int) -> None:
+    def _write(
+        self, line: Mapping[str, Any], flat: Mapping[str, float], step: int
+    ) -> None:
         if self.file is None:
             return
         # A line without a newline was cut by a crash; resuming drops it.
@@ -185,14 +219,20 @@ class Metrics(Hook):
                 tracker.log(dict(flat), step=step)
             except OSError as error:
                 self.trackers.remove(tracker)
-                log.warning("report_to: %s failed and is disabled (%s); metrics.jsonl continues", tracker.name, error)
+                log.warning(
+                    "report_to: %s failed and is disabled (%s); metrics.jsonl continues",
+                    tracker.name,
+                    error,
+                )
 
 
 def require_trackers(config: TrainConfig) -> None:
     """Raise UserError if a tracker of `report_to` is not installed. Called before a model is loaded."""
     for name in config.report_to:
         if name not in sys.modules and find_spec(name) is None:
-            raise UserError(f"report_to: {name} is not installed: install it (pip install {name}), or leave it out")
+            raise UserError(
+                f"report_to: {name} is not installed: install it (pip install {name}), or leave it out"
+            )
 
 
 def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
@@ -200,7 +240,9 @@ def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
     from accelerate import tracking
 
     run = config.run_name or Path(config.output_dir).resolve().name
-    settings = {key: value for key, value in config.to_dict().items() if value is not None}
+    settings = {
+        key: value for key, value in config.to_dict().items() if value is not None
+    }
     try:
         if name == "tensorboard":
             with warnings.catch_warnings():
@@ -208,15 +250,23 @@ def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
                 # Purge what was logged after the checkpoint's step; in a new run, everything in the folder.
                 purge = first_step + 1 if first_step else 0
                 # TensorBoard names a run by its folder.
-                folder = "tensorboard" + (f"/{config.run_name.replace('/', '_')}" if config.run_name else "")
+                folder = "tensorboard" + (
+                    f"/{config.run_name.replace('/', '_')}" if config.run_name else ""
+                )
                 _await_a_new_second(Path(config.output_dir) / folder)
-                tracker = tracking.TensorBoardTracker(folder, config.output_dir, purge_step=purge)
+                tracker = tracking.TensorBoardTracker(
+                    folder, config.output_dir, purge_step=purge
+                )
         elif name == "wandb":
-            tracker = tracking.WandBTracker(config.wandb_project, name=run, tags=config.wandb_tags, config=settings)
+            tracker = tracking.WandBTracker(
+                config.wandb_project, name=run, tags=config.wandb_tags, config=settings
+            )
         elif name == "mlflow":
             tracker = tracking.MLflowTracker(config.wandb_project, run_name=run)
         else:
-            tracker = tracking.TrackioTracker(config.wandb_project, name=run, config=settings)
+            tracker = tracking.TrackioTracker(
+                config.wandb_project, name=run, config=settings
+            )
         tracker.start()
         if name == "tensorboard":
             _write_hyperparameters(tracker.writer, settings)
@@ -262,9 +312,14 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
             flat[key] = float(value)
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
             for rank, entry in enumerate(value):
-                flat |= {f"{key}/rank{rank}/{name}": number for name, number in _numbers(entry).items()}
+                flat |= {
+                    f"{key}/rank{rank}/{name}": number
+                    for name, number in _numbers(entry).items()
+                }
         elif isinstance(value, Mapping):
-            flat |= {f"{key}/{name}": number for name, number in _numbers(value).items()}
+            flat |= {
+                f"{key}/{name}": number for name, number in _numbers(value).items()
+            }
     return flat
 
 
@@ -274,7 +329,11 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+    return (
+        [_finite(entry) for entry in value]
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 class ProgressBar(Hook):
@@ -287,7 +346,12 @@ class ProgressBar(Hook):
     def on_start(self, run: Run) -> None:
         """Show the bar."""
         if self.console.is_terminal and not self.console.quiet:
-            columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.bar.start()
             self.task = self.bar.add_task("training", total=run.data.total_steps)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.families.backbones import layers_of
+from vembed.models.families.backbones import layers_of
 from vembed.models.names import plain_name
 from vembed.models.quantized import quieten_bitsandbytes
 from vembed.training.rounding import RoundedAdamW
@@ -55,13 +55,17 @@ class GroupKey:
     """True if the parameter is a DTensor. Plain tensors and DTensors cannot share one fused call."""
 
 
-def build_optimizer(model: nn.Module, loss: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, loss: nn.Module, config: TrainConfig
+) -> torch.optim.Optimizer:
     """Build the optimizer of all trainable parameters of model and loss. Call it after wrapping: the optimizer must
     hold the shards. Each group keeps its peak learning rate under "initial_lr", for `Schedule.set`."""
     trained = trained_parameters(model, loss, config)
     groups: defaultdict[GroupKey, list[TrainedParameter]] = defaultdict(list)
     for one in trained:
-        groups[GroupKey(one.learning_rate, one.decays, isinstance(one.parameter, DTensor))].append(one)
+        groups[
+            GroupKey(one.learning_rate, one.decays, isinstance(one.parameter, DTensor))
+        ].append(one)
     param_groups = [
         {
             "params": [one.parameter for one in members],
@@ -71,12 +75,18 @@ def build_optimizer(model: nn.Module, loss: nn.Module, config: TrainConfig) -> t
         }
         for key, members in groups.items()
     ]
-    optimizer, description = _create(config, param_groups, is_fsdp1=bool(FullyShardedDataParallel.fsdp_modules(model)))
+    optimizer, description = _create(
+        config,
+        param_groups,
+        is_fsdp1=bool(FullyShardedDataParallel.fsdp_modules(model)),
+    )
     log.info("optimizer: %s; %s", description, _summary(config, trained, len(groups)))
     return optimizer
 
 
-def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -> list[TrainedParameter]:
+def trained_parameters(
+    model: nn.Module, loss: nn.Module, config: TrainConfig
+) -> list[TrainedParameter]:
     """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
     shapes = _whole_shapes(model)
     named = [
@@ -84,7 +94,11 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
         for prefix, module in (("", model), ("loss.", loss))
         for name, parameter in module.named_parameters(prefix=prefix.rstrip("."))
     ]
-    depths = _depths([name for name, _ in named], model) if config.layer_lr_decay != 1.0 else {}
+    depths = (
+        _depths([name for name, _ in named], model)
+        if config.layer_lr_decay != 1.0
+        else {}
+    )
     peak = rate_of(config)
     head_rate = peak if config.head_learning_rate is None else config.head_learning_rate
     trained = []
@@ -99,7 +113,13 @@ def trained_parameters(model: nn.Module, loss: nn.Module, config: TrainConfig) -
             # What belongs to no layer (norms behind the last one) has depth 0: the full rate.
             rate = peak * config.layer_lr_decay ** depths.get(name, 0)
         trained.append(
-            TrainedParameter(name, parameter, shape, rate, decays=len(shape) > 1 and not name.endswith("bias"))
+            TrainedParameter(
+                name,
+                parameter,
+                shape,
+                rate,
+                decays=len(shape) > 1 and not name.endswith("bias"),
+            )
         )
     if not trained:
         raise UserError(
@@ -121,8 +141,14 @@ def _depths(names: Sequence[str], model: nn.Module) -> dict[str, int]:
     places = _layers_by_name(names, model)
     num_layers = Counter(stack for stack, _ in set(places.values()))
     if not num_layers:
-        log.warning("layer_lr_decay has no effect: no stack of layers was found in this model")
-    inputs = {f"{plain_name(name)}." for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        log.warning(
+            "layer_lr_decay has no effect: no stack of layers was found in this model"
+        )
+    inputs = {
+        f"{plain_name(name)}."
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+    }
     depths = {}
     for name in names:
         if name in places:
@@ -133,14 +159,20 @@ def _depths(names: Sequence[str], model: nn.Module) -> dict[str, int]:
     return depths
 
 
-def _layers_by_name(names: Sequence[str], model: nn.Module) -> dict[str, tuple[str, int]]:
+def _layers_by_name(
+    names: Sequence[str], model: nn.Module
+) -> dict[str, tuple[str, int]]:
     """Return the stack and the number of the layer that each parameter is in, for those inside layers.
 
     Layers of one stack have equal names but for the numbers in them, so the stages of a hierarchical tower are one.
     """
     layers = {id(layer) for layer in layers_of(model)}
     # The modules that the model declares as layers; names decide only for what lies outside of them.
-    prefixes = {f"{plain_name(name)}.": None for name, module in model.named_modules() if id(module) in layers}
+    prefixes = {
+        f"{plain_name(name)}.": None
+        for name, module in model.named_modules()
+        if id(module) in layers
+    }
     known = tuple(prefixes)
     for name in names:
         found = None if known and name.startswith(known) else _LAYER.search(name)
@@ -149,8 +181,17 @@ def _layers_by_name(names: Sequence[str], model: nn.Module) -> dict[str, tuple[s
     stacks: defaultdict[str, list[str]] = defaultdict(list)
     for prefix in prefixes:
         stacks[re.sub(r"\.\d+\.", ".#.", prefix)].append(prefix)
-    numbered = {prefix: (stack, number) for stack, own in stacks.items() for number, prefix in enumerate(own)}
-    return {name: numbered[prefix] for name in names for prefix in prefixes if name.startswith(prefix)}
+    numbered = {
+        prefix: (stack, number)
+        for stack, own in stacks.items()
+        for number, prefix in enumerate(own)
+    }
+    return {
+        name: numbered[prefix]
+        for name in names
+        for prefix in prefixes
+        if name.startswith(prefix)
+    }
 
 
 def _layers_beside(name: str, num_layers: Mapping[str, int]) -> int:
@@ -165,7 +206,9 @@ def _layers_beside(name: str, num_layers: Mapping[str, int]) -> int:
             parts += 1
         return parts
 
-    return max(((common(tower), count) for tower, count in num_layers.items()), default=(0, 0))[1]
+    return max(
+        ((common(tower), count) for tower, count in num_layers.items()), default=(0, 0)
+    )[1]
 
 
 def _whole_shapes(model: nn.Module) -> dict[int, torch.Size]:
@@ -177,7 +220,10 @@ def _whole_shapes(model: nn.Module) -> dict[int, torch.Size]:
     for module in FullyShardedDataParallel.fsdp_modules(model):
         flat = module._flat_param
         if flat is not None and flat._params is not None:
-            shapes |= {id(one): shape for one, shape in zip(flat._params, flat._shapes, strict=True)}
+            shapes |= {
+                id(one): shape
+                for one, shape in zip(flat._params, flat._shapes, strict=True)
+            }
     return shapes
 
 
@@ -199,7 +245,9 @@ def _check_flattened(trained: list[TrainedParameter], config: TrainConfig) -> No
         )
 
 
-def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool) -> tuple[torch.optim.Optimizer, str]:
+def _create(
+    config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool
+) -> tuple[torch.optim.Optimizer, str]:
     """Return the optimizer and its description for the log."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
@@ -228,16 +276,27 @@ def _create(config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool
     match config.optim:
         case "adamw":
             # On two CPU cores the fused step takes a third of the plain one's time. It supports DTensors.
-            fused = all(one.is_floating_point() and one.device.type in _FUSED_DEVICES for one in parameters)
-            return torch.optim.AdamW(groups, **adam, fused=fused), f"AdamW{' (fused)' if fused else ''}, {said}"
+            fused = all(
+                one.is_floating_point() and one.device.type in _FUSED_DEVICES
+                for one in parameters
+            )
+            return torch.optim.AdamW(
+                groups, **adam, fused=fused
+            ), f"AdamW{' (fused)' if fused else ''}, {said}"
         case "adamw_8bit" | "paged_adamw_8bit":
             paged = config.optim == "paged_adamw_8bit"
             if is_sharded:
-                return _torchao_adamw(groups, adam, config.optim), f"AdamW8bit of torchao (sharded parameters), {said}"
+                return _torchao_adamw(
+                    groups, adam, config.optim
+                ), f"AdamW8bit of torchao (sharded parameters), {said}"
             on_gpu = all(parameter.is_cuda for parameter in parameters)
             if paged and not on_gpu:
-                log.warning("optim: paged_adamw_8bit needs a GPU to page from; without one it is adamw_8bit")
-            return _bitsandbytes_adamw(groups, adam, config.optim, paged=paged and on_gpu), (
+                log.warning(
+                    "optim: paged_adamw_8bit needs a GPU to page from; without one it is adamw_8bit"
+                )
+            return _bitsandbytes_adamw(
+                groups, adam, config.optim, paged=paged and on_gpu
+            ), (
                 f"{'PagedAdamW8bit' if paged and on_gpu else 'AdamW8bit'} of bitsandbytes, {said}"
             )
         case "adafactor":
@@ -272,13 +331,17 @@ def _bitsandbytes_adamw(
     try:
         from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
     except ImportError as error:
-        raise UserError(f"optim: {name} needs bitsandbytes ({error}): pip install 'vembed[gpu]'") from error
+        raise UserError(
+            f"optim: {name} needs bitsandbytes ({error}): pip install 'vembed[gpu]'"
+        ) from error
     kind = PagedAdamW8bit if paged else AdamW8bit
     optimizer: torch.optim.Optimizer = kind(groups, **adam)
     return optimizer
 
 
-def _torchao_adamw(groups: list[dict[str, Any]], adam: dict[str, Any], name: str) -> torch.optim.Optimizer:
+def _torchao_adamw(
+    groups: list[dict[str, Any]], adam: dict[str, Any], name: str
+) -> torch.optim.Optimizer:
     """Return torchao's 8-bit AdamW. It supports DTensors, which bitsandbytes' kernels do not."""
     try:
         from torchao.optim import AdamW8bit
@@ -289,7 +352,11 @@ def _torchao_adamw(groups: list[dict[str, Any]], adam: dict[str, Any], name: str
         ) from error
     for group in groups:
         for parameter in group["params"]:
-            if isinstance(parameter, DTensor) and parameter.device.type == "cpu" and _leaves_a_rank_empty(parameter):
+            if (
+                isinstance(parameter, DTensor)
+                and parameter.device.type == "cpu"
+                and _leaves_a_rank_empty(parameter)
+            ):
                 # torchao 0.18 on torch 2.13 aborts the process without a message here.
                 raise UserError(
                     f"optim: {name} of torchao crashes on the CPU where a process holds nothing of a parameter, and "
@@ -304,7 +371,10 @@ def _leaves_a_rank_empty(parameter: DTensor) -> bool:
     """Return whether some rank's shard of the parameter has no rows. The same on every rank."""
     for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
-            num_shards, num_rows = parameter.device_mesh.size(axis), parameter.shape[placement.dim]
+            num_shards, num_rows = (
+                parameter.device_mesh.size(axis),
+                parameter.shape[placement.dim],
+            )
             # torch.chunk semantics: shards of ceil(rows / shards) rows, so the last ranks may get none (5 rows on 4
             # ranks: 2, 2, 1, 0).
             if math.ceil(num_rows / math.ceil(num_rows / num_shards)) < num_shards:
@@ -312,7 +382,9 @@ def _leaves_a_rank_empty(parameter: DTensor) -> bool:
     return False
 
 
-def _summary(config: TrainConfig, trained: list[TrainedParameter], num_groups: int) -> str:
+def _summary(
+    config: TrainConfig, trained: list[TrainedParameter], num_groups: int
+) -> str:
     """Return the log summary: parameters with and without weight decay, and learning rates."""
 
     def count(members: list[TrainedParameter]) -> str:
@@ -321,7 +393,11 @@ def _summary(config: TrainConfig, trained: list[TrainedParameter], num_groups: i
     decaying = [one for one in trained if one.decays]
     still = [one for one in trained if not one.decays]
     heads = [one for one in trained if is_head(one.name)]
-    apart = f"{count(decaying)}, none on {count(still)} (biases, norms, scalars)" if still else "all of them"
+    apart = (
+        f"{count(decaying)}, none on {count(still)} (biases, norms, scalars)"
+        if still
+        else "all of them"
+    )
     parts = [
         f"{count(trained)} trained, {num_groups:,d} {'group' if num_groups == 1 else 'groups'}",
         f"weight decay {config.weight_decay:g} on {apart}",

@@ -91,7 +91,11 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self.is_told:
             self.is_told = True
-            log.warning("%s: %s; lines are missing in it until there is room", self.baseFilename, error.strerror)
+            log.warning(
+                "%s: %s; lines are missing in it until there is room",
+                self.baseFilename,
+                error.strerror,
+            )
 
     def close(self) -> None:
         """Close the file, even if buffered lines could not be written."""
@@ -121,10 +125,16 @@ class LineFile:
             with suppress(OSError):
                 os.ftruncate(self._file.fileno(), size)  # remove the incomplete line
             if not was_waiting:
-                log.warning("%s: %s; its lines wait in memory until there is room", self.path, error.strerror)
+                log.warning(
+                    "%s: %s; its lines wait in memory until there is room",
+                    self.path,
+                    error.strerror,
+                )
             return
         if was_waiting:
-            log.info("%s: %d lines that waited are written", self.path, len(self.waiting))
+            log.info(
+                "%s: %d lines that waited are written", self.path, len(self.waiting)
+            )
         self.waiting = []
 
     def sync(self) -> None:
@@ -139,5 +149,7 @@ class LineFile:
         """Flush the file to the disk and close it. Lines still pending are lost and counted."""
         self.sync()
         if self.waiting:
-            log.error("%s: %d lines found no room and are lost", self.path, len(self.waiting))
+            log.error(
+                "%s: %d lines found no room and are lost", self.path, len(self.waiting)
+            )
         self._file.close()

@@ -43,4 +43,8 @@ class Patience(Hook):
 
     @override
     def load_state(self, state: dict[str, Any]) -> None:
-        self._best, self._best_step, self._count = state["best"], state["best_step"], state["count"]
+        self._best, self._best_step, self._count = (
+            state["best"],
+            state["best_step"],
+            state["count"],
+        )

@@ -22,7 +22,11 @@ class Profile(Hook):
             first, last = config.profile_steps
             self.range = first, min(last, total_steps)
             if first > total_steps:
-                log.warning("profile_steps: %s is after the run's last step, %d", config.profile_steps, total_steps)
+                log.warning(
+                    "profile_steps: %s is after the run's last step, %d",
+                    config.profile_steps,
+                    total_steps,
+                )
         self.path = Path(config.output_dir) / f"trace-rank{rank}.json"
         self.profiler: torch.profiler.profile | None = None
         self._last: int | None = None
@@ -31,7 +35,11 @@ class Profile(Hook):
     def before_step(self, step: int) -> None:
         """Start recording before the first chosen step (steps count from 1), or before the first one left in a
         resumed run."""
-        if self.range and self.profiler is None and self.range[0] <= step <= self.range[1]:
+        if (
+            self.range
+            and self.profiler is None
+            and self.range[0] <= step <= self.range[1]
+        ):
             self.range = step, self.range[1]
             self.profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
             self.profiler.start()
@@ -56,4 +64,9 @@ class Profile(Hook):
         profiler.stop()
         if self._last is not None:
             profiler.export_chrome_trace(str(self.path))
-            log.info("profile: steps %d to %d are in %s", self.range[0], self._last, self.path)
+            log.info(
+                "profile: steps %d to %d are in %s",
+                self.range[0],
+                self._last,
+                self.path,
+            )

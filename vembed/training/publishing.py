@@ -10,12 +10,12 @@ from threading import Thread
 from typing_extensions import override
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed.parameters import full_state_dict
 from vembed.errors import RunError, UserError
 from vembed.models.precision import saved_dtype
-from vembed.publish.hub import Hub
-from vembed.publish.publication import model_files, publication
+from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
+from vembed.saving.hub import Hub
+from vembed.saving.publication import model_files, publication
 from vembed.training.finish import card_of
 from vembed.training.hooks import Evaluation, Hook, Run
 
@@ -43,8 +43,14 @@ def push_final(config: TrainConfig) -> None:
         num_sent = hub.push(publication(config.output_dir), "Trained by vembed")
     except (RunError, UserError) as error:
         again = f"vembed push {config.output_dir} {config.push_to_hub}"
-        raise RunError(f"{error}; the model is in {config.output_dir}/final: `{again}`") from error
-    log.info("push_to_hub: %s has the model of final/ (%d files sent)", hub.repository, num_sent)
+        raise RunError(
+            f"{error}; the model is in {config.output_dir}/final: `{again}`"
+        ) from error
+    log.info(
+        "push_to_hub: %s has the model of final/ (%d files sent)",
+        hub.repository,
+        num_sent,
+    )
 
 
 def _hub(config: TrainConfig) -> Hub:
@@ -70,11 +76,16 @@ class PushBest(Hook):
             return
         run, parts = self._run, self._run.parts
         with run.hooks.evaluation_weights():
-            weights = full_state_dict(parts.model)  # collective, so it comes before the branch on rank 0
+            weights = full_state_dict(
+                parts.model
+            )  # collective, so it comes before the branch on rank 0
         if not run.session.is_main:
             return
         if self.thread is not None and self.thread.is_alive():
-            log.info("push_to_hub: step %s is left out: an earlier push is under way", f"{evaluation.step:,d}")
+            log.info(
+                "push_to_hub: step %s is left out: an earlier push is under way",
+                f"{evaluation.step:,d}",
+            )
             return
         learned = parts.loss.scale_and_bias()
         if learned is not None:
@@ -91,7 +102,9 @@ class PushBest(Hook):
             card=card_of(config, run.data, run.state),
         )
         score = f"{evaluation.metric} {evaluation.scores[evaluation.metric]:.4f}"
-        self.thread = Thread(target=self._push, args=(folder, evaluation.step, score), daemon=True)
+        self.thread = Thread(
+            target=self._push, args=(folder, evaluation.step, score), daemon=True
+        )
         self.thread.start()
 
     @override
@@ -109,6 +122,15 @@ class PushBest(Hook):
             hub = _hub(self.config)
             hub.push(model_files(folder), f"Step {step}: {score}", tag=f"step-{step}")
         except (RunError, UserError) as error:
-            log.warning("push_to_hub: step %s was not pushed (%s); training continues", f"{step:,d}", error)
+            log.warning(
+                "push_to_hub: step %s was not pushed (%s); training continues",
+                f"{step:,d}",
+                error,
+            )
         else:
-            log.info("push_to_hub: step %s (%s) is on the Hub as the tag step-%d", f"{step:,d}", score, step)
+            log.info(
+                "push_to_hub: step %s (%s) is on the Hub as the tag step-%d",
+                f"{step:,d}",
+                score,
+                step,
+            )

@@ -8,9 +8,14 @@ from typing import Any
 
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import EMBEDDED, named, write_content
-from vembed.report.query_changes import FOLDER, compare_results, path_of, read_queries
-from vembed.report.record import TABLE
-from vembed.report.thumbnails import thumbnail_of
+from vembed.evaluation.report.query_changes import (
+    FOLDER,
+    compare_results,
+    path_of,
+    read_queries,
+)
+from vembed.evaluation.report.record import TABLE
+from vembed.evaluation.report.thumbnails import thumbnail_of
 from vembed.training.hooks import Evaluation, Hook, Run
 
 log = logging.getLogger("vembed")
@@ -34,7 +39,11 @@ class QueryRecord(Hook):
             self._best = evaluation.step
         if not isinstance(self._data, RetrievalData) or evaluation.queries is None:
             return
-        kept = {path_of(self._output, step) for step in (0, self._best, evaluation.step) if step is not None}
+        kept = {
+            path_of(self._output, step)
+            for step in (0, self._best, evaluation.step)
+            if step is not None
+        }
         try:
             metrics = dict.fromkeys((evaluation.metric, *TABLE))
             content = evaluation.queries.content(self._data, list(metrics))
@@ -44,7 +53,10 @@ class QueryRecord(Hook):
                 if path not in kept:
                     path.unlink()
         except OSError as error:
-            log.warning("the results of the queries could not be written (%s); the report lacks them", error)
+            log.warning(
+                "the results of the queries could not be written (%s); the report lacks them",
+                error,
+            )
 
     def _pictures(self, content: dict[str, Any], metric: str) -> dict[str, str]:
         """Return thumbnails of the images that the data hold themselves, of the queries that changed most. The report
@@ -54,9 +66,25 @@ class QueryRecord(Hook):
         found = None if before is None else compare_results(before, content, metric)
         pictures: dict[str, str] = {}
         for one in (*found.better, *found.worse) if found is not None else ():
-            cells = (one.query, *one.relevant[:1], *(item for item, _ in (*one.found_before[:1], *one.found_after[:1])))
-            for name in (name for cell in cells for name in cell["images"] if name.startswith(EMBEDDED)):
-                image = next((one for one in named(self._data, name).images if one.data is not None), None)
+            cells = (
+                one.query,
+                *one.relevant[:1],
+                *(item for item, _ in (*one.found_before[:1], *one.found_after[:1])),
+            )
+            for name in (
+                name
+                for cell in cells
+                for name in cell["images"]
+                if name.startswith(EMBEDDED)
+            ):
+                image = next(
+                    (
+                        one
+                        for one in named(self._data, name).images
+                        if one.data is not None
+                    ),
+                    None,
+                )
                 address = None if image is None else thumbnail_of(image)
                 if address is not None:
                     pictures[name] = address

@@ -44,7 +44,11 @@ BATCH = frozenset({"batch_size", "global_batch_size"})
 BY_CONTENT = frozenset({"data_path", "image_root"})
 """Options that name data. The data are compared by the fingerprint of their content."""
 
-MAY_CHANGE = frozenset(f"{_LENGTH_AND_MACHINES} {_MEMORY_AND_SPEED} {_WATCHED_AND_KEPT}".split()) | BATCH | BY_CONTENT
+MAY_CHANGE = (
+    frozenset(f"{_LENGTH_AND_MACHINES} {_MEMORY_AND_SPEED} {_WATCHED_AND_KEPT}".split())
+    | BATCH
+    | BY_CONTENT
+)
 """Options that a resumed run may change; all others must stay. A test checks the list against the schema."""
 
 JUDGES = frozenset({"val_data_path", "eval_metric"})
@@ -76,7 +80,10 @@ def compare_resume(
     the checkpoint lacks (written by an older vembed) counts as its default.
     """
     now = config.to_dict()
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(config).model_fields.items()}
+    defaults = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in type(config).model_fields.items()
+    }
     differences = [
         Difference(name, before, value, name in MAY_CHANGE)
         for name, value in now.items()
@@ -137,10 +144,14 @@ def candidates(config: TrainConfig) -> list[Path]:
             f"resume: {wanted} is not a folder; give a checkpoint-<step> folder, a run's output_dir, or true"
         )
     found = [wanted]
-    if not (wanted / MANIFEST).is_file() and wanted not in [path for _, path in list_checkpoints(wanted.parent)]:
+    if not (wanted / MANIFEST).is_file() and wanted not in [
+        path for _, path in list_checkpoints(wanted.parent)
+    ]:
         found = [path for _, path in reversed(list_checkpoints(wanted))]
     if not found:
-        raise UserError(f"resume: {wanted} is neither a checkpoint nor a folder with checkpoints")
+        raise UserError(
+            f"resume: {wanted} is neither a checkpoint nor a folder with checkpoints"
+        )
     if (own or finished) and found[0].resolve().parent != output.resolve():
         held = f"checkpoints already (newest {own[0].name})" if own else str(finished)
         raise UserError(
@@ -154,34 +165,51 @@ def _refuse_inside_a_run(output: Path) -> None:
     removed with it, and published with the model."""
     place = output.resolve()
     for folder in (place, *place.parents):
-        is_model = folder.name == FINAL and any((folder / name).is_file() for name in ("config.json", "modules.json"))
-        if is_model or (step_of(folder.name) is not None and (folder / MANIFEST).is_file()):
+        is_model = folder.name == FINAL and any(
+            (folder / name).is_file() for name in ("config.json", "modules.json")
+        )
+        if is_model or (
+            step_of(folder.name) is not None and (folder / MANIFEST).is_file()
+        ):
             inside = "is" if folder == place else "is inside"
             what = "the model of a run, and would be replaced and published with it"
             if not is_model:
                 what = "a checkpoint of a run, and would be removed with it"
-            raise UserError(f"output_dir: {output} {inside} {folder}, {what}: choose a folder outside of it")
+            raise UserError(
+                f"output_dir: {output} {inside} {folder}, {what}: choose a folder outside of it"
+            )
 
 
 def refuse_own_model(config: TrainConfig) -> None:
     """Raise UserError if the run would overwrite the model that it starts from."""
     output = Path(config.output_dir).resolve()
-    for option, name in (("model_name", config.model_name), ("image_model_name", config.image_model_name)):
+    for option, name in (
+        ("model_name", config.model_name),
+        ("image_model_name", config.image_model_name),
+    ):
         path = Path(name).expanduser() if name is not None else None
         if path is None or not path.is_dir():
             continue
         model = path.resolve()
         # A run's folder stands for its final/, unless it is a model folder itself.
-        is_own_run = model == output and (output / FINAL).is_dir() and not (output / "config.json").is_file()
+        is_own_run = (
+            model == output
+            and (output / FINAL).is_dir()
+            and not (output / "config.json").is_file()
+        )
         below = [one.name for one in (model, *model.parents) if one.parent == output]
-        if is_own_run or any(one == FINAL or one.startswith("checkpoint-") for one in below):
+        if is_own_run or any(
+            one == FINAL or one.startswith("checkpoint-") for one in below
+        ):
             raise UserError(
                 f"{option}: {name} is inside output_dir: {config.output_dir}, where this run would overwrite it: give "
                 "another output_dir"
             )
 
 
-def _refuse_earlier_run(output: Path, own: list[Path], finished: FinishedRun | None) -> None:
+def _refuse_earlier_run(
+    output: Path, own: list[Path], finished: FinishedRun | None
+) -> None:
     """Raise UserError if a new run would replace what is in its output_dir."""
     ways = (
         "choose another output_dir (output_dir: runs/{model}-{time} names a new one each time), or replace it "
@@ -196,7 +224,9 @@ def _refuse_earlier_run(output: Path, own: list[Path], finished: FinishedRun | N
         raise UserError(f"output_dir: {output} holds {finished}: {ways}")
 
 
-def nothing_left(config: TrainConfig, checkpoint: tuple[int, Path] | None, total_steps: int) -> FinishedRun | None:
+def nothing_left(
+    config: TrainConfig, checkpoint: tuple[int, Path] | None, total_steps: int
+) -> FinishedRun | None:
     """Return the finished run of output_dir to which a resumed run of `total_steps` would add nothing, or None.
 
     Raise UserError if it would add steps and there is no checkpoint to start from.
@@ -206,7 +236,9 @@ def nothing_left(config: TrainConfig, checkpoint: tuple[int, Path] | None, total
     finished = finished_run(Path(config.output_dir))
     if finished is None:
         return None
-    if finished.leaves_nothing(total_steps, None if checkpoint is None else checkpoint[0]):
+    if finished.leaves_nothing(
+        total_steps, None if checkpoint is None else checkpoint[0]
+    ):
         return finished
     if checkpoint is None:
         raise UserError(
@@ -217,14 +249,19 @@ def nothing_left(config: TrainConfig, checkpoint: tuple[int, Path] | None, total
     return None
 
 
-def keep_global_batch(config: TrainConfig, saved: Mapping[str, Any], world_size: int) -> TrainConfig:
+def keep_global_batch(
+    config: TrainConfig, saved: Mapping[str, Any], world_size: int
+) -> TrainConfig:
     """Return the config with the global batch of a checkpoint, where only the number of processes has changed it.
 
     `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
     the user has changed one of the batch options.
     """
     before = saved["config"]
-    same = all(getattr(config, name) == before[name] for name in ("batch_size", "gradient_accumulation_steps"))
+    same = all(
+        getattr(config, name) == before[name]
+        for name in ("batch_size", "gradient_accumulation_steps")
+    )
     examples = saved["identity"].get("global_batch_size")
     if config.global_batch_size is not None or not same or examples is None:
         return config
@@ -234,8 +271,11 @@ def keep_global_batch(config: TrainConfig, saved: Mapping[str, Any], world_size:
         return config
     log.info(
         "global batch: %s examples, as in the checkpoint (batch_size: %d x %d process(es) would be %s)",
-        f"{size:,d}", config.batch_size, world_size, f"{config.batch_size * world_size:,d}",
-    )  # fmt: skip
+        f"{size:,d}",
+        config.batch_size,
+        world_size,
+        f"{config.batch_size * world_size:,d}",
+    )
     return config.model_copy(update={"global_batch_size": size})
 
 
@@ -247,8 +287,14 @@ def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig
     # Their `auto` follows from the cost of an evaluation: other data, another rhythm.
     if all(given[name] == saved.get(name) for name in ("val_data_path", "val_split")):
         names += ["eval_steps", "save_steps"]
-    kept = {name: saved[name] for name in names if given[name] == "auto" and name in saved}
-    is_decided = "temperature" not in config.model_fields_set and not config.learn_temperature and config.losses is None
+    kept = {
+        name: saved[name] for name in names if given[name] == "auto" and name in saved
+    }
+    is_decided = (
+        "temperature" not in config.model_fields_set
+        and not config.learn_temperature
+        and config.losses is None
+    )
     if is_decided and config.loss == saved.get("loss") and "temperature" in saved:
         kept["temperature"] = saved["temperature"]
     if "learning_rate" in kept and config.head_learning_rate is None:
@@ -283,7 +329,11 @@ def trim_metrics(output_dir: Path, step: int, *, is_scored: bool = True) -> int:
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _place_of(line) <= (step, is_scored)]
+    kept = [
+        line
+        for line in lines
+        if line.endswith(b"\n") and _place_of(line) <= (step, is_scored)
+    ]
     if len(kept) != len(lines):
         # Written to a temporary file and renamed, so that a crash loses nothing.
         aside = path.with_name(METRICS + ".partial")
@@ -299,4 +349,6 @@ def _place_of(line: bytes) -> tuple[float, bool]:
         step, is_evaluation = values["step"], "eval" in values
     except (ValueError, KeyError, TypeError):
         return float("inf"), False
-    return (float(step) if isinstance(step, int | float) else float("inf")), is_evaluation
+    return (
+        float(step) if isinstance(step, int | float) else float("inf")
+    ), is_evaluation

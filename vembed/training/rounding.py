@@ -27,9 +27,17 @@ class RoundedAdamW(torch.optim.Optimizer):
     float32 among them (a loss's temperature) are kept as they are."""
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, seed: int
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        seed: int,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        super().__init__(
+            groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        )
         self._seed = seed
 
     @overload
@@ -56,23 +64,37 @@ class RoundedAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), group["betas"]
-        weight, first, second = (_local(one) for one in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+        weight, first, second = (
+            _local(one) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])
+        )
         if weight.numel() == 0:
             return
         gradient = _local(parameter.grad).float()
         mean = first.float().lerp_(gradient, 1 - beta1)
-        square = second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        square = (
+            second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        )
         size = float(group["lr"]) / (1 - beta1**step)
         divisor = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        new = weight.float().mul_(1 - float(group["lr"]) * group["weight_decay"]).addcdiv_(mean, divisor, value=-size)
+        new = (
+            weight.float()
+            .mul_(1 - float(group["lr"]) * group["weight_decay"])
+            .addcdiv_(mean, divisor, value=-size)
+        )
         if weight.dtype == torch.float32:
             for held, value in ((weight, new), (first, mean), (second, square)):
                 held.copy_(value)
             return
-        draw = torch.Generator(weight.device).manual_seed(_mixed(self._seed, step, number, _shard_of(parameter)))
+        draw = torch.Generator(weight.device).manual_seed(
+            _mixed(self._seed, step, number, _shard_of(parameter))
+        )
         # One draw of 63 bits gives the 16 that each of the three roundings takes.
-        bits = torch.empty(weight.shape, dtype=torch.int64, device=weight.device).random_(generator=draw)
-        for place, (held, value) in enumerate(((weight, new), (first, mean), (second, square))):
+        bits = torch.empty(
+            weight.shape, dtype=torch.int64, device=weight.device
+        ).random_(generator=draw)
+        for place, (held, value) in enumerate(
+            ((weight, new), (first, mean), (second, square))
+        ):
             held.copy_(rounded(value, (bits >> (_BITS * place)).to(torch.int32)))
 
 
@@ -96,7 +118,9 @@ def _shard_of(parameter: Tensor) -> int:
         return 0
     place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
     number = 0
-    for size, coordinate, placement in zip(parameter.device_mesh.shape, place, parameter.placements, strict=True):
+    for size, coordinate, placement in zip(
+        parameter.device_mesh.shape, place, parameter.placements, strict=True
+    ):
         if isinstance(placement, Shard):
             number = number * size + coordinate
     return number

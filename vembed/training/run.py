@@ -13,10 +13,10 @@ from vembed.config.loading import Source, require_earlier_stage, resolve_run
 from vembed.config.places import require_places
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
-from vembed.distributed.environment import RankInfo, launched_rank
-from vembed.distributed.session import start_session
 from vembed.errors import UserError
-from vembed.own.objects import as_options
+from vembed.models.custom.objects import as_options
+from vembed.parallel.environment import RankInfo, launched_rank
+from vembed.parallel.session import start_session
 from vembed.training.agreement import facts_of
 from vembed.training.callbacks import Callbacks, OnEvaluation, OnStep
 from vembed.training.checkpoint import Checkpointer
@@ -53,10 +53,15 @@ def train(
     module's weights are where training starts. `hooks`: additions to the loop (`vembed/training/hooks.py`).
     """
     if isinstance(config, Mapping):
-        config = {key: as_path(key, value) if key in DATA else value for key, value in config.items()}
+        config = {
+            key: as_path(key, value) if key in DATA else value
+            for key, value in config.items()
+        }
         config = as_options(config, model)
     elif model is not None:
-        raise UserError("model= goes with a config that is a dict; in a file, model_class names the class")
+        raise UserError(
+            "model= goes with a config that is a dict; in a file, model_class names the class"
+        )
     if on_step is not None or on_evaluation is not None:
         hooks = [*hooks, Callbacks(on_step, on_evaluation)]
     resolved = resolve_run(config, overrides)
@@ -67,7 +72,9 @@ def train(
 
     def introduce(ranks: RankInfo) -> dict[str, Any]:
         if ranks.rank == 0:
-            require_places(settings, resolved.origins)  # now, since a pass over large data takes minutes
+            require_places(
+                settings, resolved.origins
+            )  # now, since a pass over large data takes minutes
             lock.take()  # before anything is read
             open_hub(settings)
         return facts_of(resolved) if ranks.world_size > 1 else {}
@@ -78,7 +85,9 @@ def train(
         lock,
         run_logging(settings, rank=launched_rank()) as outlets,
         Interrupts(settings) as interrupts,
-        start_session(resolved, introduce, lambda: precision_before(settings)) as session,
+        start_session(
+            resolved, introduce, lambda: precision_before(settings)
+        ) as session,
         Checkpointer(settings, session) as checkpointer,
     ):
         for line in resolved.translated:
@@ -86,10 +95,14 @@ def train(
         for line in resolved.notes:
             log.info("note: %s", line, extra=HEADLINE)
         try:
-            result = Trainer(settings, Runtime(session, checkpointer, interrupts, outlets), hooks).run()
+            result = Trainer(
+                settings, Runtime(session, checkpointer, interrupts, outlets), hooks
+            ).run()
             if session.is_main:
                 push_final(settings)
             return result
         except NothingLeft as done:
             log.info("%s", done, extra=HEADLINE)
-            return TrainResult(done.run.model_dir, done.run.folder, done.run.scores(), done.run.step)
+            return TrainResult(
+                done.run.model_dir, done.run.folder, done.run.scores(), done.run.step
+            )

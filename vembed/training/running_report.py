@@ -7,7 +7,7 @@ import logging
 from typing_extensions import override
 
 from vembed.errors import UserError
-from vembed.report.report import write_report
+from vembed.evaluation.report.report import write_report
 from vembed.training.hooks import Hook, Run, StepReport
 
 log = logging.getLogger("vembed")
@@ -30,6 +30,10 @@ class RunningReport(Hook):
         try:
             path = write_report(self.folder)
         except (OSError, UserError) as error:
-            log.warning("report_every: the report of step %d was not written (%s)", report.step, error)
+            log.warning(
+                "report_every: the report of step %d was not written (%s)",
+                report.step,
+                error,
+            )
         else:
             log.debug("report_every: %s", path)

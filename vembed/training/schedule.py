@@ -36,13 +36,17 @@ def lr_factor(step: int, total: int, warmup: int, kind: Kind) -> float:
 def lr_multiplier(config: TrainConfig, examples_per_step: int) -> float:
     """Return the factor that `scale_learning_rate` applies to every learning rate."""
     ratio = examples_per_step / config.base_batch_size
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.scale_learning_rate]
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[
+        config.scale_learning_rate
+    ]
 
 
 class Schedule:
     """Learning rates of a run, set before every optimizer step."""
 
-    def __init__(self, config: TrainConfig, total_steps: int, examples_per_step: int) -> None:
+    def __init__(
+        self, config: TrainConfig, total_steps: int, examples_per_step: int
+    ) -> None:
         self.kind: Kind = config.lr_scheduler_type
         self.total_steps = total_steps
         self.multiplier = lr_multiplier(config, examples_per_step)
@@ -53,16 +57,26 @@ class Schedule:
             # Rounded up, so that a ratio above 0 warms up in short runs too.
             self.warmup_steps = math.ceil(config.warmup_ratio * total_steps)
             why = f"warmup_ratio {config.warmup_ratio:g} of {total_steps:,d} steps"
-        fall = "stays there" if self.kind == "constant" else f"then falls by the {self.kind} schedule"
+        fall = (
+            "stays there"
+            if self.kind == "constant"
+            else f"then falls by the {self.kind} schedule"
+        )
         log.info(
             "learning rate: peak %.3g (%s), after %d warm-up steps (%s), %s",
-            self.peak, self._derivation(config, examples_per_step), self.warmup_steps, why, fall,
-        )  # fmt: skip
+            self.peak,
+            self._derivation(config, examples_per_step),
+            self.warmup_steps,
+            why,
+            fall,
+        )
         if self.warmup_steps > total_steps:
             log.warning(
                 "warmup_steps: %d is more than the %d steps of this run: the learning rate only gets to %.3g",
-                self.warmup_steps, total_steps, self.value(total_steps - 1),
-            )  # fmt: skip
+                self.warmup_steps,
+                total_steps,
+                self.value(total_steps - 1),
+            )
 
     def factor(self, step: int) -> float:
         """Return the fraction of the peak in step number `step`, counted from 0."""
@@ -88,5 +102,7 @@ class Schedule:
         if config.scale_learning_rate == "none":
             return "the same on any number of processes"
         ratio = f"{examples_per_step:,d} examples per step / base_batch_size {config.base_batch_size:,d}"
-        ratio = f"sqrt({ratio})" if config.scale_learning_rate == "sqrt" else f"({ratio})"
+        ratio = (
+            f"sqrt({ratio})" if config.scale_learning_rate == "sqrt" else f"({ratio})"
+        )
         return f"{rate_of(config):g} * {ratio}"

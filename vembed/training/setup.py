@@ -20,19 +20,19 @@ from vembed.data.features import Features, Featuriser
 from vembed.data.feeding import Feeder
 from vembed.data.rank_batch import RankBatchStream
 from vembed.data.sources import ExampleStore
-from vembed.distributed import collectives
-from vembed.distributed.parameters import num_parameters
-from vembed.distributed.session import Session
+from vembed.data_tools.init.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
-from vembed.families.decisions import describe, without_effect
-from vembed.families.description import ModelDescription
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.families.decisions import describe, without_effect
+from vembed.models.families.description import ModelDescription
 from vembed.models.row_gradients import use_row_gradients
-from vembed.start.datasets import open_sets
+from vembed.parallel import collectives
+from vembed.parallel.parameters import num_parameters
+from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
 from vembed.training.auto_rate import with_rate
 from vembed.training.compiled import check_compiled, decide_compilation, some_inputs
@@ -86,7 +86,9 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     epochs = passes(config, len(sets.examples), has_scale=has_scale)
     if is_decided_here:
         log.info("epochs: %g (auto; %s)", epochs.value, epochs.reason)
-    batch_schedule, total_steps = schedule_batches(config, sets.examples, session, epochs.value)
+    batch_schedule, total_steps = schedule_batches(
+        config, sets.examples, session, epochs.value
+    )
     return RunData(
         sets.examples,
         sets.evaluation,
@@ -114,7 +116,11 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     if data.evaluation is not None:
         check_metric(config, data.evaluation, description)
     # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
-    pixels = max(2**30, int(PIXELS_SHARE * psutil.virtual_memory().available) // session.local_world_size)
+    pixels = max(
+        2**30,
+        int(PIXELS_SHARE * psutil.virtual_memory().available)
+        // session.local_world_size,
+    )
     decoders = max(num_cores() // session.local_world_size, 1)
     featuriser = Featuriser(description, image_cache_bytes=pixels, decoders=decoders)
     # Before the model: compiled layers are chosen while it is built.
@@ -137,7 +143,11 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         embedder.compute_in_bf16()
     start_head(config, embedder, featuriser, data.examples, session)
     # Asked before `prepare`: it changes parameters and wraps modules, and rank 0 still holds the whole model.
-    frozen, image_bytes, packs = embedder.frozen_modalities(), embedder.bytes_of_frozen_images(), embedder.packs_texts()
+    frozen, image_bytes, packs = (
+        embedder.frozen_modalities(),
+        embedder.bytes_of_frozen_images(),
+        embedder.packs_texts(),
+    )
     stores = open_stores(config, session, embedder)
     # The optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
@@ -158,7 +168,14 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         optimizer=build_optimizer(model, loss, config),
         config=config,
         featuriser=featuriser,
-        source=InputSource(model, feeder, session, frozen=frozen, stores=stores, image_bytes=image_bytes),
+        source=InputSource(
+            model,
+            feeder,
+            session,
+            frozen=frozen,
+            stores=stores,
+            image_bytes=image_bytes,
+        ),
         teachers=teachers,
     )
 
@@ -168,7 +185,11 @@ def _tempered(config: TrainConfig, scale: float | None) -> TrainConfig:
     the usual one. What a learned one starts from is said when the loss is built."""
     found = with_temperature(config, None if scale is None else 1 / scale)
     if found is not config and not config.learn_temperature:
-        why = f"default of loss: {found.loss}" if found.loss != "infonce" else "with which this model was trained"
+        why = (
+            f"default of loss: {found.loss}"
+            if found.loss != "infonce"
+            else "with which this model was trained"
+        )
         log.info("temperature: %.3g (%s)", found.temperature, why)
     return found
 
@@ -183,7 +204,10 @@ def decide_rhythm(data: RunData, parts: RunModel) -> Rhythm:
         Size(
             total_steps=data.total_steps,
             examples_per_step=data.examples_per_step,
-            num_training=sum(1 + len(one.positives) + len(one.negatives) for one in some) / max(len(some), 1),
+            num_training=sum(
+                1 + len(one.positives) + len(one.negatives) for one in some
+            )
+            / max(len(some), 1),
             num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
             checkpoint_bytes=12 * trained,
         ),
@@ -193,12 +217,20 @@ def decide_rhythm(data: RunData, parts: RunModel) -> Rhythm:
     return found
 
 
-def open_stream(config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session) -> RankBatchStream:
+def open_stream(
+    config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session
+) -> RankBatchStream:
     """Return the stream of this rank's batches."""
     workers = num_workers(config, featuriser.description)
     store = data.examples
     return RankBatchStream(
-        store, data.batch_schedule, featuriser, session.rank, session.world_size, workers, store.pair
+        store,
+        data.batch_schedule,
+        featuriser,
+        session.rank,
+        session.world_size,
+        workers,
+        store.pair,
     )
 
 
@@ -222,17 +254,23 @@ def schedule_batches(
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
-    steps = config.max_steps or math.ceil(epochs * batch_schedule.steps_per_epoch / config.gradient_accumulation_steps)
+    steps = config.max_steps or math.ceil(
+        epochs * batch_schedule.steps_per_epoch / config.gradient_accumulation_steps
+    )
     log.info(
         "global batch: %s examples over %s (%s each)%s; %s steps",
         f"{size:,d}",
         "1 process" if session.world_size == 1 else f"{session.world_size} processes",
         f"{size / session.world_size:,.6g}",
-        f", {config.gradient_accumulation_steps} batches per step" if config.gradient_accumulation_steps > 1 else "",
+        f", {config.gradient_accumulation_steps} batches per step"
+        if config.gradient_accumulation_steps > 1
+        else "",
         f"{steps:,d}",
     )
     if size < session.world_size:
-        raise UserError(f"global_batch_size: {size} is less than the number of processes, {session.world_size}")
+        raise UserError(
+            f"global_batch_size: {size} is less than the number of processes, {session.world_size}"
+        )
     if batch_schedule.smallest_batch < session.world_size:
         raise UserError(
             f"the smallest batch has {batch_schedule.smallest_batch} examples, fewer than the "
@@ -246,14 +284,22 @@ def num_workers(config: TrainConfig, description: ModelDescription) -> int:
     itself."""
     if config.num_workers != "auto":
         return config.num_workers
-    return 1 if description.modalities == ("text",) else min(4, max(1, num_cores() // 2))
+    return (
+        1 if description.modalities == ("text",) else min(4, max(1, num_cores() // 2))
+    )
 
 
 def log_cut_texts(features: Sequence[Features], description: ModelDescription) -> None:
     """Log how many of these inputs reach the maximum length, at which texts are truncated."""
-    texts = [one.token_ids for one in features if one.modality == "text" and one.token_ids is not None]
+    texts = [
+        one.token_ids
+        for one in features
+        if one.modality == "text" and one.token_ids is not None
+    ]
     num_full = sum(len(one) >= description.max_length for one in texts)
-    if num_full and not description.traits.has_fixed_length:  # which pads every text to it
+    if (
+        num_full and not description.traits.has_fixed_length
+    ):  # which pads every text to it
         log.info(
             "max_length: %s of the first %s texts fill %s tokens, and what is longer is cut there",
             f"{num_full:,d}",
@@ -269,7 +315,11 @@ def learned(loss: EmbeddingLoss) -> dict[str, float]:
 
 
 def start_head(
-    config: TrainConfig, model: EmbeddingModel, featuriser: Featuriser, store: ExampleStore, session: Session
+    config: TrainConfig,
+    model: EmbeddingModel,
+    featuriser: Featuriser,
+    store: ExampleStore,
+    session: Session,
 ) -> None:
     """Rotate the projection so that its first coordinates hold the most variance, with `mrl_projection_init: pca`.
     Collective."""
@@ -278,9 +328,16 @@ def start_head(
     if session.is_main:
         # Spread over the whole store: its sources follow one another.
         count = min(len(store), SAMPLE)
-        items = [store[number * len(store) // count].positives[0] for number in range(count)]
+        items = [
+            store[number * len(store) // count].positives[0] for number in range(count)
+        ]
         with model.without_mrl_projection():
-            vectors = encode_items(model, featuriser, items, "document", normalize=False)
+            vectors = encode_items(
+                model, featuriser, items, "document", normalize=False
+            )
         model.start_mrl_projection(torch.from_numpy(vectors))
-        log.info("mrl_projection_init: principal components of %s documents", f"{len(items):,d}")
+        log.info(
+            "mrl_projection_init: principal components of %s documents",
+            f"{len(items):,d}",
+        )
     collectives.broadcast_tensors([model.mrl_projection.linear.weight])

@@ -6,12 +6,12 @@ import logging
 
 import torch
 
-from vembed.distributed import collectives
-from vembed.distributed.estimate import GIB, measure
-from vembed.distributed.memory import memory_snapshot
-from vembed.distributed.session import Session
 from vembed.errors import RunError
 from vembed.models.adapters import wants_adapters
+from vembed.parallel import collectives
+from vembed.parallel.estimate import GIB, measure
+from vembed.parallel.memory import memory_snapshot
+from vembed.parallel.session import Session
 from vembed.training.budget import SMALLEST_BUDGET, Budget
 
 log = logging.getLogger("vembed")
@@ -58,8 +58,10 @@ class MemoryGuard:
             sizes = f"{half.micro_batch_tokens:,d} tokens instead of {budget.micro_batch_tokens:,d}"
         log.warning(
             "out of memory: the step is replayed with micro-batches of %s, graphs kept for up to %s; the result is the "
-            "same, apart from fresh dropout draws", sizes, f"{half.kept_graph_tokens:,d}",
-        )  # fmt: skip
+            "same, apart from fresh dropout draws",
+            sizes,
+            f"{half.kept_graph_tokens:,d}",
+        )
         return half
 
 
@@ -67,36 +69,64 @@ def advice(session: Session, budget: Budget) -> str:
     """Return the current settings and what to change, the cheapest change first, each with what it saves."""
     placement = session.placement
     config, size = placement.run.config, placement.size or measure(placement.run.config)
-    now, limit = placement.predict(size, tokens=budget.micro_batch_tokens), size.max_length
+    now, limit = (
+        placement.predict(size, tokens=budget.micro_batch_tokens),
+        size.max_length,
+    )
     steps = []
     if budget.use_gradient_cache is False:
-        steps.append("use_gradient_cache: true (it reduces memory, and the result is the same)")
-    if budget.max_rows is not None:  # micro-batches are cut by rows, and the tokens have no limit
-        steps.append(f"gradient_cache_chunk_size: {max(budget.max_rows // 2, 1)} (now {budget.max_rows:,d})")
+        steps.append(
+            "use_gradient_cache: true (it reduces memory, and the result is the same)"
+        )
+    if (
+        budget.max_rows is not None
+    ):  # micro-batches are cut by rows, and the tokens have no limit
+        steps.append(
+            f"gradient_cache_chunk_size: {max(budget.max_rows // 2, 1)} (now {budget.max_rows:,d})"
+        )
     else:
         half = max(budget.micro_batch_tokens // 2, 1)
         steps.append(f"micro_batch_tokens: {half} (now {budget.micro_batch_tokens:,d})")
     if not placement.recomputation.value:
-        saved = now.activations - placement.predict(size, tokens=budget.micro_batch_tokens, recomputes=True).activations
+        saved = (
+            now.activations
+            - placement.predict(
+                size, tokens=budget.micro_batch_tokens, recomputes=True
+            ).activations
+        )
         steps.append(f"gradient_checkpointing: true ({_saves(saved)})")
     if limit > SHORT:
         steps.append(f"max_length: {limit // 2} (now {limit})")
     if not wants_adapters(config):
         steps.append(f"use_lora: true ({_saves(now.gradients + now.optimizer)})")
         # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
-        if config.optim == "adamw" and not (placement.fsdp is not None and placement.fsdp.version == 1):
+        if config.optim == "adamw" and not (
+            placement.fsdp is not None and placement.fsdp.version == 1
+        ):
             steps.append(f"optim: adamw_8bit ({_saves(0.75 * now.optimizer)})")
     if placement.fsdp is None and session.world_size > 1:
-        steps.append(f"use_fsdp: true (FULL_SHARD: {_saves(now.states * (1 - 1 / session.world_size))})")
+        steps.append(
+            f"use_fsdp: true (FULL_SHARD: {_saves(now.states * (1 - 1 / session.world_size))})"
+        )
     if placement.fsdp is not None:
         steps += _more_sharding(session, now.states)
     if placement.fsdp is not None and not placement.fsdp.offload:
-        steps.append(f"fsdp_offload_params: true ({_saves(now.weights + now.optimizer)})")
+        steps.append(
+            f"fsdp_offload_params: true ({_saves(now.weights + now.optimizer)})"
+        )
     if not config.use_qlora:
         steps.append("use_qlora: true")
-    bound = "gradient_cache_chunk_size" if budget.max_rows is not None else "micro_batch_tokens"
-    listed = "; ".join(f"{number}. {step}" for number, step in enumerate(steps, start=1))
-    used = ", ".join(f"{key} {value}" for key, value in memory_snapshot(session.device).items())
+    bound = (
+        "gradient_cache_chunk_size"
+        if budget.max_rows is not None
+        else "micro_batch_tokens"
+    )
+    listed = "; ".join(
+        f"{number}. {step}" for number, step in enumerate(steps, start=1)
+    )
+    used = ", ".join(
+        f"{key} {value}" for key, value in memory_snapshot(session.device).items()
+    )
     return (
         f"rank {session.rank} of {session.world_size} is out of device memory ({used}; {placement.rows:,d} rows per "
         f"process, strategy {session.strategy}, an estimated {now.total / GIB:.2f}GB of "
@@ -111,11 +141,17 @@ def _more_sharding(session: Session, states: float) -> list[str]:
     assert placement.fsdp is not None
     if placement.is_hybrid:
         saved = states * (1 - placement.num_shards / session.world_size)
-        steps.append(f"fsdp_sharding_strategy: FULL_SHARD (over all machines: {_saves(saved)})")
+        steps.append(
+            f"fsdp_sharding_strategy: FULL_SHARD (over all machines: {_saves(saved)})"
+        )
     if placement.fsdp.version == 2 and session.keeps_gathered:
-        steps.append("fsdp_reshard_after_forward: true (parameters are freed after each layer, and gathered again)")
+        steps.append(
+            "fsdp_reshard_after_forward: true (parameters are freed after each layer, and gathered again)"
+        )
     if placement.fsdp.version == 1 and not placement.fsdp.reshard_after_forward:
-        steps.append("fsdp_sharding_strategy: FULL_SHARD (parameters are freed after each layer, and gathered again)")
+        steps.append(
+            "fsdp_sharding_strategy: FULL_SHARD (parameters are freed after each layer, and gathered again)"
+        )
     return steps
 
 

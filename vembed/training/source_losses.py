@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vembed.config.terms import task_names
-from vembed.distributed import collectives
+from vembed.parallel import collectives
 from vembed.training.hooks import Hook, Run, StepReport
 
 
@@ -44,7 +44,10 @@ class LossesBySource(Hook):
         if not tasks:
             return {}
         totals = collectives.sum_scalars([float(self._sums[task]) for task in tasks])
-        means = {f"loss/{task}": total / self._counts[task] for task, total in zip(tasks, totals, strict=True)}
+        means = {
+            f"loss/{task}": total / self._counts[task]
+            for task, total in zip(tasks, totals, strict=True)
+        }
         self._sums, self._counts = {}, {}
         return means
 
@@ -82,7 +85,8 @@ class LossesByTerm(Hook):
             return {}
         totals = collectives.sum_scalars([float(self._sums[key]) for key in keys])
         means = {
-            f"loss/{task}/{name}" if task else f"loss/{name}": total / self._counts[task, name]
+            f"loss/{task}/{name}" if task else f"loss/{name}": total
+            / self._counts[task, name]
             for (task, name), total in zip(keys, totals, strict=True)
         }
         self._sums, self._counts = {}, {}

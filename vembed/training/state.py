@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from vembed.distributed import collectives
 from vembed.errors import UserError
 from vembed.models.names import plain_name
+from vembed.parallel import collectives
 
 _OPTIMIZER = "optimizer."
 _HOOKS = "hooks."
@@ -81,11 +81,15 @@ def tensors_of(
     """Return trained weights, buffers, optimizer state and `extra` (tensors of hooks) by name, as plain tensors or
     DTensors."""
     model_and_loss = ModelAndLoss(model, loss)
-    tensors = {name: _movable(value) for name, value in _weights(model_and_loss).items()}
+    tensors = {
+        name: _movable(value) for name, value in _weights(model_and_loss).items()
+    }
     tensors |= {_HOOKS + name: _movable(value) for name, value in (extra or {}).items()}
     # A new optimizer has no state, and get_state_dict would create some by taking a step.
     if optimizer is not None and optimizer.state:
-        state: Any = get_optimizer_state_dict(model_and_loss, optimizer, options=_TRAINED)["state"]
+        state: Any = get_optimizer_state_dict(
+            model_and_loss, optimizer, options=_TRAINED
+        )["state"]
         for leaf in _leaves(state):
             tensors |= leaf.pieces
     return tensors
@@ -112,17 +116,27 @@ def restore(
     weights = _weights(model_and_loss)
     _check_weights(weights, saved, dtypes or {})
     tensors = {name: _movable(value) for name, value in weights.items()}
-    tensors |= {_HOOKS + name: _movable(value) for name, value in (extra or {}).items() if _HOOKS + name in saved}
+    tensors |= {
+        _HOOKS + name: _movable(value)
+        for name, value in (extra or {}).items()
+        if _HOOKS + name in saved
+    }
     leaves: list[_Leaf] = []
     state: dict[str, Any] = {}
     groups: Any = []
     if optimizer is not None and any(name.startswith(_OPTIMIZER) for name in saved):
         # torch allocates the state tensors by a step with zero gradients, and only if there are none yet.
         optimizer.zero_grad(set_to_none=True)
-        whole: Any = get_optimizer_state_dict(model_and_loss, optimizer, options=_TRAINED)
+        whole: Any = get_optimizer_state_dict(
+            model_and_loss, optimizer, options=_TRAINED
+        )
         state, groups = whole["state"], whole["param_groups"]
         # State that the step above has made, and the checkpoint lacks, is not loaded.
-        held = {name for name in state if any(key.startswith(f"{_OPTIMIZER}{name}.") for key in saved)}
+        held = {
+            name
+            for name in state
+            if any(key.startswith(f"{_OPTIMIZER}{name}.") for key in saved)
+        }
         state = {name: value for name, value in state.items() if name in held}
         leaves = _leaves(state)
         _check_optimizer(leaves, saved, saved_optimizer, optimizer_kind(optimizer))
@@ -135,12 +149,18 @@ def restore(
         set_model_state_dict(model_and_loss, weights, options=_TRAINED)
         if optimizer is not None and leaves:
             set_optimizer_state_dict(
-                model_and_loss, optimizer, {"state": state, "param_groups": groups}, options=_TRAINED
+                model_and_loss,
+                optimizer,
+                {"state": state, "param_groups": groups},
+                options=_TRAINED,
             )
     elif optimizer is not None:
         # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
         # (created by the step above) is dropped.
-        live = {plain_name(name): parameter for name, parameter in model_and_loss.named_parameters()}
+        live = {
+            plain_name(name): parameter
+            for name, parameter in model_and_loss.named_parameters()
+        }
         _put_numbers(leaves, {name: optimizer.state[live[name]] for name in state})
         for name, parameter in live.items():
             if name not in state:
@@ -151,16 +171,24 @@ def restore(
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     """Return the optimizer's name and library, such as "AdamW8bit of torchao"."""
-    return f"{type(optimizer).__name__} of {type(optimizer).__module__.partition('.')[0]}"
+    return (
+        f"{type(optimizer).__name__} of {type(optimizer).__module__.partition('.')[0]}"
+    )
 
 
 def _weights(model_and_loss: ModelAndLoss) -> dict[str, Any]:
     """Return trained parameters and buffers. Extra state entries of quantised frozen layers are left out."""
     frozen = {
-        plain_name(name) + "." for name, parameter in model_and_loss.named_parameters() if not parameter.requires_grad
+        plain_name(name) + "."
+        for name, parameter in model_and_loss.named_parameters()
+        if not parameter.requires_grad
     }
     weights = get_model_state_dict(model_and_loss, options=_TRAINED)
-    return {name: value for name, value in weights.items() if not any(name.startswith(start) for start in frozen)}
+    return {
+        name: value
+        for name, value in weights.items()
+        if not any(name.startswith(start) for start in frozen)
+    }
 
 
 def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[_Leaf]:
@@ -171,7 +199,9 @@ def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[_Leaf]
         if isinstance(value, dict):
             leaves += _leaves(value, here)
         else:
-            leaves.append(_Leaf(here, value, _pieces(_OPTIMIZER + ".".join(here), value)))
+            leaves.append(
+                _Leaf(here, value, _pieces(_OPTIMIZER + ".".join(here), value))
+            )
     return leaves
 
 
@@ -188,7 +218,10 @@ def _pieces(name: str, value: Any) -> dict[str, Any]:
     if not is_traceable_wrapper_subclass(local):
         return {name: value}
     own = f"rank{collectives.rank()}of{collectives.world_size()}"
-    return {f"{name}.{part}.{own}": getattr(local, part) for part in local.__tensor_flatten__()[0]}
+    return {
+        f"{name}.{part}.{own}": getattr(local, part)
+        for part in local.__tensor_flatten__()[0]
+    }
 
 
 def _movable(value: Any) -> Any:
@@ -201,7 +234,9 @@ def _movable(value: Any) -> Any:
     own = shards[0].tensor if shards else torch.empty(0, *shape[1:], dtype=value.dtype)
     mesh = DeviceMesh.from_group(value._process_group, own.device.type)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
 
 
 def _put_numbers(leaves: list[_Leaf], state: Mapping[str, Any]) -> None:
@@ -216,14 +251,18 @@ def _put_numbers(leaves: list[_Leaf], state: Mapping[str, Any]) -> None:
 
 
 def _check_weights(
-    weights: Mapping[str, Any], saved: Mapping[str, list[int]], dtypes: Mapping[str, torch.dtype]
+    weights: Mapping[str, Any],
+    saved: Mapping[str, list[int]],
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
     held = {name for name in saved if not name.startswith((_OPTIMIZER, _HOOKS))}
     missing, extra = sorted(set(weights) - held), sorted(held - set(weights))
     if missing or extra:
         sides = {"only this run trains": missing, "only the checkpoint has": extra}
-        named = "; ".join(f"{side} {_few(names)}" for side, names in sides.items() if names)
+        named = "; ".join(
+            f"{side} {_few(names)}" for side, names in sides.items() if names
+        )
         raise UserError(
             f"the checkpoint is of another model: {named}; resume with the model, LoRA and freeze settings that it was "
             "trained with, or start anew in another output_dir"
@@ -241,10 +280,18 @@ def _check_weights(
             )
 
 
-def _check_optimizer(leaves: list[_Leaf], saved: Mapping[str, list[int]], theirs: str, ours: str) -> None:
+def _check_optimizer(
+    leaves: list[_Leaf], saved: Mapping[str, list[int]], theirs: str, ours: str
+) -> None:
     """Raise UserError if the optimizer state does not fit: another optimizer, or 8-bit blocks of other shards."""
-    held = {name for name in saved if name.startswith(_OPTIMIZER) and not _OWN.search(name)}
-    shapes = {name: list(piece.size()) for leaf in leaves for name, piece in leaf.pieces.items()}
+    held = {
+        name for name in saved if name.startswith(_OPTIMIZER) and not _OWN.search(name)
+    }
+    shapes = {
+        name: list(piece.size())
+        for leaf in leaves
+        for name, piece in leaf.pieces.items()
+    }
     foreign = sorted(name for name, shape in shapes.items() if saved.get(name) != shape)
     foreign += sorted(held - set(shapes))
     if not foreign:

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from vembed.data.feeding import MicroBatch, ModelInputs, row_index
 from vembed.data.microbatches import LockstepSplit
 from vembed.data.rank_batch import RankBatch
-from vembed.distributed import collectives
-from vembed.distributed.devices import matmul_precision, seed_draws
-from vembed.distributed.memory import is_shortage
-from vembed.distributed.parameters import reshard, set_gradient_sync, set_keep_gathered
-from vembed.distributed.session import Session
-from vembed.families.table import Modality
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.models.bf16 import holding_copies
+from vembed.models.families.table import Modality
+from vembed.parallel import collectives
+from vembed.parallel.devices import matmul_precision, seed_draws
+from vembed.parallel.memory import is_shortage
+from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
+from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, AuxiliaryLosses, Parts
 from vembed.training.budget import Budget
@@ -110,24 +110,38 @@ class BatchResult:
 
     def without_embeddings(self) -> BatchResult:
         """Return the result without the memory of its embeddings."""
-        return replace(self, embeddings=self.embeddings.new_empty(0, self.embeddings.shape[1]))
+        return replace(
+            self, embeddings=self.embeddings.new_empty(0, self.embeddings.shape[1])
+        )
 
 
 def seed_of(seed: int, batch: int, rank: int, micro_batch: int) -> int:
     """Return the seed of one forward pass. A pure function: a replay and a resumed run draw the same dropout masks."""
     # Odd multipliers and xor-shifts, as in splitmix64, so that neighbouring batches and ranks get unrelated seeds.
-    mixed = (seed * 0x9E3779B97F4A7C15 + batch * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB + micro_batch) % 2**64
+    mixed = (
+        seed * 0x9E3779B97F4A7C15
+        + batch * 0xBF58476D1CE4E5B9
+        + rank * 0x94D049BB133111EB
+        + micro_batch
+    ) % 2**64
     mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
     return (mixed ^ (mixed >> 32)) >> 1
 
 
-def order_micro_batches(splits: dict[Modality, list[list[int]]], frozen: Collection[str] = ()) -> list[MicroBatch]:
+def order_micro_batches(
+    splits: dict[Modality, list[list[int]]], frozen: Collection[str] = ()
+) -> list[MicroBatch]:
     """Order micro-batches into forward passes. The last micro-batches of all modalities share one forward pass, so
     that the backward pass that synchronises gradients reaches every tower. Within a forward pass, frozen modalities
     come last."""
     modalities = sorted(splits, key=lambda modality: modality in frozen)
-    micro_batches: list[MicroBatch] = [[(modality, rows)] for modality in modalities for rows in splits[modality][:-1]]
-    return [*micro_batches, [(modality, splits[modality][-1]) for modality in modalities]]
+    micro_batches: list[MicroBatch] = [
+        [(modality, rows)] for modality in modalities for rows in splits[modality][:-1]
+    ]
+    return [
+        *micro_batches,
+        [(modality, splits[modality][-1]) for modality in modalities],
+    ]
 
 
 class ContrastiveStep:
@@ -160,15 +174,25 @@ class ContrastiveStep:
         self.exchange = loss_exchange(session)
 
     def accumulate(
-        self, rank_batch: RankBatch, number: int, *, weight: float, last: bool, scale: float = 1.0
+        self,
+        rank_batch: RankBatch,
+        number: int,
+        *,
+        weight: float,
+        last: bool,
+        scale: float = 1.0,
     ) -> BatchResult:
         """Add `weight` times the gradient of L of global batch `number` to the parameters' gradients. Collective.
 
         `last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
         """
-        with holding_copies(self.model):  # the weights stay the same until the optimizer step
+        with holding_copies(
+            self.model
+        ):  # the weights stay the same until the optimizer step
             with self.timer("data"):
-                batch = StepBatch(rank_batch, number, last, self.source.of(rank_batch.features))
+                batch = StepBatch(
+                    rank_batch, number, last, self.source.of(rank_batch.features)
+                )
             if self.auxiliary is not None:
                 batch.auxiliary = self.auxiliary.begin(rank_batch, self.session.device)
             with self.timer("wait"):
@@ -189,19 +213,39 @@ class ContrastiveStep:
         rank_batch, budget = batch.rank_batch, self.budget
         lengths = [feature.length for feature in rank_batch.features]
         modalities = self.source.feeder.featuriser.description.modalities
-        places = {modality: of_modality(rank_batch, modality) for modality in modalities}
+        places = {
+            modality: of_modality(rank_batch, modality) for modality in modalities
+        }
         own = LockstepSplit(lengths, places, budget.micro_batch_tokens, budget.max_rows)
-        frozen = LockstepSplit(lengths, batch.inputs.missing, budget.micro_batch_tokens, budget.max_rows)
+        frozen = LockstepSplit(
+            lengths, batch.inputs.missing, budget.micro_batch_tokens, budget.max_rows
+        )
         sizes = [len(lengths), len(rank_batch.query), len(rank_batch.negative)]
-        is_scored = rank_batch.scores is not None, rank_batch.negative_scores is not None or not sizes[-1]
+        is_scored = (
+            rank_batch.scores is not None,
+            rank_batch.negative_scores is not None or not sizes[-1],
+        )
         # All numbers of a rank in one row, so that one collective carries them.
-        mine = [*sizes, *map(int, is_scored), own.padded_tokens, *own.counts, *frozen.counts]
+        mine = [
+            *sizes,
+            *map(int, is_scored),
+            own.padded_tokens,
+            *own.counts,
+            *frozen.counts,
+        ]
         # The model's forward passes are collective under FSDP, so their numbers are exchanged before the first of them.
         table = collectives.all_gather_ints(mine)
-        inputs, rows, negatives, scored, negatives_scored, padded, *counts = zip(*table, strict=True)
+        inputs, rows, negatives, scored, negatives_scored, padded, *counts = zip(
+            *table, strict=True
+        )
         has_negative_scores = any(negatives) and all(negatives_scored)
         batch.agreed = Agreement(
-            list(inputs), list(rows), list(negatives), all(scored), has_negative_scores, max(padded)
+            list(inputs),
+            list(rows),
+            list(negatives),
+            all(scored),
+            has_negative_scores,
+            max(padded),
         )
         most = [max(column) for column in counts]
         # A rank with fewer micro-batches splits its inputs finer, or runs dummies, up to the maximum over the ranks.
@@ -209,14 +253,18 @@ class ContrastiveStep:
         batch.frozen_splits = frozen.agreed(most[len(own.counts) :])
         batch.micro_batches = order_micro_batches(splits, self.source.towers.modalities)
         # From numbers that are equal on all ranks: a rank without a second phase would leave the others waiting in it.
-        batch.keeps_graphs = budget.keeps_graphs(max(padded), len(batch.micro_batches), self.session)
+        batch.keeps_graphs = budget.keeps_graphs(
+            max(padded), len(batch.micro_batches), self.session
+        )
 
     def encode(self, batch: StepBatch) -> None:
         """Set this rank's embeddings in the order of its inputs, and keep the graphs if so agreed. Collective."""
         joined: Tensor | None = None
         with torch.set_grad_enabled(batch.keeps_graphs):
             # With kept graphs there is no second phase that could reuse image features.
-            keeps_images = not batch.keeps_graphs and self.source.images.keeps(batch.agreed.padded_tokens)
+            keeps_images = not batch.keeps_graphs and self.source.images.keeps(
+                batch.agreed.padded_tokens
+            )
             batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
@@ -226,16 +274,24 @@ class ContrastiveStep:
                 self._synchronise_gradients(batch.synchronises(number))
                 outputs, losses = self._forward(inputs, batch.number, number)
                 if self.auxiliary is not None and batch.auxiliary is not None:
-                    self.auxiliary.count(batch.auxiliary, losses, rows_of(batch.micro_batches[number]))
+                    self.auxiliary.count(
+                        batch.auxiliary, losses, rows_of(batch.micro_batches[number])
+                    )
                 if joined is None:
-                    joined = outputs[0].new_zeros(len(batch.rank_batch.features), outputs[0].shape[1])
-                for (_, rows), output in zip(batch.micro_batches[number], outputs, strict=True):
+                    joined = outputs[0].new_zeros(
+                        len(batch.rank_batch.features), outputs[0].shape[1]
+                    )
+                for (_, rows), output in zip(
+                    batch.micro_batches[number], outputs, strict=True
+                ):
                     if rows:  # otherwise the output of a dummy, which was run only for its collectives
                         joined[row_index(rows, joined.device)] = output.detach()
                 if batch.keeps_graphs:
                     batch.outputs.append(outputs)
                     batch.auxiliary_outputs.append(losses)
-        assert joined is not None, "a global batch has at least one input, so every rank runs at least one micro-batch"
+        assert joined is not None, (
+            "a global batch has at least one input, so every rank runs at least one micro-batch"
+        )
         batch.embeddings = joined
 
     def gather(self, batch: StepBatch) -> LossBatch:
@@ -248,17 +304,29 @@ class ContrastiveStep:
         embeddings = self.exchange.leaf(batch.embeddings, counts)
         # Row indices are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
         offset = sum(agreed.num_inputs[:rank])
-        content = torch.tensor([feature.content for feature in rank_batch.features], dtype=torch.int64)
+        content = torch.tensor(
+            [feature.content for feature in rank_batch.features], dtype=torch.int64
+        )
         columns = {
             "content": Column(content, agreed.num_inputs),
-            "query": Column(torch.from_numpy(rank_batch.query) + offset, agreed.num_rows),
-            "positive": Column(torch.from_numpy(rank_batch.positive) + offset, agreed.num_rows),
+            "query": Column(
+                torch.from_numpy(rank_batch.query) + offset, agreed.num_rows
+            ),
+            "positive": Column(
+                torch.from_numpy(rank_batch.positive) + offset, agreed.num_rows
+            ),
             "example": Column(torch.from_numpy(rank_batch.example), agreed.num_rows),
-            "negative": Column(torch.from_numpy(rank_batch.negative) + offset, agreed.num_negatives),
-            "negative_example": Column(torch.from_numpy(rank_batch.negative_example), agreed.num_negatives),
+            "negative": Column(
+                torch.from_numpy(rank_batch.negative) + offset, agreed.num_negatives
+            ),
+            "negative_example": Column(
+                torch.from_numpy(rank_batch.negative_example), agreed.num_negatives
+            ),
         }
         if agreed.has_scores and rank_batch.scores is not None:
-            columns["scores"] = Column(torch.from_numpy(rank_batch.scores), agreed.num_rows)
+            columns["scores"] = Column(
+                torch.from_numpy(rank_batch.scores), agreed.num_rows
+            )
         if agreed.has_negative_scores:
             own = torch.empty(0, dtype=torch.float64)  # a rank without negatives
             if rank_batch.negative_scores is not None:
@@ -266,7 +334,8 @@ class ContrastiveStep:
             columns["negative_scores"] = Column(own, agreed.num_negatives)
         found = gather_columns(columns, self.session.device)
         scores, negative_scores = (
-            found[name].to(embeddings.dtype) if name in found else None for name in ("scores", "negative_scores")
+            found[name].to(embeddings.dtype) if name in found else None
+            for name in ("scores", "negative_scores")
         )
         loss_batch = LossBatch(
             embeddings=embeddings,
@@ -287,9 +356,13 @@ class ContrastiveStep:
         )
         if self.teachers is None:
             return loss_batch
-        return self.teachers.attach(loss_batch, rank_batch, agreed.num_rows, agreed.num_negatives)
+        return self.teachers.attach(
+            loss_batch, rank_batch, agreed.num_rows, agreed.num_negatives
+        )
 
-    def score(self, loss_batch: LossBatch, batch: StepBatch, weight: float) -> tuple[Tensor, Tensor]:
+    def score(
+        self, loss_batch: LossBatch, batch: StepBatch, weight: float
+    ) -> tuple[Tensor, Tensor]:
         """Return this rank's part of L, and the gradient of `weight` * L for its own embeddings. Collective."""
         # Not TF32: the rounding of a score is divided by the temperature too.
         with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
@@ -297,7 +370,9 @@ class ContrastiveStep:
             # The loss runs in float32. Its gradient carries the float16 scale into the backward of each micro-batch.
             (loss_share * weight).backward()
         with self.timer("wait"):
-            gradient = self.exchange.own_gradient(loss_batch.embeddings, batch.agreed.counts)
+            gradient = self.exchange.own_gradient(
+                loss_batch.embeddings, batch.agreed.counts
+            )
             if self.auxiliary is not None and batch.auxiliary is not None:
                 self.auxiliary.agree(batch.auxiliary)
                 loss_share = loss_share.detach() + self.auxiliary.share(batch.auxiliary)
@@ -313,7 +388,10 @@ class ContrastiveStep:
             if feed is None:
                 # Dropping the reference frees each graph as soon as its backward is done.
                 outputs, batch.outputs[number] = batch.outputs[number], []
-                losses, batch.auxiliary_outputs[number] = batch.auxiliary_outputs[number], []
+                losses, batch.auxiliary_outputs[number] = (
+                    batch.auxiliary_outputs[number],
+                    [],
+                )
             else:
                 # The seed is a function of the number, so this replay draws the dropout masks of `encode`.
                 outputs, losses = self._forward(next(feed), batch.number, number)
@@ -322,17 +400,28 @@ class ContrastiveStep:
             self._keep_gathered(not batch.synchronises(number))
             pairs: list[tuple[Tensor, Tensor]] = [
                 # A dummy gets a zero gradient: it adds nothing, but its backward takes part in the ranks' collectives.
-                (output, gradient[row_index(rows, gradient.device)] if rows else torch.zeros_like(output))
+                (
+                    output,
+                    gradient[row_index(rows, gradient.device)]
+                    if rows
+                    else torch.zeros_like(output),
+                )
                 for (_, rows), output in zip(micro_batch, outputs, strict=True)
                 if output.requires_grad
             ]
             if self.auxiliary is not None and batch.auxiliary is not None:
-                added = self.auxiliary.surrogate(batch.auxiliary, losses, rows_of(micro_batch))
+                added = self.auxiliary.surrogate(
+                    batch.auxiliary, losses, rows_of(micro_batch)
+                )
                 if added is not None:
                     # As the loss: a sum over the ranks, which averaging would divide.
-                    pairs.append((added, added.new_full((), weight * self.session.world_size)))
+                    pairs.append(
+                        (added, added.new_full((), weight * self.session.world_size))
+                    )
             if pairs:
-                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+                torch.autograd.backward(
+                    [output for output, _ in pairs], [grad for _, grad in pairs]
+                )
         # Units that had no backward pass (a frozen tower, one without inputs) are gathered still.
         if batch.is_last and self.session.keeps_gathered:
             reshard(self.model)
@@ -340,10 +429,16 @@ class ContrastiveStep:
     # ---- parts of the stages -----------------------------------------------------------------------------------
 
     def _result(self, batch: StepBatch, loss_share: Tensor) -> BatchResult:
-        feeder, features, num_forwards = self.source.feeder, batch.rank_batch.features, len(batch.micro_batches)
+        feeder, features, num_forwards = (
+            self.source.feeder,
+            batch.rank_batch.features,
+            len(batch.micro_batches),
+        )
         return BatchResult(
             loss_share=loss_share,
-            padded_tokens=sum(feeder.padded_tokens(one, features) for one in batch.micro_batches),
+            padded_tokens=sum(
+                feeder.padded_tokens(one, features) for one in batch.micro_batches
+            ),
             num_forwards=num_forwards if batch.keeps_graphs else 2 * num_forwards,
             kept_graphs=batch.keeps_graphs,
             embeddings=batch.embeddings,
@@ -352,8 +447,13 @@ class ContrastiveStep:
             terms=self.loss.term_shares(batch.rank_batch.source),
         )
 
-    def _forward(self, inputs: ModelInputs, batch: int, micro_batch: int) -> tuple[list[Tensor], Parts]:
-        seed_draws(seed_of(self.seed, batch, self.session.rank, micro_batch), self.session.device)
+    def _forward(
+        self, inputs: ModelInputs, batch: int, micro_batch: int
+    ) -> tuple[list[Tensor], Parts]:
+        seed_draws(
+            seed_of(self.seed, batch, self.session.rank, micro_batch),
+            self.session.device,
+        )
         outputs: list[Tensor]
         if self.auxiliary is None:
             outputs = self.model(inputs)
@@ -369,7 +469,11 @@ class ContrastiveStep:
         # HYBRID_SHARD: earlier micro-batches are summed inside each machine, and between the machines only with the
         # last.
         all_reduce = is_last or not self.session.all_reduces_once
-        set_gradient_sync(self.model, is_last or self.session.reduces_each_micro_batch, all_reduce=all_reduce)
+        set_gradient_sync(
+            self.model,
+            is_last or self.session.reduces_each_micro_batch,
+            all_reduce=all_reduce,
+        )
 
     def _keep_gathered(self, on: bool) -> None:
         if self.session.fsdp is not None and self.session.keeps_gathered:
@@ -392,7 +496,11 @@ class ContrastiveStep:
 
 def of_modality(rank_batch: RankBatch, modality: Modality) -> list[int]:
     """Return the positions of a modality's inputs in a rank batch."""
-    return [place for place, feature in enumerate(rank_batch.features) if feature.modality == modality]
+    return [
+        place
+        for place, feature in enumerate(rank_batch.features)
+        if feature.modality == modality
+    ]
 
 
 def rows_of(micro_batch: MicroBatch) -> list[list[int]]:

@@ -17,7 +17,14 @@ class StepCurves(Hook):
 
     def on_step(self, report: StepReport) -> None:
         """Keep one step."""
-        self._steps.append([report.step, report.outcome.loss, report.learning_rate, report.outcome.grad_norm])
+        self._steps.append(
+            [
+                report.step,
+                report.outcome.loss,
+                report.learning_rate,
+                report.outcome.grad_norm,
+            ]
+        )
 
     def figures(self, report: StepReport) -> dict[str, Any]:
         """Return [step, loss, learning rate, gradient norm] of each step since the last logged one."""

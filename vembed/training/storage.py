@@ -35,7 +35,11 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import (
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+)
 from torch.futures import Future
 from typing_extensions import override
 
@@ -61,7 +65,13 @@ class CheckpointWriter(StorageWriter):
     """Storage writer that fills `partial` and renames it to `final`."""
 
     def __init__(
-        self, partial: Path, final: Path, state: dict[str, Any], *, rank: int, committed: Callable[[], None]
+        self,
+        partial: Path,
+        final: Path,
+        state: dict[str, Any],
+        *,
+        rank: int,
+        committed: Callable[[], None],
     ) -> None:
         self.partial = partial
         self.final = final
@@ -74,7 +84,9 @@ class CheckpointWriter(StorageWriter):
         """Do nothing: a writer is made for one checkpoint."""
 
     @override
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(
+        self, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: the folder exists."""
 
     @override
@@ -88,7 +100,9 @@ class CheckpointWriter(StorageWriter):
         return plans
 
     @override
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]]:
         """Write this process's pieces, flush them, and return their locations."""
         results: list[WriteResult] = []
         for number, items in enumerate(_bundles(plan.items)):
@@ -98,11 +112,18 @@ class CheckpointWriter(StorageWriter):
                 # Clone: safetensors refuses tensors that share memory, as pieces of a flat parameter do.
                 piece = planner.resolve_data(item)
                 assert isinstance(piece, torch.Tensor)
-                pieces[_key(item.index)] = piece.detach().cpu().clone(memory_format=torch.contiguous_format)
+                pieces[_key(item.index)] = (
+                    piece.detach().cpu().clone(memory_format=torch.contiguous_format)
+                )
             data = to_safetensors(pieces)
             checksum = hashlib.sha256(data).hexdigest()
             write_durably(self.partial / name, data)
-            results += [WriteResult(item.index, len(data), Stored(name, _key(item.index), checksum)) for item in items]
+            results += [
+                WriteResult(
+                    item.index, len(data), Stored(name, _key(item.index), checksum)
+                )
+                for item in items
+            ]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -110,10 +131,20 @@ class CheckpointWriter(StorageWriter):
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write index, state and manifest, then rename. Runs on the coordinator after all have written."""
-        stored = {result.index: result.storage_data for per_rank in results for result in per_rank}
-        write_durably(self.partial / INDEX, json.dumps(_index(metadata, stored)).encode())
+        stored = {
+            result.index: result.storage_data
+            for per_rank in results
+            for result in per_rank
+        }
+        write_durably(
+            self.partial / INDEX, json.dumps(_index(metadata, stored)).encode()
+        )
         write_durably(self.partial / STATE, json.dumps(self.state, indent=1).encode())
-        commit(self.partial, self.final, {one.file: one.checksum for one in stored.values()})
+        commit(
+            self.partial,
+            self.final,
+            {one.file: one.checksum for one in stored.values()},
+        )
         self.committed()
 
     @classmethod
@@ -142,15 +173,30 @@ class CheckpointReader(StorageReader):
         for name, entry in json.loads((self.directory / INDEX).read_bytes()).items():
             chunks = []
             for chunk in entry["chunks"]:
-                chunks.append(ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])))
-                places[MetadataIndex(name, chunk["offsets"])] = (chunk["file"], chunk["key"])
+                chunks.append(
+                    ChunkStorageMetadata(
+                        torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
+                    )
+                )
+                places[MetadataIndex(name, chunk["offsets"])] = (
+                    chunk["file"],
+                    chunk["key"],
+                )
             dtype = getattr(torch, entry["dtype"])
             assert isinstance(dtype, torch.dtype)
-            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks)
-        return Metadata(state_dict_metadata=dict(tensors), storage_data=places, storage_meta=StorageMeta())
+            tensors[name] = TensorStorageMetadata(
+                TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks
+            )
+        return Metadata(
+            state_dict_metadata=dict(tensors),
+            storage_data=places,
+            storage_meta=StorageMeta(),
+        )
 
     @override
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Store the locations of the pieces."""
         self.stored = metadata.storage_data
 
@@ -178,7 +224,9 @@ class CheckpointReader(StorageReader):
                     target = planner.resolve_tensor(item).detach()
                     if item.lengths:
                         part = zip(item.storage_offsets, item.lengths, strict=True)
-                        source = file.get_slice(key)[tuple(slice(start, start + size) for start, size in part)]
+                        source = file.get_slice(key)[
+                            tuple(slice(start, start + size) for start, size in part)
+                        ]
                     else:
                         source = file.get_tensor(key)
                     target.copy_(source)
@@ -205,8 +253,13 @@ def _bundles(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
     filled = 0
     for item in items:
         if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-            raise TypeError(f"{item.index.fqn} is not a tensor; a checkpoint holds only tensors and JSON")
-        size = item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            raise TypeError(
+                f"{item.index.fqn} is not a tensor; a checkpoint holds only tensors and JSON"
+            )
+        size = (
+            item.tensor_data.chunk.sizes.numel()
+            * item.tensor_data.properties.dtype.itemsize
+        )
         if bundle and filled + size > FILE_BYTES:
             yield bundle
             bundle, filled = [], 0
@@ -224,7 +277,14 @@ def _index(metadata: Metadata, stored: dict[MetadataIndex, Stored]) -> dict[str,
         for chunk in entry.chunks:
             place = stored[MetadataIndex(name, chunk.offsets)]
             sizes, offsets = list(chunk.sizes), list(chunk.offsets)
-            chunks.append({"offsets": offsets, "sizes": sizes, "file": place.file, "key": place.key})
+            chunks.append(
+                {
+                    "offsets": offsets,
+                    "sizes": sizes,
+                    "file": place.file,
+                    "key": place.key,
+                }
+            )
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         index[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
     return index

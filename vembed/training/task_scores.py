@@ -32,13 +32,26 @@ class TaskScores(Hook):
         found: dict[str, float] = {}
         with run.hooks.evaluation_weights():
             for name, data in run.data.by_task.items():
-                scores = evaluate_model(run.parts.model, run.parts.featuriser, data, run.config, run.session, dims=[])
+                scores = evaluate_model(
+                    run.parts.model,
+                    run.parts.featuriser,
+                    data,
+                    run.config,
+                    run.session,
+                    dims=[],
+                )
                 found[f"{PREFIX}{name}/{data.metric}"] = scores[data.metric]
         if evaluation.step == 0:
             self._before = found
         for key, score in found.items():
-            change = f" ({score - self._before[key]:+.4f})" if evaluation.step and key in self._before else ""
-            log.info("%s: %.4f%s", key.replace("/", " ", 1).replace("/", ": "), score, change)
+            change = (
+                f" ({score - self._before[key]:+.4f})"
+                if evaluation.step and key in self._before
+                else ""
+            )
+            log.info(
+                "%s: %.4f%s", key.replace("/", " ", 1).replace("/", ": "), score, change
+            )
         # The same dictionary goes to metrics.jsonl, the report and the model card.
         evaluation.scores.update(found)
         return None

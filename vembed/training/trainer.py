@@ -16,13 +16,13 @@ from typing import Any
 from vembed.config.loading import save_config
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
-from vembed.distributed.memory import fsdp_print_memory_usage
-from vembed.distributed.parameters import log_parameter_summary
-from vembed.distributed.session import Session
 from vembed.errors import Stopped
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
+from vembed.parallel.memory import fsdp_print_memory_usage
+from vembed.parallel.parameters import log_parameter_summary
+from vembed.parallel.session import Session
 from vembed.progress import duration
 from vembed.training.auxiliary_figures import AuxiliaryFigures
 from vembed.training.auxiliary_losses import AuxiliaryLosses
@@ -42,7 +42,14 @@ from vembed.training.loop_state import LoopState
 from vembed.training.profiling import Profile
 from vembed.training.query_record import QueryRecord
 from vembed.training.schedule import Schedule
-from vembed.training.setup import build_parts, decide_rhythm, learned, log_cut_texts, open_data, open_stream
+from vembed.training.setup import (
+    build_parts,
+    decide_rhythm,
+    learned,
+    log_cut_texts,
+    open_data,
+    open_stream,
+)
 from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.source_losses import LossesBySource, LossesByTerm
 from vembed.training.step import ContrastiveStep
@@ -80,12 +87,18 @@ class Runtime:
 class Trainer:
     """One training run. Every process makes one with the same config and calls `run`."""
 
-    def __init__(self, config: TrainConfig, runtime: Runtime, hooks: Sequence[Hook] = ()) -> None:
+    def __init__(
+        self, config: TrainConfig, runtime: Runtime, hooks: Sequence[Hook] = ()
+    ) -> None:
         """Read the data, build the model and restore the checkpoint to resume from, if there is one. Collective."""
         self.clock = RunClock()
         self.config = config
         self.session = session = runtime.session
-        self.checkpointer, self.interrupts, self.outlets = runtime.checkpointer, runtime.interrupts, runtime.outlets
+        self.checkpointer, self.interrupts, self.outlets = (
+            runtime.checkpointer,
+            runtime.interrupts,
+            runtime.outlets,
+        )
         # Also refuses a folder that is not writable or holds another run.
         self.resume_from = resume_from = self.checkpointer.find()
         self.config = config = self.checkpointer.continued(resume_from)
@@ -99,10 +112,14 @@ class Trainer:
         self.rhythm = decide_rhythm(self.data, parts)
         self.config = config = self.rhythm.applied(parts.config, self.data.epochs)
         self.checkpointer.config = config
-        self.schedule = Schedule(config, self.data.total_steps, self.data.examples_per_step)
+        self.schedule = Schedule(
+            config, self.data.total_steps, self.data.examples_per_step
+        )
         log_parameter_summary(parts.model)
         own: list[Hook] = [
-            *configured_hooks(config, self.rhythm, self.schedule),  # before those that write the scores
+            *configured_hooks(
+                config, self.rhythm, self.schedule
+            ),  # before those that write the scores
             ProgressBar(runtime.outlets.console),
             Profile(config, session.rank, self.data.total_steps),
             Diagnostics(),
@@ -121,18 +138,31 @@ class Trainer:
         self.hooks.on_build(self)
         # After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
         self.state = self._restored(resume_from)
-        self.whole_model = whole_model_writer(config, session, parts.embedder, parts.model, parts.loss)
+        self.whole_model = whole_model_writer(
+            config, session, parts.embedder, parts.model, parts.loss
+        )
         self.stream = open_stream(config, self.data, parts.featuriser, session)
         sample = self.stream.sample()
         log_cut_texts(sample, parts.featuriser.description)
         self.guard = MemoryGuard(session)
         # After the checkpoint: optimizer state that is restored takes memory already, and is not added to the estimate.
-        budget = find_budget(config, parts.model, parts.featuriser, session, sample, parts.optimizer)
+        budget = find_budget(
+            config, parts.model, parts.featuriser, session, sample, parts.optimizer
+        )
         self.step = ContrastiveStep(
-            parts.model, parts.loss, parts.source, session, budget, self.guard, config.seed, parts.teachers,
+            parts.model,
+            parts.loss,
+            parts.source,
+            session,
+            budget,
+            self.guard,
+            config.seed,
+            parts.teachers,
             AuxiliaryLosses(config) if parts.embedder.has_auxiliary() else None,
-        )  # fmt: skip
-        self.update = Update(parts.model, parts.loss, parts.optimizer, session, config, self.state.scale)
+        )
+        self.update = Update(
+            parts.model, parts.loss, parts.optimizer, session, config, self.state.scale
+        )
 
     def run(self) -> TrainResult:
         """Train, save and report. Collective."""
@@ -159,7 +189,11 @@ class Trainer:
         fsdp_print_memory_usage("before the first step")
         if state.step >= total_steps:
             done, asked = f"{state.step:,d}", f"{total_steps:,d}"
-            log.info("nothing is left to train: step %s is done, and epochs or max_steps ask for %s", done, asked)
+            log.info(
+                "nothing is left to train: step %s is done, and epochs or max_steps ask for %s",
+                done,
+                asked,
+            )
         took = duration(self.clock.seconds() - state.seconds)
         log.info("set-up took %s; training %s steps", took, f"{total_steps:,d}")
         self.clock.start_loop(state.step)
@@ -177,10 +211,17 @@ class Trainer:
             report = StepReport(state.step + 1, data.epoch_at(state.step + 1))
             try:
                 for part, rank_batch in enumerate(group):
-                    number, is_last = state.step * data.batches_per_step + part, part == data.batches_per_step - 1
+                    number, is_last = (
+                        state.step * data.batches_per_step + part,
+                        part == data.batches_per_step - 1,
+                    )
                     # Gradients add up over the parts, so each counts by its weight: L is the mean over the parts.
                     result = self.step.accumulate(
-                        rank_batch, number, weight=1 / data.batches_per_step, last=is_last, scale=state.scale.value
+                        rank_batch,
+                        number,
+                        weight=1 / data.batches_per_step,
+                        last=is_last,
+                        scale=state.scale.value,
                     )
                     report.add(rank_batch, result)
                 is_short = False
@@ -196,7 +237,11 @@ class Trainer:
             # The ranks agree once per step, so that all stop at the same one.
             stops = self.interrupts.agree(self.checkpointer.save_seconds)
             ends = stops or self.interrupts.ends_early or state.step == data.total_steps
-            if ends or state.step == 1 or _is_due(state.step, self.rhythm.logging_steps):
+            if (
+                ends
+                or state.step == 1
+                or _is_due(state.step, self.rhythm.logging_steps)
+            ):
                 self.log(report)
             if _is_due(state.step, self.rhythm.eval_steps):
                 self.evaluate()
@@ -221,7 +266,9 @@ class Trainer:
         }
         self.hooks.on_log(values)
         total_steps = self.data.total_steps
-        log.info(log_line(values, total_steps, self.clock.left(report.step, total_steps)))
+        log.info(
+            log_line(values, total_steps, self.clock.left(report.step, total_steps))
+        )
 
     def evaluate(self) -> None:
         """Score the current weights, unless this step is scored already, and update the best score. Collective."""
@@ -242,7 +289,8 @@ class Trainer:
                     between=self.interrupts.check,
                     kept=towers if towers.stores else None,
                     queries=queries,
-                    compressed=config.quantize_embeddings is not None and isinstance(data, RetrievalData),
+                    compressed=config.quantize_embeddings is not None
+                    and isinstance(data, RetrievalData),
                 )
         except EvaluationStopped:
             raise self.stopped() from None
@@ -253,10 +301,20 @@ class Trainer:
         log_scores(when, scores, state.before, metric, f"; took {took}")
         # The best step must be recoverable: it has a checkpoint, or it is the last one.
         is_kept = self.rhythm.save_steps is None or self._is_saved() or self._is_last()
-        is_best = state.step > 0 and is_kept and (state.best is None or scores[metric] > state.best)
+        is_best = (
+            state.step > 0
+            and is_kept
+            and (state.best is None or scores[metric] > state.best)
+        )
         if is_best:
-            state.best, state.best_step, state.best_scores = scores[metric], state.step, scores
-        evaluation = Evaluation(state.step, self.data.epoch_at(state.step), scores, metric, is_best, queries)
+            state.best, state.best_step, state.best_scores = (
+                scores[metric],
+                state.step,
+                scores,
+            )
+        evaluation = Evaluation(
+            state.step, self.data.epoch_at(state.step), scores, metric, is_best, queries
+        )
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.request_end()
         self.interrupts.agree_to_end()
@@ -266,7 +324,12 @@ class Trainer:
         self.state.hooks = self.hooks.states()
         parts = self.parts
         self.checkpointer.save(
-            asdict(self.state), parts.model, parts.loss, parts.optimizer, self.whole_model, self.hooks.tensors()
+            asdict(self.state),
+            parts.model,
+            parts.loss,
+            parts.optimizer,
+            self.whole_model,
+            self.hooks.tensors(),
         )
 
     def stopped(self) -> Stopped:
@@ -275,7 +338,9 @@ class Trainer:
         self.checkpointer.wait()
         step = self.state.step
         is_saved = self.checkpointer.has_saved(step)
-        return self.interrupts.stopped(step, self.checkpointer.path_of(step) if is_saved else None)
+        return self.interrupts.stopped(
+            step, self.checkpointer.path_of(step) if is_saved else None
+        )
 
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""
@@ -289,10 +354,19 @@ class Trainer:
         self.checkpointer.wait()
         what, chosen, scores = "the best checkpoint", state.best_step, state.best_scores
         if state.fell is not None:
-            what, chosen, scores = "the last checkpoint that held", state.held_step, state.held_scores
+            what, chosen, scores = (
+                "the last checkpoint that held",
+                state.held_step,
+                state.held_scores,
+            )
         folder = self.checkpointer.earlier.place(chosen or 0)
-        wants_earlier = (self.rhythm.keeps_best or state.fell) and chosen not in (None, state.step)
-        if wants_earlier and self.checkpointer.load_weights(folder, parts.model, parts.loss, self.hooks.tensors()):
+        wants_earlier = (self.rhythm.keeps_best or state.fell) and chosen not in (
+            None,
+            state.step,
+        )
+        if wants_earlier and self.checkpointer.load_weights(
+            folder, parts.model, parts.loss, self.hooks.tensors()
+        ):
             log.info("final/ gets %s, %s", what, folder.name)
             state.scores, state.scored_step = scores, chosen
         fsdp_print_memory_usage("after the last step")
@@ -302,7 +376,10 @@ class Trainer:
         return TrainResult(
             model_dir=model_dir,
             output_dir=Path(config.output_dir),
-            metrics={**{f"before/{name}": value for name, value in state.before.items()}, **state.scores},
+            metrics={
+                **{f"before/{name}": value for name, value in state.before.items()},
+                **state.scores,
+            },
             steps=min(state.step, self.data.total_steps),
         )
 
@@ -345,7 +422,10 @@ class Trainer:
 
     def _new_epoch(self) -> int | None:
         """Return the number of the epoch that begins with the next step, or None if none does."""
-        steps_per_epoch, per_step = self.data.batch_schedule.steps_per_epoch, self.data.batches_per_step
+        steps_per_epoch, per_step = (
+            self.data.batch_schedule.steps_per_epoch,
+            self.data.batches_per_step,
+        )
         # Batches, not steps: with gradient accumulation an epoch may begin inside a step, and counts from the next step
         # on.
         first = self.state.step * per_step
@@ -356,7 +436,10 @@ class Trainer:
     def _is_saved(self) -> bool:
         """Return whether this step gets a checkpoint. None in a row of skipped steps does: weights that may be broken
         would take the place of good ones."""
-        return _is_due(self.state.step, self.rhythm.save_steps) and not self.state.skipped_in_a_row
+        return (
+            _is_due(self.state.step, self.rhythm.save_steps)
+            and not self.state.skipped_in_a_row
+        )
 
     def _is_last(self) -> bool:
         return self.state.step == self.data.total_steps or self.interrupts.ends_early
@@ -367,14 +450,25 @@ class Trainer:
             return LoopState()
         parts, tensors = self.parts, self.hooks.tensors()
         state = LoopState.restored(
-            self.checkpointer.load(resume_from, parts.model, parts.loss, parts.optimizer, tensors)
+            self.checkpointer.load(
+                resume_from, parts.model, parts.loss, parts.optimizer, tensors
+            )
         )
-        data, is_scored = self.data.evaluation, state.step > 0 and state.scored_step == state.step
+        data, is_scored = (
+            self.data.evaluation,
+            state.step > 0 and state.scored_step == state.step,
+        )
         if data is not None and is_scored and state.best is None:
             # It was reset, or this step was no candidate when it was scored; now there is a checkpoint of it.
             metric = deciding_metric(self.config, data, state.scores)
-            state.best, state.best_step, state.best_scores = state.scores[metric], state.step, state.scores
-        if not self.config.guards:  # the guard that ended the run is no longer asked for
+            state.best, state.best_step, state.best_scores = (
+                state.scores[metric],
+                state.step,
+                state.scores,
+            )
+        if (
+            not self.config.guards
+        ):  # the guard that ended the run is no longer asked for
             state.fell = None
         self.hooks.load_states(state.hooks)
         self.clock.resume(state.seconds)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed import collectives
-from vembed.distributed.parameters import clip_gradients, global_grad_norm
-from vembed.distributed.session import Session
 from vembed.losses.batch import EmbeddingLoss
+from vembed.parallel import collectives
+from vembed.parallel.parameters import clip_gradients, global_grad_norm
+from vembed.parallel.session import Session
 
 FIRST_SCALE = 2.0**16
 GROWTH_STEPS = 2000
@@ -114,4 +114,9 @@ class Update:
         # Also after a skipped step: its gradients must not be added to those of the next.
         self.optimizer.zero_grad(set_to_none=True)
         could_scale = self.scales and self.scale.after(is_finite)
-        return Outcome(loss, norm, is_finite, is_overflow=could_scale and not is_finite and math.isfinite(loss))
+        return Outcome(
+            loss,
+            norm,
+            is_finite,
+            is_overflow=could_scale and not is_finite and math.isfinite(loss),
+        )

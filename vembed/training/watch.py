@@ -13,8 +13,8 @@ from torch import Tensor
 from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
 from vembed.data.rank_batch import RankBatch
-from vembed.distributed import collectives
 from vembed.errors import RunError
+from vembed.parallel import collectives
 from vembed.training.hooks import Hook, Run, StepReport
 from vembed.training.integrity import list_checkpoints
 from vembed.training.loop_state import LoopState
@@ -71,25 +71,41 @@ class Watch(Hook):
             self._trains(step, outcome)
             return True
         if outcome.is_overflow:
-            log.info("step %d: float16 overflow, gradient scale halved, step skipped", step)
+            log.info(
+                "step %d: float16 overflow, gradient scale halved, step skipped", step
+            )
             return False
         broken = [rank_batch for rank_batch, is_finite in parts if not bool(is_finite)]
-        mine = [where for rank_batch in broken for where in rank_batch.where][:MAX_NAMED]
+        mine = [where for rank_batch in broken for where in rank_batch.where][
+            :MAX_NAMED
+        ]
         named = collectives.gather_objects_as_json(mine)
-        culprits = "; ".join(f"rank {rank}: {', '.join(where)}" for rank, where in enumerate(named) if where)
+        culprits = "; ".join(
+            f"rank {rank}: {', '.join(where)}"
+            for rank, where in enumerate(named)
+            if where
+        )
         if not culprits:
             # The embeddings were finite everywhere, so it was the gradient.
             culprits = f"no rank (the gradient overflowed; first examples: {', '.join(parts[0][0].where[:2])})"
         found = f"non-finite embeddings on {culprits}"
         if broken_weights and step > 1:
-            found = (
-                f"all embeddings are non-finite, so the weights are: an earlier update with {self._rate()} broke them"
-            )
+            found = f"all embeddings are non-finite, so the weights are: an earlier update with {self._rate()} broke them"
         what = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {found}"
         if self.stops:
-            advice = ", use mixed_precision: bf16 instead of fp16" if self.precision == "fp16" else ""
-            skip = "" if broken_weights else ", or set on_nonfinite: skip to skip such steps"
-            raise RunError(f"{what}. Lower learning_rate or max_grad_norm{advice}{skip}; {self._kept()}")
+            advice = (
+                ", use mixed_precision: bf16 instead of fp16"
+                if self.precision == "fp16"
+                else ""
+            )
+            skip = (
+                ""
+                if broken_weights
+                else ", or set on_nonfinite: skip to skip such steps"
+            )
+            raise RunError(
+                f"{what}. Lower learning_rate or max_grad_norm{advice}{skip}; {self._kept()}"
+            )
         log.warning("%s; step skipped (on_nonfinite: skip)", what)
         if in_a_row >= MOST_SKIPPED:
             raise RunError(
@@ -110,10 +126,20 @@ class Watch(Hook):
 
     def on_step(self, report: StepReport) -> None:
         """Stop the run at a non-finite step, or log it."""
-        parts = [(rank_batch, result.is_finite) for rank_batch, result in report.batches]
-        is_broken = not report.outcome.applied and not bool(torch.isfinite(report.embeddings).all(dim=1).any())
+        parts = [
+            (rank_batch, result.is_finite) for rank_batch, result in report.batches
+        ]
+        is_broken = not report.outcome.applied and not bool(
+            torch.isfinite(report.embeddings).all(dim=1).any()
+        )
         in_a_row = 0 if self.loop is None else self.loop.skipped_in_a_row
-        self.finite(report.step, report.outcome, parts, broken_weights=is_broken, in_a_row=in_a_row)
+        self.finite(
+            report.step,
+            report.outcome,
+            parts,
+            broken_weights=is_broken,
+            in_a_row=in_a_row,
+        )
 
     def figures(self, report: StepReport) -> dict[str, float]:
         """Return the mean cosine between this rank's inputs, and log warnings."""
@@ -134,7 +160,9 @@ class Watch(Hook):
                 "compared with, or are separated already; check that positives differ (mask_duplicates: copies in a "
                 "batch do not count as negatives), or add negatives",
             )
-        is_still = self.highest - self.lowest <= STILL_RANGE * max(abs(self.highest), 1e-12)
+        is_still = self.highest - self.lowest <= STILL_RANGE * max(
+            abs(self.highest), 1e-12
+        )
         num_steps = step - self.first + 1
         if num_steps >= STILL_STEPS and is_still:
             self._once(

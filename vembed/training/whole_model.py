@@ -9,11 +9,11 @@ from pathlib import Path
 from torch import nn
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed.parameters import full_state_dict
-from vembed.distributed.session import Session
 from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.precision import saved_dtype
+from vembed.parallel.parameters import full_state_dict
+from vembed.parallel.session import Session
 from vembed.saving.files import save_model
 
 log = logging.getLogger("vembed")
@@ -22,7 +22,11 @@ FOLDER = "model"
 
 
 def whole_model_writer(
-    config: TrainConfig, session: Session, embedder: EmbeddingModel, model: nn.Module, loss: EmbeddingLoss
+    config: TrainConfig,
+    session: Session,
+    embedder: EmbeddingModel,
+    model: nn.Module,
+    loss: EmbeddingLoss,
 ) -> Callable[[Path], None] | None:
     """Return the function that writes the model in the layout of final/ into a checkpoint, or None if the config does
     not ask.
@@ -37,7 +41,10 @@ def whole_model_writer(
         )
     if kind != "FULL_STATE_DICT":
         return None
-    log.info("fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/", FOLDER)
+    log.info(
+        "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/",
+        FOLDER,
+    )
 
     def write(checkpoint: Path) -> None:
         # Collective, so it comes before the branch on rank 0.

@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import needed_teachers
-from vembed.distributed.parameters import full_state_dict
 from vembed.errors import UserError
-from vembed.families.decisions import describe
-from vembed.families.model_files import read_model
 from vembed.losses.build import build_loss
 from vembed.losses.projection import EmbeddingDistillation
 from vembed.models.embedding_model import build_model, load_embedder
+from vembed.models.families.decisions import describe
+from vembed.models.families.model_files import read_model
 from vembed.models.precision import saved_dtype
 from vembed.models.rounded import store_rounded
+from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
 from vembed.training import checkpoint_schema, integrity
 from vembed.training.averaging import averages_of, put_averages
@@ -35,7 +35,9 @@ log = logging.getLogger("vembed")
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint of a run."""
-    return (folder / integrity.STATE).is_file() and (folder / integrity.MANIFEST).is_file()
+    return (folder / integrity.STATE).is_file() and (
+        folder / integrity.MANIFEST
+    ).is_file()
 
 
 def last_checkpoints(run: Path, count: int) -> list[Path]:
@@ -58,7 +60,13 @@ def whole_model(name: str, folder: Path) -> Path | None:
     if files.adapter is None:
         return None
     embedder = load_embedder(name)
-    return save_model(folder, embedder.description, embedder.backbone, embedder.head, embedder.state_dict())
+    return save_model(
+        folder,
+        embedder.description,
+        embedder.backbone,
+        embedder.head,
+        embedder.state_dict(),
+    )
 
 
 def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
@@ -72,22 +80,37 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
     size = description.embedding_dim
     loss = build_loss(
-        config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias, embedding_dim=size,
+        config,
+        mrl_dims=description.mrl_dims,
+        start_scale=scale,
+        start_bias=bias,
+        embedding_dim=size,
         teacher_dims={one.label: size for one in needed_teachers(config)},
-    )  # fmt: skip
+    )
     # The loss is built only for its learned scale and bias, which are stored beside the weights; no optimizer state is
     # read.
     reader = CheckpointReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
-    shapes = {key: list(one.size) for key, one in entries.items() if isinstance(one, TensorStorageMetadata)}
+    shapes = {
+        key: list(one.size)
+        for key, one in entries.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
     for name, part in loss.named_modules(prefix="loss"):
-        if isinstance(part, EmbeddingDistillation):  # the checkpoint knows the teacher's size, without the teacher
+        if isinstance(
+            part, EmbeddingDistillation
+        ):  # the checkpoint knows the teacher's size, without the teacher
             part.projection = nn.Parameter(torch.empty(shapes[f"{name}.projection"]))
     quieten_torch()
 
     def fill(tensors: dict[str, Any]) -> None:
         # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
-        load(tensors, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+        load(
+            tensors,
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            no_dist=True,
+        )
 
     averages = averages_of(embedder) if config.ema else {}
     restore(embedder, loss, None, shapes, fill, extra=averages)
@@ -101,5 +124,10 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     store_rounded(embedder, weights)
     log.info("%s: step %d", checkpoint, saved["loop"]["step"])
     return save_model(
-        folder, description, embedder.backbone, embedder.head, weights, dtype=saved_dtype(config, description)
+        folder,
+        description,
+        embedder.backbone,
+        embedder.head,
+        weights,
+        dtype=saved_dtype(config, description),
     )

@@ -17,7 +17,9 @@ RIDGE = 1e-2
 MAX_ITERATIONS = 500
 
 
-def directions(first_ND: np.ndarray, second_ND: np.ndarray, how: Direction, count: int = 1) -> np.ndarray:
+def directions(
+    first_ND: np.ndarray, second_ND: np.ndarray, how: Direction, count: int = 1
+) -> np.ndarray:
     """Return [count, D] orthonormal directions in which two sets of vectors differ, in float64.
 
     mean_difference: of the two means. principal: leading principal components of the differences of vectors that belong
@@ -30,25 +32,33 @@ def directions(first_ND: np.ndarray, second_ND: np.ndarray, how: Direction, coun
                 f"direction: principal compares line by line, and the sets have {len(first):,d} and {len(second):,d} "
                 "texts; use mean_difference"
             )
-        found: np.ndarray = np.linalg.svd(first - second, full_matrices=False)[2][:count]
+        found: np.ndarray = np.linalg.svd(first - second, full_matrices=False)[2][
+            :count
+        ]
         largest = found[np.arange(len(found)), np.abs(found).argmax(axis=1)]
         found *= np.sign(largest)[:, None]  # SVD leaves the signs open
         return found
     difference = first.mean(axis=0) - second.mean(axis=0)
     norm = float(np.linalg.norm(difference))
     if norm == 0:
-        raise UserError("the two sets of texts have the same mean, so there is no direction between them")
+        raise UserError(
+            "the two sets of texts have the same mean, so there is no direction between them"
+        )
     unit: np.ndarray = difference[None] / norm
     return unit
 
 
-def projection(directions_CD: np.ndarray, strength: float) -> tuple[np.ndarray, np.ndarray]:
+def projection(
+    directions_CD: np.ndarray, strength: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the map x -> x - strength * V'Vx as a matrix [D, D] and an offset [D] of zeros."""
     size = directions_CD.shape[1]
     return np.eye(size) - strength * directions_CD.T @ directions_CD, np.zeros(size)
 
 
-def erasure(first_ND: np.ndarray, second_ND: np.ndarray, strength: float) -> tuple[np.ndarray, np.ndarray]:
+def erasure(
+    first_ND: np.ndarray, second_ND: np.ndarray, strength: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the map, as a matrix [D, D] and an offset [D], that changes the vectors least so that both sets have one
     mean and no linear probe can tell them apart (LEACE); `strength` below 1 goes a part of the way."""
     both = np.concatenate([first_ND, second_ND]).astype(np.float64)
@@ -57,7 +67,9 @@ def erasure(first_ND: np.ndarray, second_ND: np.ndarray, strength: float) -> tup
     centred = both - mean
     covariance = centred.T @ centred / len(both)
     # The covariance of N texts has rank N - 1 at most, which is below D for small sets; it must be inverted.
-    covariance += SHRINKAGE * np.trace(covariance) / len(covariance) * np.eye(len(covariance))
+    covariance += (
+        SHRINKAGE * np.trace(covariance) / len(covariance) * np.eye(len(covariance))
+    )
     # LEACE: whiten, take out the one direction that correlates with the label, undo the whitening. In whitened space
     # the orthogonal projection is the smallest change.
     values, vectors = np.linalg.eigh(covariance)
@@ -66,14 +78,20 @@ def erasure(first_ND: np.ndarray, second_ND: np.ndarray, strength: float) -> tup
     direction = whiten @ (centred.T @ (labels - labels.mean()) / len(both))
     norm = np.linalg.norm(direction)
     if norm == 0:
-        raise UserError("the two sets of texts have the same mean, so there is nothing to erase")
+        raise UserError(
+            "the two sets of texts have the same mean, so there is nothing to erase"
+        )
     direction /= norm
-    matrix = np.eye(len(mean)) - strength * colour @ np.outer(direction, direction) @ whiten
+    matrix = (
+        np.eye(len(mean)) - strength * colour @ np.outer(direction, direction) @ whiten
+    )
     # The offset keeps the common mean where it was: x -> mean + M (x - mean).
     return matrix, mean - matrix @ mean
 
 
-def linear_probe(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]) -> float:
+def linear_probe(
+    train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]
+) -> float:
     """Return the share of the test vectors whose set a logistic regression, fitted on the training vectors, finds: 0.5
     is chance for sets of one size, 1.0 is always."""
     given = np.concatenate(train).astype(np.float64)
@@ -93,11 +111,20 @@ def linear_probe(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, n
         return float(value), inputs.T @ slope / len(labels) + RIDGE * free
 
     fitted = minimize(
-        loss, np.zeros(inputs.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": MAX_ITERATIONS}
+        loss,
+        np.zeros(inputs.shape[1]),
+        jac=True,
+        method="L-BFGS-B",
+        options={"maxiter": MAX_ITERATIONS},
     ).x
     held = np.concatenate(test).astype(np.float64)
     expected = np.concatenate([np.ones(len(test[0])), -np.ones(len(test[1]))])
-    scores = np.concatenate([(held - mean) / spread, np.ones((len(held), 1))], axis=1) @ fitted
+    scores = (
+        np.concatenate([(held - mean) / spread, np.ones((len(held), 1))], axis=1)
+        @ fitted
+    )
     # Both sets count alike, whatever their sizes.
-    right = [float((np.sign(scores[expected == sign]) == sign).mean()) for sign in (1, -1)]
+    right = [
+        float((np.sign(scores[expected == sign]) == sign).mean()) for sign in (1, -1)
+    ]
     return sum(right) / 2

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Kind
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
+from vembed.evaluation.report.pictures import write_picture
+from vembed.evaluation.report.plots import front_svg
+from vembed.evaluation.report.record import metric_name
 from vembed.inference.embedder import Embedder
-from vembed.report.pictures import write_picture
-from vembed.report.plots import front_svg
-from vembed.report.record import metric_name
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.saving.layout import write_json
 from vembed.weights.directions import Direction
 from vembed.weights.editing import Editor, EditPlan, TextSets, Where
@@ -83,7 +83,13 @@ def edit(
     """
     target = Path(output)
     sets = TextSets(_texts(first), _texts(second))
-    plan = EditPlan(where, direction, components, strength, None if layers is None else tuple(layers))
+    plan = EditPlan(
+        where,
+        direction,
+        components,
+        strength,
+        None if layers is None else tuple(layers),
+    )
     _check(target, sets, plan, trials)
     # Opened before the model is loaded: a mistake in the data shows at once. TrainConfig only carries how records are
     # read.
@@ -92,7 +98,11 @@ def edit(
         config = TrainConfig(model_name=str(model), data_path=str(data))
         evaluation = open_eval_data(config, str(data), splits=TEST_FIRST)
     embedder = Embedder(
-        model, torch_dtype=torch_dtype, mixed_precision="no", trust_remote_code=trust_remote_code, session=session
+        model,
+        torch_dtype=torch_dtype,
+        mixed_precision="no",
+        trust_remote_code=trust_remote_code,
+        session=session,
     )
     editor = Editor(embedder, sets, kind, evaluation, keeps_original=trials > 0)
     before = editor.scores()
@@ -119,7 +129,9 @@ def _texts(given: str | Path | Sequence[str]) -> tuple[str, ...]:
         # Not splitlines(): it splits at line separators inside a text too, and pairs of the two files would shift.
         lines = Path(given).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{given} cannot be read as a file of texts, one per line: {error}") from error
+        raise UserError(
+            f"{given} cannot be read as a file of texts, one per line: {error}"
+        ) from error
     return tuple(line for line in lines if line.strip())
 
 
@@ -133,13 +145,19 @@ def _check(target: Path, sets: TextSets, plan: EditPlan, trials: int) -> None:
                 "direction, the other half test what is left of it"
             )
     if plan.direction == "erase" and plan.where != "embedding":
-        raise UserError("direction: erase is a map behind the model: use it with where: embedding")
+        raise UserError(
+            "direction: erase is a map behind the model: use it with where: embedding"
+        )
     if plan.components != 1 and plan.direction != "principal":
-        raise UserError(f"components: {plan.components} is for direction: principal; {plan.direction} has one")
+        raise UserError(
+            f"components: {plan.components} is for direction: principal; {plan.direction} has one"
+        )
     if plan.layers is not None and plan.where == "embedding":
         raise UserError("layers are of where: layers; the embedding has none")
     if trials and find_spec("optuna") is None:
-        raise UserError("trials are searched by optuna, which is not installed: pip install optuna")
+        raise UserError(
+            "trials are searched by optuna, which is not installed: pip install optuna"
+        )
 
 
 # ---- the search ------------------------------------------------------------------------------------------------
@@ -148,7 +166,9 @@ def _check(target: Path, sets: TextSets, plan: EditPlan, trials: int) -> None:
 def _search(editor: Editor, plan: EditPlan, trials: int, seed: int) -> list[EditTrial]:
     """Try plans that rank 0 proposes, by strength, range of layers and number of components."""
     if editor.metric is None:
-        raise UserError("a search weighs the probe against a main score: give data, or sets of equal length")
+        raise UserError(
+            "a search weighs the probe against a main score: give data, or sets of equal length"
+        )
     deepest = editor.deepest
     with ExitStack() as stack:
         study = _study(seed, stack) if collectives.rank() == 0 else None
@@ -157,16 +177,29 @@ def _search(editor: Editor, plan: EditPlan, trials: int, seed: int) -> list[Edit
             # Rank 0 alone has the study; the others apply what it proposes, since every method of the editor is
             # collective.
             asked = study.ask() if study is not None else None
-            proposed = collectives.broadcast_json(_proposal(asked, plan, deepest) if asked is not None else None)
-            candidate = EditPlan(plan.where, plan.direction, proposed["components"], proposed["strength"],
-                                 None if proposed["layers"] is None else tuple(proposed["layers"]))  # fmt: skip
+            proposed = collectives.broadcast_json(
+                _proposal(asked, plan, deepest) if asked is not None else None
+            )
+            candidate = EditPlan(
+                plan.where,
+                plan.direction,
+                proposed["components"],
+                proposed["strength"],
+                None if proposed["layers"] is None else tuple(proposed["layers"]),
+            )
             editor.apply(candidate)
             scores = editor.scores()
             editor.undo()
             found.append(EditTrial(candidate, scores))
             if study is not None and asked is not None:
                 study.tell(asked, [scores["probe"], scores[editor.metric]])
-            log.info("trial %d of %d: %s; strength %.3f", number + 1, trials, _line(scores), candidate.strength)
+            log.info(
+                "trial %d of %d: %s; strength %.3f",
+                number + 1,
+                trials,
+                _line(scores),
+                candidate.strength,
+            )
     return found
 
 
@@ -176,15 +209,25 @@ def _study(seed: int, stack: ExitStack) -> Any:
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     stack.callback(optuna.logging.set_verbosity, before)
-    return optuna.create_study(directions=["minimize", "maximize"], sampler=optuna.samplers.TPESampler(seed=seed))
+    return optuna.create_study(
+        directions=["minimize", "maximize"],
+        sampler=optuna.samplers.TPESampler(seed=seed),
+    )
 
 
 def _proposal(asked: Any, plan: EditPlan, deepest: int) -> dict[str, Any]:
     strength = asked.suggest_float("strength", 0.0, MOST_STRENGTH)
-    components = asked.suggest_int("components", 1, plan.components) if plan.direction == "principal" else 1
+    components = (
+        asked.suggest_int("components", 1, plan.components)
+        if plan.direction == "principal"
+        else 1
+    )
     layers = None
     if plan.where != "embedding":
-        first, last = asked.suggest_int("first_layer", 0, deepest), asked.suggest_int("last_layer", 0, deepest)
+        first, last = (
+            asked.suggest_int("first_layer", 0, deepest),
+            asked.suggest_int("last_layer", 0, deepest),
+        )
         # Two independent ends, put in order: a range that depends on the other end would be another distribution in
         # every trial.
         layers = list(range(min(first, last), max(first, last) + 1))
@@ -200,13 +243,25 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     ]
 
 
-def _chosen(tried: Sequence[EditTrial], before: dict[str, float], metric: str | None, max_drop: float) -> EditPlan:
+def _chosen(
+    tried: Sequence[EditTrial],
+    before: dict[str, float],
+    metric: str | None,
+    max_drop: float,
+) -> EditPlan:
     """Return the plan of the lowest probe among those that hold the main score, else of the best main score."""
     assert metric is not None
     holding = [one for one in tried if one.scores[metric] >= before[metric] - max_drop]
     if holding:
-        return min(holding, key=lambda one: (one.scores["probe"], -one.scores[metric])).plan
-    log.warning("no trial held %s within %g of %.4f: the best of them is taken", metric, max_drop, before[metric])
+        return min(
+            holding, key=lambda one: (one.scores["probe"], -one.scores[metric])
+        ).plan
+    log.warning(
+        "no trial held %s within %g of %.4f: the best of them is taken",
+        metric,
+        max_drop,
+        before[metric],
+    )
     return max(tried, key=lambda one: one.scores[metric]).plan
 
 
@@ -214,7 +269,11 @@ def _chosen(tried: Sequence[EditTrial], before: dict[str, float], metric: str | 
 
 
 def _write(result: EditResult, metric: str | None) -> None:
-    described: dict[str, Any] = {"plan": asdict(result.plan), "before": result.before, "after": result.after}
+    described: dict[str, Any] = {
+        "plan": asdict(result.plan),
+        "before": result.before,
+        "after": result.after,
+    }
     if result.trials:
         assert metric is not None
         points = [(one.scores["probe"], one.scores[metric]) for one in result.trials]
@@ -227,8 +286,13 @@ def _write(result: EditResult, metric: str | None) -> None:
             write_picture(result.model_dir / f"trials.{kind}", svg, metric_name(metric))
     write_json(result.model_dir / EDIT_FILE, described)
     card = result.model_dir / "README.md"
-    text = json.dumps({key: described[key] for key in ("plan", "before", "after")}, indent=2)
-    card.write_text(f"{card.read_text(encoding='utf-8')}\n## Edit\n\n```json\n{text}\n```\n", encoding="utf-8")
+    text = json.dumps(
+        {key: described[key] for key in ("plan", "before", "after")}, indent=2
+    )
+    card.write_text(
+        f"{card.read_text(encoding='utf-8')}\n## Edit\n\n```json\n{text}\n```\n",
+        encoding="utf-8",
+    )
 
 
 def _line(scores: dict[str, float]) -> str:

@@ -13,15 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from vembed.data.examples import Item, Kind
-from vembed.distributed import collectives
-from vembed.distributed.parameters import copy_local_shards, edit_weights, full_state_dict, restore_local_shards
 from vembed.evaluation.dataset import EvalData
 from vembed.evaluation.scores import evaluate
 from vembed.inference.embedder import Embedder
 from vembed.models.heads import Dense, Head
+from vembed.parallel import collectives
+from vembed.parallel.parameters import (
+    copy_local_shards,
+    edit_weights,
+    full_state_dict,
+    restore_local_shards,
+)
 from vembed.saving.card import Card
 from vembed.saving.files import save_model
-from vembed.weights.directions import Direction, directions, erasure, linear_probe, projection
+from vembed.weights.directions import (
+    Direction,
+    directions,
+    erasure,
+    linear_probe,
+    projection,
+)
 from vembed.weights.residual_writers import Writer, writers_of
 
 log = logging.getLogger("vembed")
@@ -63,7 +74,13 @@ class TextSets:
 class _Mapped(nn.Module):
     """A model with a linear map behind it."""
 
-    def __init__(self, model: nn.Module, matrix: np.ndarray, offset: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        matrix: np.ndarray,
+        offset: np.ndarray,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.model = model
         self.register_buffer("matrix", torch.from_numpy(matrix).float().to(device))
@@ -80,7 +97,13 @@ class Editor:
     ranks, and gives all of them the same."""
 
     def __init__(
-        self, embedder: Embedder, sets: TextSets, kind: Kind, data: EvalData | None = None, *, keeps_original: bool
+        self,
+        embedder: Embedder,
+        sets: TextSets,
+        kind: Kind,
+        data: EvalData | None = None,
+        *,
+        keeps_original: bool,
     ) -> None:
         """`keeps_original`: so that edits can be undone, at the cost of a second copy of this rank's weights."""
         self.embedder = embedder
@@ -94,10 +117,17 @@ class Editor:
 
     # ---- what is measured ------------------------------------------------------------------------------------------
 
-    def _vectors(self, *, batch_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def _vectors(
+        self, *, batch_size: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the embeddings of both sets."""
         first, second = (
-            self.embedder.encode([Item(text=one) for one in texts], self.kind, batch_size=batch_size, normalize=False)
+            self.embedder.encode(
+                [Item(text=one) for one in texts],
+                self.kind,
+                batch_size=batch_size,
+                normalize=False,
+            )
             for texts in (self.sets.first, self.sets.second)
         )
         return first, second
@@ -109,11 +139,17 @@ class Editor:
         if self.embedder.description.normalize:
             first, second = (_unit(one) for one in (first, second))
         # Even texts have estimated the direction (`apply`), odd ones test: the probe is fitted on the former as well.
-        found = {"probe": linear_probe((first[0::2], second[0::2]), (first[1::2], second[1::2]))}
+        found = {
+            "probe": linear_probe(
+                (first[0::2], second[0::2]), (first[1::2], second[1::2])
+            )
+        }
         if self.sets.is_paired:
             found["across"] = _across(_unit(first[1::2]), _unit(second[1::2]))
         if self.data is not None:
-            found |= evaluate(self.embedder, self.data, session=self.embedder.session, dims=[])
+            found |= evaluate(
+                self.embedder, self.data, session=self.embedder.session, dims=[]
+            )
         return found
 
     @property
@@ -140,7 +176,10 @@ class Editor:
             if plan.direction == "erase":
                 self._map = erasure(first, second, plan.strength)
             else:
-                self._map = projection(directions(first, second, plan.direction, plan.components), plan.strength)
+                self._map = projection(
+                    directions(first, second, plan.direction, plan.components),
+                    plan.strength,
+                )
             self.embedder.model = _Mapped(self._model, *self._map, self.embedder.device)
 
     def undo(self) -> None:
@@ -157,12 +196,16 @@ class Editor:
             if self._map is not None:
                 matrix, offset = self._map
                 added = Dense(len(offset), len(offset), bias=True)
-                head = Head([*(one for one in head or () if isinstance(one, Dense)), added])
+                head = Head(
+                    [*(one for one in head or () if isinstance(one, Dense)), added]
+                )
                 # The map becomes the last Dense module of the saved model, in front of its normalisation.
                 place = f"head.{len(head) - 1}.linear"
                 weights[f"{place}.weight"] = torch.from_numpy(matrix).float()
                 weights[f"{place}.bias"] = torch.from_numpy(offset).float()
-            save_model(target, description, self.embedder.backbone, head, weights, card=Card())
+            save_model(
+                target, description, self.embedder.backbone, head, weights, card=Card()
+            )
         collectives.barrier()
         return target
 
@@ -173,28 +216,43 @@ class Editor:
             if plan.layers is not None and writer.layer not in plan.layers:
                 continue
             vectors = torch.from_numpy(by_layer[writer.layer])
-            edits[f"{writer.name}.weight"] = _without(vectors, plan.strength, by_rows=writer.by_rows)
+            edits[f"{writer.name}.weight"] = _without(
+                vectors, plan.strength, by_rows=writer.by_rows
+            )
             if writer.has_bias:
-                edits[f"{writer.name}.bias"] = _without(vectors, plan.strength, by_rows=True)
+                edits[f"{writer.name}.bias"] = _without(
+                    vectors, plan.strength, by_rows=True
+                )
         edit_weights(self._model, edits)
         log.info("edited %d tensors of the residual stream's writers", len(edits))
 
     def _writers(self) -> list[Writer]:
-        return writers_of(self._model, self.embedder.backbone, self.embedder.description)
+        return writers_of(
+            self._model, self.embedder.backbone, self.embedder.description
+        )
 
     def _directions(self, plan: EditPlan) -> list[np.ndarray]:
         """Return [components, width] for each layer, from the model before any edit."""
         if self._states is None:
             texts = [*self.sets.first[0::2], *self.sets.second[0::2]]
-            self._states = self.embedder.hidden_states(texts, "all", self.kind, batch_size=ONE_BY_ONE)
+            self._states = self.embedder.hidden_states(
+                texts, "all", self.kind, batch_size=ONE_BY_ONE
+            )
         count = len(self.sets.first[0::2])
         return [
-            directions(self._states[:count, layer], self._states[count:, layer], plan.direction, plan.components)
+            directions(
+                self._states[:count, layer],
+                self._states[count:, layer],
+                plan.direction,
+                plan.components,
+            )
             for layer in range(self._states.shape[1])
         ]
 
 
-def _without(vectors_CD: Tensor, strength: float, *, by_rows: bool) -> Callable[[Tensor], Tensor]:
+def _without(
+    vectors_CD: Tensor, strength: float, *, by_rows: bool
+) -> Callable[[Tensor], Tensor]:
     """Return W -> W - strength * V'VW, or W - strength * WV'V by rows; computed in float64, so that every strategy
     stores the same bits."""
 
@@ -207,7 +265,9 @@ def _without(vectors_CD: Tensor, strength: float, *, by_rows: bool) -> Callable[
 
 
 def _unit(vectors_ND: np.ndarray) -> np.ndarray:
-    found: np.ndarray = vectors_ND / np.maximum(np.linalg.norm(vectors_ND, axis=1, keepdims=True), 1e-12)
+    found: np.ndarray = vectors_ND / np.maximum(
+        np.linalg.norm(vectors_ND, axis=1, keepdims=True), 1e-12
+    )
     return found
 
 

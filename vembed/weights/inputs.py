@@ -13,15 +13,21 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from vembed.errors import UserError
-from vembed.families.description import DESCRIPTION_FILE
-from vembed.families.model_files import read_model, read_sentence_transformers
-from vembed.families.weight_files import read_object
 from vembed.models.backbone_loading import is_never_used
+from vembed.models.families.description import DESCRIPTION_FILE
+from vembed.models.families.model_files import read_model, read_sentence_transformers
+from vembed.models.families.weight_files import read_object
 from vembed.saving.files import ADAPTER_FOLDER
 from vembed.weights.methods import Read
 from vembed.weights.tensor_files import TensorEntry, TensorReader
 
-_VOCABULARIES = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+_VOCABULARIES = (
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+)
 
 
 @dataclass(frozen=True)
@@ -54,19 +60,28 @@ def open_source(name: str, folder: Path | None = None) -> Source:
     files: dict[str, dict[str, TensorReader]] = {}
     for path in sorted(found.rglob("*.safetensors")):
         place = path.relative_to(found)
-        if place.parts[0] == ADAPTER_FOLDER or any(piece.startswith(("checkpoint-", ".")) for piece in place.parts):
+        if place.parts[0] == ADAPTER_FOLDER or any(
+            piece.startswith(("checkpoint-", ".")) for piece in place.parts
+        ):
             continue
         part = place.parent.as_posix()
         reader = TensorReader(path)
-        files.setdefault("" if part == "." else part, {}).update(dict.fromkeys(reader.entries, reader))
+        files.setdefault("" if part == "." else part, {}).update(
+            dict.fromkeys(reader.entries, reader)
+        )
     if "" not in files and not any(files.values()):
-        raise UserError(f"{name} has no .safetensors file, and vembed merges no pickled weights")
+        raise UserError(
+            f"{name} has no .safetensors file, and vembed merges no pickled weights"
+        )
     return Source(name, found, files)
 
 
 def default_base(sources: Sequence[Source]) -> str | None:
     """Return the model that all were tuned from, where their vembed.json say so and agree."""
-    names = {str((read_object(one.folder / DESCRIPTION_FILE) or {}).get("name", "")) for one in sources}
+    names = {
+        str((read_object(one.folder / DESCRIPTION_FILE) or {}).get("name", ""))
+        for one in sources
+    }
     only = names.pop() if len(names) == 1 else ""
     return only or None
 
@@ -83,7 +98,10 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
     Names may differ by a prefix (`bert.`, `model.`), as those of a base model with a head for another task do.
     Tensors that no embedding depends on may be missing.
     """
-    kinds = [(read_object(one.folder / "config.json") or {}).get("model_type") for one in (first, other)]
+    kinds = [
+        (read_object(one.folder / "config.json") or {}).get("model_type")
+        for one in (first, other)
+    ]
     # None: no config.json at the top of the folder, or none that names a type.
     if None not in kinds and kinds[0] != kinds[1]:
         raise UserError(
@@ -94,7 +112,11 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
     for part, held in first.files.items():
         theirs = other.files.get(part, {})
         names[part] = _matched_names(held, theirs)
-        missing = [name for name in held if name not in names[part] and not _may_be_missing(name)]
+        missing = [
+            name
+            for name in held
+            if name not in names[part] and not _may_be_missing(name)
+        ]
         if missing:
             where = f"{part}/{missing[0]}" if part else missing[0]
             raise UserError(
@@ -117,7 +139,9 @@ def _may_be_missing(name: str) -> bool:
     return is_never_used(name) or name.rsplit(".", 1)[-1] in COMPUTED
 
 
-def _matched_names(wanted: Iterable[str], held: Mapping[str, TensorReader]) -> dict[str, str]:
+def _matched_names(
+    wanted: Iterable[str], held: Mapping[str, TensorReader]
+) -> dict[str, str]:
     wanted = list(wanted)
     if all(name in held for name in wanted if not _may_be_missing(name)):
         return {name: name for name in wanted if name in held}
@@ -130,7 +154,11 @@ def _matched_names(wanted: Iterable[str], held: Mapping[str, TensorReader]) -> d
         if probe in found:
             return found
     for prefix in sorted(shorter):
-        found = {name: name.removeprefix(prefix) for name in wanted if name.removeprefix(prefix) in held}
+        found = {
+            name: name.removeprefix(prefix)
+            for name in wanted
+            if name.removeprefix(prefix) in held
+        }
         if probe in found:
             return found
     return {name: name for name in wanted if name in held}
@@ -154,8 +182,14 @@ def check_pooling(sources: Sequence[Source]) -> None:
     ways = [_way(one.folder) for one in sources]
     for other, way in zip(sources[1:], ways[1:], strict=True):
         if ways[0] is not None and way is not None and way != ways[0]:
-            different = {key: (value, way[key]) for key, value in ways[0].items() if way[key] != value}
-            said = "; ".join(f"{key}: {one!r} and {two!r}" for key, (one, two) in different.items())
+            different = {
+                key: (value, way[key])
+                for key, value in ways[0].items()
+                if way[key] != value
+            }
+            said = "; ".join(
+                f"{key}: {one!r} and {two!r}" for key, (one, two) in different.items()
+            )
             raise UserError(
                 f"{first.name} and {other.name} embed in different ways ({said}): merge models of one pooling and one "
                 "head"
@@ -166,7 +200,11 @@ def _way(folder: Path) -> dict[str, Any] | None:
     files = read_sentence_transformers(folder)
     if files is None:
         return None
-    return {"pooling": files.poolings, "normalize": files.normalize, "Dense modules": len(files.dense)}
+    return {
+        "pooling": files.poolings,
+        "normalize": files.normalize,
+        "Dense modules": len(files.dense),
+    }
 
 
 def _vocabulary(folder: Path) -> str | None:
@@ -175,7 +213,9 @@ def _vocabulary(folder: Path) -> str | None:
     if values is not None and "vocab" in values.get("model", {}):
         added = [(one["id"], one["content"]) for one in values.get("added_tokens", ())]
         vocabulary = values["model"]["vocab"]
-        if isinstance(vocabulary, dict):  # added tokens are in it or not, as the library that wrote it pleased
+        if isinstance(
+            vocabulary, dict
+        ):  # added tokens are in it or not, as the library that wrote it pleased
             pairs = {**vocabulary, **{content: number for number, content in added}}
             return _digest(sorted(pairs.items()))
         return _digest([vocabulary, sorted(added)])

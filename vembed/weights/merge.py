@@ -12,12 +12,12 @@ from typing import Literal
 
 import torch
 
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import UserError
-from vembed.report.pictures import write_picture
-from vembed.report.plots import sweep_svg
-from vembed.report.record import metric_name
+from vembed.evaluation.report.pictures import write_picture
+from vembed.evaluation.report.plots import sweep_svg
+from vembed.evaluation.report.record import metric_name
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
 from vembed.weights.inputs import Source, default_base, open_source
@@ -73,20 +73,37 @@ def merge(
     how far from the base (0) to the merged model (1). `sweep_points`: evaluate the line of two models, or of a base and
     one model, at these places, draw it, and write the best. `session`: of the processes that call this together.
     """
-    given = [str(one) for one in ([models] if isinstance(models, str | Path) else models)]
+    given = [
+        str(one) for one in ([models] if isinstance(models, str | Path) else models)
+    ]
     target = Path(output)
     names = _expanded(given, last)
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
-    check_merge(names, method, weights, sweep_points, has_data=data is not None, interpolate=interpolate)
-    check_numbers(method, density, scale=scale, interpolate=interpolate, weights=weights, points=sweep_points)
+    check_merge(
+        names,
+        method,
+        weights,
+        sweep_points,
+        has_data=data is not None,
+        interpolate=interpolate,
+    )
+    check_numbers(
+        method,
+        density,
+        scale=scale,
+        interpolate=interpolate,
+        weights=weights,
+        points=sweep_points,
+    )
     recipe = Recipe(
         method="mean" if method == "soup" else method,
         weights=tuple(weights) if weights is not None else (1.0,) * len(names),
         density=density,
         scale=scale,
         interpolate=interpolate,
-        of_differences=method == "slerp" and (of == "differences" or (of == "auto" and base is not None)),
+        of_differences=method == "slerp"
+        and (of == "differences" or (of == "auto" and base is not None)),
         seed=seed,
     )
     stored = None if dtype == "auto" else getattr(torch, dtype)
@@ -100,7 +117,11 @@ def merge(
         fitting = Merge(sources, below)
 
         def write(chosen: Sequence[int], recipe: Recipe, folder: Path) -> None:
-            part = fitting if list(chosen) == list(range(len(sources))) else fitting.of(chosen)
+            part = (
+                fitting
+                if list(chosen) == list(range(len(sources)))
+                else fitting.of(chosen)
+            )
             part.write(recipe, folder, dtype=stored)
 
         chosen, score, trials = list(range(len(names))), None, []
@@ -122,7 +143,9 @@ def merge(
         collectives.barrier()
     if judge is not None and score is None:
         score = judge.score(target)
-    return MergeResult(target, recipe, tuple(names[place] for place in chosen), score, tuple(trials))
+    return MergeResult(
+        target, recipe, tuple(names[place] for place in chosen), score, tuple(trials)
+    )
 
 
 def _opened(names: Sequence[str], scratch: Path, *, is_main: bool) -> list[Source]:
@@ -134,17 +157,24 @@ def _opened(names: Sequence[str], scratch: Path, *, is_main: bool) -> list[Sourc
     # whole_model gives None for a name that is a model already, which only rank 0 knows; a folder says so to the
     # others.
     if not is_main:
-        made = {name: folder if folder.is_dir() else None for name, folder in folders.items()}
+        made = {
+            name: folder if folder.is_dir() else None
+            for name, folder in folders.items()
+        }
     return [open_source(name, made[name]) for name in names]
 
 
-def _base_name(base: str | Path | None, sources: Sequence[Source], method: MergeMethod) -> str:
+def _base_name(
+    base: str | Path | None, sources: Sequence[Source], method: MergeMethod
+) -> str:
     """Return the name of the base model: the one given, or the one that all sources were tuned from."""
     if base is not None:
         return str(base)
     found = default_base(sources)
     if found is None:
-        raise UserError(f"{method} needs the model that the others were tuned from: give it as base (--base)")
+        raise UserError(
+            f"{method} needs the model that the others were tuned from: give it as base (--base)"
+        )
     log.info("base: %s (the model that all were tuned from)", found)
     return found
 
@@ -154,7 +184,11 @@ def _expanded(names: Sequence[str], last: int | None) -> list[str]:
     found: list[str] = []
     for name in names:
         path = Path(name).expanduser()
-        is_run = path.is_dir() and not is_checkpoint(path) and (path / "config.yaml").is_file()
+        is_run = (
+            path.is_dir()
+            and not is_checkpoint(path)
+            and (path / "config.yaml").is_file()
+        )
         if last is not None and is_run:
             found += [str(one) for one in last_checkpoints(path, last)]
         elif is_run and (path / "final").is_dir():
@@ -162,7 +196,9 @@ def _expanded(names: Sequence[str], last: int | None) -> list[str]:
         else:
             found.append(name)
     if last is not None and len(found) == len(names) and last != 1:
-        raise UserError(f"last: {last} asks for checkpoints of a run, and {names[0]} is no run's output folder")
+        raise UserError(
+            f"last: {last} asks for checkpoints of a run, and {names[0]} is no run's output folder"
+        )
     return found
 
 
@@ -181,13 +217,30 @@ def _scratch(target: Path, *, is_main: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _draw(target: Path, trials: Sequence[Trial], metric: str, names: Sequence[str], base: str | None) -> None:
+def _draw(
+    target: Path,
+    trials: Sequence[Trial],
+    metric: str,
+    names: Sequence[str],
+    base: str | None,
+) -> None:
     ends = (names[0], names[1]) if len(names) == 2 else (base or "base", names[0])
     scores = [one.score for one in trials]
     label = f"0: {Path(ends[0]).name}    1: {Path(ends[1]).name}"
-    svg = sweep_svg([one.at for one in trials], scores, label, max(range(len(scores)), key=scores.__getitem__))
+    svg = sweep_svg(
+        [one.at for one in trials],
+        scores,
+        label,
+        max(range(len(scores)), key=scores.__getitem__),
+    )
     for kind in ("svg", "png"):
         write_picture(target / f"sweep.{kind}", svg, metric_name(metric))
     write_json(
-        target / "sweep.json", {"metric": metric, "from": ends[0], "to": ends[1], "points": list(map(asdict, trials))}
+        target / "sweep.json",
+        {
+            "metric": metric,
+            "from": ends[0],
+            "to": ends[1],
+            "points": list(map(asdict, trials)),
+        },
     )

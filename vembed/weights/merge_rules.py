@@ -25,24 +25,49 @@ def check_merge(
 ) -> None:
     """Raise UserError where a method, weights, points of a sweep and data do not go together. `names`: the models."""
     if method not in get_args(MergeMethod):
-        raise UserError(f"method: {method} is not one of {', '.join(get_args(MergeMethod))}")
+        raise UserError(
+            f"method: {method} is not one of {', '.join(get_args(MergeMethod))}"
+        )
     if weights is not None and len(weights) != len(names):
-        raise UserError(f"{len(weights)} weights are given for {len(names)} models; give one for each")
+        raise UserError(
+            f"{len(weights)} weights are given for {len(names)} models; give one for each"
+        )
     if method == "weighted" and weights is None:
-        raise UserError("method: weighted needs weights, one for each model; without them it is the mean")
+        raise UserError(
+            "method: weighted needs weights, one for each model; without them it is the mean"
+        )
     if weights is not None and method in ("mean", "soup"):
         raise UserError(f"method: {method} has no weights; use method: weighted")
-    if method in ("weighted", "slerp") and weights is not None and (sum(weights) <= 0 or min(weights) < 0):
-        raise UserError(f"weights of {method} are shares: give numbers of at least 0, and not only zeros")
+    if (
+        method in ("weighted", "slerp")
+        and weights is not None
+        and (sum(weights) <= 0 or min(weights) < 0)
+    ):
+        raise UserError(
+            f"weights of {method} are shares: give numbers of at least 0, and not only zeros"
+        )
     if (method == "soup" or points is not None) and not has_data:
-        raise UserError(f"{'a soup' if method == 'soup' else 'a sweep'} chooses by evaluation data: give data (--data)")
+        raise UserError(
+            f"{'a soup' if method == 'soup' else 'a sweep'} chooses by evaluation data: give data (--data)"
+        )
     if points is not None and len(names) > 2:
-        raise UserError(f"a sweep is a line between two models, or between a base and one; {len(names)} are given")
+        raise UserError(
+            f"a sweep is a line between two models, or between a base and one; {len(names)} are given"
+        )
     if points is not None and method not in ("mean", "weighted", "slerp"):
-        raise UserError(f"a sweep is along mean, weighted or slerp, and method is {method}")
-    alone = len(names) == 1 and interpolate == 1.0 and points is None and method not in OF_DIFFERENCES
+        raise UserError(
+            f"a sweep is along mean, weighted or slerp, and method is {method}"
+        )
+    alone = (
+        len(names) == 1
+        and interpolate == 1.0
+        and points is None
+        and method not in OF_DIFFERENCES
+    )
     if alone:
-        raise UserError(f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate")
+        raise UserError(
+            f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate"
+        )
 
 
 def check_numbers(
@@ -56,8 +81,15 @@ def check_numbers(
 ) -> None:
     """Raise where the arithmetic would divide by zero, or give weights that are no numbers."""
     if method in ("ties", "dare") and not 0 < density <= 1:
-        raise UserError(f"density: {density:g} is the share of each difference that {method} keeps: give 0.2, or 1")
-    given = {"scale": [scale], "interpolate": [interpolate], "weights": weights or (), "sweep": points or ()}
+        raise UserError(
+            f"density: {density:g} is the share of each difference that {method} keeps: give 0.2, or 1"
+        )
+    given = {
+        "scale": [scale],
+        "interpolate": [interpolate],
+        "weights": weights or (),
+        "sweep": points or (),
+    }
     for name, values in given.items():
         broken = [one for one in values if not math.isfinite(one)]
         if broken:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from vembed.families.backbones import file_dtype, read_config
-from vembed.families.weight_files import read_object
+from vembed.models.families.backbones import file_dtype, read_config
+from vembed.models.families.weight_files import read_object
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
 from vembed.saving.layout import write_json
 from vembed.weights.inputs import Source, check_pooling, check_tokenizers, matched
@@ -40,20 +40,33 @@ class Merge:
         check_tokenizers([*self.sources, *([base] if base else [])])
         check_pooling(self.sources)
 
-    def write(self, recipe: Recipe, target: Path, *, dtype: torch.dtype | None = None) -> Path:
+    def write(
+        self, recipe: Recipe, target: Path, *, dtype: torch.dtype | None = None
+    ) -> Path:
         """Write the merged model: the files of the first one, with the weights of all. `dtype`: None keeps the first
         one's."""
         first = self.sources[0]
         with replaced_folder(target) as folder:
             shutil.copytree(
-                first.folder, folder, dirs_exist_ok=True, symlinks=False,
-                ignore=lambda place, names: _not_copied(first.folder, Path(place), names),
-            )  # fmt: skip
-            for path in sorted({file.path for held in first.files.values() for file in held.values()}):
-                self._write_file(recipe, path, folder / path.relative_to(first.folder), dtype)
+                first.folder,
+                folder,
+                dirs_exist_ok=True,
+                symlinks=False,
+                ignore=lambda place, names: _not_copied(
+                    first.folder, Path(place), names
+                ),
+            )
+            for path in sorted(
+                {file.path for held in first.files.values() for file in held.values()}
+            ):
+                self._write_file(
+                    recipe, path, folder / path.relative_to(first.folder), dtype
+                )
             _write_dtype(folder, dtype)
             write_json(folder / RECIPE_FILE, self.described(recipe))
-            (folder / "README.md").write_text(_card(first.folder, self.described(recipe)), encoding="utf-8")
+            (folder / "README.md").write_text(
+                _card(first.folder, self.described(recipe)), encoding="utf-8"
+            )
         return target
 
     def of(self, chosen: Sequence[int]) -> Merge:
@@ -64,16 +77,21 @@ class Merge:
         """Return the recipe with the models that it is for."""
         return {
             "models": [one.name for one in self.sources],
-            "base": self.base.name if self.base is not None and recipe.needs_base else None,
+            "base": self.base.name
+            if self.base is not None and recipe.needs_base
+            else None,
             **asdict(recipe),
         }
 
-    def _write_file(self, recipe: Recipe, path: Path, target: Path, dtype: torch.dtype | None) -> None:
+    def _write_file(
+        self, recipe: Recipe, path: Path, target: Path, dtype: torch.dtype | None
+    ) -> None:
         relative = path.parent.relative_to(self.sources[0].folder).as_posix()
         part = "" if relative == "." else relative
         reader = TensorReader(path)
         entries = {
-            name: TensorEntry(_stored(entry.dtype, dtype), entry.shape) for name, entry in reader.entries.items()
+            name: TensorEntry(_stored(entry.dtype, dtype), entry.shape)
+            for name, entry in reader.entries.items()
         }
         target.parent.mkdir(parents=True, exist_ok=True)
         with TensorWriter(target, entries, reader.metadata) as writer:
@@ -95,14 +113,23 @@ class Merge:
     def _readers(self, part: str, name: str) -> list[Read] | None:
         if not all(name in names[part] for names in self._names):
             return None
-        return [source.reader(part, names[part][name]) for source, names in zip(self.sources, self._names, strict=True)]
+        return [
+            source.reader(part, names[part][name])
+            for source, names in zip(self.sources, self._names, strict=True)
+        ]
 
 
 def _not_copied(root: Path, place: Path, names: Sequence[str]) -> set[str]:
     """Weights are written anew; an adapter, a recipe and a report are of another model."""
-    left = {name for name in names if name.endswith(".safetensors") or name.startswith(("checkpoint-", "."))}
+    left = {
+        name
+        for name in names
+        if name.endswith(".safetensors") or name.startswith(("checkpoint-", "."))
+    }
     if Path(os.path.relpath(place, root)) == Path():
-        left |= {ADAPTER_FOLDER, RECIPE_FILE, "README.md", "onnx", "openvino"} & set(names)
+        left |= {ADAPTER_FOLDER, RECIPE_FILE, "README.md", "onnx", "openvino"} & set(
+            names
+        )
     return left
 
 
@@ -124,13 +151,15 @@ def _write_dtype(folder: Path, dtype: torch.dtype | None) -> None:
 
 def _card(folder: Path, described: Mapping[str, Any]) -> str:
     """Return the first model's card with what it was merged from in place of what it was trained on."""
-    front = (
-        "---\nlibrary_name: sentence-transformers\ntags:\n- sentence-transformers\n- feature-extraction\n- merge\n---"
-    )
+    front = "---\nlibrary_name: sentence-transformers\ntags:\n- sentence-transformers\n- feature-extraction\n- merge\n---"
     models = "\n".join(f"- {_public(name)}" for name in described["models"])
     base = f"\n\nBase: {_public(described['base'])}" if described["base"] else ""
-    settings = {key: value for key, value in described.items() if key not in ("models", "base")}
-    text = f"{front}\n\n# Embedding model\n\nMerged by vembed from:\n\n{models}{base}\n\n"
+    settings = {
+        key: value for key, value in described.items() if key not in ("models", "base")
+    }
+    text = (
+        f"{front}\n\n# Embedding model\n\nMerged by vembed from:\n\n{models}{base}\n\n"
+    )
     text += "```json\n" + json.dumps(settings, indent=2) + "\n```\n"
     if (folder / "vembed.json").is_file():
         text += '\n```python\nimport vembed\n\nmodel = vembed.Embedder("this-folder")\n```\n'
@@ -139,4 +168,8 @@ def _card(folder: Path, described: Mapping[str, Any]) -> str:
 
 def _public(name: str) -> str:
     """A Hub name as it is; of a folder only its last two parts, which say nothing of the machine."""
-    return name if name.count("/") == 1 and not name.startswith((".", "~", "/")) else "/".join(Path(name).parts[-2:])
+    return (
+        name
+        if name.count("/") == 1 and not name.startswith((".", "~", "/"))
+        else "/".join(Path(name).parts[-2:])
+    )

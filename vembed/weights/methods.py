@@ -41,7 +41,11 @@ class Recipe:
     @property
     def needs_base(self) -> bool:
         """True if a base model takes part."""
-        return self.method in OF_DIFFERENCES or self.of_differences or self.interpolate != 1.0
+        return (
+            self.method in OF_DIFFERENCES
+            or self.of_differences
+            or self.interpolate != 1.0
+        )
 
 
 class Read(Protocol):
@@ -52,7 +56,9 @@ class Read(Protocol):
         ...
 
 
-def merged_pieces(recipe: Recipe, name: str, size: int, models: Sequence[Read], base: Read | None) -> Iterator[Tensor]:
+def merged_pieces(
+    recipe: Recipe, name: str, size: int, models: Sequence[Read], base: Read | None
+) -> Iterator[Tensor]:
     """Yield the merged tensor's values in float64, piece by piece. `base`: needed where `recipe.needs_base`."""
     coefficients = list(recipe.weights)
     thresholds = [0.0] * len(models)
@@ -61,21 +67,34 @@ def merged_pieces(recipe: Recipe, name: str, size: int, models: Sequence[Read], 
     elif recipe.method == "weighted":
         coefficients = [weight / sum(recipe.weights) for weight in recipe.weights]
     elif recipe.method == "slerp":
-        coefficients = slerp_coefficients(_gram(recipe, size, models, base), recipe.weights)
+        coefficients = slerp_coefficients(
+            _gram(recipe, size, models, base), recipe.weights
+        )
     elif recipe.method == "ties":
         assert base is not None
-        thresholds = [_threshold(_differences(read, base), size, recipe.density) for read in models]
+        thresholds = [
+            _threshold(_differences(read, base), size, recipe.density)
+            for read in models
+        ]
     for start in range(0, size, PIECE):
         stop = min(start + PIECE, size)
         below = base(start, stop) if base is not None and recipe.needs_base else None
         if recipe.method in OF_DIFFERENCES or recipe.of_differences:
             assert below is not None
-            if recipe.method == "ties":  # which elects signs, so it needs the piece of all models at once
-                change = _ties([read(start, stop).sub_(below) for read in models], recipe.weights, thresholds)
+            if (
+                recipe.method == "ties"
+            ):  # which elects signs, so it needs the piece of all models at once
+                change = _ties(
+                    [read(start, stop).sub_(below) for read in models],
+                    recipe.weights,
+                    thresholds,
+                )
             else:
                 # One after the other, so that only one model's values are in memory beside the sum.
                 change = torch.zeros(stop - start, dtype=torch.float64)
-                for place, (read, factor) in enumerate(zip(models, coefficients, strict=True)):
+                for place, (read, factor) in enumerate(
+                    zip(models, coefficients, strict=True)
+                ):
                     part = read(start, stop).sub_(below)
                     if recipe.method == "dare":
                         part *= _drawn(recipe, name, place, start, stop - start)
@@ -111,13 +130,17 @@ def slerp_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float]:
             cosine = float(coefficients @ gram[:, place]) / (norm * other)
             angle = math.acos(min(max(cosine, -1.0), 1.0))
             if math.sin(angle) > _PARALLEL:
-                first, second = (math.sin(part * angle) / math.sin(angle) for part in (first, second))
+                first, second = (
+                    math.sin(part * angle) / math.sin(angle) for part in (first, second)
+                )
         coefficients *= first
         coefficients[place] = second
     return [float(one) for one in coefficients]
 
 
-def _gram(recipe: Recipe, size: int, models: Sequence[Read], base: Read | None) -> Tensor:
+def _gram(
+    recipe: Recipe, size: int, models: Sequence[Read], base: Read | None
+) -> Tensor:
     products = torch.zeros(len(models), len(models), dtype=torch.float64)
     for start in range(0, size, PIECE):
         stop = min(start + PIECE, size)
@@ -150,7 +173,11 @@ def _threshold(magnitudes: Read, size: int, density: float) -> float:
         counts = torch.zeros(_BINS, dtype=torch.int64)
         for start in range(0, size, PIECE):
             bits = magnitudes(start, min(start + PIECE, size)).float().view(torch.int32)
-            keys = bits >> 16 if level == 0 else (bits & (_BINS - 1))[(bits >> 16) == upper]
+            keys = (
+                bits >> 16
+                if level == 0
+                else (bits & (_BINS - 1))[(bits >> 16) == upper]
+            )
             counts += torch.bincount(keys, minlength=_BINS)
         # at_least[b]: elements in bin b or above. It falls with b, so the bins that reach `wanted` are the first ones,
         # and the last of them holds the threshold.
@@ -165,7 +192,9 @@ def _threshold(magnitudes: Read, size: int, density: float) -> float:
     return float(bits_of_threshold.view(torch.float32))
 
 
-def _ties(differences: list[Tensor], weights: Sequence[float], thresholds: Sequence[float]) -> Tensor:
+def _ties(
+    differences: list[Tensor], weights: Sequence[float], thresholds: Sequence[float]
+) -> Tensor:
     """Trim each difference to its largest elements, elect a sign for each element, average those that have it."""
     for one, threshold in zip(differences, thresholds, strict=True):
         one.mul_(one.abs().float() >= threshold)
@@ -187,5 +216,8 @@ def _drawn(recipe: Recipe, name: str, place: int, start: int, count: int) -> Ten
     text = f"{recipe.seed}/{name}/{place}/{start}".encode()
     # 7 bytes: manual_seed takes any number below 2**63.
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-    kept = torch.rand(count, generator=torch.Generator().manual_seed(number)) < recipe.density
+    kept = (
+        torch.rand(count, generator=torch.Generator().manual_seed(number))
+        < recipe.density
+    )
     return kept.double() / recipe.density

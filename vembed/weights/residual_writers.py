@@ -10,8 +10,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from vembed.errors import UserError
-from vembed.families.backbones import layers_of
-from vembed.families.description import ModelDescription
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.description import ModelDescription
 from vembed.models.names import plain_name
 from vembed.models.towers import tower_module
 
@@ -39,10 +39,14 @@ class Writer:
         self.has_bias = has_bias
 
 
-def writers_of(model: nn.Module, backbone: nn.Module, description: ModelDescription) -> list[Writer]:
+def writers_of(
+    model: nn.Module, backbone: nn.Module, description: ModelDescription
+) -> list[Writer]:
     """Return the weights that write to the residual stream of the text tower, in the order of the forward pass."""
     if "text" not in description.traits.towers:
-        raise UserError(f"{description.name} has no text tower, and directions are taken out of text towers")
+        raise UserError(
+            f"{description.name} has no text tower, and directions are taken out of text towers"
+        )
     tower: Any = tower_module(backbone, description.traits, "text")
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
     embeddings = tower.get_input_embeddings()
@@ -51,11 +55,18 @@ def writers_of(model: nn.Module, backbone: nn.Module, description: ModelDescript
         # Conv1D of GPT-2 stores its weight as [in, out], transposed to nn.Linear: there each row is a vector of the
         # stream.
         written = [
-            Writer(names[id(module)], number, by_rows=isinstance(module, Conv1D), has_bias=module.bias is not None)
+            Writer(
+                names[id(module)],
+                number,
+                by_rows=isinstance(module, Conv1D),
+                has_bias=module.bias is not None,
+            )
             for name, module in layer.named_modules()
             if isinstance(module, nn.Linear | Conv1D) and _LAST.search(plain_name(name))
         ]
-        if len(written) < FEWEST_WRITERS:  # a part would keep what is taken out of the others
+        if (
+            len(written) < FEWEST_WRITERS
+        ):  # a part would keep what is taken out of the others
             raise UserError(
                 f"{description.name}: the linear layers of a {type(layer).__name__} have names that vembed does not "
                 "know, so it cannot tell which of them write to the residual stream; use --where embedding"

@@ -15,14 +15,22 @@ import torch
 from torch import Tensor
 
 from vembed.errors import UserError
-from vembed.families.weight_files import METADATA, read_header
+from vembed.models.families.weight_files import METADATA, read_header
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
-}  # fmt: skip
+}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
 """Bytes: the data of a safetensors file begin at a multiple of it."""
@@ -52,8 +60,12 @@ class TensorReader:
         self.entries: dict[str, TensorEntry] = {}
         for name, entry in stored.items():
             if entry.dtype not in _DTYPES:
-                raise UserError(f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with")
-            self.entries[name] = TensorEntry(_DTYPES[entry.dtype], entry.shape, entry.begin, entry.end)
+                raise UserError(
+                    f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
+                )
+            self.entries[name] = TensorEntry(
+                _DTYPES[entry.dtype], entry.shape, entry.begin, entry.end
+            )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
@@ -70,7 +82,9 @@ class TensorReader:
             while done < len(buffer):
                 count = os.preadv(descriptor, [view[done:]], offset + done)
                 if count == 0:
-                    raise UserError(f"{self.path} ends within {name}: the file is incomplete; copy it again")
+                    raise UserError(
+                        f"{self.path} ends within {name}: the file is incomplete; copy it again"
+                    )
                 done += count
         finally:
             os.close(descriptor)
@@ -84,7 +98,12 @@ class TensorReader:
 class TensorWriter:
     """A new safetensors file, whose tensors are written one after the other, in any number of pieces each."""
 
-    def __init__(self, path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        entries: Mapping[str, TensorEntry],
+        metadata: Mapping[str, str],
+    ) -> None:
         """`entries`: what will be written, in this order; their offsets are set here."""
         self.path = path
         self._left = sum(entry.size for entry in entries.values())
@@ -92,7 +111,11 @@ class TensorWriter:
         offset = 0
         for name, entry in entries.items():
             end = offset + entry.size * entry.dtype.itemsize
-            header[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [offset, end]}
+            header[name] = {
+                "dtype": _CODES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [offset, end],
+            }
             offset = end
         # The format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors. Offsets
         # count from the end of the header.
@@ -110,7 +133,12 @@ class TensorWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._file.close()
-        assert error is not None or self._left == 0, f"{self.path}: {self._left:,d} elements were not written"
+        assert error is not None or self._left == 0, (
+            f"{self.path}: {self._left:,d} elements were not written"
+        )

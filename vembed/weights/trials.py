@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from vembed.config.schema import TrainConfig
-from vembed.distributed import collectives
-from vembed.distributed.session import Session
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.scores import evaluate
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.weights.methods import Recipe
 
 log = logging.getLogger("vembed")
@@ -21,7 +22,9 @@ log = logging.getLogger("vembed")
 class Judge:
     """Scores model folders on one set of evaluation data. Collective where a session has several ranks."""
 
-    def __init__(self, data: str, metric: str = "auto", session: Session | None = None) -> None:
+    def __init__(
+        self, data: str, metric: str = "auto", session: Session | None = None
+    ) -> None:
         """`metric`: `auto` is nDCG@10, or Spearman's correlation for scored pairs."""
         config = TrainConfig(model_name="", data_path=data)
         self.data = open_eval_data(config, data, splits=TEST_FIRST)
@@ -37,7 +40,9 @@ class Judge:
         """Return all metrics of a model."""
         found = evaluate(folder, self.data, session=self.session)
         if self.metric not in found:
-            raise UserError(f"metric {self.metric} is not among what is measured: {', '.join(found)}")
+            raise UserError(
+                f"metric {self.metric} is not among what is measured: {', '.join(found)}"
+            )
         return found
 
     def score(self, folder: str | Path) -> float:
@@ -65,7 +70,9 @@ Write = Callable[[Sequence[int], Recipe, Path], object]
 """Merges the models of these numbers into a folder."""
 
 
-def greedy_soup(judge: Judge, members: Sequence[str | Path], write: Write, scratch: Path) -> tuple[list[int], float]:
+def greedy_soup(
+    judge: Judge, members: Sequence[str | Path], write: Write, scratch: Path
+) -> tuple[list[int], float]:
     """Return which members the best mean has, and its score on the judge's data.
 
     The best member is in it. In the order of their own scores the others are tried one by one, and one is kept if the
@@ -79,22 +86,30 @@ def greedy_soup(judge: Judge, members: Sequence[str | Path], write: Write, scrat
     for place in order[1:]:
         candidate = [*chosen, place]
         recipe = Recipe("mean", (1.0,) * len(candidate))
-        # Defaults bind this round's values; mypy does not infer a lambda with defaults.
-        judge.made(lambda chosen=candidate, recipe=recipe: write(chosen, recipe, scratch))  # type: ignore[misc]
+        judge.made(partial(write, candidate, recipe, scratch))
         score = judge.score(scratch)
         is_kept = score >= best
-        log.info("soup: with %s: %s %.4f (%s)", members[place], judge.metric, score, "kept" if is_kept else "left out")
+        log.info(
+            "soup: with %s: %s %.4f (%s)",
+            members[place],
+            judge.metric,
+            score,
+            "kept" if is_kept else "left out",
+        )
         if is_kept:
             chosen, best = candidate, score
     return chosen, best
 
 
-def sweep(judge: Judge, recipe: Recipe, points: Sequence[float], write: Write, scratch: Path) -> list[Trial]:
+def sweep(
+    judge: Judge, recipe: Recipe, points: Sequence[float], write: Write, scratch: Path
+) -> list[Trial]:
     """Return the scores along a line: of two models, from the first (0) to the second (1); of one model, from its base
     to itself."""
     trials = []
     for at in points:
-        judge.made(lambda at=at: write(range(len(recipe.weights)), at_point(recipe, at), scratch))  # type: ignore[misc]
+        members = range(len(recipe.weights))
+        judge.made(partial(write, members, at_point(recipe, at), scratch))
         scores = judge.scores(scratch)
         trials.append(Trial(at, scores[judge.metric], scores))
         log.info("sweep: at %.3g: %s %.4f", at, judge.metric, trials[-1].score)

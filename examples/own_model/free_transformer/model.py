@@ -43,10 +43,18 @@ class ModelConfig:
     """False: the same decoder without Z, the baseline."""
 
     def __post_init__(self) -> None:
-        if self.latent_dim < 2 or self.latent_dim & (self.latent_dim - 1) or self.latent_dim > 2**20:
-            raise ValueError(f"latent_dim: {self.latent_dim} must be a power of two from 2 to 2^20, the classes of Z")
+        if (
+            self.latent_dim < 2
+            or self.latent_dim & (self.latent_dim - 1)
+            or self.latent_dim > 2**20
+        ):
+            raise ValueError(
+                f"latent_dim: {self.latent_dim} must be a power of two from 2 to 2^20, the classes of Z"
+            )
         if self.num_layers % 2 or self.hidden_dim % (2 * self.num_heads):
-            raise ValueError("num_layers must be even, and hidden_dim a multiple of 2 * num_heads")
+            raise ValueError(
+                "num_layers must be even, and hidden_dim a multiple of 2 * num_heads"
+            )
 
     @property
     def latent_bits(self) -> int:
@@ -61,25 +69,41 @@ class Attention(nn.Module):
         super().__init__()
         dim = config.hidden_dim
         self.num_heads = config.num_heads
-        self.query, self.key = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.value, self.out = nn.Linear(dim, dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.query, self.key = (
+            nn.Linear(dim, dim, bias=False),
+            nn.Linear(dim, dim, bias=False),
+        )
+        self.value, self.out = (
+            nn.Linear(dim, dim, bias=False),
+            nn.Linear(dim, dim, bias=False),
+        )
 
     def forward(self, queries: Tensor, others: Tensor, allowed: Tensor) -> Tensor:
         """`allowed` [n, 1, t, t]: True where a query may look."""
         n, t, dim = queries.shape
         q, k, v = (
             layer(given).view(n, t, self.num_heads, -1).transpose(1, 2)
-            for layer, given in ((self.query, queries), (self.key, others), (self.value, others))
+            for layer, given in (
+                (self.query, queries),
+                (self.key, others),
+                (self.value, others),
+            )
         )
-        seen = F.scaled_dot_product_attention(rotated(q), rotated(k), v, attn_mask=allowed)
+        seen = F.scaled_dot_product_attention(
+            rotated(q), rotated(k), v, attn_mask=allowed
+        )
         return self.out(seen.transpose(1, 2).reshape(n, t, dim))
 
 
 def rotated(x: Tensor) -> Tensor:
     """Rotary positions, counted from the first token. x: [n, heads, t, width]."""
     half = x.shape[-1] // 2
-    speed = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * speed
+    speed = 10000.0 ** (
+        -torch.arange(half, device=x.device, dtype=torch.float32) / half
+    )
+    angle = (
+        torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * speed
+    )
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
@@ -93,12 +117,19 @@ class DecoderBlock(nn.Module):
         dim, inner = config.hidden_dim, 4 * config.hidden_dim
         self.attention_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
         self.attention = Attention(config)
-        self.up, self.down = nn.Linear(dim, inner, bias=False), nn.Linear(inner, dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(dim, inner, bias=False),
+            nn.Linear(inner, dim, bias=False),
+        )
 
-    def forward(self, x: Tensor, allowed: Tensor, others: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, allowed: Tensor, others: Tensor | None = None
+    ) -> Tensor:
         """`others`: what keys and values are made of, where it is not x: X + R in (4), X in the encoder of (2)."""
         others = x if others is None else others
-        x = x + self.attention(self.attention_norm(x), self.attention_norm(others), allowed)
+        x = x + self.attention(
+            self.attention_norm(x), self.attention_norm(others), allowed
+        )
         return x + self.down(F.silu(self.up(self.mlp_norm(x))))
 
 
@@ -112,13 +143,19 @@ class BinaryMapper(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         """[n, t, H] to [n, t, 2^H]. The bits are drawn in training mode; in use they are the likelier ones."""
         probability = torch.sigmoid(logits)
-        bits = torch.rand_like(probability) < probability if self.training else probability > 0.5
+        bits = (
+            torch.rand_like(probability) < probability
+            if self.training
+            else probability > 0.5
+        )
         powers = 2 ** torch.arange(self.num_bits, device=logits.device)
         drawn = F.one_hot((bits * powers).sum(-1), 2**self.num_bits).to(logits.dtype)
         if not self.training:
             return drawn
         # bit_of[d, h]: bit h of class d, so that log G_td = sum_h log Q(B_th = bit h of d)
-        bit_of = (torch.arange(2**self.num_bits, device=logits.device)[:, None] & powers > 0).to(logits.dtype)
+        bit_of = (
+            torch.arange(2**self.num_bits, device=logits.device)[:, None] & powers > 0
+        ).to(logits.dtype)
         log_g = F.logsigmoid(logits) @ bit_of.T + F.logsigmoid(-logits) @ (1 - bit_of).T
         g = log_g.exp()
         return drawn + g - g.detach()
@@ -135,7 +172,9 @@ class FreeTransformer(nn.Module):
         self.config = config
         self.hidden_dim = config.hidden_dim
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_dim)
-        self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            DecoderBlock(config) for _ in range(config.num_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_dim)
         if config.use_latent:
             self.zeta = nn.Parameter(0.02 * torch.randn(config.hidden_dim))
@@ -143,12 +182,20 @@ class FreeTransformer(nn.Module):
             self.bits_norm = nn.RMSNorm(config.hidden_dim)
             self.to_bits = nn.Linear(config.hidden_dim, config.latent_bits)
             self.mapper = BinaryMapper(config)
-            self.from_latent = nn.Linear(config.latent_dim, config.hidden_dim, bias=False)
+            self.from_latent = nn.Linear(
+                config.latent_dim, config.hidden_dim, bias=False
+            )
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 # About 0.03 at 1024 dimensions; by the width, so that small models learn as fast.
-                depth = math.sqrt(2 * config.num_layers) if "down" in name or "out" in name else 1.0
-                nn.init.normal_(parameter, std=1 / (depth * math.sqrt(config.hidden_dim)))
+                depth = (
+                    math.sqrt(2 * config.num_layers)
+                    if "down" in name or "out" in name
+                    else 1.0
+                )
+                nn.init.normal_(
+                    parameter, std=1 / (depth * math.sqrt(config.hidden_dim))
+                )
         if config.use_latent:  # bits that say something from the start, or the decoder learns to do without Z
             nn.init.normal_(self.to_bits.weight, std=2 / math.sqrt(config.hidden_dim))
 
@@ -170,9 +217,15 @@ class FreeTransformer(nn.Module):
         hidden, z_logits = self.decode(input_ids, mask, latent)
         if mode == "training":
             return self.logits(hidden), z_logits
-        return (hidden, self.losses(hidden, z_logits, input_ids, mask)) if self.training else hidden
+        return (
+            (hidden, self.losses(hidden, z_logits, input_ids, mask))
+            if self.training
+            else hidden
+        )
 
-    def decode(self, input_ids: Tensor, mask: Tensor, latent: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def decode(
+        self, input_ids: Tensor, mask: Tensor, latent: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [n, t, dim] and the encoder's logits."""
         t, middle = input_ids.shape[1], len(self.blocks) // 2
         is_token = mask[:, None, None, :].bool()
@@ -186,7 +239,9 @@ class FreeTransformer(nn.Module):
         if self.config.use_latent:
             if latent is None:
                 z_logits = self.to_bits(
-                    self.bits_norm(self.encoder[0](self.zeta.expand_as(x), is_token | own, x))
+                    self.bits_norm(
+                        self.encoder[0](self.zeta.expand_as(x), is_token | own, x)
+                    )
                 )  # (2)
                 latent = self.mapper(z_logits)  # (3)
             others = x + self.from_latent(latent)  # (4)
@@ -204,7 +259,9 @@ class FreeTransformer(nn.Module):
         """Return the two terms of (5), each as sums and counts over the tokens of each text."""
         counted = mask[:, 1:].bool() & mask[:, :-1].bool()
         entropy = F.cross_entropy(
-            self.logits(hidden[:, :-1]).transpose(1, 2).float(), input_ids[:, 1:], reduction="none"
+            self.logits(hidden[:, :-1]).transpose(1, 2).float(),
+            input_ids[:, 1:],
+            reduction="none",
         )
         found = {"next_token": ((entropy * counted).sum(1), counted.sum(1))}
         if z_logits is not None:
@@ -216,5 +273,7 @@ class FreeTransformer(nn.Module):
 def kl_to_uniform(z_logits: Tensor) -> Tensor:
     """Return KL(Q(Z_t | S) || uniform) [n, t] in nats: H log 2 less the entropy of the bits."""
     q = torch.sigmoid(z_logits.float())
-    entropy = -(q * F.logsigmoid(z_logits.float()) + (1 - q) * F.logsigmoid(-z_logits.float()))
+    entropy = -(
+        q * F.logsigmoid(z_logits.float()) + (1 - q) * F.logsigmoid(-z_logits.float())
+    )
     return (math.log(2) - entropy).sum(-1)

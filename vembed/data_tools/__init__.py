@@ -1,0 +1,1 @@
+"""Tools that look at data or make them: init, audit, judge, generate."""

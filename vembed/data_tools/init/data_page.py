@@ -1,0 +1,321 @@
+"""The data of a config on one page: samples as the model reads them, lengths, duplicates, overlap, columns not used.
+
+`vembed data` prints it; the page of `vembed audit` begins with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Protocol
+
+import numpy as np
+
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Example
+from vembed.data.normal_form import normal_key
+from vembed.data.overlap import shown
+from vembed.data_tools.init.datasets import open_sets
+from vembed.data_tools.init.sections import (
+    NUM_SAMPLES,
+    Row,
+    Section,
+    kinds_of,
+    parts_of,
+    shortened,
+    spread,
+)
+from vembed.data_tools.init.values import local_model
+
+MOST_READ = 20_000
+"""Examples that are counted; of more, a sample spread over all."""
+SHORT = 100
+"""Columns up to which a part with one line stands on one line of the console."""
+
+
+class Examples(Protocol):
+    """Examples of one or several sources, by number."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sources."""
+        ...
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of examples of each."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Example: ...
+
+    def source_of(self, index: int) -> int:
+        """Return the number of the source that an example comes from."""
+        ...
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """The data of a config: the page, and the same figures for programs."""
+
+    page: str
+    figures: dict[str, Any]
+
+
+def data_page(config: TrainConfig) -> str:
+    """Return the page as text. Reads the data; of the model only its tokenizer, if it is on this machine."""
+    return data_facts(config).page
+
+
+def data_facts(config: TrainConfig) -> DataFacts:
+    """Return the page and the figures on it."""
+    with _unlogged():
+        sets = open_sets(config, compares=True)
+    read = [*sets.examples.summary()]
+    if sets.evaluation is not None:
+        read.append(f"validation: {sets.evaluation.summary()}")
+    read += [f"warning: {one}" for one in sets.warnings]
+    page = sections(sets.examples, read, config)
+    sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
+    figures: dict[str, Any] = {
+        "num_examples": len(sets.examples),
+        "sources": [{"name": name, "num_examples": size} for name, size in sizes],
+        "validation": None if sets.evaluation is None else sets.evaluation.summary(),
+        "warnings": list(sets.warnings),
+    }
+    for one in page:
+        figures |= one.figures
+    return DataFacts(as_text(page), figures)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep the log's lines from the console: the page has the same ones. Without a handler Python prints warnings."""
+    log, silent = logging.getLogger("vembed"), logging.NullHandler()
+    log.addHandler(silent)
+    try:
+        yield
+    finally:
+        log.removeHandler(silent)
+
+
+def sections(
+    examples: Examples, read: Sequence[str], config: TrainConfig | None
+) -> list[Section]:
+    """Return the parts of the page. `read`: lines on what was read, left out and found in the validation data too.
+    `config`: names the model; None where there is none."""
+    some = [examples[index] for index in spread(len(examples), MOST_READ)]
+    found = [
+        Section("what was read", tuple(read)),
+        _repetitions(some, len(examples)),
+        _negatives(some),
+    ]
+    if len(examples.names) > 1:
+        found.append(Section("sources side by side", (), _side_by_side(examples)))
+    if config is not None and local_model(config.model_name) is not None:
+        from vembed.data_tools.init.model_inputs import (
+            lengths_and_samples,  # imports torch, which takes seconds
+        )
+
+        return [*found, *lengths_and_samples(config, some)]
+    why = (
+        "no model is named"
+        if config is None
+        else f"{config.model_name} is not on this machine yet"
+    )
+    return [*found, _words(some, why), _raw_samples(some, why)]
+
+
+def as_text(page: Sequence[Section]) -> str:
+    """Return the page for a console."""
+    blocks = []
+    for one in page:
+        lines = [*one.lines, *_aligned(one.table)]
+        short = len(lines) == 1 and len(lines[0]) + len(one.title) < SHORT
+        blocks.append(
+            f"{one.title}: {lines[0]}"
+            if short
+            else "\n  ".join([f"{one.title}:", *lines])
+        )
+    return "\n\n".join(blocks) + "\n"
+
+
+def as_html(page: Sequence[Section]) -> str:
+    """Return the page as sections of an HTML page in the look of the reports."""
+    return "\n".join(_html(one) for one in page)
+
+
+def _html(one: Section) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in one.lines)
+    rows = [[escape(cell) for cell in row] for row in one.table]
+    table = ""
+    if rows:
+        head = "".join(f"<th>{cell}</th>" for cell in rows[0])
+        body = "".join(
+            f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
+            for row in rows[1:]
+        )
+        table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    title = escape(one.title[0].upper() + one.title[1:])
+    return f"<section>\n<h2>{title}</h2>\n{items and f'<ul>{items}</ul>'}{table}\n</section>"
+
+
+def _aligned(table: Sequence[Row]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(
+                    cell.rjust(wide)
+                    for cell, wide in zip(row[1:], widths[1:], strict=True)
+                ),
+            ]
+        )
+        for row in table
+    ]
+
+
+def _repetitions(examples: Sequence[Example], total: int) -> Section:
+    queries = Counter(normal_key(one.query) for one in examples)
+    positives = Counter(normal_key(item) for one in examples for item in one.positives)
+    pairs = Counter(
+        (normal_key(one.query), normal_key(item))
+        for one in examples
+        for item in one.positives
+    )
+    named: list[tuple[str, Counter[Any]]] = [
+        ("queries", queries),
+        ("positives", positives),
+        ("pairs", pairs),
+    ]
+    found = {
+        name: {"different": len(each), "repeated": sum(each.values()) - len(each)}
+        for name, each in named
+    }
+    own = sum(
+        normal_key(one.query) in {normal_key(item) for item in one.positives}
+        for one in examples
+    )
+    of = (
+        f" (of {len(examples):,d} examples spread over all {total:,d})"
+        if len(examples) < total
+        else ""
+    )
+    lines = [
+        f"{name}: {one['different']:,d} different, {one['repeated']:,d} repetitions"
+        for name, one in found.items()
+    ]
+    if own:
+        lines.append(f"{own:,d} examples have their own query as a positive")
+    figures = {
+        "num_counted": len(examples),
+        "repetitions": {**found, "queries_that_are_their_positive": {"examples": own}},
+    }
+    return Section(
+        f"repetitions{of}, where case, spaces and punctuation do not count",
+        tuple(lines),
+        figures=figures,
+    )
+
+
+def _side_by_side(examples: Examples) -> tuple[Row, ...]:
+    """Return a table with a column per source."""
+    groups: list[list[Example]] = [[] for _ in examples.names]
+    for index in spread(len(examples), MOST_READ):
+        groups[examples.source_of(index)].append(examples[index])
+    columns = [
+        _column(*one)
+        for one in zip(examples.names, examples.sizes, groups, strict=True)
+    ]
+    heads = (
+        "source",
+        "examples",
+        "repeated queries",
+        "repeated positives",
+        "negatives each",
+        "query characters",
+        "document characters",
+    )
+    return tuple(zip(heads, *columns, strict=True))
+
+
+def _column(name: str, size: int, examples: Sequence[Example]) -> tuple[str, ...]:
+    """Return the figures of one source."""
+    if not examples:
+        return (name, f"{size:,d}", "", "", "", "", "")
+    documents = [item for one in examples for item in one.positives]
+    return (
+        name,
+        f"{size:,d}",
+        f"{1 - len({normal_key(one.query) for one in examples}) / len(examples):.0%}",
+        f"{1 - len({normal_key(item) for item in documents}) / len(documents):.0%}",
+        f"{sum(len(one.negatives) for one in examples) / len(examples):.1f}",
+        f"{np.median([len(one.query.text or '') for one in examples]):,.0f}",
+        f"{np.median([len(item.text or '') for item in documents]):,.0f}",
+    )
+
+
+def _negatives(examples: Sequence[Example]) -> Section:
+    counts = Counter(len(one.negatives) for one in examples)
+    if set(counts) == {0}:
+        lines = [
+            "none given; the other documents of the batch serve (vembed mine finds hard ones)"
+        ]
+    else:
+        lines = [
+            ", ".join(
+                f"{number} in {count:,d} examples"
+                for number, count in sorted(counts.items())[:8]
+            )
+        ]
+    wrong = sum(
+        bool(
+            {normal_key(item) for item in one.negatives}
+            & {normal_key(item) for item in one.positives}
+        )
+        for one in examples
+    )
+    if wrong:
+        lines.append(
+            f"warning: {wrong:,d} examples have one of their positives among their negatives"
+        )
+    return Section(
+        "negatives",
+        tuple(lines),
+        figures={"negatives_per_example": dict(sorted(counts.items()))},
+    )
+
+
+def _words(examples: Sequence[Example], why: str) -> Section:
+    lines = []
+    for name, items in kinds_of(examples):
+        lengths = [len(item.text.split()) for item, _ in items if item.text is not None]
+        if lengths:
+            middle, most = np.quantile(lengths, [0.5, 0.99])
+            lines.append(
+                f"{name}: median {middle:,.0f}, 99 % at most {most:,.0f}, longest {max(lengths):,d}"
+            )
+    return Section(
+        f"lengths in words, not in tokens, since {why}",
+        tuple(lines),
+        figures={"lengths": None},
+    )
+
+
+def _raw_samples(examples: Sequence[Example], why: str) -> Section:
+    lines = []
+    for example in examples[:NUM_SAMPLES]:
+        lines.append(example.where)
+        lines += [
+            f"{name}: {shortened(' '.join((item.text or shown(item)).split()))}"
+            for name, item, _ in parts_of(example)
+        ]
+    return Section(
+        f"samples, without prompts and special tokens, since {why}", tuple(lines)
+    )

@@ -1,0 +1,119 @@
+"""The data of a run: training examples, and validation data that are given or held out, compared with each other."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vembed.config.schema import TrainConfig
+from vembed.config.terms import data_entries, task_names
+from vembed.data.examples import Example, Item, ReadAs
+from vembed.data.held_out import hold_out, named
+from vembed.data.overlap import find_overlap, warnings_of
+from vembed.data.sources import ExampleStore, open_examples
+from vembed.errors import UserError
+from vembed.evaluation.dataset import (
+    EvalData,
+    RetrievalData,
+    from_examples,
+    open_eval_data,
+)
+
+log = logging.getLogger("vembed")
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Training and validation data of a run."""
+
+    examples: ExampleStore
+    evaluation: EvalData | None
+    warnings: tuple[str, ...] = ()
+    """Problems in the data, for the log and the report. Those between training and validation data are looked for on
+    ranks that compare."""
+    by_task: Mapping[str, EvalData] = field(default_factory=dict)
+    """Validation data of single tasks, by the task's name."""
+
+
+def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
+    """Open and log the data of a run. `compares`: look for validation data in the training data, on one rank."""
+    store = open_examples(config, config.data_path)
+    for line in store.summary():
+        log.info(line)
+    doubts = store.warnings()
+    for line in doubts:
+        log.warning(line)
+    evaluation: EvalData | None = None
+    by_task = given_by_task(config, store)
+    if config.val_split is not None:
+        names = store.names
+        store, held = hold_out(store, config.val_split, config.seed)
+        evaluation = from_examples(
+            [example for _, example in held], named(names, config.val_split)
+        )
+        by_task = {**held_by_task(config, store, held), **by_task}
+        log.info(
+            "val_split: %s examples to train on, %s held out",
+            f"{len(store):,d}",
+            f"{len(held):,d}",
+        )
+    elif config.val_data_path:
+        evaluation = open_eval_data(config, config.val_data_path)
+    if evaluation is None:
+        return Sets(store, None, tuple(doubts))
+    log.info(evaluation.summary())
+    for name, data in by_task.items():
+        log.info("task %s: %s", name, data.summary())
+    # On one rank: all would find the same, and it reads all data.
+    found = warnings_of(find_overlap(store, eval_pairs(evaluation))) if compares else []
+    for line in found:
+        log.warning(line)
+    return Sets(store, evaluation, (*doubts, *found), by_task)
+
+
+def given_by_task(config: TrainConfig, store: ExampleStore) -> dict[str, EvalData]:
+    """Return the validation data that sources name, with the prompts of their sources."""
+    names = task_names(config, store.names)
+    found: dict[str, EvalData] = {}
+    for name, source in zip(names, data_entries(config), strict=True):
+        if source.val_data_path is not None:
+            read_as = ReadAs(
+                source.query_prompt, source.document_prompt, source.max_length
+            )
+            found[_free_name(name, found)] = open_eval_data(
+                config, source.val_data_path
+            ).read_as(read_as)
+    return found
+
+
+def held_by_task(
+    config: TrainConfig, store: ExampleStore, held: Sequence[tuple[int, Example]]
+) -> dict[str, EvalData]:
+    """Return the examples held out of each task, where batches are of one task and there are several."""
+    names = task_names(config, store.names)
+    if not config.homogeneous_batches or len(set(names)) < 2:
+        return {}
+    found: dict[str, EvalData] = {}
+    for name in dict.fromkeys(names):
+        examples = [example for source, example in held if names[source] == name]
+        try:
+            found[name] = from_examples(examples, f"those held out of {name}")
+        except UserError as error:  # too few for a score
+            log.info("task %s is not scored by itself: %s", name, error)
+    return found
+
+
+def _free_name(name: str, taken: Mapping[str, EvalData]) -> str:
+    return name if name not in taken else f"{name} {len(taken) + 1}"
+
+
+def eval_pairs(data: EvalData) -> list[tuple[Item, Item]]:
+    """Return each query with each of its relevant documents; of scored pairs both sides."""
+    if isinstance(data, RetrievalData):
+        return [
+            (query, data.documents[document])
+            for query, relevant in zip(data.queries, data.relevance, strict=True)
+            for document in relevant
+        ]
+    return list(zip(data.first, data.second, strict=True))

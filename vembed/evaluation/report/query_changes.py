@@ -1,0 +1,196 @@
+"""Comparison of two evaluations query by query: intervals of the differences, and the queries that changed most."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vembed.errors import UserError
+
+FOLDER = "evaluations"
+"""Folder of the results per query, inside the run's."""
+NUM_RESAMPLES = 2_000
+DRAWN_AT_ONCE = 2**14
+"""Draws of one array, which stays in the cache."""
+MOST_RESAMPLED = 10_000
+"""Queries up to which the interval is resampled; with more the normal distribution gives the same."""
+NUM_SHOWN = 10
+NO_DIFFERENCE = "no difference that the data can show"
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """95 % interval of a mean difference."""
+
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Return whether the interval excludes zero."""
+        return self.low > 0 or self.high < 0
+
+    def __str__(self) -> str:
+        text = f"{self.low:+.4f} to {self.high:+.4f}"
+        return text if self.is_clear else f"{text}: {NO_DIFFERENCE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """One query whose score changed."""
+
+    query: Mapping[str, Any]
+    relevant: Sequence[Mapping[str, Any]]
+    before: float
+    after: float
+    found_before: Sequence[tuple[Mapping[str, Any], bool]]
+    """First documents, each with whether it is relevant."""
+    found_after: Sequence[tuple[Mapping[str, Any], bool]]
+    pictures: Mapping[str, str] = field(default_factory=dict)
+    """Thumbnails of images that the data hold themselves, by their names."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two evaluations of the same queries."""
+
+    intervals: dict[str, Interval]
+    better: list[Changed]
+    worse: list[Changed]
+    num_better: int = 0
+    num_worse: int = 0
+    num_queries: int = 0
+
+
+def path_of(output_dir: Path, step: int) -> Path:
+    """Return the file of an evaluation."""
+    return output_dir / FOLDER / f"step-{step}.json"
+
+
+def read_queries(path: Path) -> Mapping[str, Any] | None:
+    """Return what `write` wrote, or None if there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    return content
+
+
+def compare_queries(
+    folder: Path, first: int, last: int, metric: str
+) -> Comparison | None:
+    """Return the comparison of the evaluations after two steps; None if one has no file."""
+    before, after = (
+        read_queries(path_of(folder, first)),
+        read_queries(path_of(folder, last)),
+    )
+    return (
+        None
+        if before is None or after is None
+        else compare_results(before, after, metric)
+    )
+
+
+def compare_results(
+    before: Mapping[str, Any], after: Mapping[str, Any], metric: str
+) -> Comparison | None:
+    """Return the comparison of two evaluations of the same queries; None if their numbers differ."""
+    if len(before["values"]) != len(after["values"]) or not before["values"]:
+        return None
+    old, new = np.asarray(before["values"]), np.asarray(after["values"])
+    names = [name for name in after["metrics"] if name in before["metrics"]]
+    if not names:
+        return Comparison({}, [], [])
+    differences = {
+        name: new[:, after["metrics"].index(name)]
+        - old[:, before["metrics"].index(name)]
+        for name in names
+    }
+    intervals = dict(
+        zip(
+            names,
+            paired_intervals(np.stack(list(differences.values()), axis=1)),
+            strict=True,
+        )
+    )
+    if metric not in differences:
+        return Comparison(intervals, [], [])
+    change = differences[metric]
+    # Metrics of all queries are recorded, and texts of the first ones alone.
+    shown = min(len(before["queries"]), len(after["queries"]))
+    order = np.argsort(change[:shown], kind="stable")
+    column = after["metrics"].index(metric), before["metrics"].index(metric)
+
+    pictures = {**before.get("pictures", {}), **after.get("pictures", {})}
+
+    def entry(number: int) -> Changed:
+        one, other = before["queries"][number], after["queries"][number]
+        return Changed(
+            other["query"],
+            other["relevant"],
+            float(old[number, column[1]]),
+            float(new[number, column[0]]),
+            list(zip(one["found"], one["is_relevant"], strict=True)),
+            list(zip(other["found"], other["is_relevant"], strict=True)),
+            pictures,
+        )
+
+    better = [
+        entry(int(number)) for number in order[::-1][:NUM_SHOWN] if change[number] > 0
+    ]
+    worse = [entry(int(number)) for number in order[:NUM_SHOWN] if change[number] < 0]
+    return Comparison(
+        intervals,
+        better,
+        worse,
+        int((change > 0).sum()),
+        int((change < 0).sum()),
+        len(change),
+    )
+
+
+def paired_intervals(differences_QM: np.ndarray) -> list[Interval]:
+    """Return the mean difference of each metric and its 95 % interval, by the paired bootstrap over the queries."""
+    count, means = len(differences_QM), differences_QM.mean(axis=0)
+    if count > MOST_RESAMPLED:
+        # 95 % of a normal distribution lie within 1.96 standard errors.
+        half = 1.96 * differences_QM.std(axis=0, ddof=1) / count**0.5
+        lows, highs = means - half, means + half
+    else:
+        draw = np.random.default_rng(
+            0
+        )  # the report of a run is the same each time it is written
+        at_once = max(1, DRAWN_AT_ONCE // count)
+        sizes = [
+            min(at_once, NUM_RESAMPLES - start)
+            for start in range(0, NUM_RESAMPLES, at_once)
+        ]
+        resampled = np.concatenate(
+            [_resampled_means(differences_QM, draw, size) for size in sizes]
+        )
+        lows, highs = np.quantile(resampled, [0.025, 0.975], axis=0)
+    return [Interval(*map(float, one)) for one in zip(means, lows, highs, strict=True)]
+
+
+def _resampled_means(
+    differences_QM: np.ndarray, draw: np.random.Generator, num_samples: int
+) -> np.ndarray:
+    """Return the means of some resamples: [samples, metrics]."""
+    count = len(differences_QM)
+    drawn_SQ = (
+        draw.integers(0, count, (num_samples, count))
+        + count * np.arange(num_samples)[:, None]
+    )
+    # A mean weighs each query by how often it was drawn.
+    times_SQ = np.bincount(drawn_SQ.ravel(), minlength=num_samples * count).reshape(
+        num_samples, count
+    )
+    return np.asarray(times_SQ @ differences_QM / count)

@@ -1,0 +1,37 @@
+"""Thumbnails of images inside a report: small JPEG files as data addresses, so that the page stays one file."""
+
+from __future__ import annotations
+
+import base64
+import io
+from functools import lru_cache
+
+from vembed.data.examples import ImageRef
+from vembed.data.images import load_image
+from vembed.errors import UserError
+
+EDGE = 96
+"""Pixels of the longer edge; shown at half the size, so that it is sharp on dense screens."""
+QUALITY = 70
+
+
+@lru_cache(maxsize=256)
+def thumbnail(path: str) -> str | None:
+    """Return the data address of an image file, or None if it cannot be read. Addresses are not fetched."""
+    return None if "://" in path else thumbnail_of(ImageRef(path=path))
+
+
+def thumbnail_of(image: ImageRef) -> str | None:
+    """Return the data address of an image that is no address, or None if it cannot be read."""
+    try:
+        picture = load_image(image)
+    except (
+        UserError
+    ):  # the report of a run whose images have moved still shows their names
+        return None
+    picture.thumbnail((EDGE, EDGE))
+    target = io.BytesIO()
+    picture.save(target, "JPEG", quality=QUALITY)
+    return "data:image/jpeg;base64," + base64.b64encode(target.getvalue()).decode(
+        "ascii"
+    )

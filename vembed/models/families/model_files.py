@@ -1,0 +1,360 @@
+"""Locations of a model's files (local folder or Hub) and their small JSON files. No weights are read here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from vembed.config.places import is_hub_model, similar_path
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.models.families.model_settings import (
+    AdapterSettings,
+    ModelSettings,
+    ModuleSettings,
+    PoolingSettings,
+    TextSettings,
+    read_modules,
+    read_settings,
+)
+from vembed.models.families.weight_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_weight_files,
+    check_whole_weights,
+    read_object,
+)
+
+RUN_CONFIG, CHECKPOINT_STATE = "config.yaml", "state.json"
+"""Files that tell a run's folder and a checkpoint from a model."""
+# No pickled weights, and no exports to other runtimes, which would double the download.
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+_NOT_WANTED = ["onnx/*", "openvino/*", "consolidated*", "original/*", "*.onnx*"]
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last",
+}
+_TOKENIZER_SETTINGS = "tokenizer_config.json"
+_VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+)
+STATIC = "StaticEmbedding"
+"""Module of Sentence Transformers that is a table of token vectors and their mean."""
+_POOLING_NAMES = {"weightedmean": "weighted_mean", "lasttoken": "last"}
+
+
+def model_folder(
+    name: str, revision: str | None = None, *, option: str = "model_name"
+) -> Path:
+    """Return the local folder of a model, checked to name no weights but safetensors files of its own."""
+    folder = _located(name, revision, option)
+    check_weight_files(folder)
+    return folder
+
+
+def whole_model_folder(name: str, *, option: str) -> Path:
+    """Return the local folder of a model that Transformers loads by itself: whole weights without an adapter."""
+    folder = model_folder(name, option=option)
+    check_whole_weights(folder)
+    return folder
+
+
+def _located(name: str, revision: str | None, option: str) -> Path:
+    """Return the local folder of a model. A Hub model is downloaded into the Hub's cache first."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _inside_a_run(path, option).resolve()
+    if path.is_file():
+        raise UserError(
+            f"{option}: {name} is a file; give the folder with the model's files, {path.parent}"
+        )
+    if not is_hub_model(name):
+        raise UserError(
+            f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model"
+            f"{similar_path(name)}"
+        )
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=_WANTED,
+                ignore_patterns=_NOT_WANTED,
+            )
+        ).resolve()
+    except GatedRepoError as error:
+        raise UserError(
+            f"{option}: {name} needs permission on the Hub; ask for access there and log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(
+            f"model_revision: {name} has no revision {revision!r} on the Hub"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"{option}: {name} is neither a folder here nor a model on the Hub{similar_path(name)}"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise UserError(
+            f"{option}: {name}{at} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached; "
+            f"give a local folder, or fetch it once while online{similar_path(name)}"
+        ) from error
+
+
+def _inside_a_run(path: Path, option: str) -> Path:
+    """Return the model's folder: `final/` of a run's folder, otherwise the folder itself."""
+    if (
+        (path / "config.json").is_file()
+        or (path / "modules.json").is_file()
+        or (path / ADAPTER_CONFIG).is_file()
+    ):
+        return path
+    if (path / CHECKPOINT_STATE).is_file():
+        raise UserError(
+            f"{option}: {path} is a checkpoint, the state of a run and not a model: "
+            f"`vembed export {path} FOLDER` makes a model of it"
+        )
+    if not (path / RUN_CONFIG).is_file():
+        return path
+    if (path / "final").is_dir():
+        return path / "final"
+    checkpoints = sorted(
+        (
+            one
+            for one in path.glob("checkpoint-*")
+            if one.name.removeprefix("checkpoint-").isdecimal()
+        ),
+        key=lambda one: int(one.name.removeprefix("checkpoint-")),
+    )
+    way = (
+        f"; `vembed export {checkpoints[-1]} FOLDER` makes a model of its newest checkpoint"
+        if checkpoints
+        else ""
+    )
+    raise UserError(
+        f"{option}: {path} is a run that has not finished, so it has no final/: resume it{way}"
+    )
+
+
+@dataclass(frozen=True)
+class SentenceTransformersFiles:
+    """Settings from a folder saved by Sentence Transformers."""
+
+    backbone: Path
+    """Folder of weights, config and tokenizer."""
+    poolings: tuple[str, ...] = ()
+    """Poolings under vembed's names; several if they are concatenated."""
+    include_prompt: bool = True
+    """False: prompt tokens are excluded from pooling."""
+    dense: tuple[Path, ...] = ()
+    """Folders of Dense modules, in order."""
+    normalize: bool = False
+    max_length: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    """Prompt for inputs whose kind has no prompt of its own."""
+    default_prompt_name: str | None = None
+    """Name of that prompt among `prompts`."""
+    similarity: str | None = None
+    truncate_dim: int | None = None
+
+
+def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None:
+    """Read the Sentence Transformers files of a folder; None if it has none."""
+    modules = read_modules(folder)
+    if modules is None:
+        return None
+    poolings: tuple[str, ...] = ()
+    dense: list[Path] = []
+    backbone, include_prompt, normalize = folder, True, False
+    for position, module in enumerate(modules):
+        kind = module.type.rsplit(".", 1)[-1]
+        path = folder / module.path
+        known = kind in ("Transformer", "CLIPModel", "TwoTowers") and not _is_own_code(
+            module
+        )
+        if position == 0 and kind == STATIC and not _is_own_code(module):
+            if not (path / "config.json").is_file():
+                raise UserError(
+                    f"{path} is a table of token vectors without a config.json: vembed reads those that it has written "
+                    "(`vembed export --format static`), and Sentence Transformers reads this one"
+                )
+            backbone, poolings = path, ("mean",)
+            continue
+        if position == 0 and (known or (_is_own_code(module) and _reads_chats(path))):
+            backbone = path if (path / "config.json").is_file() else folder
+        elif kind == "Pooling":
+            settings = read_settings(path / "config.json", PoolingSettings)
+            if settings is None:
+                raise UserError(
+                    f"{path} has no config.json, although modules.json names it as a Pooling module"
+                )
+            poolings, include_prompt = _poolings(settings), settings.include_prompt
+        elif kind == "Dense":
+            if normalize:  # in another order it would be another model
+                raise UserError(
+                    f"{folder / 'modules.json'}: a Dense module behind Normalize; vembed reads Pooling, then Dense "
+                    "modules, then Normalize"
+                )
+            dense.append(path)
+        elif kind == "Normalize":
+            normalize = True
+        elif kind != "Dropout" or _is_own_code(module):
+            raise UserError(
+                f"{folder / 'modules.json'}: unsupported module type {module.type} "
+                "(supported: Transformer, CLIPModel, StaticEmbedding, Pooling, Dense and Normalize)"
+            )
+    values = (
+        read_settings(folder / "config_sentence_transformers.json", ModelSettings)
+        or ModelSettings()
+    )
+    prompts = {
+        name: text for name, text in (values.prompts or {}).items() if text is not None
+    }
+    default_name = (
+        values.default_prompt_name if values.default_prompt_name in prompts else None
+    )
+    return SentenceTransformersFiles(
+        backbone=backbone,
+        poolings=poolings,
+        include_prompt=include_prompt,
+        dense=tuple(dense),
+        normalize=normalize,
+        max_length=_max_length(backbone),
+        prompts=prompts,
+        default_prompt=prompts[default_name] if default_name is not None else None,
+        default_prompt_name=default_name,
+        similarity=values.similarity_fn_name,
+        truncate_dim=values.truncate_dim,
+    )
+
+
+def _max_length(backbone: Path) -> int | None:
+    """Read the maximum length from sentence_bert_config.json; older versions named the file after other models."""
+    for path in sorted(backbone.glob("sentence_*_config.json")):
+        settings = read_settings(path, TextSettings)
+        if settings is not None and settings.max_seq_length is not None:
+            return settings.max_seq_length
+    return None
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Folders that a model is read from."""
+
+    folder: Path
+    """Folder that the user named."""
+    backbone: Path
+    """Folder of weights, config and tokenizer."""
+    adapter: Path | None
+    """Folder of an adapter for the backbone's weights; None without one."""
+    sentence_transformers: SentenceTransformersFiles | None
+
+
+def read_model(name: str, revision: str | None = None) -> ModelFiles:
+    """Locate a model's files. For a folder with an adapter alone, follow the base model that it names."""
+    folder = model_folder(name, revision)
+    files = read_sentence_transformers(folder)
+    backbone = folder if files is None else files.backbone
+    check_weight_files(backbone)
+    if not _is_adapter(backbone):
+        return ModelFiles(folder, backbone, None, files)
+    settings = read_settings(backbone / ADAPTER_CONFIG, AdapterSettings)
+    assert settings is not None
+    below = model_folder(settings.base_model_name_or_path, settings.revision)
+    # Before the base is read: an adapter that names itself would be followed without end. Below, the base's backbone
+    # may be in a subfolder.
+    if _is_adapter(below):
+        raise UserError(
+            f"{folder} is an adapter on top of another adapter, {below}; merge that one first"
+        )
+    base = read_model(settings.base_model_name_or_path, settings.revision)
+    if base.adapter is not None:
+        raise UserError(
+            f"{folder} is an adapter on top of another adapter, {base.folder}; merge that one first"
+        )
+    return ModelFiles(
+        folder, base.backbone, backbone, files or base.sentence_transformers
+    )
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Return True if a folder holds an adapter and no weights of a whole model."""
+    return (folder / ADAPTER_CONFIG).is_file() and all(
+        path.name == ADAPTER_WEIGHTS for path in folder.glob("*.safetensors")
+    )
+
+
+def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
+    """Return the folder of a model's tokenizer: the adapter's where a whole tokenizer was saved with it, as peft and
+    Sentence Transformers read it."""
+    if adapter is None or not (adapter / _TOKENIZER_SETTINGS).is_file():
+        return backbone
+    return (
+        adapter
+        if any((adapter / name).is_file() for name in _VOCABULARIES)
+        else backbone
+    )
+
+
+def files_of(config: TrainConfig) -> ModelFiles:
+    """Locate the files of the model that a config trains: `model_name`, or `model_class` with the weights in it."""
+    if config.model_class is None:
+        return read_model(config.model_name, config.model_revision)
+    from vembed.models.custom.folder import (
+        own_folder,  # imports torch, which only own models need here
+    )
+
+    source = (
+        None
+        if config.model_name == config.model_class
+        else model_folder(config.model_name, config.model_revision)
+    )
+    tokenizer = None
+    if config.tokenizer_name is not None:
+        tokenizer = model_folder(config.tokenizer_name, option="tokenizer_name")
+    return read_model(str(own_folder(config, source, tokenizer)))
+
+
+def _is_own_code(module: ModuleSettings) -> bool:
+    """Return True if a module is custom Python code in the folder."""
+    return not module.type.startswith(("sentence_transformers.", "vembed."))
+
+
+def _reads_chats(folder: Path) -> bool:
+    """Return True for vision-language models.
+
+    Before Sentence Transformers supported chat templates they had custom code (GME); vembed's template is equivalent.
+    """
+    return "vision_config" in (read_object(folder / "config.json") or {})
+
+
+def _poolings(settings: PoolingSettings) -> tuple[str, ...]:
+    """Return the poolings. Old files have one flag per pooling, new files a name or a list of names."""
+    modes, flags = settings.pooling_mode, settings.model_extra or {}
+    if modes is None:
+        return tuple(
+            name for flag, name in _POOLING_FLAGS.items() if flags.get(flag)
+        ) or ("mean",)
+    names = [modes] if isinstance(modes, str) else modes
+    return tuple(_POOLING_NAMES.get(name, name) for name in names)

@@ -1,0 +1,121 @@
+"""Batch norms: shared statistics over all ranks on GPUs and on CPUs, and a warning where they are not shared."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vembed.parallel import collectives
+
+log = logging.getLogger("vembed")
+_Base = nn.modules.batchnorm._BatchNorm
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over all ranks. Each rank's loss depends on every rank's input, so the gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:  # noqa: ARG004 - autograd's signature
+        return collectives.sum_tensor(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+        return collectives.sum_tensor(gradients[0].clone())
+
+
+class AllReduceBatchStatistics(_Base):
+    """Batch norm over the inputs of all ranks, for devices that torch's SyncBatchNorm does not support.
+
+    The name avoids "Norm": Accelerate's FSDP2 code looks for a final norm by class names.
+    """
+
+    def forward(self, values_NC: Tensor) -> Tensor:
+        """Normalise [n, channels, ...] by the mean and variance over all ranks; in evaluation, by the running ones."""
+        if not self.training or collectives.world_size() == 1:
+            return super().forward(values_NC)
+        others = [0, *range(2, values_NC.dim())]
+        # One collective for count, sums and sums of squares, in float64: a difference of squares cancels digits.
+        wide = values_NC.double()
+        count = wide.new_tensor([wide.numel() / wide.shape[1]])
+        parts = torch.cat((count, wide.sum(others), wide.square().sum(others)))
+        total: Tensor = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
+        channels = wide.shape[1]
+        count, sums, squares = (
+            total[:1].detach(),
+            total[1 : 1 + channels],
+            total[1 + channels :],
+        )
+        mean = sums / count
+        variance = squares / count - mean.square()
+        # The running variance is the unbiased one, as in torch; normalisation takes the biased one.
+        if (
+            self.track_running_stats
+            and self.running_mean is not None
+            and self.running_var is not None
+        ):
+            self._update_running(
+                mean.detach(), variance.detach() * count / (count - 1).clamp(min=1)
+            )
+        shape = [1, -1, *(1 for _ in others[1:])]
+        normal: Tensor = (
+            (wide - mean.view(shape)) * (variance.view(shape) + self.eps).rsqrt()
+        ).to(values_NC.dtype)
+        return (
+            normal
+            if self.weight is None
+            else normal * self.weight.view(shape) + self.bias.view(shape)
+        )
+
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
+        assert (
+            self.num_batches_tracked is not None
+            and self.running_mean is not None
+            and self.running_var is not None
+        )
+        self.num_batches_tracked.add_(1)
+        momentum = (
+            1 / float(self.num_batches_tracked)
+            if self.momentum is None
+            else self.momentum
+        )
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"batch norm needs at least 2 dimensions, not {input.dim()}"
+            )
+
+
+def share_batch_norms(model: nn.Module, device: torch.device, *, shared: bool) -> int:
+    """Make batch norms share their statistics between ranks if `shared`, else warn; return their number."""
+    found = {name: one for name, one in model.named_modules() if isinstance(one, _Base)}
+    if not found:
+        if shared:
+            log.info("sync_batchnorm: the model has no batch norms")
+        return 0
+    if not shared:
+        if model.training:
+            log.warning(
+                "batch norms: %d, each over the micro-batch of one process, so losses and gradients depend on the "
+                "number of processes and on micro_batch_tokens%s",
+                len(found),
+                "; sync_batchnorm: true shares their statistics"
+                if collectives.world_size() > 1
+                else "",
+            )
+        return len(found)
+    if device.type == "cpu":
+        for one in found.values():
+            one.__class__ = AllReduceBatchStatistics
+    else:
+        nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    log.info(
+        "sync_batchnorm: %d batch norms share their statistics among processes",
+        len(found),
+    )
+    return len(found)

@@ -1,0 +1,402 @@
+"""Collective operations. All ranks must call each one in the same order; with one rank they are no-ops.
+
+The collectives inside FSDP and Accelerate are not included. Small tensors are sent over the CPU backend if the process
+group has one, so that they do not wait for the GPU's queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 64 * 2**20
+"""Size in bytes of the buckets in which tensors are sent: large enough for the network, small beside the model."""
+
+_counts: Counter[str] = Counter()
+
+
+def world_size() -> int:
+    """Return the number of processes; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def collective_counts() -> dict[str, int]:
+    """Return the number of calls of each collective since the last reset, without no-ops."""
+    return dict(_counts)
+
+
+def num_calls() -> int:
+    """Return the number of all these calls."""
+    return sum(list(_counts.values()))  # a copy: another thread may ask
+
+
+def reset_collective_counts() -> None:
+    """Reset the counts."""
+    _counts.clear()
+
+
+@contextmanager
+def _collective(name: str) -> Iterator[None]:
+    """Count a call, and add rank and collective to the traceback if it fails."""
+    _counts[name] += 1
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"rank {rank()} of {world_size()}, in the collective {name} (call {_counts[name]:,d})"
+        )
+        raise
+
+
+def _number_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the device for numbers that are not part of the model: the CPU if the group has a CPU backend."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _all_gather_single(output: Tensor, own: Tensor) -> None:
+    # torch 2.13 renamed these two functions; the old names give a warning.
+    if torch.__version__ >= "2.13":
+        dist.all_gather_single(output, own)
+    else:
+        dist.all_gather_into_tensor(output, own)
+
+
+def _reduce_scatter_single(output: Tensor, full: Tensor) -> None:
+    if torch.__version__ >= "2.13":
+        dist.reduce_scatter_single(output, full)
+    else:
+        dist.reduce_scatter_tensor(output, full)
+
+
+def barrier() -> None:
+    """Block until every rank has called it."""
+    if world_size() == 1:
+        return
+    with _collective("barrier"):
+        arrived = torch.ones(1, dtype=torch.int64, device=_number_device())
+        dist.all_reduce(arrived)
+        arrived.item()  # on a GPU the call above is asynchronous: wait for its result
+
+
+def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of every rank, by rank. All ranks must pass equally many."""
+    if world_size() == 1:
+        return [list(values)]
+    with _collective("all_gather_ints"):
+        own = torch.tensor(list(values), dtype=torch.int64, device=_number_device())
+        gathered = own.new_empty(world_size() * own.numel())
+        _all_gather_single(gathered, own)
+        by_rank: list[list[int]] = gathered.view(world_size(), -1).tolist()
+        return by_rank
+
+
+def max_ints(values: Sequence[int]) -> list[int]:
+    """Return the maximum of each number over all ranks."""
+    if world_size() == 1:
+        return list(values)
+    with _collective("max_ints"):
+        largest = torch.tensor(list(values), dtype=torch.int64, device=_number_device())
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        result: list[int] = largest.tolist()
+        return result
+
+
+def sum_ints(values: Sequence[int]) -> list[int]:
+    """Return the sum of each number over all ranks."""
+    if world_size() == 1:
+        return list(values)
+    with _collective("sum_ints"):
+        total = torch.tensor(list(values), dtype=torch.int64, device=_number_device())
+        dist.all_reduce(total)
+        result: list[int] = total.tolist()
+        return result
+
+
+def sum_scalars(values: Sequence[float]) -> list[float]:
+    """Return the sum of each number over all ranks, in float64."""
+    if world_size() == 1:
+        return [float(value) for value in values]
+    with _collective("sum_scalars"):
+        total = torch.tensor(list(values), dtype=torch.float64, device=_number_device())
+        dist.all_reduce(total)
+        result: list[float] = total.tolist()
+        return result
+
+
+def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    """Return the rows of all ranks concatenated by rank. Ranks may have different numbers of rows, also zero.
+
+    `counts` (rows per rank) avoids the exchange of sizes if the caller knows them. The result carries no gradient;
+    `reduce_scatter_rows` is the backward pass.
+    """
+    if world_size() == 1:
+        return rows_ND.detach()
+    if counts is None:
+        counts = [one[0] for one in all_gather_ints([rows_ND.shape[0]])]
+    with _collective("all_gather_rows"):
+        _check_rows(rows_ND.shape[0], counts[rank()])
+        # NCCL gathers equal sizes only: pad to the longest rank, and remove the padding afterwards.
+        longest = max(counts)
+        own = rows_ND.detach()
+        if own.shape[0] < longest:
+            own = torch.cat(
+                [own, own.new_zeros(longest - own.shape[0], *own.shape[1:])]
+            )
+        padded = own.new_empty(world_size() * longest, *own.shape[1:])
+        _all_gather_single(padded, own.contiguous())
+        if min(counts) == longest:
+            return padded
+        parts = [
+            padded[start : start + count]
+            for start, count in zip(_starts(longest), counts, strict=False)
+        ]
+        return torch.cat(parts)
+
+
+def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
+    """Sum [sum of counts, D] over ranks and return this rank's own rows: the backward pass of `all_gather_rows`."""
+    if world_size() == 1:
+        return rows_ND
+    with _collective("reduce_scatter_rows"):
+        _check_rows(rows_ND.shape[0], sum(counts))
+        longest = max(counts)
+        # NCCL scatters equal sizes only, as above: each rank's rows begin at a multiple of the longest.
+        full = rows_ND
+        if min(counts) < longest:
+            full = rows_ND.new_zeros(world_size() * longest, *rows_ND.shape[1:])
+            for start, part in zip(
+                _starts(longest), torch.split(rows_ND, list(counts)), strict=False
+            ):
+                full[start : start + part.shape[0]] = part
+        own = full.new_empty(longest, *full.shape[1:])
+        _reduce_scatter_single(own, full.contiguous())
+        return own[: counts[rank()]]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Point-to-point messages under way."""
+
+    works: Sequence[dist.Work]
+    kept: tuple[Tensor, ...] = ()
+    """Tensors that are sent and received, so that they live as long as the messages."""
+
+    def wait(self) -> None:
+        """Block until all have arrived; on a GPU, make what is computed next wait for them."""
+        for work in self.works:
+            work.wait()
+
+
+def start_ring_shift(sent: Tensor, received: Tensor) -> Transfer:
+    """Start to send a tensor to the next rank, and to receive one from the rank before, which may have another size.
+
+    Messages between two ranks arrive in the order in which they were started. Empty ones are not sent.
+    """
+    with _collective("ring_shift"):
+        # All ranks send and receive in one batch: a blocking send on every rank would wait for a receive on none.
+        following, before = (rank() + 1) % world_size(), (rank() - 1) % world_size()
+        messages = []
+        if sent.numel():
+            messages.append(dist.P2POp(dist.isend, sent.contiguous(), following))
+        if received.numel():
+            messages.append(dist.P2POp(dist.irecv, received, before))
+        works = dist.batch_isend_irecv(messages) if messages else []
+        return Transfer(works, tuple(one.tensor for one in messages))
+
+
+def all_reduce_gradients(
+    parameters: Iterable[nn.Parameter], *, average: bool = True
+) -> None:
+    """Average (or sum) the gradients of a replicated model, in a few large buckets.
+
+    A missing gradient counts as zero if any other rank has one; a gradient that is missing on all ranks stays None.
+    16-bit gradients are summed in float32.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if world_size() == 1 or not trained:
+        return
+    # Ranks may have used different towers. All must send the same buckets, so they first agree on the gradients.
+    present = max_ints([int(parameter.grad is not None) for parameter in trained])
+    gradients: list[Tensor] = []
+    for parameter, is_present in zip(trained, present, strict=True):
+        if is_present:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    with _collective("all_reduce_gradients"):
+        for bucket in _buckets(gradients):
+            # One all-reduce per bucket: a small tensor costs the network's latency, however little it holds.
+            dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+            flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
+            dist.all_reduce(flat)
+            if average:
+                flat /= world_size()
+            for gradient, summed in zip(
+                bucket,
+                torch.split(flat, [gradient.numel() for gradient in bucket]),
+                strict=True,
+            ):
+                gradient.copy_(summed.view_as(gradient))
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Overwrite the tensors of every rank with those of one rank, in place."""
+    tensors = list(tensors)
+    if world_size() == 1 or not tensors:
+        return
+    with _collective("broadcast_tensors"), torch.no_grad():
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            dist.broadcast(flat, src=source)
+            for tensor, sent in zip(
+                bucket,
+                torch.split(flat, [tensor.numel() for tensor in bucket]),
+                strict=True,
+            ):
+                tensor.detach().copy_(sent.view_as(tensor))
+
+
+def sync_from_rank0(tensors: dict[str, Tensor]) -> list[str]:
+    """Synchronise tensors from rank 0 and return the names of those that differed between ranks.
+
+    The ranks compare float64 sums first; only tensors whose sums differ are broadcast.
+    """
+    if world_size() == 1 or not tensors:
+        return []
+    sums = torch.stack(
+        [tensor.detach().to(torch.float64).sum().cpu() for tensor in tensors.values()]
+    )
+    # Compare the bits as integers: NaN equals NaN that way, and max(-x) gives the minimum with the same collective.
+    own = (
+        (sums + 0.0).view(torch.int64).tolist()
+    )  # + 0.0 turns -0.0 into 0.0: its bits are INT64_MIN, which has no negative
+    lowest = [-value for value in max_ints([-value for value in own])]
+    different = [
+        name
+        for name, low, high in zip(tensors, lowest, max_ints(own), strict=True)
+        if low != high
+    ]
+    broadcast_tensors(tensors[name] for name in different)
+    return different
+
+
+def sum_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the sum of a small tensor over all ranks, or over the ranks of a group."""
+    if world_size() == 1:
+        return tensor
+    with _collective("sum_tensor"):
+        total = tensor.to(_number_device(group))
+        dist.all_reduce(total, group=group)
+        return total.to(tensor.device)
+
+
+def broadcast_json(value: Any, source: int = 0) -> Any:
+    """Return the JSON value of one rank on every rank. Tuples become lists."""
+    if world_size() == 1:
+        return json.loads(json.dumps(value))
+    with _collective("broadcast_json"):
+        device = _number_device()
+        payload = (
+            _to_bytes(value) if rank() == source else torch.empty(0, dtype=torch.uint8)
+        )
+        # The length first: a receiving rank must have room before the content comes.
+        size = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
+        dist.broadcast(size, src=source)
+        buffer = (
+            payload.to(device)
+            if rank() == source
+            else torch.empty(int(size), dtype=torch.uint8, device=device)
+        )
+        dist.broadcast(buffer, src=source)
+        return _from_bytes(buffer)
+
+
+def gather_objects_as_json(value: Any) -> list[Any]:
+    """Return the JSON values of all ranks, by rank, on every rank."""
+    if world_size() == 1:
+        return [json.loads(json.dumps(value))]
+    payload = _to_bytes(value).to(_number_device())
+    sizes = [one[0] for one in all_gather_ints([payload.numel()])]
+    return [
+        _from_bytes(part)
+        for part in torch.split(all_gather_rows(payload, sizes), sizes)
+    ]
+
+
+def new_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return a second process group on the CPU, for a thread beside the training (async saving); None with one rank.
+
+    Two threads must not use one group: their collectives would interleave differently on each rank. `timeout` is
+    required, because a new group does not inherit it.
+    """
+    if world_size() == 1:
+        return None
+    with _collective("new_cpu_group"):
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return group
+
+
+def end_group(*, waits: bool) -> None:
+    """End the process group, on this rank alone. `waits`: let kernels on a GPU finish first. Destroying a group waits
+    for them, and those of a collective that another rank will never join do not end: they can only be aborted."""
+    backends = dist.get_backend_config()
+    if waits or "nccl" not in backends:
+        dist.destroy_process_group()
+    else:
+        dist.distributed_c10d._abort_process_group()
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(payload: Tensor) -> Any:
+    return json.loads(payload.cpu().numpy().tobytes())
+
+
+def _starts(longest: int) -> Iterator[int]:
+    return itertools.count(0, longest) if longest else itertools.repeat(0)
+
+
+def _check_rows(num_rows: int, expected: int) -> None:
+    if num_rows != expected:
+        raise ValueError(
+            f"rank {rank()} gave {num_rows:,d} rows where its counts say {expected:,d}"
+        )
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield buckets of tensors of one dtype and device, in order, of at most BUCKET_BYTES (or a single tensor)."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    # In the order of the first tensor of each kind, which is the same on every rank, as the collectives need it.
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same_kind in kinds.values():
+        bucket: list[Tensor] = []
+        filled = 0
+        for tensor in same_kind:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if bucket and filled + num_bytes > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(tensor)
+            filled += num_bytes
+        if bucket:
+            yield bucket

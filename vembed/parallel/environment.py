@@ -1,0 +1,86 @@
+"""Environment variables of the launcher: rank, world size and their local counterparts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vembed.errors import UserError
+
+GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of which either all or none must be set."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Rank and world size of a process, over all machines and on its own machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launched: bool = False
+    """True if a launcher has set the variables; False for a plain process."""
+    is_counted: bool = True
+    """False if nobody has said how many processes run on this machine; `local_world_size` then is that of all."""
+
+
+def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
+    """Read the launcher's variables; none means one process. Raise UserError if only some are set."""
+    present = [name for name in GROUP if env.get(name)]
+    if not present:
+        return RankInfo()
+    missing = [name for name in GROUP if name not in present]
+    if missing:
+        given = ", ".join(f"{name}={env[name]}" for name in present)
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set although {given}: set "
+            f"{', '.join(GROUP)} together (torchrun and accelerate launch do), or none of them for one process."
+        )
+    rank, world_size, local_rank = (
+        _whole_number(env, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
+    if not 0 <= rank < world_size:
+        raise UserError(
+            f"RANK={rank} must be between 0 and WORLD_SIZE - 1 = {world_size - 1}: RANK is the number of the process."
+        )
+    if local_rank < 0:
+        raise UserError(
+            f"LOCAL_RANK={local_rank} must be the number of the process on its machine, from 0."
+        )
+    _whole_number(env, "MASTER_PORT")
+    # Started by hand: the processes of each machine are counted when all have met (meeting.counted).
+    if not env.get("LOCAL_WORLD_SIZE"):
+        return RankInfo(
+            rank,
+            world_size,
+            local_rank,
+            world_size,
+            launched=True,
+            is_counted=world_size == 1,
+        )
+    local_world_size = min(_whole_number(env, "LOCAL_WORLD_SIZE"), world_size)
+    return RankInfo(rank, world_size, local_rank, local_world_size, launched=True)
+
+
+def launched_rank() -> int:
+    """Return the rank that a launcher has set, or 0. For what a process writes before it has met the others."""
+    found = os.environ.get("RANK", "")
+    return int(found) if found.isdecimal() else 0
+
+
+def check_num_threads(env: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError for an OMP_NUM_THREADS that is no number. Accelerate would end by a traceback."""
+    value = env.get("OMP_NUM_THREADS")
+    if value and (not value.strip().isdecimal() or int(value) < 1):
+        raise UserError(
+            f"OMP_NUM_THREADS={value!r} must be a whole number above 0 (threads of each process), or unset."
+        )
+
+
+def _whole_number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise UserError(f"{name}={env[name]!r} is not a whole number.") from None

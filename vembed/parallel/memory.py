@@ -1,0 +1,162 @@
+"""Memory of the processes, on GPUs and CPUs: measurement, log lines and release of caches."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from vembed.parallel import collectives
+
+GIB = 2**30
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt(3)."""
+
+log = logging.getLogger("vembed")
+
+SHORTAGES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Parts of the messages of errors that are a shortage of memory and not torch.OutOfMemoryError: libraries such as
+cuBLAS and cuDNN, and the driver, allocate beside torch's allocator."""
+
+
+def is_shortage(error: RuntimeError) -> bool:
+    """Return whether an error says that device memory has run out."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        one in str(error) for one in SHORTAGES
+    )
+
+
+def fsdp_empty_cache() -> None:
+    """Release cached memory and reset peak counters on all ranks. Collective; works without a process group."""
+    collectives.barrier()  # no rank still waits for a tensor of this rank
+    # First: tensors in reference cycles are freed only by the collector.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    elif platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # what `keep_freed_memory` holds for the next step
+    reset_peak_memory()
+    collectives.barrier()
+
+
+def fsdp_print_memory_usage(prefix: str = "") -> list[str]:
+    """Log the memory of each rank and the sum, on rank 0. Collective. Return the lines on every rank.
+
+    Without logging handlers the lines go to standard output.
+    """
+    lead = f"{prefix}: " if prefix and not prefix.endswith((" ", ":")) else prefix
+    lines = [lead + line for line in memory_lines()]
+    if collectives.rank() == 0:
+        if log.hasHandlers():
+            for line in lines:
+                log.info("%s", line)
+        else:
+            sys.stdout.write("\n".join(lines) + "\n")
+    return lines
+
+
+def memory_lines() -> list[str]:
+    """Return the lines with the memory of each rank and the sum, on every rank. Collective."""
+    ranks = collectives.gather_objects_as_json(memory_snapshot(current_device()))
+    total = {
+        key: sum(memory[key] for memory in ranks)
+        for key in ranks[0]
+        if key.endswith("_gb")
+    }
+    lines = [
+        f"Rank {rank}, {_rank_info(memory)}: {_amounts(memory)}"
+        for rank, memory in enumerate(ranks)
+    ]
+    return [*lines, f"Total across {len(ranks)} processes: {_amounts(total)}"]
+
+
+def memory_snapshot(device: torch.device) -> dict[str, Any]:
+    """Return this process's memory in GiB: allocated, reserved and peak on a GPU, resident and peak on the CPU."""
+    if device.type == "cuda":
+        return {
+            "device": str(device),
+            "allocated_gb": round(torch.cuda.memory_allocated(device) / GIB, 4),
+            "reserved_gb": round(torch.cuda.memory_reserved(device) / GIB, 4),
+            "peak_gb": round(torch.cuda.max_memory_allocated(device) / GIB, 4),
+        }
+    resident = psutil.Process().memory_info().rss
+    return {
+        "device": "cpu",
+        "rss_gb": round(resident / GIB, 4),
+        "peak_gb": round(max(_peak_resident_bytes(), resident) / GIB, 4),
+    }
+
+
+def reset_peak_memory() -> None:
+    """Reset the peak counters. The peak of resident memory is kept if the system cannot reset it."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    switch = Path("/proc/self/clear_refs")
+    if switch.exists():
+        try:
+            # Linux: 5 resets VmHWM, the peak of resident memory.
+            switch.write_text("5")
+        except OSError as error:
+            log.debug("the peak of resident memory cannot be reset here: %s", error)
+
+
+def current_device() -> torch.device:
+    """Return the GPU that this process uses, or the CPU."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _rank_info(memory: dict[str, Any]) -> str:
+    name: str = memory["device"]
+    return f"GPU {name.partition(':')[2] or 0}" if name.startswith("cuda") else "CPU"
+
+
+def _amounts(memory: dict[str, Any]) -> str:
+    names = {
+        "allocated_gb": "Allocated",
+        "reserved_gb": "Reserved",
+        "rss_gb": "RSS",
+        "peak_gb": "Peak",
+    }
+    return ", ".join(
+        f"{name}: {memory[key]:.2f}GB" for key, name in names.items() if key in memory
+    )
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep freed memory for the next step (CPU training). Return True if it is in effect.
+
+    By default glibc returns large blocks to the system at once, and each step pays for page faults again: measured on
+    two cores, a quarter of all page faults, and a few percent of the time.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    # 32 MiB is glibc's maximum. Setting either threshold also disables their dynamic adjustment.
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)) and bool(
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    )

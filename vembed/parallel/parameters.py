@@ -1,0 +1,463 @@
+"""Operations on a model under any strategy (single, DDP, FSDP1, FSDP2): dtypes, counts, gradients, full weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from vembed.models.names import plain_name
+from vembed.parallel import collectives
+
+NAMES_SHOWN = 3
+_RESETS = torch.__version__ >= "2.13"
+"""True if FSDP2 itself can forget an iteration that an exception has ended."""
+
+log = logging.getLogger("vembed")
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
+    """Convert parameters to one dtype where FSDP requires it, and return the number of converted parameters.
+
+    FSDP2 requires one dtype among the trainable parameters; FSDP1 flattens all parameters of a unit into one tensor and
+    requires one dtype for all. The target is the widest dtype, so float32 master weights are never downcast.
+    """
+    floating = {
+        name: one for name, one in model.named_parameters() if one.is_floating_point()
+    }
+    if len({one.dtype for one in floating.values()}) <= 1:
+        log.info(
+            "FSDP dtype check: all parameters already in %s", _dtypes(floating.values())
+        )
+        return 0
+    together = {
+        name: one
+        for name, one in floating.items()
+        if one.requires_grad or fsdp_version == 1
+    }
+    dtypes = {one.dtype for one in together.values()}
+    # float32 also for bfloat16 beside float16: neither can represent the other's values.
+    widest = (
+        torch.float64
+        if torch.float64 in dtypes
+        else torch.float32
+        if len(dtypes) > 1
+        else None
+    )
+    converted = {
+        name: one
+        for name, one in together.items()
+        if widest is not None and one.dtype != widest
+    }
+    for dtype in sorted({one.dtype for one in converted.values()}, key=str):
+        names = [name for name, one in converted.items() if one.dtype == dtype]
+        num_values = sum(converted[name].numel() for name in names)
+        log.info(
+            "FSDP dtype check: converted %s parameters (%s values) from %s to %s: %s",
+            f"{len(names):,d}",
+            f"{num_values:,d}",
+            dtype,
+            widest,
+            _some(names),
+        )
+    if fsdp_version == 1 and any(not one.requires_grad for one in converted.values()):
+        log.info(
+            "FSDP dtype check: FSDP1 needs one dtype for all; fsdp_version: 2 would leave frozen ones as they are"
+        )
+    for one in converted.values():
+        one.data = one.data.to(widest)
+    frozen = [one for one in floating.values() if not one.requires_grad]
+    if fsdp_version != 1 and together and frozen:
+        trained = _dtypes(together.values())
+        log.info(
+            "FSDP dtype check: trainable parameters in %s, frozen ones in %s",
+            trained,
+            _dtypes(frozen),
+        )
+    return len(converted)
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> str:
+    return " and ".join(sorted({str(tensor.dtype) for tensor in tensors}))
+
+
+def _some(names: Sequence[str]) -> str:
+    more = (
+        f" and {len(names) - NAMES_SHOWN:,d} more" if len(names) > NAMES_SHOWN else ""
+    )
+    return ", ".join(names[:NAMES_SHOWN]) + more
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+def log_parameter_summary(model: nn.Module) -> dict[str, int]:
+    """Log the number of parameters: total, trainable, and per rank. Collective."""
+    total, trainable = num_parameters(model), num_parameters(model, trainable_only=True)
+    local = sum(_local(parameter).numel() for parameter in model.parameters())
+    log.info("FSDP parameter summary:")
+    log.info("  Total: %s", _count(total))
+    log.info("  Trainable: %s", _count(trainable))
+    log.info("  Frozen: %s", _count(total - trainable))
+    if collectives.world_size() > 1:
+        held = ", ".join(
+            f"{rank[0]:,d}" for rank in collectives.all_gather_ints([local])
+        )
+        log.info("  Held by each rank: %s", held)
+    return {"total": total, "trainable": trainable, "local": local}
+
+
+def num_parameters(model: nn.Module, *, trainable_only: bool = False) -> int:
+    """Return the number of parameters of the whole model, also if it is sharded. Shared parameters count once."""
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    if not units:
+        return sum(
+            _true_size(parameter)
+            for parameter in model.parameters()
+            if parameter.requires_grad or not trainable_only
+        )
+    count = sum(
+        1
+        for one in model.parameters()
+        if one.dim() == 0 and (one.requires_grad or not trainable_only)
+    )
+    for unit in units:
+        flat = unit._flat_param
+        if flat is None:
+            continue
+        # With use_orig_params the flat tensor keeps the originals, each with its own requires_grad.
+        originals = flat._params or [flat] * len(flat._shapes)
+        for original, shape in zip(originals, flat._shapes, strict=True):
+            count += (
+                shape.numel() if original.requires_grad or not trainable_only else 0
+            )
+    return count
+
+
+def local_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, int]:
+    """Return the bytes on this rank: parameters, gradients, and optimizer state."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    gradients = [
+        parameter.grad for parameter in model.parameters() if parameter.grad is not None
+    ]
+    states = optimizer.state.values() if optimizer is not None else []
+    return {
+        "parameters": sum(_bytes(parameter) for parameter in model.parameters()),
+        "gradients": sum(_bytes(gradient) for gradient in gradients),
+        "optimizer": sum(
+            _bytes(value)
+            for state in states
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ),
+    }
+
+
+def _true_size(parameter: Tensor) -> int:
+    # bitsandbytes packs two 4-bit values into a byte and keeps the true shape aside.
+    packed = type(parameter).__name__ == "Params4bit"
+    return int(parameter.quant_state.shape.numel()) if packed else parameter.numel()  # type: ignore[attr-defined]
+
+
+def _bytes(tensor: Tensor) -> int:
+    local = _local(tensor)
+    return local.numel() * local.element_size()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _count(number: int) -> str:
+    return f"{number:,d} ({number / 1e9:.2f}B)"
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def set_gradient_sync(model: nn.Module, on: bool, *, all_reduce: bool = True) -> None:
+    """Switch FSDP's gradient reduction on or off for the following micro-batches. Call it before the forward pass.
+
+    `all_reduce`: HYBRID_SHARD of FSDP2 also sums between the copies of the model; otherwise only inside each copy,
+    where the sums of several micro-batches add up to the next all-reduce. No-op for a model that is not sharded:
+    `collectives.all_reduce_gradients` averages its gradients.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(on)
+        model.set_requires_all_reduce(on and all_reduce)
+        return
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        # The effect of FSDP1's no_sync, which is a context manager and would have to span forward and backward.
+        unit._sync_gradients = on  # type: ignore[assignment]
+
+
+def set_keep_gathered(
+    model: nn.Module, on: bool, reshard_after_forward: bool = True
+) -> None:
+    """FSDP2: keep parameters gathered between the micro-batches of a step: fewer all-gathers, more memory.
+
+    Switch it off before the last backward pass of a step; then `reshard_after_forward` applies again.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_reshard_after_forward(reshard_after_forward and not on)
+        model.set_reshard_after_backward(not on)
+
+
+def reshard(model: nn.Module) -> None:
+    """FSDP2: free gathered parameters, for example of units without a backward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def forget_forward(model: nn.Module) -> None:
+    """Reset FSDP1's state after a forward pass with grad that gets no backward pass.
+
+    FSDP1 registers its gradient hooks in the first forward pass of an iteration. In 16-bit computation the hooks belong
+    to that forward pass; if it is discarded, the next backward pass would silently leave no gradients.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        hook = (
+            vars(unit._flat_param).pop("_post_backward_hook_state", None)
+            if unit._flat_param is not None
+            else None
+        )
+        if hook is not None:
+            hook[-1].remove()
+
+
+def discard_passes(model: nn.Module) -> None:
+    """Drop all gradients, and what an exception in a forward or backward pass leaves behind in FSDP.
+
+    Without it FSDP2 would take its final callback for queued, and every later backward pass would leave no gradients;
+    gradients of unsharded parameters would be added to those of the next step. Units are sharded again.
+    """
+    if isinstance(model, FSDPModule):
+        if _RESETS:
+            model.reset_iter_state()
+        else:
+            _reset_iteration(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+                for group in _groups_of(module._get_fsdp_state()):
+                    for one in group.fsdp_params:
+                        one.unsharded_accumulated_grad = None
+                        if "_unsharded_param" in vars(one):
+                            one._unsharded_param.grad = None
+    forget_forward(model)
+    model.zero_grad(set_to_none=True)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the groups of parameters in the state of a unit of FSDP2: several since torch 2.13, before one or none."""
+    groups = vars(state).get("_fsdp_param_groups")
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _reset_iteration(model: FSDPModule) -> None:
+    """Do what `reset_iter_state` does, which torch has since 2.13."""
+    root = model._get_fsdp_state()
+    context, communication = root._state_ctx, root._comm_ctx
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # collectives that are under way, in streams of their own
+    if "post_forward_order" in vars(
+        communication
+    ):  # otherwise no forward pass has begun
+        communication.all_gather_state = communication.reduce_scatter_state = None  # type: ignore[attr-defined]
+        vars(communication).get("reduce_scatter_states", []).clear()  # since torch 2.13
+        communication.post_forward_order.clear()
+    for state in context.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in _groups_of(state):
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group._all_gather_result = group._all_reduce_state = (
+                group._partial_reduce_output
+            ) = None
+            group._post_reduce_event = group._reshard_after_forward_event = None
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+
+
+def global_grad_norm(
+    model: nn.Module, replicated: Iterable[nn.Parameter] = ()
+) -> Tensor:
+    """Return the float64 norm of all gradients of the whole model and of `replicated`. Collective under FSDP.
+
+    The result equals the norm in one process under every strategy.
+    """
+    whole: list[Tensor] = [one.grad for one in replicated if one.grad is not None]
+    sharded: dict[ProcessGroup | None, list[Tensor]] = {}
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            sharded.setdefault(_shard_group(gradient), []).append(gradient.to_local())
+        elif units:
+            sharded.setdefault(units[0].process_group, []).append(gradient)
+        else:
+            whole.append(gradient)
+    # Replicated gradients are complete on each rank and count once. Shards are disjoint: sum their squares over the
+    # ranks that hold the other shards.
+    squares = _sum_of_squares(whole)
+    if units and not sharded:
+        sharded[
+            units[0].process_group
+        ] = []  # no shard of any gradient on this rank, but the collective needs all ranks
+    for group, gradients in sharded.items():
+        squares = squares + collectives.sum_tensor(_sum_of_squares(gradients), group)
+    return squares.sqrt()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients in place by a factor, which is equal on all ranks."""
+    gradients = [
+        _local(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)  # on GPUs one kernel for many tensors
+
+
+def _shard_group(gradient: DTensor) -> ProcessGroup | None:
+    """Return the group of ranks that hold the other shards. The replicated dimension of a 2-D mesh is excluded, or its
+    copies would be counted twice."""
+    dims = [
+        dim for dim, placement in enumerate(gradient.placements) if placement.is_shard()
+    ]
+    if not dims:
+        return None
+    if len(dims) > 1:
+        raise ValueError(
+            f"a gradient is sharded over {len(dims)} dimensions of its mesh; vembed shards over one"
+        )
+    return gradient.device_mesh.get_group(dims[0])
+
+
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of squares of this rank's tensors, in float64 on the CPU."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    total = torch.zeros((), dtype=torch.float64)
+    for same_kind in by_kind.values():
+        total += (
+            torch.nn.utils.get_total_norm(same_kind).to("cpu", torch.float64).square()
+        )
+    return total
+
+
+# ---- the whole model -------------------------------------------------------------------------------------------------
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return all weights and persistent buffers on the CPU of rank 0, by their plain names. Collective.
+
+    The other ranks get an empty dictionary. At most one parameter (FSDP1: the model) is gathered on a GPU at a time.
+    """
+    keeps = collectives.rank() == 0
+    state: dict[str, Tensor] = {}
+    with _gathered_by_fsdp1(model):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            whole = _whole(
+                parameter
+            )  # a collective: all ranks call it, in the same order
+            if keeps:
+                state[plain_name(name)] = whole.detach().to("cpu", copy=True)
+        for prefix, module in model.named_modules() if keeps else ():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    state[plain_name(f"{prefix}.{name}")] = buffer.detach().to(
+                        "cpu", copy=True
+                    )
+    return state
+
+
+def edit_weight(model: nn.Module, name: str, edit: Callable[[Tensor], Tensor]) -> None:
+    """Replace one parameter by `edit(parameter)` under every strategy. Collective."""
+    edit_weights(model, {name: edit})
+
+
+def edit_weights(
+    model: nn.Module, edits: Mapping[str, Callable[[Tensor], Tensor]]
+) -> None:
+    """Replace each named parameter by `edit(parameter)` under every strategy. Collective.
+
+    At most one parameter (FSDP1: the model) is gathered at a time.
+    """
+    with torch.no_grad(), _gathered_by_fsdp1(model, write=True):
+        found = {
+            plain_name(one): parameter
+            for one, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        for name, edit in edits.items():
+            if name not in found:
+                raise KeyError(f"the model has no parameter {name!r}")
+            parameter = found[name]
+            edited = edit(_whole(parameter))
+            if isinstance(parameter, DTensor):
+                edited = distribute_tensor(
+                    edited, parameter.device_mesh, parameter.placements
+                ).to_local()
+            _local(parameter).copy_(edited)
+
+
+def copy_local_shards(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of what this rank holds of each parameter, for `restore_local_shards`."""
+    return {
+        name: _local(one).detach().clone() for name, one in model.named_parameters()
+    }
+
+
+def restore_local_shards(model: nn.Module, shards: Mapping[str, Tensor]) -> None:
+    """Put copied shards back in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in shards:
+                _local(parameter).copy_(shards[name])
+
+
+@contextmanager
+def _gathered_by_fsdp1(model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    """Gather FSDP1's parameters for a context. For reading from GPUs, only in the host memory of rank 0."""
+    if not FullyShardedDataParallel.fsdp_modules(model):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        yield
+        return
+    aside = not write and next(model.parameters()).device.type == "cuda"
+    with FullyShardedDataParallel.summon_full_params(
+        model, writeback=write, rank0_only=aside, offload_to_cpu=aside
+    ):
+        yield
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    on_mesh = parameter.detach().to(
+        parameter.device_mesh.device_type
+    )  # offloaded shards are on the CPU
+    assert isinstance(on_mesh, DTensor)
+    return on_mesh.full_tensor()

@@ -1,0 +1,590 @@
+"""Placement: every decision of a run that needs its processes and devices, each made once, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from vembed.config.fsdp import AskedPrecision, FsdpConfig, Precision
+from vembed.config.resolved import DEFAULT, Decision, ResolvedRun, Strategy
+from vembed.config.rules import batch_size_per_process
+from vembed.config.schema import TrainConfig
+from vembed.config.terms import source_batch_sizes
+from vembed.errors import UserError
+from vembed.parallel import estimate
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.estimate import GIB, Demand, Memory, ModelSize, measure
+from vembed.parallel.exchange_choice import Exchange, choose_exchange, loss_bytes
+from vembed.parallel.hardware import Gpu
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+CHECKPOINT = "checkpoint"
+"""Source of a decision that another machine would make in another way."""
+FITS_SHARE = 0.5
+"""Weights, gradients and optimizer may take this share of the memory before `auto` shards them: the rest is for
+activations, gathered embeddings and the data."""
+BF16_HIDDEN = 256
+"""Hidden size from which `mixed_precision: auto` takes bfloat16 on CPUs that have instructions for it. In smaller
+models other things than matrix products take the time."""
+POINTLESS_SHARE = 0.2
+"""Below this share FSDP that was asked for gets a remark."""
+WHOLE_GRADIENTS_SHARE = 0.2
+"""Gradients of the whole model may take this share of a process's memory between the micro-batches of a step."""
+WHOLE_PARAMETERS_SHARE = 0.2
+"""The same for gathered parameters."""
+COMPILED_MINUTES = 5.0
+"""`torch_compile: auto` compiles the layers of longer runs."""
+COMPILED_RATE = 2e14
+"""Operations per second that this is reckoned with: about what a current GPU does in training. Slower ones take longer,
+and then compiling pays all the more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A resolved run on its processes and devices. The session, the step, `plan`, `doctor`, the advice on memory and
+    the log read it."""
+
+    run: ResolvedRun
+    ranks: RankInfo
+    device: torch.device
+    memory: int
+    """Bytes that a process has: of its GPU, or its part of the machine's memory; the least of all processes."""
+    strategy: Decision[Strategy]
+    fsdp: FsdpConfig | None
+    """The settings of FSDP where the model is sharded, else None."""
+    precision: Decision[Precision]
+    """Precision of the arithmetic."""
+    exchange: Decision[Exchange]
+    """Way in which the processes get each other's embeddings for the loss."""
+    recomputation: Decision[bool]
+    """True if activations are recomputed in the backward pass (gradient checkpointing)."""
+    compilation: Decision[bool]
+    """True if layers are compiled. `auto` on a GPU is decided by `for_work`, when the data are known."""
+    rows: int
+    """Examples of a global batch on one process, at most."""
+    instructions: str | None = None
+    """The instructions for bfloat16 that the CPUs of all processes have."""
+    size: ModelSize | None = None
+    """Sizes of the model, where a decision has asked for them."""
+    advice: str | None = None
+    notes: tuple[str, ...] = ()
+    """Lines for the log: options without effect on these processes."""
+
+    @property
+    def decisions(self) -> dict[str, Decision[Any]]:
+        """The decisions that the log, `plan`, `doctor` and run.json give, by name."""
+        return {
+            "strategy": self.strategy,
+            "gradient checkpointing": self.recomputation,
+            "mixed precision": self.precision,
+            "loss exchange": self.exchange,
+            "compiled layers": self.compilation,
+            "timeout in minutes": self.run.timeout_minutes,
+        }
+
+    @property
+    def num_machines(self) -> int:
+        """Machines, each with equally many processes."""
+        return self.ranks.world_size // self.ranks.local_world_size
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if the model is sharded inside each machine and copied between machines."""
+        wanted = self.fsdp is not None and self.fsdp.sharding_strategy == "HYBRID_SHARD"
+        return wanted and self.num_machines > 1 and self.ranks.local_world_size > 1
+
+    @property
+    def num_shards(self) -> int:
+        """Processes that share one copy of the model."""
+        if self.fsdp is None:
+            return 1
+        return self.ranks.local_world_size if self.is_hybrid else self.ranks.world_size
+
+    @property
+    def offloads(self) -> bool:
+        """True if weights, gradients and optimizer state rest in host memory, and not on a GPU."""
+        return (
+            self.fsdp is not None and self.fsdp.offload and self.device.type == "cuda"
+        )
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the arithmetic."""
+        return DTYPES[self.precision.value]
+
+    @property
+    def copies_weights(self) -> bool:
+        """True if layers compute with bfloat16 copies of float32 weights (vembed.models.bf16), unless FSDP converts the
+        weights, the compiler the layers, or the weights have 4 bits."""
+        own = (
+            self.precision.value == "bf16"
+            and self.fsdp is None
+            and not self.run.config.use_qlora
+        )
+        return own and not self.compilation.value
+
+    @property
+    def computes_in_half(self) -> bool:
+        """True if the arithmetic is in 16 bits."""
+        return self.precision.value != "no"
+
+    @property
+    def whole_gradients_limit(self) -> float:
+        """Bytes that unsharded gradients may take between the micro-batches of a step."""
+        return WHOLE_GRADIENTS_SHARE * self.memory
+
+    @property
+    def whole_parameters_limit(self) -> float:
+        """Bytes that gathered parameters may take between the micro-batches of a step."""
+        return WHOLE_PARAMETERS_SHARE * self.memory
+
+    @property
+    def may_keep_gathered(self) -> bool:
+        """True if parameters can stay gathered during a step: FSDP2 without offloading, on several processes."""
+        fsdp = self.fsdp
+        return (
+            fsdp is not None
+            and fsdp.version == 2
+            and not fsdp.offload
+            and self.ranks.world_size > 1
+        )
+
+    def for_work(self, operations: float) -> Placement:
+        """Return the placement of a run of so many floating-point operations: whether compiling its layers pays."""
+        config = self.run.config
+        if config.torch_compile != "auto" or self.device.type != "cuda":
+            return self
+        reason = None
+        if config.use_qlora:
+            reason = "layers of 4 bits are not compiled"
+        elif config.model_class is not None or config.trust_remote_code:
+            reason = "code of the model's own"
+        elif self.fsdp is not None and self.fsdp.version == 1:
+            reason = "FSDP1"
+        minutes = operations / (COMPILED_RATE * self.ranks.world_size) / 60
+        figure = f"about {minutes:,.1f} minutes of arithmetic"
+        if reason is None and minutes >= COMPILED_MINUTES:
+            return replace(
+                self,
+                compilation=Decision(
+                    True, f"auto: {figure}; compiling takes about one"
+                ),
+            )
+        reason = reason or f"{figure}, less than {COMPILED_MINUTES:g}"
+        return replace(self, compilation=Decision(False, f"auto: {reason}"))
+
+    def reduces_each_micro_batch(self, gradient_bytes: float) -> bool:
+        """Return whether FSDP reduces gradients after every micro-batch, since whole ones would take too much."""
+        return self.fsdp is not None and gradient_bytes > self.whole_gradients_limit
+
+    def keeps_gathered(self, parameter_bytes: float) -> bool:
+        """Return whether FSDP2 keeps parameters gathered between the micro-batches of a step."""
+        if self.fsdp is None or not self.may_keep_gathered or self.fsdp.must_reshard:
+            return False
+        return parameter_bytes <= self.whole_parameters_limit
+
+    def tokens(
+        self, demand: Demand, longest: int, memory: float | None = None
+    ) -> tuple[int, int]:
+        """Return the padded tokens of a micro-batch and those whose graphs are kept at once, as the config gives them
+        or as they fit. The budget asks with what it has measured, `plan` with what it estimates.
+
+        `longest`: tokens of the longest input. `memory`: bytes that the process has, if not the device's.
+        """
+        config = self.run.config
+        memory = self.memory if memory is None else memory
+        on_gpu = self.device.type == "cuda"
+        # Host memory is shared with everything else on the machine: graphs get a share of it beside the fixed part.
+        limit = (
+            estimate.CUDA_MEMORY_SHARE * memory
+            if on_gpu
+            else demand.fixed + estimate.CPU_MEMORY_SHARE * memory
+        )
+        micro_batch, kept = estimate.tokens_that_fit(limit, demand, longest)
+        if config.gradient_cache_chunk_size is not None:
+            micro_batch = config.gradient_cache_chunk_size * longest
+        elif config.micro_batch_tokens != "auto":
+            micro_batch = config.micro_batch_tokens
+        elif not on_gpu:
+            micro_batch = estimate.CPU_MICRO_BATCH_TOKENS
+        return (
+            micro_batch,
+            kept if config.kept_graph_tokens == "auto" else config.kept_graph_tokens,
+        )
+
+    def demand(self, size: ModelSize, recomputes: bool | None = None) -> Demand:
+        """Estimate the demand from the model's shapes. `recomputes`: instead of what the run would do."""
+        asked = self.recomputation.value if recomputes is None else recomputes
+        width = 2 if self.computes_in_half else 4
+        per_token = estimate.bytes_per_token(
+            size, compute_bytes=width, recomputes=asked
+        )
+        return Demand(self._without_graphs(size).total, per_token)
+
+    def graphs(self, size: ModelSize) -> str:
+        """Describe how many tokens keep their graphs at once, and why."""
+        config, (tokens, kept) = (
+            self.run.config,
+            self.tokens(self.demand(size), size.max_length),
+        )
+        batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
+        whole = f"of the whole batch, {batch:,d} padded tokens at most"
+        if config.use_gradient_cache is False:
+            return f"{whole} (use_gradient_cache: false)"
+        if config.use_gradient_cache == "auto" and batch <= kept:
+            return f"{whole} (graphs of up to {kept:,d} tokens fit, so that Gradient Cache is off)"
+        rows = (
+            f", {config.gradient_cache_chunk_size:,d} rows"
+            if config.gradient_cache_chunk_size
+            else ""
+        )
+        return (
+            f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most{rows}"
+        )
+
+    def predict(
+        self,
+        size: ModelSize,
+        *,
+        tokens: int | None = None,
+        recomputes: bool | None = None,
+        uses_cache: bool | None = None,
+    ) -> Memory:
+        """Estimate the memory of one process in a step. `tokens` of a micro-batch, `recomputes`, `uses_cache`: instead
+        of what the run would do."""
+        config, demand = self.run.config, self.demand(size, recomputes)
+        micro_batch, kept = self.tokens(demand, size.max_length)
+        graphs = batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
+        keeps = config.use_gradient_cache is False or (
+            config.use_gradient_cache == "auto" and tokens is None and batch <= kept
+        )
+        if uses_cache or not keeps:
+            graphs = min(micro_batch if tokens is None else tokens, batch)
+        return replace(
+            self._without_graphs(size), activations=graphs * demand.per_token
+        )
+
+    def loss_bytes(self, dim: int) -> float:
+        """Return the bytes of the embeddings of `dim` numbers that are here for the loss, their gradients, and the
+        loss."""
+        return loss_bytes(
+            self.run.config, self.rows, self.ranks.world_size, dim, self.exchange.value
+        )
+
+    def most_rows(self, size: ModelSize, exchange: Exchange) -> int:
+        """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
+        config, world_size = self.run.config, self.ranks.world_size
+        free = self.memory - (
+            self.predict(size, uses_cache=True).total - self.loss_bytes(size.hidden)
+        )
+        # The loss is linear in the rows: a fixed part, and the same for each row.
+        fixed = loss_bytes(config, 0, world_size, size.hidden, exchange)
+        each = loss_bytes(config, 1, world_size, size.hidden, exchange) - fixed
+        return max(0, int((free - fixed) / each))
+
+    def _without_graphs(self, size: ModelSize) -> Memory:
+        held = 0.0 if self.offloads else 1.0 / self.num_shards
+        width = 2 if self.computes_in_half else 4
+        whole_gradients = self.fsdp is not None and not self.reduces_each_micro_batch(
+            size.gradient_bytes
+        )
+        gathered = 0.0
+        if self.fsdp is not None:
+            whole = size.total * width
+            # One unit computes while FSDP gathers the next.
+            gathered = float(
+                whole
+                if self.keeps_gathered(whole)
+                else 2 * size.layer_parameters * width
+            )
+        return Memory(
+            weights=size.weight_bytes * held,
+            gradients=size.gradient_bytes * (1.0 if whole_gradients else held),
+            optimizer=estimate.optimizer_bytes(self.run.config, size) * held,
+            gathered=gathered,
+            copies=estimate.copied_bytes(size) if self.copies_weights else 0.0,
+            activations=0.0,
+            loss=self.loss_bytes(size.hidden),
+        )
+
+
+def place(
+    run: ResolvedRun,
+    ranks: RankInfo,
+    device: torch.device,
+    memory: int,
+    measured: Callable[..., ModelSize] = measure,
+    gpu: Gpu | None = None,
+    instructions: str | None = None,
+    resumed: Precision | None = None,
+) -> Placement:
+    """Decide how a run is placed. The same on every rank for the same `memory` and `instructions`; `measured` gives the
+    model's sizes. `gpu`: the device's facts, where it is not of this machine. `instructions`: for bfloat16, of the
+    CPUs of all processes. `resumed`: the precision of the run that is resumed."""
+    strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
+    fsdp = run.fsdp if strategy.value == "fsdp" else None
+    placement = Placement(
+        run=run,
+        ranks=ranks,
+        device=device,
+        memory=memory,
+        strategy=strategy,
+        fsdp=fsdp,
+        precision=choose_precision(
+            run.asked_precision(sharded=fsdp is not None),
+            device,
+            gpu,
+            bf16_on_cpu=lambda: _bf16_on_cpu(
+                run.config, instructions, sharded=fsdp is not None
+            ),
+            resumed=resumed,
+        ),
+        exchange=choose_exchange(run, ranks, memory, _rows(run, ranks)),
+        recomputation=run.recomputation,
+        compilation=_compilation(run, device),
+        rows=_rows(run, ranks),
+        instructions=instructions,
+        size=size,
+        advice=advice,
+        notes=tuple(_without_effect(run, ranks, strategy)),
+    )
+    # Last: it asks the placement itself how many tokens fit.
+    return replace(placement, recomputation=_recomputation(placement))
+
+
+def _compilation(run: ResolvedRun, device: torch.device) -> Decision[bool]:
+    """Return whether layers are compiled, as far as it is known without the data."""
+    asked = run.config.torch_compile
+    if asked != "auto":
+        return Decision(
+            asked, "torch_compile", run.origins.get("torch_compile", DEFAULT)
+        )
+    if device.type != "cuda":
+        return Decision(False, "auto: on CPUs only if asked for")
+    return Decision(
+        False,
+        f"auto: on in runs of more than about {COMPILED_MINUTES:g} minutes, once the data are read",
+    )
+
+
+def _recomputation(placement: Placement) -> Decision[bool]:
+    """Return whether activations are recomputed: as asked, or by default where a micro-batch needs it.
+
+    Gradient Cache bounds the graphs by the micro-batch already, and recomputation would add a third forward pass.
+    """
+    run, size = placement.run, placement.size
+    cache = run.config.use_gradient_cache is not False
+    if (
+        run.recomputation.source != "default"
+        or not run.recomputation.value
+        or size is None
+        or not cache
+    ):
+        return run.recomputation
+    if (
+        placement.device.type != "cuda"
+    ):  # where micro-batches are not chosen by what fits
+        return run.recomputation
+    demand = placement.demand(size, recomputes=False)
+    wanted = max(estimate.SMALL_MICRO_BATCH_TOKENS, size.max_length)
+    _, fitting = estimate.tokens_that_fit(
+        estimate.CUDA_MEMORY_SHARE * placement.memory, demand, 0
+    )
+    if fitting < 2 * wanted:
+        few = f"without it only {fitting:,d} tokens fit at once"
+        return replace(run.recomputation, reason=f"{run.recomputation.reason}; {few}")
+    fits = f"micro-batches of {fitting // 2:,d} tokens fit without it"
+    return Decision(
+        False, f"default: {fits}, and Gradient Cache bounds the graphs of a batch"
+    )
+
+
+def memory_of_a_process(ranks: RankInfo, device: torch.device) -> int:
+    """Return the bytes of a process's GPU, or its part of the machine's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return psutil.virtual_memory().total // ranks.local_world_size
+
+
+def choose_precision(
+    asked: Decision[AskedPrecision],
+    device: torch.device,
+    gpu: Gpu | None = None,
+    bf16_on_cpu: Callable[[], tuple[bool, str]] = lambda: (
+        False,
+        "the CPU computes in the dtype of the weights",
+    ),
+    resumed: Precision | None = None,
+) -> Decision[Precision]:
+    """Return the precision of the arithmetic: what was asked for, or what the device allows. `bf16_on_cpu`: whether
+    bfloat16 pays on the CPU, and why. `resumed`: the precision of the run that is resumed, which `auto` keeps where it
+    can."""
+    if gpu is not None:
+        has_bf16, name = gpu.has_bf16, gpu.name
+    else:
+        has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
+        name = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        )
+    # What was asked for is refused where the device lacks it. Only `auto` chooses.
+    if asked.value == "fp16" and device.type == "cpu":
+        raise UserError(
+            f"{asked.reason} needs a GPU, and this process computes on the CPU: use bf16 or no."
+        )
+    if asked.value == "bf16" and not has_bf16:
+        raise UserError(f"{asked.reason}, but {name} has no bfloat16: use fp16 or no.")
+    if asked.value != "auto":
+        return Decision(asked.value, asked.reason, asked.source)
+    chosen: Decision[Precision]
+    if device.type == "cpu":
+        pays, reason = bf16_on_cpu()
+        chosen = Decision("bf16" if pays else "no", f"auto: {reason}")
+    elif has_bf16:
+        chosen = Decision("bf16", f"auto: {name} computes in bfloat16")
+    else:
+        chosen = Decision("no", f"auto: {name} has no bfloat16")
+    # A run keeps its arithmetic: what `auto` chose at its start wins over what it would choose here.
+    if resumed is None or resumed == chosen.value:
+        return chosen
+    if resumed == "fp16" or (resumed == "bf16" and not has_bf16):
+        reason = f"{chosen.reason}; the run that is resumed computed in {resumed}, which does not go here"
+        return Decision(chosen.value, reason, CHECKPOINT)
+    return Decision(
+        resumed,
+        f"auto: kept from the run that is resumed; here it would be {chosen.value}",
+        CHECKPOINT,
+    )
+
+
+def precision_of_use(
+    model: str,
+    device: torch.device,
+    instructions: str | None,
+    *,
+    trust_remote_code: bool = False,
+) -> Decision[Precision]:
+    """Return the precision in which a finished model computes where it is not trained: the dtype of its weights, or
+    bfloat16 on CPUs where it pays."""
+    if device.type != "cpu":
+        return Decision("no", f"auto: {device} computes in the dtype of the weights")
+    config = TrainConfig(
+        model_name=model, data_path="unused", trust_remote_code=trust_remote_code
+    )
+    pays, reason = _bf16_on_cpu(config, instructions, sharded=False)
+    return Decision("bf16" if pays else "no", f"auto: {reason}")
+
+
+def _bf16_on_cpu(
+    config: TrainConfig, instructions: str | None, *, sharded: bool
+) -> tuple[bool, str]:
+    """Return whether bfloat16 pays on CPUs with these instructions for it, and why."""
+    if instructions is None:
+        return False, "the CPU computes in the dtype of the weights"
+    # No bfloat16 copies of weights under these (see `copies_weights`).
+    kept = {
+        "FSDP": sharded,
+        "torch_compile": config.torch_compile is True,
+        "use_qlora": config.use_qlora,
+    }
+    if named := [name for name, is_on in kept.items() if is_on]:
+        return (
+            False,
+            f"the CPU computes in the dtype of the weights ({named[0]}; mixed_precision: bf16 would change it)",
+        )
+    try:
+        hidden = estimate.hidden_size(config)
+    except (
+        UserError
+    ):  # raised again where the model is loaded; a session can do without one
+        return False, "the CPU computes in the dtype of the weights"
+    if hidden < BF16_HIDDEN:
+        return (
+            False,
+            f"float32, since bfloat16 does not pay for a hidden size of {hidden:,d}, below {BF16_HIDDEN}",
+        )
+    return (
+        True,
+        f"the CPU has {instructions}, and the hidden size of {hidden:,d} is at least {BF16_HIDDEN}",
+    )
+
+
+def _choose_strategy(
+    run: ResolvedRun, ranks: RankInfo, memory: int, measured: Callable[..., ModelSize]
+) -> tuple[Decision[Strategy], ModelSize | None, str | None]:
+    asked = run.strategy
+    if ranks.world_size == 1:
+        if asked.value == "fsdp":
+            reason = "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
+            return Decision("single", reason, asked.source), None, None
+        return Decision("single", "one process"), None, None
+    if asked.value == "single":
+        raise UserError(
+            f"strategy: single, but {ranks.world_size} processes were started: start one, or use strategy: ddp."
+        )
+    if asked.value == "ddp":
+        return Decision("ddp", asked.reason, asked.source), None, None
+    # Only from here on does the size matter: the model's shapes have to be read for it.
+    size = measured(run.config)
+    states = (
+        size.weight_bytes
+        + size.gradient_bytes
+        + estimate.optimizer_bytes(run.config, size)
+    )
+    share = states / memory
+    need = (
+        f"{size.total:,d} parameters need {states / GIB:.2f}GB for weights, gradients and optimizer, {share:.0%} of "
+        f"the {memory / GIB:.1f}GB of a process"
+    )
+    if asked.value == "fsdp":
+        advice = (
+            f"FSDP is not needed here: {need}; strategy: ddp would be faster"
+            if share < POINTLESS_SHARE
+            else None
+        )
+        return Decision("fsdp", asked.reason, asked.source), size, advice
+    if share > FITS_SHARE:
+        return Decision("fsdp", f"auto: {need}, more than {FITS_SHARE:.0%}"), size, None
+    return Decision("ddp", f"auto: {need}, so each process can hold a copy"), size, None
+
+
+def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
+    """Return the largest number of rows of any process. A resumed run may divide its global batch unevenly."""
+    config = run.config
+    sizes = [
+        *source_batch_sizes(config, ranks.world_size),
+        config.global_batch_size or 0,
+    ]
+    largest = -(-max(sizes) // ranks.world_size)
+    if config.resume and config.global_batch_size is not None:
+        return largest
+    return max(largest, batch_size_per_process(config, ranks.world_size))
+
+
+def _without_effect(
+    run: ResolvedRun, ranks: RankInfo, strategy: Decision[Strategy]
+) -> list[str]:
+    notes = []
+    if strategy.value != "fsdp" and run.fsdp is not None:
+        notes += [
+            f"{one} has no effect: the strategy is {strategy.value}"
+            for one in run.fsdp_given
+        ]
+    how = "was started with" if ranks.launched else "is"
+    running = f"{ranks.local_world_size} process(es) on this machine"
+    if run.processes.value not in ("auto", ranks.local_world_size):
+        asked = f"num_processes: {run.processes.value} ({run.processes.source})"
+        notes.append(
+            f"{asked} has no effect: this run {how} {running}; `vembed train` starts as many as it says"
+        )
+    num_machines = ranks.world_size // ranks.local_world_size
+    if run.machines.source != "default" and run.machines.value != num_machines:
+        asked = f"num_machines: {run.machines.value} ({run.machines.source})"
+        notes.append(f"{asked} has no effect: this run {how} {num_machines} machine(s)")
+    return notes

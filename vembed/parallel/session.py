@@ -1,0 +1,510 @@
+"""Session: process group, device, precision, strategy and Accelerator of a process, from start to cleanup."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from vembed.config.fsdp import PRECISIONS, Precision
+from vembed.config.loading import resolve_run
+from vembed.config.resolved import ResolvedRun
+from vembed.config.schema import TrainConfig
+from vembed.errors import RunError, Stopped, UserError
+from vembed.models.adapters import leave_casts_to_autocast
+from vembed.parallel import collectives, sharding
+from vembed.parallel.batch_norms import share_batch_norms
+from vembed.parallel.devices import (
+    bf16_instructions,
+    choose_device,
+    enable_expandable_segments,
+)
+from vembed.parallel.environment import RankInfo, check_num_threads, read_rank_info
+from vembed.parallel.estimate import GIB
+from vembed.parallel.heartbeat import Heartbeats
+from vembed.parallel.meeting import Introduction, counted, is_named, meet
+from vembed.parallel.memory import keep_freed_memory
+from vembed.parallel.network import default_interface, interface_to, is_loopback_by_name
+from vembed.parallel.placement import Placement, memory_of_a_process, place
+from vembed.parallel.rendezvous import Limit, connect, not_found
+
+log = logging.getLogger("vembed")
+
+_CHANGED_VARIABLES = (
+    "ACCELERATE_USE_FSDP",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING",
+    "GLOO_SOCKET_IFNAME",
+    "LOCAL_WORLD_SIZE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_DISTRIBUTED_DEBUG",
+)
+"""Environment variables that a session and Accelerate set; restored at the end, so that a second run starts clean."""
+_TOLD_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "CUDA_",
+    "OMP_",
+    "ACCELERATE_",
+    "FSDP_",
+)
+"""Prefixes of the environment variables that `debug: true` logs."""
+
+
+class Session:
+    """State of this process in a run. Context manager: the exit destroys the process group."""
+
+    def __init__(
+        self, placement: Placement, accelerator: Accelerator, exits: _Exits
+    ) -> None:
+        self.placement = placement
+        self.config = placement.run.config
+        ranks = placement.ranks
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.local_rank, self.local_world_size = (
+            ranks.local_rank,
+            ranks.local_world_size,
+        )
+        self.device = placement.device
+        self.strategy = placement.strategy.value
+        self.mixed_precision = placement.precision.value
+        """Resolved precision of the arithmetic."""
+        self.fsdp = placement.fsdp
+        """FSDP settings if the model is sharded, else None."""
+        self.accelerator = accelerator
+        self.reduces_each_micro_batch = False
+        """FSDP: reduce gradients after every micro-batch instead of once per step, because unsharded gradients would
+        not fit in memory. The sum is the same."""
+        self.keeps_gathered = False
+        """FSDP2: parameters stay gathered between the micro-batches of a step, because they fit in memory."""
+        self.all_reduces_once = False
+        """HYBRID_SHARD where gradients are reduced after every micro-batch: inside each machine only, and between the
+        machines once per step."""
+        self.heartbeats = exits.heartbeats
+        self._exits = exits
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which writes files and the console log."""
+        return self.rank == 0
+
+    @property
+    def model_device(self) -> torch.device:
+        """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
+        return (
+            self.device
+            if self.strategy != "fsdp" or self.config.use_qlora
+            else torch.device("cpu")
+        )
+
+    @property
+    def builds_empty(self) -> bool:
+        """True if this process builds the model without weights and receives its shards from rank 0."""
+        return self._one_reads and self.rank > 0
+
+    @property
+    def _one_reads(self) -> bool:
+        if self.fsdp is None or not self.fsdp.ram_efficient_loading:
+            return False
+        # A shard of 4-bit weights would lack their quantisation tables, and FSDP1 broadcasts weights on GPUs only.
+        return not self.config.use_qlora and (
+            self.fsdp.version == 2 or self.device.type == "cuda"
+        )
+
+    def prepare(
+        self, model: nn.Module, layer_classes: tuple[str, ...] = ()
+    ) -> nn.Module:
+        """Move the model to the device, set its precision, synchronise its weights and shard it. Collective.
+
+        `layer_classes`: FSDP units if the config names none. Create the optimizer from the returned model: FSDP
+        replaces the parameters.
+        """
+        # from_pretrained leaves a backbone in evaluation mode, without dropout and without gradient checkpointing.
+        model.train()
+        share_batch_norms(model, self.device, shared=self.config.sync_batchnorm)
+        if self.fsdp is not None:
+            self._choose_reduction(model)
+            self._choose_gathering(model)
+            model = sharding.shard(
+                model,
+                self.accelerator,
+                self.fsdp,
+                layer_classes,
+                one_reads=self._one_reads,
+            )
+            if self.placement.is_hybrid and self.reduces_each_micro_batch:
+                self.all_reduces_once = sharding.all_reduces_once(model, self.fsdp)
+            return model
+        # evaluation_mode gives device placement and autocast without DDP. DDP's reducer runs in one backward pass and
+        # would miss towers that are not part of the last micro-batch; all_reduce_gradients runs once per step instead.
+        model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        if self.placement.computes_in_half:
+            leave_casts_to_autocast(model)
+        collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+        return model
+
+    def barrier(self) -> None:
+        """Block until every rank has called it."""
+        collectives.barrier()
+
+    def close(self) -> None:
+        """Destroy the process group and reset Accelerate's state. Further calls are no-ops."""
+        self._exits.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and self.world_size > 1:
+            error.add_note(f"rank {self.rank} of {self.world_size}")
+        failed = isinstance(error, Exception) and not isinstance(
+            error, UserError | Stopped
+        )
+        blamed = self.heartbeats.blamed(error) if failed and error is not None else None
+        self._exits.leave(waits=not failed)
+        if blamed is not None:
+            raise RunError(blamed) from error
+
+    def _choose_reduction(self, model: nn.Module) -> None:
+        """Set `reduces_each_micro_batch`. Without a reduction, every rank holds unsharded gradients between
+        micro-batches."""
+        size = 4 * sum(
+            parameter.numel()
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        )
+        self.reduces_each_micro_batch = self.placement.reduces_each_micro_batch(size)
+        log.info(
+            "gradients: reduced %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
+            "after every micro-batch"
+            if self.reduces_each_micro_batch
+            else "once per step",
+            size / GIB,
+            self.placement.whole_gradients_limit / GIB,
+        )
+
+    def _choose_gathering(self, model: nn.Module) -> None:
+        """Set `keeps_gathered`. Otherwise a step of n micro-batches gathers every unit 2n times, or 3n times with
+        Gradient Cache."""
+        assert self.fsdp is not None
+        if not self.placement.may_keep_gathered:
+            return
+        narrow = self.placement.computes_in_half
+        size = sum(
+            one.numel() * (2 if narrow else one.element_size())
+            for one in model.parameters()
+        )
+        self.keeps_gathered = self.placement.keeps_gathered(size)
+        asked = (
+            ", as fsdp_reshard_after_forward: true asks"
+            if self.fsdp.must_reshard
+            else ""
+        )
+        log.info(
+            "parameters: gathered %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
+            "once per step" if self.keeps_gathered else f"for every micro-batch{asked}",
+            size / GIB,
+            self.placement.whole_parameters_limit / GIB,
+        )
+
+
+class _Exits:
+    """Cleanup of a session: process group, Accelerate's state and environment."""
+
+    def __init__(self) -> None:
+        self.heartbeats = Heartbeats(RankInfo())
+        self.environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
+        self.owns_group = (
+            not dist.is_initialized()
+        )  # Accelerate starts one too, for one process under torchrun
+
+    def leave(self, *, waits: bool = True) -> None:
+        """Destroy the group that this session started, and restore settings and environment. `waits`: for the work
+        that is under way; after a failure its kernels may wait for another rank for ever, so that they are aborted."""
+        self.heartbeats.stop()
+        if self.owns_group and dist.is_initialized():
+            collectives.end_group(waits=waits)
+        _reset_accelerate()
+        for name, value in self.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _reset_accelerate() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+_groups = itertools.count()
+"""Number of process groups that this process has joined; equal on all processes of a launch."""
+
+
+def start_session(
+    source: ResolvedRun | TrainConfig,
+    introduce: Introduction = lambda _: {},
+    resumed: Callable[[], Precision | None] = lambda: None,
+) -> Session:
+    """Join the other processes, place the run on them and their devices, and log each decision with its reason.
+
+    `introduce` gives what must be equal on all ranks. It is called before anything else is read. `resumed` gives the
+    precision of the run that is resumed. It is called on rank 0.
+    """
+    run = resolve_run(source)
+    exits = _Exits()
+    if run.config.deterministic:
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS reads it at its first matrix product
+    try:
+        check_num_threads()
+        rank_info = read_rank_info()
+        if torch.cuda.is_available():
+            enable_expandable_segments()
+        device = choose_device(rank_info)
+        if device.type == "cpu":
+            keep_freed_memory()
+        if run.config.debug:
+            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+            dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+        if rank_info.world_size > 1:
+            rank_info = _join(run, rank_info, device, introduce, exits)
+        else:
+            introduce(rank_info)
+        # Machines may differ in memory and processor, and all ranks must decide the same: the least of all counts.
+        instructions = bf16_instructions()
+        before = resumed() if rank_info.rank == 0 else None
+        known = (None, *PRECISIONS)
+        least, lacking, number = collectives.max_ints(
+            [
+                -memory_of_a_process(rank_info, device),
+                int(instructions is None),
+                known.index(before),
+            ]
+        )
+        least_instructions = None if lacking else instructions
+        placement = place(
+            run,
+            rank_info,
+            device,
+            -least,
+            instructions=least_instructions,
+            resumed=known[number],
+        )
+        if placement.fsdp is not None and rank_info.world_size == 1:
+            _join(run, rank_info, device, introduce, exits)
+        _log_environment(rank_info)
+        _log_placement(placement)
+        accelerator = _make_accelerator(placement)
+    except BaseException:
+        exits.leave()
+        raise
+    return Session(placement, accelerator, exits)
+
+
+def _log_placement(placement: Placement) -> None:
+    run, decisions = placement.run, placement.decisions
+    log.info(
+        "device: %s; mixed precision: %s",
+        placement.device,
+        decisions["mixed precision"],
+    )
+    several = ("loss exchange",) if placement.ranks.world_size > 1 else ()
+    for name in ("strategy", "gradient checkpointing", *several):
+        log.info("%s: %s", name, decisions[name])
+    told = (
+        run.fsdp_notes
+        if placement.fsdp is not None
+        or (run.fsdp is None and placement.ranks.world_size > 1)
+        else ()
+    )
+    for line in (*told, *placement.notes, placement.advice):
+        if line is not None:
+            log.info("%s", line)
+
+
+def _join(
+    run: ResolvedRun,
+    rank_info: RankInfo,
+    device: torch.device,
+    introduce: Introduction,
+    exits: _Exits,
+) -> RankInfo:
+    """Start the process group unless there is one, and return the rank info with its processes per machine.
+
+    With GPUs the group also gets a gloo backend for CPU tensors.
+    """
+    if dist.is_initialized():
+        return rank_info
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    minutes = run.timeout_minutes.value
+    try:
+        if rank_info.world_size == 1:  # no other process, so no address is needed
+            store: Store = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            store, rank_info = _met(run, rank_info, introduce)
+        if rank_info.world_size > rank_info.local_world_size:
+            _choose_interface()  # read by gloo when the group starts
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(minutes=minutes),
+            device_id=device if device.type == "cuda" else None,
+            store=store,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+        )
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise not_found(
+            rank_info, Limit(minutes), str(error).splitlines()[0]
+        ) from error
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise UserError(
+            f"Rank {rank_info.rank} found the address of every process, and cannot reach one of them: set "
+            f"GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) to the interface that leads "
+            f"to the other machines, on each of them, and let them open any port to each other "
+            f"({str(error).splitlines()[0]})."
+        ) from error
+    log.info(
+        "processes: %d, %d of them on this machine; backend: %s (%s); a collective waits %g minutes at most",
+        rank_info.world_size,
+        rank_info.local_world_size,
+        backend,
+        "GPUs" if device.type == "cuda" else "no GPU",
+        minutes,
+    )
+    if rank_info.world_size > 1:
+        exits.heartbeats = Heartbeats(rank_info)
+        exits.heartbeats.start(store)
+    return rank_info
+
+
+def _met(
+    run: ResolvedRun, rank_info: RankInfo, introduce: Introduction
+) -> tuple[Store, RankInfo]:
+    """Meet the other processes, and compare how all were started; return the store for the group, and the rank info
+    with the processes on this machine."""
+    limit = Limit(run.timeout_minutes.value)
+    # torchrun's store outlives a group; without a prefix the next group would read the addresses of the last one.
+    store = PrefixStore(f"vembed-{next(_groups)}", connect(rank_info, limit))
+    launch = {"num_machines": run.machines.value, "WORLD_SIZE": rank_info.world_size}
+    met = meet(store, rank_info, limit, launch, introduce)
+    log.info("run id: %s", met.run_id)
+    if len(set(met.machines)) > 1 and not is_named():
+        log.info(
+            "run id: none was given (--run-id): another run's machine with the same settings, data and address would "
+            "be taken for one of this run"
+        )
+    return store, counted(rank_info, met)
+
+
+def _choose_interface() -> None:
+    """Set gloo's network interface. By default gloo resolves the host name, which is loopback on many machines."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    address = os.environ["MASTER_ADDR"]
+    interface, why = (
+        interface_to(address, int(os.environ["MASTER_PORT"])),
+        f"it leads to {address}",
+    )
+    if is_loopback_by_name(address):
+        # Debian's /etc/hosts maps a machine's own name to 127.0.1.1; other machines resolve it to the real address.
+        interface, why = (
+            default_interface(),
+            f"the default route's, because {address} is loopback on this machine",
+        )
+        if interface is None:
+            log.warning(
+                "network: %s, the name of machine 0, is a loopback address on this machine, which the others cannot "
+                "reach: give its address in the network to --main-process-ip (MASTER_ADDR), or the name of the "
+                "interface to GLOO_SOCKET_IFNAME",
+                address,
+            )
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        log.info(
+            "network: interface %s (%s; GLOO_SOCKET_IFNAME names another)",
+            interface,
+            why,
+        )
+
+
+def _log_environment(rank_info: RankInfo) -> None:
+    listed = sorted(name for name in os.environ if name.startswith(_TOLD_VARIABLES))
+    log.debug(
+        "rank %d, local rank %d: %s",
+        rank_info.rank,
+        rank_info.local_rank,
+        ", ".join(f"{n}={os.environ[n]}" for n in listed),
+    )
+
+
+def _make_accelerator(placement: Placement) -> Accelerator:
+    fsdp, rank_info, precision = (
+        placement.fsdp,
+        placement.ranks,
+        placement.precision.value,
+    )
+    on_cpu = placement.device.type == "cpu"
+    # Another trainer in this process, in a notebook for example, may have left a state of another precision or device,
+    # which Accelerate would refuse to change.
+    _reset_accelerate()
+    if fsdp is None:
+        os.environ["ACCELERATE_USE_FSDP"] = (
+            "false"  # the launcher may have set it, for one process or NO_SHARD
+        )
+        return Accelerator(cpu=on_cpu, mixed_precision=precision)
+    if fsdp.version == 1 and fsdp.sharding_strategy == "HYBRID_SHARD" and on_cpu:
+        raise UserError(
+            "HYBRID_SHARD under fsdp_version: 1 needs GPUs; use fsdp_version: 2."
+        )
+    plugin = sharding.make_plugin(fsdp, precision, placement.device)
+    # mixed_precision="no": the plugin's policy sets the precision, and Accelerate would also convert master weights.
+    if on_cpu or rank_info.world_size == 1:
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
+        accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
+        sharding.turn_on_fsdp(accelerator, plugin, placement.device)
+    else:
+        accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin)
+    if (
+        fsdp.sharding_strategy == "HYBRID_SHARD"
+        and rank_info.world_size % rank_info.local_world_size
+    ):
+        raise UserError(
+            f"HYBRID_SHARD needs equally many processes on every machine, but {rank_info.local_world_size} of "
+            f"{rank_info.world_size} are on this one: start as many on each, or use FULL_SHARD."
+        )
+    if placement.is_hybrid and fsdp.version == 2:
+        sharding.use_hybrid_mesh(
+            accelerator, placement.num_machines, rank_info.local_world_size
+        )
+    elif fsdp.sharding_strategy == "HYBRID_SHARD" and not placement.is_hybrid:
+        log.info(
+            "HYBRID_SHARD: with %d machine(s) of %d process(es) it is the same as FULL_SHARD",
+            placement.num_machines,
+            rank_info.local_world_size,
+        )
+    return accelerator

@@ -1,0 +1,598 @@
+"""Sharding of a model with Accelerate's FSDP code, also on CPUs: plugin, units, and weights distributed from rank 0."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import (
+    lambda_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from vembed.errors import UserError
+from vembed.models.custom.classes import find
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.quantized import is_quantized
+from vembed.parallel import collectives
+from vembed.parallel.parameters import unify_model_dtype_for_fsdp
+
+if TYPE_CHECKING:
+    from vembed.config.fsdp import FsdpConfig
+
+log = logging.getLogger("vembed")
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_plugin(
+    fsdp: FsdpConfig, precision: str, device: torch.device
+) -> FullyShardedDataParallelPlugin:
+    """Return Accelerate's FSDP plugin with every value set, so that none comes from the environment."""
+    shared: dict[str, Any] = {
+        "fsdp_version": fsdp.version,
+        "state_dict_type": fsdp.state_dict_type,
+        "auto_wrap_policy": "NO_WRAP",  # `shard` chooses the modules
+        "activation_checkpointing": False,  # the model has its own
+        "cpu_ram_efficient_loading": False,  # `shard` does it, also for buffers and several unit classes
+        "mixed_precision_policy": _precision_policy(fsdp, precision),
+    }
+    if fsdp.version == 2:
+        offload = (
+            CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            if fsdp.offload
+            else False
+        )
+        return FullyShardedDataParallelPlugin(
+            **shared,
+            cpu_offload=offload,
+            reshard_after_forward=fsdp.reshard_after_forward,
+        )
+    plugin = FullyShardedDataParallelPlugin(
+        **shared,
+        # FSDP1 would pin the memory, which needs a GPU; on the CPU all tensors are in host memory anyway.
+        cpu_offload=fsdp.offload and device.type == "cuda",
+        reshard_after_forward=fsdp.sharding_strategy,
+        backward_prefetch=fsdp.backward_prefetch,
+        forward_prefetch=fsdp.forward_prefetch,
+        limit_all_gathers=fsdp.limit_all_gathers,
+        use_orig_params=fsdp.use_orig_params,
+        # FSDP1 broadcasts weights on GPUs only; on the CPU `shard` has synchronised them from rank 0 before.
+        sync_module_states=(fsdp.sync_module_states or fsdp.ram_efficient_loading)
+        and device.type == "cuda",
+    )
+    # Accelerate prefers `sharding_strategy`, which it takes from its own variable, by default FULL_SHARD.
+    plugin.sharding_strategy = plugin.reshard_after_forward
+    return plugin
+
+
+def turn_on_fsdp(
+    accelerator: Accelerator,
+    plugin: FullyShardedDataParallelPlugin,
+    device: torch.device,
+) -> None:
+    """Switch an existing Accelerator to its FSDP code paths.
+
+    `Accelerator(cpu=True, fsdp_plugin=...)` silently becomes plain multi-CPU, because AcceleratorState enables FSDP
+    only with several GPUs. The states are shared dictionaries, so a change also applies to existing Accelerators.
+    On the CPU the device must have no index: FSDP1 treats cpu and cpu:0 as two devices.
+    """
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        state["distributed_type"] = DistributedType.FSDP
+        state["device"] = device
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    assert accelerator.distributed_type is DistributedType.FSDP
+
+
+def use_hybrid_mesh(
+    accelerator: Accelerator, num_machines: int, num_local: int
+) -> None:
+    """Set up FSDP2's HYBRID_SHARD: shard inside a machine, replicate between machines."""
+    layout = ParallelismConfig(dp_replicate_size=num_machines, dp_shard_size=num_local)
+    names = tuple(layout.fsdp_dim_names)
+    AcceleratorState._shared_state["parallelism_config"] = layout
+    # Accelerate's own mesh has more dimensions and would have to be sliced.
+    mesh = init_device_mesh(
+        accelerator.device.type, (num_machines, num_local), mesh_dim_names=names
+    )
+    AcceleratorState._shared_state["device_mesh"] = mesh
+    # The mesh creates new process groups with torch's default timeout: set dist_timeout_minutes for them too.
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    patience = everybody._get_backend(accelerator.device).options._timeout
+    for name in names:
+        _set_pg_timeout(patience, mesh.get_group(name))
+
+
+def shard(
+    model: nn.Module,
+    accelerator: Accelerator,
+    fsdp: FsdpConfig,
+    layer_classes: Sequence[str],
+    *,
+    one_reads: bool,
+) -> nn.Module:
+    """Wrap the model's units and the model with Accelerate's FSDP code. All ranks must call it.
+
+    Required ordering: unify dtypes (FSDP1 flattens parameters of one dtype), choose units by unwrapped module names,
+    synchronise the weights, then wrap. `one_reads`: only rank 0 holds the weights and sends the others their shards.
+    """
+    unify_model_dtype_for_fsdp(model, fsdp.version)
+    wide = _float32_units(model, accelerator)
+    units = [
+        unit for unit in choose_units(model, fsdp, layer_classes) if unit not in wide
+    ]
+    described = describe_units(units)
+    if wide:
+        described += "; projections and head compute in float32"
+    names = {module: name for name, module in model.named_modules()}
+    log.debug(
+        "units: %s",
+        ", ".join(f"{names[unit]} ({type(unit).__name__})" for unit in units),
+    )
+    if not one_reads:
+        collectives.sync_from_rank0(dict(model.named_parameters()))
+    if fsdp.version == 1:
+        wrapped = _shard_by_fsdp1(model, accelerator, units, wide)
+    else:
+        wrapped = _shard_by_fsdp2(
+            model, accelerator, fsdp, units, wide, one_reads=one_reads
+        )
+    log.info("FSDP%d: %s", fsdp.version, described)
+    return wrapped
+
+
+def _float32_units(model: nn.Module, accelerator: Accelerator) -> list[nn.Module]:
+    """Return the modules that must be units of their own, because a unit that computes in 16 bits would gather their
+    weights in 16 bits: without sharding they compute in float32."""
+    policy: MixedPrecision | MixedPrecisionPolicy | None = (
+        accelerator.state.fsdp_plugin.mixed_precision_policy
+    )
+    is_narrow = policy is not None and policy.param_dtype in (
+        torch.bfloat16,
+        torch.float16,
+    )
+    return (
+        model.float32_parts() if is_narrow and isinstance(model, EmbeddingModel) else []
+    )
+
+
+def _shard_by_fsdp1(
+    model: nn.Module,
+    accelerator: Accelerator,
+    units: Sequence[nn.Module],
+    wide: Sequence[nn.Module],
+) -> nn.Module:
+    plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
+    if not plugin.use_orig_params and any(
+        not parameter.requires_grad for parameter in model.parameters()
+    ):
+        log.info(
+            "FSDP1: use_orig_params is on, since frozen and trainable parameters share units"
+        )
+        plugin.use_orig_params = True
+    plugin.ignored_modules = _unsharded(model)
+    chosen = {*units, *wide}
+    for unit in wide:
+        unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
+    plugin.auto_wrap_policy = partial(
+        lambda_auto_wrap_policy, lambda_fn=chosen.__contains__
+    )
+    wrapped: nn.Module = accelerator.prepare_model(model)
+    return wrapped
+
+
+def _shard_by_fsdp2(
+    model: nn.Module,
+    accelerator: Accelerator,
+    fsdp: FsdpConfig,
+    units: Sequence[nn.Module],
+    wide: Sequence[nn.Module],
+    *,
+    one_reads: bool,
+) -> nn.Module:
+    plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
+    if one_reads and any(is_quantized(module) for module in model.modules()):
+        log.info(
+            "4-bit weights cannot be distributed from rank 0: every process has read its own copy"
+        )
+        one_reads = False
+    weights = _set_aside(model) if one_reads else None
+    plugin.ignored_modules = _unsharded(model)
+    if fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy
+        plugin.transformer_cls_names_to_wrap = sorted(
+            {
+                type(unit).__name__
+                for unit in units
+                if not isinstance(unit, nn.Embedding)
+            }
+        )
+    # Accelerate chooses modules by class only, so embeddings and large modules are wrapped before, by the same call.
+    # `units` lists inner modules first: fully_shard must see a child before its parent.
+    policy: MixedPrecisionPolicy = (
+        plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    )
+    for unit in [*wide, *units]:
+        unit.register_forward_hook(
+            _without_views
+        )  # before FSDP's own hook, which warns about views
+        if unit in wide or type(unit).__name__ not in (
+            plugin.transformer_cls_names_to_wrap or ()
+        ):
+            fully_shard(
+                unit,
+                mesh=_mesh(accelerator),
+                reshard_after_forward=plugin.reshard_after_forward,
+                mp_policy=replace(policy, param_dtype=None) if unit in wide else policy,
+                offload_policy=plugin.cpu_offload,
+            )
+    # Accelerate prepares an FSDP2 model only together with an optimizer, whose parameters it replaces by DTensors. The
+    # real optimizer is created afterwards.
+    stand_in = torch.optim.SGD([next(model.parameters())], lr=0.0)
+    accelerator.prepare(model, stand_in)
+    accelerator._optimizers.clear()
+    assert all(isinstance(unit, FSDPModule) for unit in [*wide, *units])
+    if fsdp.output_dtype != "float32":
+        # Of the model's output, not of every unit's: a layer would get its input in a dtype that it does not expect.
+        assert isinstance(model, FSDPModule)
+        state = model._get_fsdp_state()
+        state._mp_policy = replace(
+            state._mp_policy, output_dtype=DTYPES[fsdp.output_dtype]
+        )
+    if weights is not None:
+        _hand_out(
+            model, weights, torch.device("cpu") if fsdp.offload else accelerator.device
+        )
+    for holder in _unsharded(model):
+        for parameter in holder.parameters():
+            parameter.data = parameter.data.to(accelerator.device)
+    if fsdp.forward_prefetch:
+        wrapped = [
+            module
+            for module in model.modules()
+            if isinstance(module, FSDPModule) and module is not model
+        ]
+        for unit, following in itertools.pairwise(wrapped):
+            unit.set_modules_to_forward_prefetch([following])
+    return model
+
+
+def shard_for_use(
+    model: nn.Module,
+    layer_classes: Sequence[str],
+    device: torch.device,
+    *,
+    one_reads: bool,
+) -> nn.Module:
+    """Shard a model that is not trained, in a run whose own model is not sharded: by FSDP2 itself, since Accelerate's
+    settings are those of the run. All ranks must call it. `one_reads`: only rank 0 holds the weights."""
+    weights = _set_aside(model) if one_reads else None
+    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    mesh = init_device_mesh(device.type, (collectives.world_size(),))
+    chosen = set(layer_units(model, layer_classes or layer_candidates(model)))
+    units = [module for module in reversed(list(model.modules())) if module in chosen]
+    for unit in [*units, model]:
+        fully_shard(unit, mesh=mesh, ignored_params=scalars)
+    if weights is not None:
+        _hand_out(model, weights, device)
+    return model
+
+
+def all_reduces_once(model: nn.Module, fsdp: FsdpConfig) -> bool:
+    """Prepare HYBRID_SHARD for one all-reduce per step where gradients are reduced after every micro-batch; return
+    whether it is possible.
+
+    FSDP2 adds a unit's reduced gradients of several micro-batches up as one flat tensor, so all micro-batches must
+    reduce the same parameters. The root unit, and units by size, may hold parameters of several towers, of which a
+    micro-batch uses one: those it leaves out count as zero.
+    """
+    if not isinstance(model, FSDPModule) or torch.__version__ < "2.13":
+        return False
+    model.set_reduce_scatter_unused_params(
+        True, recurse=fsdp.wrap_policy == "SIZE_BASED_WRAP"
+    )
+    return True
+
+
+def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Copy outputs that are views, as of a block that ends in a linear layer (T5's, for example).
+
+    An operation in place on a view would drop FSDP2's hook, and with it the gathering of parameters for the backward.
+    """
+    if isinstance(output, tuple):
+        return tuple(_without_views(_module, _inputs, one) for one in output)
+    return (
+        output.clone()
+        if isinstance(output, Tensor) and output._base is not None
+        else output
+    )
+
+
+def _unsharded(model: nn.Module) -> list[nn.Module]:
+    """Return modules that hold the parameters that FSDP must ignore: those without dimensions."""
+    scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
+    if any(parameter.requires_grad for parameter in scalars):
+        raise ValueError(
+            "FSDP does not shard a parameter without dimensions, so it must not be trained in the model"
+        )
+    return [nn.ParameterList(scalars)] if scalars else []
+
+
+def _mesh(accelerator: Accelerator) -> DeviceMesh | None:
+    mesh: DeviceMesh | None = accelerator.torch_device_mesh
+    return (
+        None
+        if mesh is None
+        else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    )
+
+
+def _precision_policy(
+    fsdp: FsdpConfig, precision: str
+) -> MixedPrecision | MixedPrecisionPolicy | None:
+    """Return the mixed-precision policy. Master weights keep their dtype; gathered copies and computation use
+    `param_dtype`.
+
+    float32 for the reduce and buffer dtypes is set only if computation is in 16 bits; it is the default otherwise.
+    The output dtype is not the units' but the whole model's, and set there.
+    """
+    param_dtype = (
+        DTYPES[fsdp.param_dtype] if fsdp.param_dtype else PRECISIONS[precision]
+    )
+    is_small = param_dtype in (torch.bfloat16, torch.float16)
+    reduce_dtype = (
+        DTYPES[fsdp.reduce_dtype]
+        if is_small or fsdp.reduce_dtype != "float32"
+        else None
+    )
+    if fsdp.version == 1:
+        buffer_dtype = (
+            DTYPES[fsdp.buffer_dtype]
+            if is_small or fsdp.buffer_dtype != "float32"
+            else None
+        )
+        if param_dtype is reduce_dtype is buffer_dtype is None:
+            return None
+        return MixedPrecision(
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            buffer_dtype=buffer_dtype,
+        )
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+
+
+# ---- weights that only rank 0 has read -------------------------------------------------------------------------------
+
+
+def _set_aside(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters (rank 0 only) and buffers, and move the model to the meta device (sharding is free)."""
+    parameters = (
+        {name: one.detach() for name, one in model.named_parameters()}
+        if collectives.rank() == 0
+        else {}
+    )
+    buffers = dict(model.named_buffers())
+    model.to(torch.device("meta"))
+    return parameters, buffers
+
+
+def _hand_out(
+    model: nn.Module,
+    weights: tuple[dict[str, Tensor], dict[str, Tensor]],
+    device: torch.device,
+) -> None:
+    """Allocate each rank's shards and fill them from the weights of rank 0. All ranks must call it."""
+    parameters, buffers = weights
+    model.to_empty(device=device)
+    sharded = {
+        name: one for name, one in model.named_parameters() if isinstance(one, DTensor)
+    }
+    set_model_state_dict(
+        model,
+        {name: one for name, one in parameters.items() if name in sharded},
+        options=StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=True, strict=False
+        ),
+    )
+    # FSDP leaves scalars and buffers unsharded, and set_model_state_dict was given the sharded parameters only.
+    whole = {
+        name: one for name, one in model.named_parameters() if name not in sharded
+    } | dict(model.named_buffers())
+    with torch.no_grad():
+        for name, tensor in whole.items() if collectives.rank() == 0 else ():
+            tensor.copy_(parameters[name] if name in parameters else buffers[name])
+    collectives.broadcast_tensors(whole.values())
+
+
+# ---- units ---------------------------------------------------------------------------------------------------------
+
+
+def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of the named classes (`BertLayer`, or a dotted path). Raise UserError if a name has none."""
+    found: dict[nn.Module, None] = {}
+    for name in names:
+        fitting = [module for module in model.modules() if _fits(module, name)]
+        if not fitting:
+            candidates = (
+                ", ".join(layer_candidates(model)) or "none found: use SIZE_BASED_WRAP"
+            )
+            raise UserError(
+                f"fsdp_transformer_layer_cls_to_wrap: the model has no {name}; its layer classes: {candidates}."
+            )
+        found.update(dict.fromkeys(fitting))
+    return list(found)
+
+
+def layer_candidates(model: nn.Module) -> list[str]:
+    """Return likely layer classes: those that the model declares, then those in module lists."""
+    names: dict[str, None] = {}
+    present = {type(module).__name__ for module in model.modules()}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            names.update(
+                dict.fromkeys(
+                    sorted(present.intersection(module._no_split_modules or ()))
+                )
+            )
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            names.update(
+                dict.fromkeys(
+                    type(child).__name__
+                    for child in module
+                    if any(True for _ in child.children())
+                )
+            )
+    return list(names)
+
+
+def size_units(
+    model: nn.Module, min_num_params: int, *, leaves: bool = True
+) -> list[nn.Module]:
+    """Return modules with at least `min_num_params` parameters outside smaller units, as FSDP1's own policy does.
+
+    `leaves`: modules without children may be units. A single linear layer is a bad unit: little to overlap, and FSDP2
+    warns about its output, which is a view.
+    """
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Return the number of the module's parameters in units."""
+        total = sum(parameter.numel() for parameter in module.parameters())
+        if total < min_num_params:
+            return 0
+        wrapped = 0
+        if not isinstance(module, nn.MultiheadAttention):
+            wrapped = sum(visit(child) for child in module.children())
+        if (
+            module is model
+            or isinstance(module, nn.ModuleList | nn.ModuleDict)
+            or total - wrapped < min_num_params
+        ):
+            return wrapped
+        if not leaves and not any(True for _ in module.children()):
+            return 0
+        units.append(module)
+        return total
+
+    visit(model)
+    return units
+
+
+def embedding_units(model: nn.Module) -> list[nn.Module]:
+    """Return the token embeddings of every tower."""
+    found: dict[nn.Module, None] = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            try:
+                embedding = module.get_input_embeddings()
+            except (
+                NotImplementedError
+            ):  # raised for a model of several towers, or without token embeddings
+                continue
+            if isinstance(embedding, nn.Embedding):
+                found[embedding] = None
+    return list(found)
+
+
+def choose_units(
+    model: nn.Module, fsdp: FsdpConfig, layer_classes: Sequence[str]
+) -> list[nn.Module]:
+    """Return all units except the root, inner modules first."""
+    if fsdp.wrap_function is not None:
+        chooses = find(fsdp.wrap_function, "wrap_policy").value
+        units = [
+            module
+            for module in model.modules()
+            if module is not model and chooses(module)
+        ]
+    elif fsdp.wrap_policy == "NO_WRAP":
+        units = []
+    elif fsdp.wrap_policy == "SIZE_BASED_WRAP":
+        units = size_units(model, fsdp.min_num_params, leaves=fsdp.version == 1)
+    else:
+        units = layer_units(
+            model, fsdp.layer_classes or layer_classes or layer_candidates(model)
+        )
+        units = _large_enough(units, fsdp.min_layer_params)
+        taken = {inner for unit in units for inner in unit.modules()}
+        if fsdp.wrap_embeddings:
+            units += [
+                embedding
+                for embedding in embedding_units(model)
+                if embedding not in taken
+            ]
+    # A weight that two modules use stays in the root unit.
+    chosen = {unit for unit in units if not _is_lent(model, unit)}
+    # modules() lists outer modules first.
+    return [module for module in reversed(list(model.modules())) if module in chosen]
+
+
+def _is_lent(model: nn.Module, unit: nn.Module) -> bool:
+    """Return True if the language-model head uses a weight of the unit too: it stays with the rest of the model, which
+    is gathered while the head runs."""
+    if not isinstance(model, EmbeddingModel) or model.language is None:
+        return False
+    return model.language.lends(unit, model.backbone)
+
+
+def _large_enough(units: list[nn.Module], min_num_params: int) -> list[nn.Module]:
+    large = [
+        unit
+        for unit in units
+        if sum(one.numel() for one in unit.parameters()) >= min_num_params
+    ]
+    if len(large) < len(units):
+        log.info(
+            "fsdp_min_num_params: %s layers have less than %s parameters and are no units of their own",
+            f"{len(units) - len(large):,d}",
+            f"{min_num_params:,d}",
+        )
+    return large
+
+
+def describe_units(units: Sequence[nn.Module]) -> str:
+    """Return `13 units (12 BertLayer, 1 Embedding) and the rest of the model`."""
+    if not units:
+        return "the whole model as one unit"
+    kinds = Counter(type(unit).__name__ for unit in units)
+    listed = ", ".join(f"{count:,d} {name}" for name, count in kinds.most_common())
+    return f"{len(units):,d} units ({listed}) and the rest of the model"
+
+
+def _fits(module: nn.Module, name: str) -> bool:
+    kind = type(module)
+    return name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

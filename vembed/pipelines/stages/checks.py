@@ -1,0 +1,119 @@
+"""Checks of the steps between trainings before any step is run: their paths, the models that they name, conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vembed.config.options import nearest
+from vembed.config.places import is_hub_model, is_inside, missing_path, similar_path
+from vembed.config.stages import Road, Step
+from vembed.errors import UserError
+from vembed.pipelines.stages.requirements import check_conditions
+
+DATA = ("data_path", "corpus_path", "qrels_path", "data")
+"""Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
+MODELS = ("model_name", "model", "models", "base")
+CUTS = "1,5,10,100"
+"""Cut-offs of `vembed eval` without `--ks`."""
+
+
+def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
+    """Return the options with relative paths that are not in the current folder, but beside the config file, as those
+    of a training are."""
+    if config is None:
+        return dict(options)
+    beside = Path(config).parent
+
+    def found(value: Any) -> Any:
+        if isinstance(value, list):
+            return [found(one) for one in value]
+        if (
+            not isinstance(value, str)
+            or Path(value).exists()
+            or not (beside / value).exists()
+        ):
+            return value
+        return str(beside / value)
+
+    return {
+        key: found(value) if key in (*DATA, *MODELS) else value
+        for key, value in options.items()
+    }
+
+
+def check_options(
+    road: Road, step: Step, options: Mapping[str, Any], made: Sequence[Path]
+) -> None:
+    """Raise UserError where a step between names what is not there. `made`: folders of the steps before it."""
+    problem = (
+        _missing_data(options, made)
+        or _missing_model(road, step, options, made)
+        or _unmeasured(step, options)
+    )
+    if problem is not None:
+        raise UserError(f"{road.source}: stage {step.name}: {problem}")
+
+
+def _missing_data(options: Mapping[str, Any], made: Sequence[Path]) -> str | None:
+    for key in DATA:
+        for path in _texts(options.get(key)):
+            if (
+                not is_inside(path, made)
+                and (sentence := missing_path(key, path)) is not None
+            ):
+                return sentence
+    return None
+
+
+def _missing_model(
+    road: Road, step: Step, options: Mapping[str, Any], made: Sequence[Path]
+) -> str | None:
+    before = [one.name for one in road.before(step.name) if one.has_model]
+    others = {one.name for one in road.steps} - set(before)
+    for key in MODELS:
+        for name in _texts(options.get(key)):
+            if (
+                name in before
+                or Path(name).expanduser().exists()
+                or is_inside(name, made)
+            ):
+                continue
+            known = (
+                f"the stages before it with a model are {', '.join(before) or 'none'}"
+            )
+            near = nearest(name, before)
+            if name in others or near is not None:
+                meant = f", did you mean {near!r}?" if near else ""
+                return f"{key}: {name} is neither a folder nor a stage before it with a model{meant} ({known})"
+            if not is_hub_model(name):
+                return f"{key}: {name} is not a folder (looked from {Path.cwd()}){similar_path(name)}; {known}"
+    return None
+
+
+def _unmeasured(step: Step, options: Mapping[str, Any]) -> str | None:
+    if step.kind != "evaluate" or options.get("require") is None:
+        return None
+    cuts = options.get("ks", CUTS)
+    try:
+        check_conditions(
+            options["require"],
+            ",".join(map(str, cuts)) if isinstance(cuts, list) else str(cuts),
+        )
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the paths and names of an option: a text, a list of them, or entries with a path."""
+    entries = [
+        one["path"] if isinstance(one, Mapping) and "path" in one else one
+        for one in _listed(value)
+    ]
+    return [one for one in entries if isinstance(one, str)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value]

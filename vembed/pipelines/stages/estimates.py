@@ -1,0 +1,210 @@
+"""Estimates of memory and time for every step of a road, from the shapes of its model, without weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vembed.config.arguments import TrainArguments
+from vembed.config.loading import resolve_run
+from vembed.config.stages import MINED, Road, Step
+from vembed.errors import UserError
+from vembed.progress import duration
+from vembed.training.fingerprints import of_model
+
+if TYPE_CHECKING:
+    from vembed.tools.plan import Prediction
+
+Predict = Callable[[TrainArguments], "Prediction"]
+Show = Callable[["Prediction"], None]
+
+GIB = 2**30
+UNKNOWN = "not estimated"
+WITHOUT_MINED = " (without the negatives that are to be mined)"
+COLUMNS = ("stage", "step", "memory", "time")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Memory of each process and time of a step, in words."""
+
+    step: Step
+    memory: str
+    time: str = UNKNOWN
+    seconds: float | None = None
+    fits: bool = True
+
+
+def plan_stages(
+    road: Road, arguments: TrainArguments, predict: Predict, show: Show
+) -> int:
+    """Print the prediction of each training, then the estimates of all steps; exit code 1 if one does not fit."""
+
+    def shown(one: TrainArguments) -> Prediction:
+        sys.stdout.write(f"==== {one.stage}\n")
+        sys.stdout.flush()
+        prediction = predict(one)
+        show(prediction)
+        return prediction
+
+    found = estimates(road, arguments, shown)
+    sys.stdout.write(table(found))
+    return 0 if all(one.fits for one in found) else 1
+
+
+def road_table(road: Road, arguments: TrainArguments, env: Mapping[str, str]) -> str:
+    """Return the estimates of all steps for a dry run, which fetches nothing and without a model imports no torch."""
+
+    def predicted(one: TrainArguments) -> Prediction:
+        config = resolve_run(one.source, one.overrides, stage=one.stage, env=env).config
+        if of_model(config.model_name, config.model_revision) is None:
+            raise UserError(
+                f"no files of {config.model_name} here; `vembed plan` looks further"
+            )
+        from vembed.tools.plan import predict  # imports torch
+
+        return predict(one, env)
+
+    return table(estimates(road, arguments, predicted, skips_missing=True))
+
+
+def estimates(
+    road: Road,
+    arguments: TrainArguments,
+    predict: Predict,
+    *,
+    skips_missing: bool = False,
+) -> list[Estimate]:
+    """Return the estimate of each step. The weights of a stage's model need not be there yet: every stage has the
+    architecture of the model that the first one starts from. `skips_missing`: a model that is not here is no error."""
+    models: dict[str, str] = {}
+    found: list[Estimate] = []
+    newest: Prediction | None = None
+    for step in road.steps:
+        before = road.model_before(step.name)
+        if step.kind != "train":
+            models[step.name] = models[before.name] if before is not None else ""
+            found.append(_between(step, newest))
+            continue
+        one = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
+        if before is not None and step.given("model_name") is None:
+            one = replace(
+                one, overrides=(*one.overrides, f"model_name={models[before.name]}")
+            )
+        # For a stage that starts from an earlier one this is the name given above: of the first model, whose shapes
+        # it has.
+        models[step.name] = resolve_run(
+            one.source, one.overrides, stage=step.name
+        ).config.model_name
+        unmined = _data_before_mining(road, step)
+        if unmined is not None:
+            one = replace(one, overrides=(*one.overrides, f"data_path={unmined}"))
+        try:
+            newest = predict(one)
+            found.append(
+                _of_training(step, newest, WITHOUT_MINED if unmined is not None else "")
+            )
+        except UserError as error:
+            if not skips_missing:
+                raise
+            newest = None
+            found.append(Estimate(step, f"{UNKNOWN} ({str(error).splitlines()[0]})"))
+    return found
+
+
+def table(found: Sequence[Estimate]) -> str:
+    """Return the lines of all steps, and the sum of what is estimated."""
+    rows = [
+        COLUMNS,
+        *((one.step.name, one.step.kind, one.memory, one.time) for one in found),
+    ]
+    known = [one.seconds for one in found if one.seconds is not None]
+    if known:
+        left_out = (
+            ""
+            if len(known) == len(found)
+            else f", without the {len(found) - len(known)} not estimated"
+        )
+        rows.append(("all", "", "", f"{_about(sum(known))}{left_out}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = [
+        "  ".join(
+            word.ljust(width) for word, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    return (
+        "==== memory of each process and time of each step, estimated\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def _data_before_mining(road: Road, step: Step) -> str | None:
+    """Return the file that is mined for a training, while its own data, which come from that step, are not there."""
+    mined = road.mined_before(step.name)
+    if (
+        mined is None
+        or step.given("data_path") is not None
+        or (road.folder(mined.name) / MINED).is_file()
+    ):
+        return None
+    data = mined.options().get("data_path")
+    return data if isinstance(data, str) else None
+
+
+def _of_training(step: Step, prediction: Prediction, remark: str) -> Estimate:
+    memory = f"{prediction.needed}: {'fits' if prediction.fits else 'does not fit'}"
+    if prediction.seconds is None:
+        return Estimate(step, memory, fits=prediction.fits)
+    return Estimate(
+        step,
+        memory,
+        _about(prediction.seconds) + remark,
+        prediction.seconds,
+        prediction.fits,
+    )
+
+
+def _between(step: Step, newest: Prediction | None) -> Estimate:
+    """Return the estimate of a step between trainings. `newest`: the training before it, whose model has its shapes."""
+    # 2**20 elements in float64: PIECE of weights/methods.py, which is not imported because it imports torch.
+    if step.kind == "merge":
+        return Estimate(
+            step, "pieces of 8 MB of each model", "that of reading each model once"
+        )
+    if newest is None:
+        return Estimate(step, UNKNOWN)
+    from vembed.tools.hours import encoding_seconds
+
+    # Weights in float32.
+    memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
+    options = step.options()
+    places = _places(
+        options.get("data_path"), options.get("corpus_path"), options.get("data")
+    )
+    times = [
+        encoding_seconds(newest.placement, newest.size, newest.speed_alone, one)
+        for one in places
+    ]
+    known = [one for one in times if one is not None]
+    if len(known) < len(times) or not known:
+        return Estimate(step, memory)
+    return Estimate(step, memory, f"{_about(sum(known))} (encoding)", sum(known))
+
+
+def _about(seconds: float) -> str:
+    return "below 1 s" if seconds < 1.0 else f"about {duration(seconds)}"
+
+
+def _places(*values: Any) -> list[str]:
+    """Return the files that options name, each a path or a list of paths and entries with one."""
+    entries = [
+        one
+        for value in values
+        for one in (value if isinstance(value, list) else [value])
+        if one is not None
+    ]
+    return [str(one["path"] if isinstance(one, Mapping) else one) for one in entries]

@@ -1,0 +1,136 @@
+"""Fingerprints: what a step depends on, in one short word, so that a finished step is not run again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vembed.config.entries import DataSource
+from vembed.config.schema import TrainConfig
+from vembed.config.terms import data_sources, listed_guards, needed_teachers
+from vembed.data.file_content import add_content
+from vembed.training.resume import MAY_CHANGE
+
+PART = 2**20
+"""Bytes that are read at the beginning, in the middle and at the end of a large file."""
+RESULTS = frozenset(
+    [
+        "epochs",
+        "max_steps",
+        "max_train_minutes",
+        "load_best_model_at_end",
+        "save_dtype",
+        "save_merged",
+        "on_nonfinite",
+    ]
+)
+"""Options that a resumed run may change, and that change what comes out."""
+
+
+def of_training(config: TrainConfig, before: str | None, world_size: int) -> str:
+    """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
+    values = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in MAY_CHANGE or name in RESULTS
+    }
+    # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
+    values["global batch"] = config.global_batch_size or config.batch_size * world_size
+    values["model_name"] = before or _of_place(config.model_name)
+    values["data"] = [
+        [_of_place(one.path), one.model_dump(mode="json", exclude={"path"})]
+        if isinstance(one, DataSource)
+        else _of_place(one)
+        for one in data_sources(config)
+    ]
+    if config.load_best_model_at_end and config.val_data_path:
+        values["validation data"] = [
+            _of_place(config.val_data_path),
+            config.eval_metric,
+            config.eval_steps,
+        ]
+    return _short(values | _more(config))
+
+
+def _more(config: TrainConfig) -> dict[str, Any]:
+    """Return what only some runs have: what may end them early, and further files that they read."""
+    found: dict[str, Any] = {}
+    if config.patience not in (None, "auto"):
+        validated = (
+            _of_place(config.val_data_path)
+            if config.val_data_path
+            else config.val_split
+        )
+        found["patience"] = [
+            config.patience,
+            config.eval_metric,
+            config.eval_steps,
+            validated,
+        ]
+    if config.guards:
+        found["guards"] = [
+            [_of_place(one.path), one.model_dump(mode="json")]
+            for one in listed_guards(config)
+        ]
+    if config.model_class is not None:
+        found["model_class"] = _of_place(config.model_class.rpartition(":")[0])
+    others = {
+        "image_model_name": config.image_model_name,
+        "tokenizer_name": config.tokenizer_name,
+    }
+    others |= {f"teacher {one.label}": one.model for one in needed_teachers(config)}
+    # The names of those that are no folder here are among the options.
+    return found | {
+        key: digest
+        for key, name in others.items()
+        if name and (digest := _of_place(name)) != name
+    }
+
+
+def of_options(options: Mapping[str, Any], before: list[str]) -> str:
+    """Return the fingerprint of a step between: its options, the files that they name, and the steps before it."""
+    return _short(
+        {
+            "options": {key: _of_value(value) for key, value in options.items()},
+            "before": before,
+        }
+    )
+
+
+def _of_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return _of_place(value)
+    if isinstance(value, list):
+        return [_of_value(one) for one in value]
+    return value
+
+
+def _of_place(name: str) -> str:
+    """Return a digest of the content of a file or folder; any other name as it is."""
+    try:
+        path = Path(name).expanduser()
+        if path.is_file():
+            return _of_file(path)
+        if path.is_dir():
+            files = sorted(one for one in path.rglob("*") if one.is_file())
+            return _short(
+                [[one.relative_to(path).as_posix(), _of_file(one)] for one in files]
+            )
+    except (OSError, ValueError):  # not a valid name of a file
+        return name
+    return name
+
+
+def _of_file(path: Path) -> str:
+    digest = hashlib.sha256(str(path.stat().st_size).encode())
+    add_content(digest, path, pieces=3, piece_bytes=PART, whole_bytes=PART)
+    return digest.hexdigest()
+
+
+def _short(value: Any) -> str:
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]

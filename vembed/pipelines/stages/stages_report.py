@@ -1,0 +1,59 @@
+"""One report over all stages: what each was, how long it took, what it scored, and where its own report is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vembed.config.stages import Road
+
+REPORT = "stages.md"
+_SHOWN = ("ndcg@10", "mrr@10", "recall@10", "spearman")
+
+
+def write_report(road: Road, state_file: str) -> Path:
+    """Write the report into the folder of all stages, and return it."""
+    rows = []
+    for step in road.steps:
+        folder = road.folder(step.name)
+        path = folder / state_file
+        state: dict[str, Any] = (
+            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        )
+        scores = state.get("scores") or _last_scores(folder / "metrics.jsonl")
+        shown = ", ".join(
+            f"{name} {scores[name]:.4f}" for name in _SHOWN if name in scores
+        )
+        own = (
+            f"[report]({folder.name}/report.html)"
+            if (folder / "report.html").is_file()
+            else ""
+        )
+        took = f"{state['seconds']:,.0f} s" if "seconds" in state else ""
+        rows.append(
+            f"| {step.name} | {step.kind} | {state.get('state', 'not run')} | {took} | {shown} | {own} |"
+        )
+    lines = [
+        "# Stages",
+        "",
+        "| stage | step | state | took | scores | |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *rows,
+    ]
+    path = Path(road.root) / REPORT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _last_scores(metrics: Path) -> dict[str, float]:
+    """Return the newest evaluation of a training."""
+    if not metrics.is_file():
+        return {}
+    found: dict[str, float] = {}
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        values = json.loads(line)
+        if "eval" in values:
+            found = values["eval"]
+    return found

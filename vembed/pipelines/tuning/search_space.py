@@ -1,0 +1,141 @@
+"""The searched options and their ranges, around what a run has without a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from vembed.config.rate import rate_of
+from vembed.config.schema import TrainConfig
+from vembed.config.terms import READS, losses_of, with_temperature
+from vembed.errors import UserError
+
+Value = float | int
+
+
+class Trial(Protocol):
+    """As much of an optuna trial as choosing values takes."""
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, log: bool = False
+    ) -> float:
+        """Return a number of a range."""
+        ...
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """Return one of the values."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Values of one option: all between two limits, or a few."""
+
+    option: str
+    start: Value
+    """Value of the first trial, which is the run without a search."""
+    low: float = 0.0
+    high: float = 0.0
+    choices: tuple[Value, ...] = ()
+
+    def suggest(self, trial: Trial) -> Value:
+        """Return the value that a trial tries."""
+        if self.choices:
+            value: Value = trial.suggest_categorical(self.option, list(self.choices))
+            return value
+        return float(
+            f"{trial.suggest_float(self.option, self.low, self.high, log=True):.3g}"
+        )
+
+    def __str__(self) -> str:
+        if self.choices:
+            return f"{self.option}: {', '.join(f'{one:g}' for one in self.choices)} (first {self.start:g})"
+        return f"{self.option}: {self.low:.3g} to {self.high:.3g}, by ratio (first {self.start:.3g})"
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return plain values for a file."""
+        return asdict(self)
+
+
+OPTIONS = (
+    "learning_rate",
+    "temperature",
+    "batch_size",
+    "warmup_ratio",
+    "weight_decay",
+    "lora_r",
+)
+"""Options that can be searched, those that usually matter most first."""
+
+
+def ranges(config: TrainConfig, names: Sequence[str] = ()) -> list[Range]:
+    """Return the ranges of the named options, by default of all that have an effect. `config`: that of the first trial,
+    with numbers in place of `auto`."""
+    unknown = [name for name in names if name not in OPTIONS]
+    if unknown:
+        raise UserError(f"--options {unknown[0]}: it can search {', '.join(OPTIONS)}")
+    found = [one for one in _all(config) if not names or one.option in names]
+    if not found:
+        raise UserError(
+            f"--options {','.join(names)} has no effect on this run: choose others of {', '.join(OPTIONS)}"
+        )
+    return found
+
+
+def from_plain(values: Mapping[str, Any]) -> Range:
+    """Return the range that `as_plain` wrote."""
+    return Range(**{**values, "choices": tuple(values["choices"])})
+
+
+def _all(config: TrainConfig) -> list[Range]:
+    # Ranges are ratios around what the config has: three doublings of the rate; temperatures stay where a softmax is
+    # neither one-hot nor flat.
+    rate = rate_of(config)
+    found = [Range("learning_rate", rate, rate / 8, rate * 8)]
+    if (
+        any("temperature" in READS[loss] for loss in losses_of(config))
+        and config.losses is None
+    ):
+        start = with_temperature(config).temperature
+        found.append(
+            Range(
+                "temperature",
+                start,
+                min(max(start / 5, 0.005), start),
+                max(min(start * 4, 1.0), start),
+            )
+        )
+    if config.global_batch_size is None:
+        size = config.batch_size
+        found.append(
+            Range(
+                "batch_size",
+                size,
+                choices=_with(size, [max(size // 2, 8), size * 2, size * 4]),
+            )
+        )
+    if config.warmup_steps is None:
+        found.append(
+            Range(
+                "warmup_ratio",
+                config.warmup_ratio,
+                choices=_with(config.warmup_ratio, [0.0, 0.1, 0.3]),
+            )
+        )
+    found.append(
+        Range(
+            "weight_decay",
+            config.weight_decay,
+            choices=_with(config.weight_decay, [0.0, 0.01, 0.1]),
+        )
+    )
+    if config.use_lora:
+        found.append(
+            Range("lora_r", config.lora_r, choices=_with(config.lora_r, [4, 16, 64]))
+        )
+    return found
+
+
+def _with(start: Value, others: Sequence[Value]) -> tuple[Value, ...]:
+    return tuple(sorted({start, *others}))

@@ -1,1 +1,0 @@
-"""Publication on the Hub: what of a run is published, and its upload."""

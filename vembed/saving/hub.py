@@ -1,0 +1,165 @@
+"""Hub: a repository on the Hub that files are pushed to. The token comes from the environment or the login alone."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any
+
+from vembed.errors import RunError, UserError
+from vembed.saving.publication import CARD, TEXT_FILES, File
+
+LARGE = 10_000_000
+"""Bytes from which a file is a commit of its own, so that a push that was cut goes on behind it."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+Say = Callable[[str], object]
+
+
+class Hub:
+    """A model repository. Nothing is sent before `open`."""
+
+    def __init__(
+        self, repository: str, *, public: bool = False, say: Say = print
+    ) -> None:
+        from huggingface_hub import HfApi, get_token
+
+        self.repository, self.public, self.say = checked_name(repository), public, say
+        token = get_token()
+        if not token:
+            raise UserError(
+                f"push to {repository}: no token of the Hub is here: log in (`hf auth login`) or set HF_TOKEN; it is "
+                "read from there alone"
+            )
+        self._token = token
+        self.api = HfApi()
+
+    def open(self) -> None:
+        """Make the repository if it is missing: private, unless `public`. Raise UserError for a public one that is
+        there already, unless `public`."""
+        with _reaching(self.repository):
+            # The Hub completes a name without a user.
+            self.repository = self.api.create_repo(
+                self.repository, private=not self.public, exist_ok=True
+            ).repo_id
+            is_private = self.api.repo_info(self.repository).private
+        if not is_private and not self.public:
+            raise UserError(
+                f"push to {self.repository}: the repository is public, and a private one is asked for: give --public "
+                "(push_public: true), or another name"
+            )
+
+    def push(
+        self, files: Sequence[File], message: str, *, tag: str | None = None
+    ) -> int:
+        """Send the files that the repository does not have with this content; return how many were sent. Large files
+        are commits of their own, and the card is in the last one. `tag`: a name for the result."""
+        self.refuse_token(files)
+        with _reaching(self.repository):
+            changed = self.changed(files)
+            for group in _groups(changed):
+                self._commit(group, message)
+                self.say(f"pushed {', '.join(file.path for file in group)}")
+            if tag is not None:
+                self.api.create_tag(
+                    self.repository, tag=tag, tag_message=message, exist_ok=True
+                )
+        return len(changed)
+
+    def changed(self, files: Sequence[File]) -> list[File]:
+        """Return the files that the repository does not have with this content."""
+        there: dict[str, Any] = {}
+        # The names go in the body of a request: pieces bound its size.
+        for start in range(0, len(files), 500):
+            some = self.api.get_paths_info(
+                self.repository, [file.path for file in files[start : start + 500]]
+            )
+            there |= {one.path: one for one in some}
+        return [file for file in files if not _is_same(file, there.get(file.path))]
+
+    def refuse_token(self, files: Sequence[File]) -> None:
+        """Raise UserError if a text file holds the token."""
+        for file in files:
+            if (
+                PurePosixPath(file.path).suffix in TEXT_FILES
+                and self._token.encode() in file.read()
+            ):
+                raise UserError(
+                    f"{file.path} holds your token of the Hub, and would publish it: remove it there"
+                )
+
+    def _commit(self, files: Sequence[File], message: str) -> None:
+        from huggingface_hub import CommitOperationAdd
+
+        operations = [
+            CommitOperationAdd(
+                file.path,
+                file.content if isinstance(file.content, bytes) else str(file.content),
+            )
+            for file in files
+        ]
+        self.api.create_commit(self.repository, operations, commit_message=message)
+
+
+def checked_name(repository: str) -> str:
+    """Return the name of a repository. Raise UserError for what cannot be one."""
+    if not _NAME.fullmatch(repository) or ".." in repository:
+        raise UserError(
+            f"{repository!r} is no name of a repository on the Hub; give user/name"
+        )
+    return repository
+
+
+def _groups(files: Sequence[File]) -> Iterator[list[File]]:
+    """Yield the files of each commit: large ones alone, in the end the others, with the card."""
+    large = [file for file in files if file.size >= LARGE and file.path != CARD]
+    yield from ([file] for file in large)
+    if rest := [file for file in files if file not in large]:
+        yield rest
+
+
+def _is_same(file: File, there: Any) -> bool:
+    """Return whether the Hub's record of a file has its content: the SHA-256 of large files, git's hash of others."""
+    if there is None or there.size != file.size:
+        return False
+    data = file.read()
+    if there.lfs is not None:
+        return bool(there.lfs.sha256 == hashlib.sha256(data).hexdigest())
+    return bool(
+        there.blob_id
+        == hashlib.sha1(
+            b"blob %d\0" % len(data) + data, usedforsecurity=False
+        ).hexdigest()
+    )
+
+
+@contextmanager
+def _reaching(repository: str) -> Iterator[None]:
+    """Raise a UserError or a RunError of one sentence for what the Hub or the network refuses."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    # Bases of HfHubHTTPError: the errors of the HTTP library, whose name differs by version. RuntimeError: a large file
+    # was not taken.
+    failures: Any = (*HfHubHTTPError.__bases__, ValueError, RuntimeError)
+    try:
+        yield
+    except OfflineModeIsEnabled as error:
+        raise UserError(
+            f"push to {repository}: HF_HUB_OFFLINE is set; unset it to reach the Hub"
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        said = (error.server_message or str(error).splitlines()[0]).strip()
+        if status in (401, 403):
+            raise UserError(
+                f"push to {repository}: the Hub refuses this token ({status}: {said}); it must be allowed to write"
+            ) from error
+        raise RunError(
+            f"push to {repository}: the Hub answers {status} ({said}); the same command goes on"
+        ) from error
+    except failures as error:
+        raise RunError(
+            f"push to {repository}: {type(error).__name__}: {error}; what was sent stays, and the same command goes on"
+        ) from error
