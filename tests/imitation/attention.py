@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Shape:
     def texts(self) -> Iterator[slice]:
         """Yield the rows of each text that is not empty."""
         starts = self.starts.tolist()
-        for start, end in zip(starts, starts[1:], strict=False):
+        for start, end in pairwise(starts):
             if end > start:
                 yield slice(start, end)
 
@@ -65,7 +66,9 @@ def checked_shape(
     """Return the shape of a call, or raise as the kernels do."""
     size = query.shape[-1]
     if query.dtype not in HALF:
-        raise RuntimeError(f"flash attention takes float16 and bfloat16, not {query.dtype}")
+        raise RuntimeError(
+            f"flash attention takes float16 and bfloat16, not {query.dtype}"
+        )
     if size % 8 or size > LARGEST_HEAD:
         raise RuntimeError(f"flash attention does not take heads of size {size}")
     if starts.dtype != torch.int32:
@@ -109,7 +112,11 @@ def backward(
         # Softmax: d_scores = weights * (d_weights - sum of weights * d_weights).
         mean = (weights * d_weights).sum(dim=-1, keepdim=True)
         d_scores = weights * (d_weights - mean) * shape.scale
-        found = (d_scores @ k, d_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ d_output)
+        found = (
+            d_scores @ k,
+            d_scores.transpose(1, 2) @ q,
+            weights.transpose(1, 2) @ d_output,
+        )
         for target, heads in zip(gradients, found, strict=True):
             # Heads of keys and values that several heads of queries share get the sum.
             groups = heads.view(target.shape[1], -1, *heads.shape[1:]).sum(dim=1)

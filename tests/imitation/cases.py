@@ -248,7 +248,9 @@ def further_cases() -> list[Case]:
     teacher = {"teacher": tiny.tiny_roberta}
     for loss in ("kl", "margin_mse", "embedding", "relational", "listwise", "ranknet"):
         options = BF16 | {"loss": loss}
-        rows.append(Case(f"bert bf16 {loss}", tiny.tiny_bert, "texts", options, teacher))
+        rows.append(
+            Case(f"bert bf16 {loss}", tiny.tiny_bert, "texts", options, teacher)
+        )
     guide = {"guide": tiny.tiny_roberta}
     rows.append(Case("bert bf16 guide", tiny.tiny_bert, "texts", BF16, guide))
     taken = {case.name for case in default_cases()}

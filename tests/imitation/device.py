@@ -194,7 +194,7 @@ def count_copy(
     if name == "copy_":
         destination, source = args[0], args[1]
         to_host = not isinstance(destination, DeviceTensor)
-        does_not_block = len(args) > 2 and args[2] or kwargs.get("non_blocking")
+        does_not_block = (len(args) > 2 and args[2]) or kwargs.get("non_blocking")
     else:
         source = args[0]
         to_host = target is not None and target.type != "cuda"

@@ -77,9 +77,7 @@ class Recording:
                     caller = name
                     line = frame.f_lineno
             frame = frame.f_back
-        self.waits[
-            Wait(self.stage, kind, place or "?", caller or "?", line)
-        ] += 1
+        self.waits[Wait(self.stage, kind, place or "?", caller or "?", line)] += 1
 
 
 def readable(filename: str) -> str | None:

@@ -6,7 +6,9 @@ from tests.imitation.recording import BETWEEN, ROOT
 from tests.imitation.runs import Result
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-HEADER = "| training | forward | loss | backward | rest | all kernels | waits of the host |"
+HEADER = (
+    "| training | forward | loss | backward | rest | all kernels | waits of the host |"
+)
 RULE = "|---|---|---|---|---|---|---|"
 
 
