@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vembed.errors import UserError
-from vembed.training.hooks import Evaluation, Hook, StepReport
+from vembed.training.hooks.base import Evaluation, Hook, StepReport
 
 STOP = "stop"
 """Return value of a callback that ends the run after this step, with its model and its report."""

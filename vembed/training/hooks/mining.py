@@ -19,7 +19,7 @@ from vembed.errors import UserError
 from vembed.inference.encoding import encode_rank_items
 from vembed.mining.own_model import OwnMiner
 from vembed.progress import duration
-from vembed.training.hooks import Hook, Run, StepReport
+from vembed.training.hooks.base import Hook, Run, StepReport
 
 log = logging.getLogger("vembed")
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from vembed.errors import UserError
 from vembed.models.names import plain_name
 from vembed.parallel.parameters import reshard
-from vembed.training.hooks import Hook, Run, StepReport
+from vembed.training.hooks.base import Hook, Run, StepReport
 
 
 class WeightAverage(Hook):

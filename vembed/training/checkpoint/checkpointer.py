@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -41,28 +42,35 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, UserError
+from vembed.losses.batch import EmbeddingLoss
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.precision import saved_dtype
 from vembed.parallel import collectives
 from vembed.parallel.meeting import require_equal
+from vembed.parallel.parameters import full_state_dict
 from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session
 from vembed.saving.durability import way_out
-from vembed.training import checkpoint_schema, integrity
-from vembed.training.earlier_checkpoints import EarlierCheckpoints
-from vembed.training.finished import NothingLeft, finished_run, forget_finished
-from vembed.training.integrity import (
+from vembed.saving.files import save_model
+from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import schema as checkpoint_schema
+from vembed.training.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
+    MANIFEST,
     PARTIAL,
     STATE,
     checkpoint_name,
     list_checkpoints,
 )
-from vembed.training.patience import Patience
-from vembed.training.resume import (
+from vembed.training.checkpoint.resume import (
     JUDGES,
     Difference,
+    NothingLeft,
     candidates,
     compare_resume,
+    finished_run,
+    forget_finished,
     keep_decisions,
     keep_global_batch,
     nothing_left,
@@ -70,8 +78,14 @@ from vembed.training.resume import (
     refuse_own_model,
     trim_metrics,
 )
-from vembed.training.state import optimizer_kind, quieten_torch, restore, tensors_of
-from vembed.training.storage import CheckpointReader, CheckpointWriter
+from vembed.training.checkpoint.storage import CheckpointReader, CheckpointWriter
+from vembed.training.checkpoint.tensors import (
+    optimizer_kind,
+    quieten_torch,
+    restore,
+    tensors_of,
+)
+from vembed.training.hooks.evaluations import Patience
 
 log = logging.getLogger("vembed")
 
@@ -629,3 +643,135 @@ def _said(error: BaseException) -> str:
             f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         )
     return str(error)
+
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "best_step": {"best": None, "best_step": None, "best_scores": {}},
+    "held_step": {"held_step": None, "held_scores": {}},
+}
+"""Keys of the loop's state that name a checkpoint for `final/`, and what the state is without it."""
+
+
+class EarlierCheckpoints:
+    """Places of the checkpoints that the state of a resumed run names."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self._elsewhere: dict[int, Path] = {}
+
+    def look_for(self, chosen: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the changes of a state that names checkpoints which are gone. `chosen`: the one that is resumed from,
+        which may be in another folder, beside those of its run. Collective."""
+        # The one that is resumed from too: its own scores may be the best.
+        steps = {state["step"], *(state[key] for key in CHOICES)} - {None}
+        found = {
+            step: self._look(
+                step, chosen if step == state["step"] else None, chosen.parent
+            )
+            for step in steps
+        }
+        gone = collectives.broadcast_json(
+            [step for step in steps if found[step] is None]
+        )
+        self._elsewhere = {
+            step: place
+            for step, place in found.items()
+            if place is not None and step not in gone
+        }
+        changes: dict[str, Any] = {}
+        for key, without in CHOICES.items():
+            if state[key] in gone:
+                log.warning(
+                    "%s is not there any more: final/ gets a later one",
+                    checkpoint_name(state[key]),
+                )
+                changes |= without
+        return changes
+
+    def place(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint: of this run, or of the one that was resumed."""
+        own = self.output / checkpoint_name(step)
+        return own if own.is_dir() else self._elsewhere.get(step, own)
+
+    def take_along(self, steps: Iterable[int]) -> None:
+        """Copy those of these checkpoints that are in another folder, which may be removed before this run ends. Called
+        by rank 0 after a checkpoint was written: none that is older may be the newest here."""
+        for step in steps:
+            own = self.output / checkpoint_name(step)
+            place = self.place(step)
+            if place == own or not place.is_dir():
+                continue
+            partial = own.with_name(own.name + PARTIAL)
+            shutil.rmtree(partial, ignore_errors=True)
+            # Files of a checkpoint are never changed, so that both folders may share them.
+            shutil.copytree(place, partial, copy_function=_linked)
+            partial.rename(own)
+            log.info("copied %s (final/ may get it)", place)
+
+    def _look(self, step: int, chosen: Path | None, folder: Path) -> Path | None:
+        places = [
+            self.output / checkpoint_name(step),
+            chosen,
+            folder / checkpoint_name(step),
+        ]
+        return next(
+            (one for one in places if one is not None and (one / MANIFEST).is_file()),
+            None,
+        )
+
+
+def _linked(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+    return target
+
+
+MODEL_FOLDER = "model"
+
+
+def whole_model_writer(
+    config: TrainConfig,
+    session: Session,
+    embedder: EmbeddingModel,
+    model: nn.Module,
+    loss: EmbeddingLoss,
+) -> Callable[[Path], None] | None:
+    """Return the function that writes the model in the layout of final/ into a checkpoint, or None if the config does
+    not ask.
+
+    The pieces are written too: the run resumes from those, on any number of processes. The function is collective.
+    """
+    kind = None if session.fsdp is None else session.fsdp.state_dict_type
+    if kind == "LOCAL_STATE_DICT":
+        log.info(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; "
+            "here any number of processes can read them"
+        )
+    if kind != "FULL_STATE_DICT":
+        return None
+    log.info(
+        "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/",
+        MODEL_FOLDER,
+    )
+
+    def write(checkpoint: Path) -> None:
+        # Collective, so it comes before the branch on rank 0.
+        weights = full_state_dict(model)
+        if session.is_main:
+            learned = loss.scale_and_bias()
+            if learned is not None:
+                embedder.write_scale_and_bias(*learned, weights)
+            merge = config.adapters.save_merged
+            save_model(
+                checkpoint / MODEL_FOLDER,
+                embedder.description,
+                embedder.backbone,
+                embedder.head,
+                weights,
+                dtype=saved_dtype(config, embedder.description),
+                merge_adapters=merge,
+            )
+
+    return write

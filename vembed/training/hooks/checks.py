@@ -1,4 +1,4 @@
-"""Checks of a run's health: non-finite values, a loss that does not fall, embeddings that collapse."""
+"""Checks of a run: non-finite values, a loss that does not fall, collapsed embeddings, changed data files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import losses_of
 from vembed.data.rank_batch import RankBatch
+from vembed.data.sources import ExampleStore
 from vembed.errors import RunError
 from vembed.parallel import collectives
-from vembed.training.hooks import Hook, Run, StepReport
-from vembed.training.integrity import list_checkpoints
-from vembed.training.loop_state import LoopState
-from vembed.training.update import Outcome
+from vembed.training.checkpoint.folder import list_checkpoints
+from vembed.training.hooks.base import Hook, Run, StepReport
+from vembed.training.update import LoopState, Outcome
 
 log = logging.getLogger("vembed")
 
@@ -198,3 +200,71 @@ def mean_cosine(embeddings: Tensor) -> float:
     # |sum of unit vectors|^2 is the sum of all cosines, the num of each with itself included.
     total = float(unit.sum(dim=0).square().sum())
     return (total - num) / (num * (num - 1))
+
+
+FAR = 0.5
+"""Share of the logarithm by which the loss may differ."""
+
+
+class FirstLoss(Hook):
+    """Compares the loss of step 1 with the logarithm of the number of candidates, which is that of equal scores."""
+
+    def __init__(self) -> None:
+        self.applies = False
+
+    def on_start(self, run: Run) -> None:
+        """Find out whether the run begins with a loss over candidates."""
+        self.applies = run.state.step == 0 and losses_of(run.config) == ("infonce",)
+
+    def on_step(self, report: StepReport) -> None:
+        """Log the comparison after the first step. Collective."""
+        if not self.applies:
+            return
+        self.applies = False
+        batches = [rank_batch for rank_batch, _ in report.batches]
+        mine = [len(one.positive) + len(one.negative) for one in batches]
+        count = collectives.sum_scalars([float(sum(mine))])[0] / len(batches)
+        if count < 2:
+            return
+        loss, expected = report.outcome.loss, math.log(count)
+        said = f"step 1: loss {loss:.4g}; log of its {count:,.0f} candidates is {expected:.4g}"
+        if abs(loss - expected) <= FAR * expected:
+            log.info("%s (as of initial weights, which score all alike)", said)
+        elif loss > expected:
+            log.warning(
+                "%s: initial weights should score all alike, and these are sure of wrong answers; check temperature "
+                "(similarity: dot needs a larger one), and the initial values of the module",
+                said,
+            )
+        else:
+            log.info(
+                "%s (initial weights tell pairs apart already, as where queries and positives share words)",
+                said,
+            )
+
+
+class DataWatch(Hook):
+    """Looks at the data files at each epoch and at the end. Most changes do no harm: files stay open as they were."""
+
+    def __init__(self) -> None:
+        self._examples: ExampleStore | None = None
+        self._said: set[str] = set()
+
+    @override
+    def on_start(self, run: Run) -> None:
+        self._examples = run.data.examples
+
+    @override
+    def on_epoch(self, epoch: int) -> None:
+        self._look()
+
+    @override
+    def on_finish(self, run: Run) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        for change in [] if self._examples is None else self._examples.changed_files():
+            file = change.partition(" has ")[0]
+            if file not in self._said:
+                self._said.add(file)
+                log.warning("%s", change)

@@ -16,8 +16,8 @@ from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
 from vembed.saving.hub import Hub
 from vembed.saving.publication import model_files, publication
-from vembed.training.finish import card_of
-from vembed.training.hooks import Evaluation, Hook, Run
+from vembed.training.final import card_of
+from vembed.training.hooks.base import Evaluation, Hook, Run
 
 log = logging.getLogger("vembed")
 FOLDER = ".hub"

@@ -44,8 +44,8 @@ from torch.futures import Future
 from typing_extensions import override
 
 from vembed.saving.durability import write_durably
-from vembed.training.checkpoint_schema import INDEX
-from vembed.training.integrity import STATE, commit
+from vembed.training.checkpoint.folder import STATE, commit
+from vembed.training.checkpoint.schema import INDEX
 
 FILE_BYTES = 256 * 2**20
 """Approximate size of a file of pieces. While writing, a process holds this much twice in memory."""

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.models.families.weight_files import WEIGHTS, Stored, read_header
-from vembed.training import integrity
-from vembed.training.integrity import STATE, irregular, step_of
+from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint.folder import STATE, irregular, step_of
 
 INDEX = "index.json"
 MOST_STEPS = 10**10

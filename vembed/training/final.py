@@ -30,9 +30,9 @@ from vembed.parallel.session import Session
 from vembed.saving.card import Card, properties_of
 from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
-from vembed.training.integrity import list_checkpoints
-from vembed.training.loop_state import LoopState
-from vembed.training.parts import RunData, RunModel
+from vembed.training.checkpoint.folder import list_checkpoints
+from vembed.training.setup import RunData, RunModel
+from vembed.training.update import LoopState
 
 log = logging.getLogger("vembed")
 

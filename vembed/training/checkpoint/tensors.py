@@ -28,6 +28,8 @@ from vembed.errors import UserError
 from vembed.models.names import plain_name
 from vembed.parallel import collectives
 
+log = logging.getLogger("vembed")
+
 _OPTIMIZER = "optimizer."
 _HOOKS = "hooks."
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)

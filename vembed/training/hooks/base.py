@@ -36,10 +36,9 @@ from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
 from vembed.parallel.session import Session
 from vembed.training.interrupts import Interrupts
-from vembed.training.loop_state import LoopState
-from vembed.training.parts import RunData, RunModel
+from vembed.training.setup import RunData, RunModel
 from vembed.training.step import BatchResult, ContrastiveStep
-from vembed.training.update import Outcome
+from vembed.training.update import LoopState, Outcome
 
 log = logging.getLogger("vembed")
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from vembed.config.rhythm import Rhythm, starts_from_nothing
 from vembed.config.schema import TrainConfig
-from vembed.training.averaging import WeightAverage
-from vembed.training.epoch_mining import EpochMiner
-from vembed.training.first_loss import FirstLoss
-from vembed.training.guards import Guards
-from vembed.training.hooks import Hook
-from vembed.training.patience import Patience
-from vembed.training.publishing import PushBest
-from vembed.training.running_report import RunningReport
+from vembed.training.hooks.averaging import WeightAverage
+from vembed.training.hooks.base import Hook
+from vembed.training.hooks.checks import FirstLoss
+from vembed.training.hooks.display import RunningReport
+from vembed.training.hooks.evaluations import Guards, Patience
+from vembed.training.hooks.mining import EpochMiner
+from vembed.training.hooks.publishing import PushBest
 from vembed.training.schedule import Schedule
 
 
