@@ -27,7 +27,7 @@ from vembed.parallel.estimate import Demand, measure
 from vembed.parallel.hardware import Gpu
 from vembed.parallel.placement import Placement, place
 from vembed.parallel.session import start_session
-from vembed.training import memory as budget
+from vembed.training import budget
 from vembed.training.budget import MemoryGuard
 
 GPU = Gpu("a stand-in", 1.0, None, None)
