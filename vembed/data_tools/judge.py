@@ -1,4 +1,4 @@
-"""judge(): the negatives that rows have already, read by judges; relevant ones are left out or become positives."""
+"""judge(): judges read the negatives that rows have. Relevant ones are left out or become positives."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import Example
 from vembed.errors import UserError
 from vembed.mining.config import JudgeConfig
-from vembed.mining.contents import content_key
-from vembed.mining.documents import row_value
-from vembed.mining.judges import Pair
-from vembed.mining.judging import UNDECIDED, Cascade, text_of
+from vembed.mining.documents import content_key, row_value
+from vembed.mining.judges import UNDECIDED, Cascade, Pair, text_of
 from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME, is_negative_name
-from vembed.mining.mining_options import Source, load_options
-from vembed.mining.mining_run import Say, open_session
+from vembed.mining.mine import Say, open_session
+from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import Rows, open_rows
 from vembed.parallel.session import Session

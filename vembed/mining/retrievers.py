@@ -1,4 +1,4 @@
-"""BM25 over all documents, by the package bm25s: an index on disk, which is mapped and not loaded."""
+"""Retrievers: BM25 by the package bm25s, vectors of models, and the fusion of several rankings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from vembed.data.cache import short_hash
 from vembed.errors import UserError
 from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
-from vembed.mining.contents import array_identity, words
-from vembed.mining.documents import Documents
+from vembed.mining.documents import Documents, array_identity, words
 from vembed.mining.known import Known, Pairs
 from vembed.parallel import collectives
 from vembed.parallel.session import Session

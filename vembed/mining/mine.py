@@ -1,4 +1,4 @@
-"""mine(): from a config to a file of training data with hard negatives. It reads top to bottom."""
+"""mine(): from a config to a file of training data with hard negatives."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from vembed.config.schema import TrainConfig
-from vembed.mining.calibration import Calibration, calibrate
-from vembed.mining.candidate_store import CandidateStore
-from vembed.mining.choice import Chooser, Chosen, Limits
+from vembed.mining.candidates import CandidateStore
+from vembed.mining.choice import Calibration, Chooser, Chosen, Limits, calibrate
 from vembed.mining.config import BM25, MineConfig
 from vembed.mining.documents import Documents, open_documents
-from vembed.mining.judging import CandidateJudge, Judged
+from vembed.mining.judges import CandidateJudge, Judged
 from vembed.mining.known import Known, Pairs
-from vembed.mining.lexical import check_bm25
 from vembed.mining.merged import PairScores, RowMaker
-from vembed.mining.mining_options import Source, load_options
+from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import Rows, open_rows
+from vembed.mining.retrievers import check_bm25
 from vembed.parallel.session import Session, start_session
 from vembed.progress import duration
 

@@ -1,4 +1,4 @@
-"""A YAML file and key=value words -> one of the room's configs, as strict as the config of training."""
+"""A YAML file and key=value arguments as the config of mine, judge, audit or generate."""
 
 from __future__ import annotations
 

@@ -17,24 +17,23 @@ import numpy as np
 
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
-from vembed.errors import UserError
-from vembed.evaluation.corpus import record_id
-from vembed.mining.candidate_store import CandidateStore
-from vembed.mining.config import DataOptions, GenerateConfig, MineConfig, ModelFreeKind
-from vembed.mining.contents import content_key, normalised
-from vembed.mining.documents import CorpusFile
-from vembed.mining.kinds import pairs_of
-from vembed.mining.mining_options import Source, load_options
-from vembed.mining.mining_run import Say, open_session, read_inputs
-from vembed.mining.output import check_output, row_writer
-from vembed.mining.record_tables import open_rows
-from vembed.mining.writers import (
+from vembed.data_tools.generate.kinds import pairs_of
+from vembed.data_tools.generate.writers import (
     TextWriter,
     cleaned,
     load_writer,
     prompt_for,
     writer_identity,
 )
+from vembed.errors import UserError
+from vembed.evaluation.corpus import record_id
+from vembed.mining.candidates import CandidateStore
+from vembed.mining.config import DataOptions, GenerateConfig, MineConfig, ModelFreeKind
+from vembed.mining.documents import CorpusFile, content_key, normalised
+from vembed.mining.mine import Say, open_session, read_inputs
+from vembed.mining.options import Source, load_options
+from vembed.mining.output import check_output, row_writer
+from vembed.mining.record_tables import open_rows
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
