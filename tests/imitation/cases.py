@@ -42,8 +42,11 @@ class Case:
     is_default: bool = False
     """True if it is among those that run in every test, and stand in the table of kernels."""
 
-    def config(self, folder: Path) -> dict[str, Any]:
-        """Return the config, with the data written into the folder."""
+    def config(self, folder: Path, *, on_cpu: bool) -> dict[str, Any]:
+        """Return the config, with the data written into the folder. CPUs have no float16: float32 takes its place."""
+        options = dict(self.options)
+        if on_cpu and options["mixed_precision"] == "fp16":
+            options["mixed_precision"] = "no"
         others = {
             option: str(tiny.shared(make)) for option, make in self.models.items()
         }
@@ -53,7 +56,7 @@ class Case:
             "output_dir": str(folder / "run"),
             **SHARED_OPTIONS,
             **others,
-            **self.options,
+            **options,
         }
 
 

@@ -5,6 +5,7 @@ It imports everything once and forks for each case, so that no case sees what an
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import sys
@@ -23,7 +24,7 @@ STAGES = ("agree", "encode", "gather", "score", "backward")
 def main(library: str, answer: str, *names: str) -> None:
     """Run in a new process: train each case in a fork, and write the results."""
     load_guard(Path(library))
-
+    importlib.import_module("tests.preloaded")
     leave_group()
     results = {name: in_fork(run_on_imitation, name) for name in names}
     Path(answer).write_bytes(pickle.dumps(results))

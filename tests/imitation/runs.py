@@ -84,7 +84,8 @@ def train(name: str, recording: Any = None) -> Result:
 
     try:
         with tempfile.TemporaryDirectory(prefix="imitation-") as folder:
-            vembed.train(case.config(Path(folder)), on_step=on_step)
+            config = case.config(Path(folder), on_cpu=recording is None)
+            vembed.train(config, on_step=on_step)
     except BaseException:
         result.error = traceback.format_exc()
     return result
