@@ -183,10 +183,8 @@ def test_a_good_config_breaks_no_rule(write_config: WriteConfig) -> None:
 
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 96), (2, 48), (3, 32)])
 def test_global_batch_is_divided_among_processes(world_size: int, rows: int) -> None:
-    assert (
-        rules.batch_size_per_process(config(global_batch_size=96), world_size) == rows
-    )
-    assert rules.batch_size_per_process(config(batch_size=7), world_size) == 7
+    assert config(global_batch_size=96).batch.rows_per_process(world_size) == rows
+    assert config(batch_size=7).batch.rows_per_process(world_size) == 7
 
 
 @pytest.mark.promise("E26")
@@ -195,9 +193,9 @@ def test_global_batch_that_cannot_be_divided() -> None:
         UserError,
         match="global_batch_size: 100 cannot be divided among 3 processes: use 99 or 102",
     ):
-        rules.batch_size_per_process(config(global_batch_size=100), 3)
+        config(global_batch_size=100).batch.rows_per_process(3)
     with pytest.raises(UserError, match="use 8, or another number"):
-        rules.batch_size_per_process(config(global_batch_size=3), 8)
+        config(global_batch_size=3).batch.rows_per_process(8)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from vembed.config.entries import (
     Teacher,
 )
 from vembed.config.negatives import EpochMining
+from vembed.errors import UserError
 
 
 class Section(Frozen):
@@ -186,6 +187,15 @@ class DataSection(Section, title="data"):
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images; 0: none."""
 
+    def sources(self) -> list[DataSource]:
+        """Return an entry for each source of `data_path`."""
+        paths = self.data_path if isinstance(self.data_path, list) else [self.data_path]
+        sources = []
+        for path in paths:
+            source = DataSource(path=path) if isinstance(path, str) else path
+            sources.append(source)
+        return sources
+
 
 class ObjectiveSection(Section, title="loss"):
     """The loss, its candidates and its teachers."""
@@ -291,6 +301,21 @@ class BatchSection(Section, title="batch"):
     cache_frozen_features: bool = False
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`, `lora_towers`)."""
+
+    def rows_per_process(self, world_size: int) -> int:
+        """Return the rows of a process in a batch. Raise UserError for a remainder."""
+        rows = self.global_batch_size
+        if rows is None:
+            return self.batch_size
+        if rows % world_size:
+            below = rows // world_size * world_size
+            above = f"{below + world_size:,d}"
+            near = f"{below:,d} or {above}" if below else above
+            raise UserError(
+                f"global_batch_size: {rows:,d} cannot be divided among "
+                f"{world_size:,d} processes: use {near}, or another number of processes"
+            )
+        return rows // world_size
 
 
 class OptimizerSection(Section, title="optimizer"):
@@ -443,6 +468,13 @@ class EvaluationSection(Section, title="evaluation"):
     """Cut-offs of nDCG, MRR, Recall and MAP."""
     eval_batch_tokens: Literal["auto"] | PositiveInt = "auto"
     """Padded tokens per micro-batch in evaluation."""
+
+    def listed_guards(self) -> list[Guard]:
+        """Return an entry for each of `guards`."""
+        guards = []
+        for guard in self.guards or []:
+            guards.append(Guard(path=guard) if isinstance(guard, str) else guard)
+        return guards
 
 
 class LoggingSection(Section, title="logging"):

@@ -9,7 +9,6 @@ from typing_extensions import override
 
 from vembed.config.entries import Guard
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import listed_guards
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, open_eval_data
 from vembed.evaluation.scores import evaluate_model
@@ -29,7 +28,7 @@ class Guards(Hook):
     def __init__(self, config: TrainConfig) -> None:
         self._data: list[tuple[str, Guard, EvalData]] = [
             (one.label, one, open_eval_data(config, one.path))
-            for one in listed_guards(config)
+            for one in config.evaluation.listed_guards()
         ]
         self._before: dict[str, float] = {}
 
