@@ -135,7 +135,7 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -
         tmp_path,
         output_dir=str(tmp_path / "two"),
         strategy="fsdp",
-        use_fsdp=True,
+        strategy="fsdp",
         save_steps=3,
     )
     run_ranks(train, 2, {**sharded, "max_steps": 3}, process_group=False)

@@ -20,7 +20,6 @@ from vembed.config.schema import (
     LoggingSection,
     MatryoshkaSection,
     ModelSection,
-    ParallelSection,
     RunSection,
     TrainConfig,
 )
@@ -82,7 +81,6 @@ def violations(config: TrainConfig) -> list[Violation]:
         violation = rule(config)
         if violation is not None:
             broken.append(violation)
-    broken += _parallel_rules(config.parallel, config.model.mixed_precision)
     broken += _evaluation_rules(config.evaluation, config.run, config.data)
     broken += _logging_rules(config.logging)
     broken += _run_rules(config.run)
@@ -196,25 +194,6 @@ def _adapter_rules(adapters: AdapterSection) -> Iterator[Violation]:
             ("use_lora", "use_qlora"),
             "use_qlora: true trains adapters over 4-bit weights, and use_lora: false "
             "rules them out: leave use_lora out",
-        )
-
-
-def _parallel_rules(
-    parallel: ParallelSection, mixed_precision: str
-) -> Iterator[Violation]:
-    asked = parallel.fsdp_mixed_precision
-    if asked is False and parallel.fsdp_param_dtype is not None:
-        yield Violation(
-            ("fsdp_mixed_precision", "fsdp_param_dtype"),
-            "fsdp_mixed_precision: false keeps the parameters' own dtype, and "
-            f"fsdp_param_dtype: {parallel.fsdp_param_dtype} asks for another: keep "
-            "one of them",
-        )
-    if asked and mixed_precision == "no":
-        yield Violation(
-            ("fsdp_mixed_precision", "mixed_precision"),
-            "fsdp_mixed_precision: true and mixed_precision: no contradict each "
-            "other: keep one of them",
         )
 
 
@@ -338,13 +317,8 @@ def _rules_between_sections(config: TrainConfig) -> Iterator[Violation]:
     optimizer = config.optimizer
     adapters = config.adapters
     steps = optimizer.warmup_steps
-    if steps is not None and "warmup_ratio" in config.given:
-        yield Violation(
-            ("warmup_ratio", "warmup_steps"),
-            f"warmup_ratio: {optimizer.warmup_ratio:g} and warmup_steps: {steps:,d} "
-            "are two ways to say one thing: keep one of them",
-        )
-    if steps is not None and steps > (optimizer.max_steps or steps):
+    is_number = isinstance(steps, int)
+    if is_number and steps > (optimizer.max_steps or steps):
         yield Violation(
             ("warmup_steps", "max_steps"),
             f"warmup_steps: {steps:,d} is more than max_steps: "
