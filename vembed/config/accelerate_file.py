@@ -115,10 +115,8 @@ class AccelerateFile:
 
 
 def presets_folder() -> Path:
-    """Return the folder of the presets: inside the installed package, or configs/ of a checkout."""
-    package = Path(vembed.__file__).parent
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
+    """Return the folder of the presets."""
+    return Path(vembed.__file__).parent / "configs"
 
 
 TRAINING_CONFIGS = ("free_transformer",)
