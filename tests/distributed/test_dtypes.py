@@ -342,7 +342,9 @@ def test_a_forward_without_backward_costs_no_gradient(options: dict[str, Any]) -
 def prepared_weights(
     folder: str, efficient: bool
 ) -> tuple[int, int, dict[str, Tensor], bool]:
-    config = config_of(folder, strategy="fsdp", fsdp_cpu_ram_efficient_loading=efficient)
+    config = config_of(
+        folder, strategy="fsdp", fsdp_cpu_ram_efficient_loading=efficient
+    )
     with start_session(config) as session:
         model, _ = build(config, dtype=torch.float32, meta=session.builds_empty)
         real = sum(one.numel() for one in model.parameters() if not one.is_meta)

@@ -59,7 +59,9 @@ def test_plan_counts_parameters_and_divides_them() -> None:
         "which fits in a fifth of the memory"
     )
     assert (
-        placed(4, strategy="fsdp", fsdp_reshard_after_forward=True).predict(size).gathered
+        placed(4, strategy="fsdp", fsdp_reshard_after_forward=True)
+        .predict(size)
+        .gathered
         < sharded.gathered
     )
 

@@ -160,7 +160,7 @@ def _shard_switch(value: Any) -> list[Setting]:
 
 def _fsdp_mixed_precision(value: Any) -> list[Setting]:
     if as_bool(value):
-        return [(WeakDefault("mixed_precision"), "bf16")]
+        return [("mixed_precision", "bf16")]
     return [("mixed_precision", "no")]
 
 

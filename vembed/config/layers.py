@@ -124,7 +124,9 @@ class Layer:
         written = prefix + key
         if name in BLOCKS and inner:
             self.take(inner, value, line, block=name, prefix=f"{written}.")
-        elif name in BLOCKS and isinstance(value, Node) and isinstance(value.value, dict):
+        elif (
+            name in BLOCKS and isinstance(value, Node) and isinstance(value.value, dict)
+        ):
             for inner_key, node in value.value.items():
                 inner_path = inner_key.split(".")
                 self.take(
@@ -156,7 +158,9 @@ class Layer:
             self._unknown(key, block, place, line)
             return
         if isinstance(target, str):
-            plain = value.plain() if isinstance(value, Node) else from_text(target, value)
+            plain = (
+                value.plain() if isinstance(value, Node) else from_text(target, value)
+            )
             self.enter(target, plain, written, place, line)
             return
         plain = value.plain() if isinstance(value, Node) else parse_value(value)
@@ -469,10 +473,8 @@ def _stage_layers(
 
 def _contradict(old: OptionValue, new: OptionValue) -> bool:
     """Return whether two values of one source cannot both be meant."""
-    # A weak value does not lose silently to its opposite: `use_fsdp: false` and
-    # `strategy: fsdp`, `bf16: false` and `mixed_precision: bf16`.
-    opposites = {"strategy": {"ddp", "fsdp"}, "mixed_precision": {"no", "bf16"}}
-    if opposites.get(new.option) == {old.value, new.value}:
+    # `use_fsdp: false` is weak, but does not lose silently to `strategy: fsdp`.
+    if new.option == "strategy" and {old.value, new.value} == {"ddp", "fsdp"}:
         return True
     return old.value != new.value and not old.is_weak and not new.is_weak
 

@@ -323,9 +323,7 @@ def _agree(new: OptionValue, old: OptionValue) -> bool:
     return isinstance(meanings[0], bool) and meanings[0] is meanings[1]
 
 
-def _add_implied_options(
-    values: dict[str, OptionValue], problems: list[str]
-) -> None:
+def _add_implied_options(values: dict[str, OptionValue], problems: list[str]) -> None:
     """Set the options that follow from another option, so that nothing derives them later."""
     qlora = values.get("use_qlora")
     if qlora is not None and qlora.value and "use_lora" not in values:
