@@ -22,7 +22,7 @@ from tests.data.files import (
 )
 from tests.data.pictures import write
 from vembed.data import opening, parquet_table, sources
-from vembed.data.sources import open_examples
+from vembed.data.example_store import open_examples
 
 # ---- Parquet -------------------------------------------------------------------------------------------------------
 

@@ -15,12 +15,12 @@ import pytest
 from tests.data.files import config
 from vembed.data import blocks, index, index_parts, index_worker, parquet_table, readers
 from vembed.data.columns import Columns
-from vembed.data.images import ImageRoot
-from vembed.data.index import Index
+from vembed.data.example_store import open_examples
+from vembed.data.first_pass import Index
+from vembed.data.formats.json_files import JsonLines
+from vembed.data.images.files import ImageRoot
 from vembed.data.index_parts import index_part
-from vembed.data.readers import JsonLines
 from vembed.data.records import RecordFormat
-from vembed.data.sources import open_examples
 
 ROWS = [
     {
@@ -59,7 +59,7 @@ def indices(
         parts.append(len(some))
         return split(reader, form, some, **options)
 
-    monkeypatch.setattr("vembed.data.sources.build_index", kept)
+    monkeypatch.setattr("vembed.data.example_store.build_index", kept)
     monkeypatch.setattr(index, "in_processes", counted)
     for cores in (1, 2):
         monkeypatch.setattr(index_worker, "num_cores", lambda cores=cores: cores)

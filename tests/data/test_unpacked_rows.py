@@ -26,7 +26,7 @@ from tests.data.test_parallel_pass import as_dict
 from vembed.data import direct_file, index, index_worker, parquet_table, unpacked_rows
 from vembed.data.columns import Columns
 from vembed.data.direct_file import DirectFile
-from vembed.data.sources import ExampleStore
+from vembed.data.example_store import ExampleStore
 
 NUM_ROWS = 500
 ROWS: list[dict[str, Any]] = [
@@ -98,7 +98,7 @@ def found(
         return made[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr("vembed.data.sources.build_index", kept)
+        patched.setattr("vembed.data.example_store.build_index", kept)
         store = open_path(path, on_bad_record="skip", **options)
     return store, as_dict(made[0]) if made else {}
 

@@ -32,11 +32,11 @@ from tests.features.sized_images import (
 )
 from tests.features.test_text_features import featuriser
 from vembed.data import decoders as module
-from vembed.data.decode_worker import HALF_BYTES
-from vembed.data.decoders import Decoders, Decoding
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.picture_bytes import PIXELS, FirstHalf
+from vembed.data.images.decode_worker import HALF_BYTES
+from vembed.data.images.decoders import Decoders, Decoding
+from vembed.data.images.picture_bytes import PIXELS, FirstHalf
 from vembed.errors import RunError, UserError
 
 

@@ -6,7 +6,7 @@ import logging
 
 from typing_extensions import override
 
-from vembed.data.sources import ExampleStore
+from vembed.data.example_store import ExampleStore
 from vembed.training.hooks import Hook, Run
 
 log = logging.getLogger("vembed")

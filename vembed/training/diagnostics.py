@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from vembed.data.rank_batch import RankBatch
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.parallel import collectives
 from vembed.parallel.memory import memory_snapshot
 from vembed.progress import duration

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.data.feeding import to_device
+from vembed.data.batching.feeding import to_device
 from vembed.parallel import collectives
 
 

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item
 from vembed.data.file_content import add_content
-from vembed.data.sources import ExampleStore
 from vembed.evaluation.dataset import EvalData, RetrievalData
 
 MOST_SAMPLED = 256

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.example_store import ExampleStore
 from vembed.data.features import Featuriser
-from vembed.data.sources import ExampleStore
 from vembed.evaluation.dataset import EvalData
 from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel

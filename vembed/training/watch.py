@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
-from vembed.data.rank_batch import RankBatch
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import RunError
 from vembed.parallel import collectives
 from vembed.training.hooks import Hook, Run, StepReport

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from vembed.data.images import IMAGE_PATH
+from vembed.data.images.files import IMAGE_PATH
 
 Record = Mapping[str, Any]
 
