@@ -15,7 +15,7 @@ from tests.features.test_text_features import featuriser
 from vembed.data.batching.feeding import Feeder
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.images.files import pixels
+from vembed.data.images import pixels
 from vembed.errors import UserError
 
 COUNT = 24

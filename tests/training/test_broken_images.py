@@ -16,7 +16,7 @@ import vembed
 from tests import tiny
 from tests.data.pictures import encoded
 from vembed.data.examples import ImageRef
-from vembed.data.images.files import decoders
+from vembed.data.images import decoders
 from vembed.errors import UserError
 from vembed.training import setup
 from vembed.training.callbacks import StepInfo
