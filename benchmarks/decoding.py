@@ -42,9 +42,8 @@ from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription
 from vembed.models.processors import load_image_processor
 from vembed.parallel.session import start_session
-from vembed.training.budget import Budget
+from vembed.training.budget import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
-from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 
 SIDE = 224

@@ -38,10 +38,9 @@ from vembed.parallel import collectives
 from vembed.parallel.session import start_session
 from vembed.tools.demo import demo_model
 from vembed.training import step
-from vembed.training.budget import Budget
+from vembed.training.budget import Budget, MemoryGuard
+from vembed.training.exchange import Column, gather_columns
 from vembed.training.frozen import InputSource
-from vembed.training.gathered_columns import Column, gather_columns
-from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 
 T = TypeVar("T")

@@ -32,10 +32,9 @@ from vembed.models.names import plain_name
 from vembed.parallel.session import Session, start_session
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryLosses
-from vembed.training.budget import Budget
-from vembed.training.embedding_exchange import InRing, LossExchange, loss_exchange
+from vembed.training.budget import Budget, MemoryGuard
+from vembed.training.exchange import InRing, LossExchange, loss_exchange
 from vembed.training.frozen import InputSource
-from vembed.training.shortage import MemoryGuard
 from vembed.training.step import (
     BatchResult,
     ContrastiveStep,

@@ -17,9 +17,8 @@ from vembed.data.batching.rank_batch import make_rank_batch
 from vembed.data.batching.schedule import rank_rows
 from vembed.parallel import parameters
 from vembed.parallel.session import start_session
-from vembed.training.budget import PeakMeter, measure_demand
+from vembed.training.budget import MemoryGuard, PeakMeter, measure_demand
 from vembed.training.frozen import InputSource
-from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 
 FAILURES = (

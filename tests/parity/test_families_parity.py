@@ -31,9 +31,8 @@ from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.models.families.decisions import describe
 from vembed.parallel.session import start_session
-from vembed.training.budget import Budget
+from vembed.training.budget import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
-from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 from vembed.training.update import synchronise
 

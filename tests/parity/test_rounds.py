@@ -16,8 +16,8 @@ from vembed.data.batching.rank_batch import make_rank_batch
 from vembed.data.batching.schedule import rank_rows
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
+from vembed.training.budget import MemoryGuard
 from vembed.training.frozen import InputSource
-from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 from vembed.training.update import synchronise
 

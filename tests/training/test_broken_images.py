@@ -19,7 +19,7 @@ from vembed.data.examples import ImageRef
 from vembed.data.images import decoders
 from vembed.errors import UserError
 from vembed.training import setup
-from vembed.training.callbacks import StepInfo
+from vembed.training.hooks.callbacks import StepInfo
 
 
 def train(folder: Path, images: list[str], **more: Any) -> None:

@@ -32,11 +32,15 @@ from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gath
 from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, AuxiliaryLosses, Parts
-from vembed.training.budget import Budget
-from vembed.training.embedding_exchange import Counts, loss_exchange, part_of
+from vembed.training.budget import Budget, MemoryGuard, OutOfMemory
+from vembed.training.exchange import (
+    Column,
+    Counts,
+    gather_columns,
+    loss_exchange,
+    part_of,
+)
 from vembed.training.frozen import BatchInputs, InputSource
-from vembed.training.gathered_columns import Column, gather_columns
-from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.timing import PhaseTimer
 
 
