@@ -317,7 +317,6 @@ BUILT: dict[str, Row] = {
         "mrl",
     ),
     "layer_lr_decay": ("many", lambda one: one.group("layer.0.")["initial_lr"], 0.125),
-    "warmup_steps": ("other", lambda one: one.trainer.schedule.warmup_steps > 3, True),
     "warmup_steps": ("many", lambda one: one.trainer.schedule.warmup_steps, 3),
     "lr_scheduler_type": ("many", lambda one: one.trainer.schedule.kind, "cosine"),
     "max_grad_norm": ("many", lambda one: one.trainer.update.max_grad_norm, 0.75),

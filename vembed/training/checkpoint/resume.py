@@ -95,7 +95,7 @@ METRICS = "metrics.jsonl"
 
 _LENGTH_AND_MACHINES = """
     epochs max_steps max_train_minutes strategy accelerate_config num_processes num_machines
-    dist_timeout_minutes fsdp_version fsdp_sharding_strategy fsdp_offload_params 
+    dist_timeout_minutes fsdp_version fsdp_sharding_strategy fsdp_offload_params
     fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_wrap_embeddings
     fsdp_reshard_after_forward fsdp_backward_prefetch fsdp_forward_prefetch fsdp_limit_all_gathers
     fsdp_use_orig_params fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
