@@ -1,34 +1,48 @@
-"""Where the package still waits for the device in a step. A wait that is not listed fails the tests."""
+"""Where the host is known to wait for the device in a step (`known_waits.txt`). Any other wait fails the tests."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from tests.imitation.recording import Wait
 from tests.imitation.runs import Result
 
+PATH = Path(__file__).with_name("known_waits.txt")
+
 
 class KnownWait(NamedTuple):
-    """A place that waits, and why. `place` is the innermost file and function outside torch."""
+    """A place that waits, and why."""
 
-    stages: tuple[str, ...]
+    stage: str
     kind: str
     place: str
+    """File and function, the innermost one outside torch."""
     reason: str
 
     def covers(self, wait: Wait) -> bool:
         """Return True if this is the place of the wait."""
-        is_here = wait.stage in self.stages and wait.kind == self.kind
-        return is_here and wait.place == self.place
+        return (self.stage, self.kind, self.place) == (
+            wait.stage,
+            wait.kind,
+            wait.place,
+        )
 
 
-KNOWN: tuple[KnownWait, ...] = ()
+def read_known() -> list[KnownWait]:
+    """Return the lines of the file."""
+    known = []
+    for line in PATH.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            known.append(KnownWait(*(cell.strip() for cell in line.split("|"))))
+    return known
 
 
 def unknown(result: Result) -> list[Wait]:
-    """Return the waits of a case that are not listed."""
+    """Return the waits of a case that are not in the file."""
+    known = read_known()
     return [
         wait
         for wait in result.all_waits()
-        if not any(known.covers(wait) for known in KNOWN)
+        if not any(entry.covers(wait) for entry in known)
     ]
