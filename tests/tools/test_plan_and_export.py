@@ -13,6 +13,8 @@ import torch
 import vembed
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
+from vembed.cli.commands.export import run_export
+from vembed.cli.commands.plan import run_plan
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
@@ -22,8 +24,6 @@ from vembed.models.families.decisions import describe
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import measure
 from vembed.parallel.placement import Placement, place
-from vembed.tools.export import run_export
-from vembed.tools.plan import run_plan
 
 
 def placed(num_ranks: int = 1, **options: Any) -> Placement:
