@@ -92,7 +92,8 @@ class ModelSection(Section, title="model"):
     """Vision-language models: largest image area in pixels; larger images are reduced. Default: the model's own."""
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
-    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for."""
+    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for. Has no
+    effect with gradient checkpointing where texts are packed (`padding_free`)."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Default: true with `strategy: fsdp`,
     except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise false."""
