@@ -62,14 +62,14 @@ def plain_loss(batch: LossBatch, config: TrainConfig) -> Tensor:
     labels = torch.arange(batch.num_rows, device=mask.device)
     mask[labels, labels] = False
     dims = (
-        config.mrl_dims
-        if config.use_mrl and config.mrl_dims
+        config.matryoshka.mrl_dims
+        if config.matryoshka.use_mrl and config.matryoshka.mrl_dims
         else [batch.embeddings.shape[1]]
     )
     loss = batch.embeddings.new_zeros(())
     for dim in dims:
         x = F.normalize(batch.embeddings[:, :dim], dim=1)
-        scores = x[batch.query] @ x[documents].T / config.temperature
+        scores = x[batch.query] @ x[documents].T / config.objective.temperature
         loss = loss + F.cross_entropy(scores.masked_fill(mask, float("-inf")), labels)
     return loss
 

@@ -81,10 +81,10 @@ def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines() -> None:
     }
     config = load_config({"model_name": "m", "data_path": "d", **block})
     assert (
-        config.strategy,
-        config.num_machines,
-        config.num_processes,
-        config.sync_batchnorm,
+        config.parallel.strategy,
+        config.parallel.num_machines,
+        config.parallel.num_processes,
+        config.parallel.sync_batchnorm,
     ) == ("ddp", 4, 8, True)
 
 

@@ -499,8 +499,8 @@ def test_init_writes_a_config_that_loads(vembed: Command, family: str) -> None:
     done = vembed("init", "--family", family)
     assert done.code == 0, done.err
     config = load_config("vembed.yaml")
-    assert config.data_path == "train.jsonl"
-    assert config.loss == "infonce"
+    assert config.data.data_path == "train.jsonl"
+    assert config.objective.loss == "infonce"
     assert all(
         "#" in line
         for line in Path("vembed.yaml").read_text().splitlines()
@@ -512,9 +512,10 @@ def test_init_gives_new_projections_a_rate_of_their_own(vembed: Command) -> None
     Path("train.jsonl").write_text('{"query": "a", "positive": {"image": "b.png"}}\n')
     assert vembed("init", "--family", "composed").code == 0
     config = load_config("vembed.yaml")
-    assert config.learning_rate == "auto" and config.head_learning_rate is None, (
-        "1e-3 when the run begins"
-    )
+    assert (
+        config.optimizer.learning_rate == "auto"
+        and config.optimizer.head_learning_rate is None
+    ), "1e-3 when the run begins"
 
 
 def test_export_says_where_the_model_is(vembed: Command) -> None:
@@ -582,7 +583,11 @@ def test_init_looks_at_the_data(
     done = vembed("init", "--data", name, "--val-data", name)
     assert done.code == 0, done.err
     config = load_config("vembed.yaml")
-    assert (config.loss, config.column_mapping, config.val_data_path) == (
+    assert (
+        config.objective.loss,
+        config.data.column_mapping,
+        config.data.val_data_path,
+    ) == (
         loss,
         mapping,
         name,

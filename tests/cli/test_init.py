@@ -62,11 +62,11 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(
     done = vembed("init", "--data", faq, "--model", str(shared(tiny_bert)))
     assert done.code == 0, done.err
     config = load_config("vembed.yaml")
-    assert config.column_mapping == {
+    assert config.data.column_mapping == {
         "Kundenfrage (orig)": "query",
         "L\u00f6sung/Text": "positive",
     }
-    assert config.val_split == 0.1 and config.batch_size == 8
+    assert config.data.val_split == 0.1 and config.batch.batch_size == 8
     text = Path("vembed.yaml").read_text(encoding="utf-8")
     assert (
         "# GUESSED, please check: Kundenfrage (orig) is the query (" in text
@@ -97,8 +97,8 @@ def test_a_csv_as_excel_saves_it_is_copied_to_utf8(
     )
     assert Path("export.utf8.csv").read_text(encoding="utf-8") == text
     config = load_config("vembed.yaml")
-    assert config.data_path == "export.utf8.csv"
-    assert config.column_mapping == {
+    assert config.data.data_path == "export.utf8.csv"
+    assert config.data.column_mapping == {
         "Kundenfrage (orig)": "query",
         "L\u00f6sung/Text": "positive",
     }
@@ -154,7 +154,7 @@ def test_columns_can_be_named(vembed: Command, faq: str) -> None:
         ).code
         == 0
     )
-    assert load_config("vembed.yaml").column_mapping == {
+    assert load_config("vembed.yaml").data.column_mapping == {
         "L\u00f6sung/Text": "query",
         "Kundenfrage (orig)": "positive",
     }
@@ -169,7 +169,9 @@ def test_columns_can_be_named(vembed: Command, faq: str) -> None:
         ).code
         == 0
     )
-    assert (load_config("vembed.yaml").column_mapping or {})["Kategorie"] == "query"
+    assert (load_config("vembed.yaml").data.column_mapping or {})[
+        "Kategorie"
+    ] == "query"
     done = vembed("init", "--data", faq, "--query", "Kundenfrage", "--force")
     assert done.code == 2
     assert (
@@ -182,7 +184,9 @@ def test_texts_that_are_not_english_get_a_model_of_many_languages(
     vembed: Command, faq: str
 ) -> None:
     assert vembed("init", "--data", faq).code == 0
-    assert load_config("vembed.yaml").model_name == "intfloat/multilingual-e5-base"
+    assert (
+        load_config("vembed.yaml").model.model_name == "intfloat/multilingual-e5-base"
+    )
     assert "of many languages: the texts are not English" in Path(
         "vembed.yaml"
     ).read_text(encoding="utf-8")
@@ -239,8 +243,11 @@ def test_a_clip_config_fits_the_model(vembed: Command) -> None:
     config = load_config("vembed.yaml")
     facts = values.model_facts(str(shared(tiny_clip)))
     assert facts is not None and facts.temperature is not None
-    assert config.max_length is not None and config.max_length <= facts.max_length
-    assert config.temperature == facts.temperature
+    assert (
+        config.model.max_length is not None
+        and config.model.max_length <= facts.max_length
+    )
+    assert config.objective.temperature == facts.temperature
 
 
 def test_a_folder_of_images_and_a_missing_file(vembed: Command) -> None:
@@ -371,7 +378,7 @@ def test_a_config_gets_the_settings_that_memory_needs(
         lambda run: (needs[run.config.gradient_checkpointing] * 2**30, 4.0 * 2**30),
     )
     assert vembed(*words).code == 0
-    assert load_config("vembed.yaml").gradient_checkpointing is True
+    assert load_config("vembed.yaml").model.gradient_checkpointing is True
     text = Path("vembed.yaml").read_text(encoding="utf-8")
     assert (
         "# 9.0 GB of the 4.0 GB of a process on this machine without these settings"

@@ -56,11 +56,11 @@ def test_columns_and_sizes_are_looked_at_in_every_container(
     assert done.code == 0, done.err
     assert "note: GUESSED, please check: Question is the query" in done.err
     config = load_config("vembed.yaml")
-    assert config.data_path == data and config.column_mapping == {
+    assert config.data.data_path == data and config.data.column_mapping == {
         "Question": "query",
         "Answer": "positive",
     }
-    assert config.val_split == 0.1 and config.batch_size == 8
+    assert config.data.val_split == 0.1 and config.batch.batch_size == 8
     assert "# Data: 240 records" in Path("vembed.yaml").read_text()
     assert vembed("train", "vembed.yaml", "--dry-run").code == 0
 
@@ -100,7 +100,7 @@ def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(
     assert (
         vembed("init", "--data", "a.jsonl", "--model", str(shared(tiny_bert))).code == 0
     )
-    assert load_config("vembed.yaml").val_split == 0.1
+    assert load_config("vembed.yaml").data.val_split == 0.1
     done = vembed("train", "vembed.yaml", "max_steps=1", "report_to=none")
     assert done.code == 0, done.err
     assert ("nDCG@10" if kind == "classes" else "Spearman") in done.err + done.out
@@ -193,10 +193,10 @@ def test_shapes_of_other_programs(vembed: Command, kind: str) -> None:
     done = vembed("init", "--data", name, "--model", str(shared(tiny_bert)))
     assert done.code == 0, done.err
     config = load_config("vembed.yaml")
-    assert (config.max_length or 0) >= 60, "a text of 60 words is not cut"
+    assert (config.model.max_length or 0) >= 60, "a text of 60 words is not cut"
     assert (
-        config.loss == ("cosent" if kind == "conversations" else "infonce")
-        and config.column_mapping is None
+        config.objective.loss == ("cosent" if kind == "conversations" else "infonce")
+        and config.data.column_mapping is None
     )
     assert "# Data: 60 records" in Path("vembed.yaml").read_text()
     done = vembed("train", "vembed.yaml", "val_split=null", "--dry-run")

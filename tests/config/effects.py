@@ -173,7 +173,7 @@ class _Lines(logging.Handler):
 def build(options: Options) -> Built:
     """The trainer of a YAML file with these options, in one process."""
     run = resolve(options)
-    Path(run.config.output_dir).mkdir(parents=True)
+    Path(run.config.run.output_dir).mkdir(parents=True)
     log, handler = logging.getLogger("vembed"), _Lines()
     log.addHandler(handler)
     level = log.level

@@ -674,7 +674,7 @@ def test_micro_batches_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None
         hook = one.trainer.parts.model.register_forward_hook(
             lambda *_, seen=calls: seen.append(1)
         )
-        config = one.run.config.model_copy(update={"eval_batch_tokens": tokens})
+        config = one.run.config.changed(**{"eval_batch_tokens": tokens})
         evaluate_model(
             one.trainer.parts.model,
             one.trainer.parts.featuriser,

@@ -10,7 +10,7 @@ from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
 from vembed.config.fsdp import FSDP1_ONLY, FSDP2_ONLY, FsdpConfig
 from vembed.config.loading import resolve_run
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import option_fields
 from vembed.errors import UserError
 
 DOCUMENT_D = """\
@@ -47,7 +47,7 @@ def refusal(write_config: WriteConfig, text: str) -> str:
 @pytest.mark.promise("B03")
 def test_off_by_default(write_config: WriteConfig) -> None:
     run = resolve_run(write_config(), env={})
-    assert run.config.use_fsdp is False
+    assert run.config.parallel.use_fsdp is False
     assert run.strategy.value == "auto"
 
 
@@ -155,7 +155,7 @@ def test_what_only_fsdp2_has(write_config: WriteConfig) -> None:
         False,
         [],
     )
-    assert set(FSDP1_ONLY) | set(FSDP2_ONLY) <= set(TrainConfig.model_fields)
+    assert set(FSDP1_ONLY) | set(FSDP2_ONLY) <= set(option_fields())
 
 
 def test_fsdp1_options_reach_fsdp1(write_config: WriteConfig) -> None:

@@ -87,20 +87,28 @@ training:
 @pytest.mark.promise("A09", "A12", "B20")
 def test_document_a_toml(write_config: WriteConfig) -> None:
     config = load_config(write_config(HERETIC, name="config_with_fsdp.toml", needed=""))
-    assert config.model_name == "meta-llama/Llama-2-7b-chat-hf"
-    assert (config.batch_size, config.use_fsdp, config.fsdp_sharding_strategy) == (
+    assert config.model.model_name == "meta-llama/Llama-2-7b-chat-hf"
+    assert (
+        config.batch.batch_size,
+        config.parallel.use_fsdp,
+        config.parallel.fsdp_sharding_strategy,
+    ) == (
         4,
         True,
         "FULL_SHARD",
     )
-    assert config.fsdp_offload_params is config.fsdp_cpu_offload is False
-    assert config.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
     assert (
-        config.fsdp_transformer_layer_cls_to_wrap
+        config.parallel.fsdp_offload_params is config.parallel.fsdp_cpu_offload is False
+    )
+    assert config.parallel.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    assert (
+        config.parallel.fsdp_transformer_layer_cls_to_wrap
         == "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
     )
-    assert config.fsdp_min_num_params == 1_000_000
-    assert load_config("config_with_fsdp.toml", ["batch_size=16"]).batch_size == 16
+    assert config.parallel.fsdp_min_num_params == 1_000_000
+    assert (
+        load_config("config_with_fsdp.toml", ["batch_size=16"]).batch.batch_size == 16
+    )
 
 
 @pytest.mark.promise(
@@ -126,33 +134,42 @@ def test_document_c_stage_one(
 ) -> None:
     config = resolve_run(write_config(MODULAR, needed=""), stage="stage1").config
     assert (
-        config.strategy,
-        config.use_fsdp,
-        config.num_machines,
-        config.num_processes,
+        config.parallel.strategy,
+        config.parallel.use_fsdp,
+        config.parallel.num_machines,
+        config.parallel.num_processes,
     ) == ("fsdp", True, 1, 8)
     assert (
-        config.batch_size,
-        config.gradient_accumulation_steps,
-        config.sync_batchnorm,
+        config.batch.batch_size,
+        config.batch.gradient_accumulation_steps,
+        config.parallel.sync_batchnorm,
     ) == (2, 4, False)
-    assert (config.fsdp_cpu_offload, config.fsdp_sharding_strategy) == (
+    assert (
+        config.parallel.fsdp_cpu_offload,
+        config.parallel.fsdp_sharding_strategy,
+    ) == (
         False,
         "FULL_SHARD",
     )
-    assert (config.fsdp_backward_prefetch, config.fsdp_forward_prefetch) == (
+    assert (
+        config.parallel.fsdp_backward_prefetch,
+        config.parallel.fsdp_forward_prefetch,
+    ) == (
         "BACKWARD_PRE",
         False,
     )
-    assert (config.fsdp_limit_all_gathers, config.fsdp_use_orig_params) == (True, False)
-    assert config.fsdp_activation_checkpointing is True
-    assert (config.debug, config.log_file) == (True, "training.log")
-    assert (config.wandb_project, config.wandb_tags) == (
+    assert (
+        config.parallel.fsdp_limit_all_gathers,
+        config.parallel.fsdp_use_orig_params,
+    ) == (True, False)
+    assert config.parallel.fsdp_activation_checkpointing is True
+    assert (config.logging.debug, config.logging.log_file) == (True, "training.log")
+    assert (config.logging.wandb_project, config.logging.wandb_tags) == (
         "accfiy-fsdp",
         ["fsdp", "multi-node"],
     )
-    assert config.report_to == ["tensorboard", "wandb"]
-    assert config.output_dir == "output/stage1"
+    assert config.logging.report_to == ["tensorboard", "wandb"]
+    assert config.run.output_dir == "output/stage1"
 
 
 @pytest.mark.promise("C01", "C20")
@@ -164,9 +181,12 @@ def test_stage_two_starts_from_the_result_of_stage_one(
         resolve_run(file, stage="stage2"),
         resolve_run(file, ["stage=stage2"]),
     ):
-        assert chosen.config.model_name == "output/stage1/final"
-        assert chosen.config.output_dir == "output/stage2"
-        assert (chosen.config.strategy, chosen.config.num_processes) == ("ddp", 2)
+        assert chosen.config.model.model_name == "output/stage1/final"
+        assert chosen.config.run.output_dir == "output/stage2"
+        assert (
+            chosen.config.parallel.strategy,
+            chosen.config.parallel.num_processes,
+        ) == ("ddp", 2)
         assert chosen.origins["model_name"] == "cfg.yaml, result of stage1"
     with pytest.raises(
         UserError, match=r"several stages: choose with --stage NAME: stage1, stage2"
@@ -183,34 +203,50 @@ def test_stage_two_starts_from_the_result_of_stage_one(
 )
 def test_document_e(write_config: WriteConfig) -> None:
     config = load_config(write_config(FREE, needed=""))
-    assert config.use_fsdp is True
-    assert (config.fsdp_sharding_strategy, config.fsdp_backward_prefetch) == (
+    assert config.parallel.use_fsdp is True
+    assert (
+        config.parallel.fsdp_sharding_strategy,
+        config.parallel.fsdp_backward_prefetch,
+    ) == (
         "FULL_SHARD",
         "BACKWARD_PRE",
     )
-    assert (config.fsdp_forward_prefetch, config.fsdp_auto_wrap_policy) == (
+    assert (
+        config.parallel.fsdp_forward_prefetch,
+        config.parallel.fsdp_auto_wrap_policy,
+    ) == (
         False,
         "TRANSFORMER_BASED_WRAP",
     )
-    assert (config.fsdp_state_dict_type, config.fsdp_mixed_precision) == (
+    assert (
+        config.parallel.fsdp_state_dict_type,
+        config.parallel.fsdp_mixed_precision,
+    ) == (
         "FULL_STATE_DICT",
         True,
     )
     assert (
-        config.fsdp_param_dtype,
-        config.fsdp_reduce_dtype,
-        config.fsdp_buffer_dtype,
+        config.parallel.fsdp_param_dtype,
+        config.parallel.fsdp_reduce_dtype,
+        config.parallel.fsdp_buffer_dtype,
     ) == (
         "bfloat16",
         "float32",
         "float32",
     )
-    assert (config.batch_size, config.learning_rate, config.gradient_checkpointing) == (
+    assert (
+        config.batch.batch_size,
+        config.optimizer.learning_rate,
+        config.model.gradient_checkpointing,
+    ) == (
         64,
         2e-4,
         True,
     )
-    assert (config.mixed_precision, config.max_grad_norm) == ("bf16", 1.0)
+    assert (config.model.mixed_precision, config.optimizer.max_grad_norm) == (
+        "bf16",
+        1.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,7 +349,7 @@ def test_names_and_spellings(
         "fsdp_version: 1\n" if "local_state_dict" in line else ""
     )  # which FSDP2 does not have
     resolved = resolve_run(write_config(f"{line}\n{more}"))
-    assert dict(resolved.config)[option] == value
+    assert resolved.config.options()[option] == value
     assert resolved.origins[option] == "cfg.yaml:3"
 
 
@@ -335,7 +371,7 @@ def test_effective_batch_counts_accumulated_batches(write_config: WriteConfig) -
     config = load_config(
         write_config("effective_batch_size: 256\n"), ["gradient_accumulation_steps=4"]
     )
-    assert config.global_batch_size == 64
+    assert config.batch.global_batch_size == 64
     with pytest.raises(
         UserError,
         match=r"effective_batch_size: 10 must be a multiple of gradient_accumulation_steps: 4",
@@ -347,13 +383,14 @@ def test_effective_batch_counts_accumulated_batches(write_config: WriteConfig) -
 
 def test_switches_that_contradict_each_other(write_config: WriteConfig) -> None:
     assert (
-        load_config(write_config("bf16: true\nfp16: false\n")).mixed_precision == "bf16"
+        load_config(write_config("bf16: true\nfp16: false\n")).model.mixed_precision
+        == "bf16"
     )
     with pytest.raises(UserError, match="both set mixed_precision"):
         load_config(write_config("bf16: true\nfp16: true\n"))
     assert load_config(
         write_config("use_wandb: true\nreport_to: [wandb]\n")
-    ).report_to == ["wandb"]
+    ).logging.report_to == ["wandb"]
     with pytest.raises(UserError, match="use_wandb: true and report_to"):
         load_config(write_config("use_wandb: true\nreport_to: none\n"))
 

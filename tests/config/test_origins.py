@@ -12,7 +12,7 @@ from tests.config.conftest import NEEDED, WriteConfig
 from vembed.config.entries import DataSource
 from vembed.config.loading import load_config, render, resolve_run, save_config
 from vembed.config.resolved import ResolvedRun
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import TrainConfig, option_fields
 from vembed.errors import UserError
 
 LAUNCHER = {
@@ -38,8 +38,11 @@ def test_each_value_says_where_it_comes_from(write_config: WriteConfig) -> None:
     assert resolved.origins["fsdp_version"] == "accelerate launch"
     assert resolved.origins["epochs"] == "command line"
     assert resolved.origins["learning_rate"] == "default"
-    assert set(resolved.origins) == set(TrainConfig.model_fields)
-    assert (resolved.config.epochs, resolved.config.fsdp_sharding_strategy) == (
+    assert set(resolved.origins) == set(option_fields())
+    assert (
+        resolved.config.optimizer.epochs,
+        resolved.config.parallel.fsdp_sharding_strategy,
+    ) == (
         3.0,
         "SHARD_GRAD_OP",
     )
@@ -52,9 +55,9 @@ def test_the_file_overrides_the_launcher_and_the_command_line_the_file_and_both_
         "fsdp_version: 2\nfsdp_forward_prefetch: true\nmixed_precision: bf16\n"
     )
     resolved = resolve_run(file, env=LAUNCHER)
-    assert resolved.config.use_fsdp is True
-    assert resolved.config.fsdp_version == 2
-    assert resolved.config.fsdp_transformer_layer_cls_to_wrap == [
+    assert resolved.config.parallel.use_fsdp is True
+    assert resolved.config.parallel.fsdp_version == 2
+    assert resolved.config.parallel.fsdp_transformer_layer_cls_to_wrap == [
         "BertLayer",
         "ViTLayer",
     ]
@@ -63,11 +66,11 @@ def test_the_file_overrides_the_launcher_and_the_command_line_the_file_and_both_
         in resolved.notes
     )
     # Accelerate exports "false" for what its file does not mention: that is no statement.
-    assert resolved.config.fsdp_forward_prefetch is True
-    assert resolved.config.fsdp_min_num_params is None
-    assert resolved.config.gradient_checkpointing is None
+    assert resolved.config.parallel.fsdp_forward_prefetch is True
+    assert resolved.config.parallel.fsdp_min_num_params is None
+    assert resolved.config.model.gradient_checkpointing is None
     stronger = resolve_run(file, ["fsdp_version=1"], env=LAUNCHER)
-    assert stronger.config.fsdp_version == 1
+    assert stronger.config.parallel.fsdp_version == 1
     assert (
         "fsdp_version: 1 (command line) overrides fsdp_version: 2 (cfg.yaml, line 3)"
         in stronger.notes
@@ -81,12 +84,12 @@ def test_one_switch_under_two_names_over_several_sources(
     resolved = resolve_run(
         file, ["fsdp-cpu-offload=true", "max_steps=5", "strategy=ddp"]
     )
-    assert resolved.config.fsdp_offload_params is None
-    assert resolved.config.fsdp_cpu_offload is True
+    assert resolved.config.parallel.fsdp_offload_params is None
+    assert resolved.config.parallel.fsdp_cpu_offload is True
     assert (
-        resolved.config.max_steps,
-        resolved.config.use_fsdp,
-        resolved.config.strategy,
+        resolved.config.optimizer.max_steps,
+        resolved.config.parallel.use_fsdp,
+        resolved.config.parallel.strategy,
     ) == (5, False, "ddp")
     assert (
         "max_steps: 5 (command line) overrides epochs: 3.0 (cfg.yaml, line 4)"
@@ -99,15 +102,15 @@ def test_an_option_can_be_said_in_python(write_config: WriteConfig) -> None:
     from_dict = load_config(
         {"model_name": "m", "data_path": "d", "training": {"lr": 1e-4}}
     )
-    assert from_dict.learning_rate == 1e-4
+    assert from_dict.optimizer.learning_rate == 1e-4
     own = TrainConfig(
         model_name="m", data_path=[DataSource(path="d", weight=2)], use_qlora=True
     )
     resolved = resolve_run(own, ["epochs=2"])
-    assert resolved.config.epochs == 2 and resolved.config.data_path == [
+    assert resolved.config.optimizer.epochs == 2 and resolved.config.data.data_path == [
         DataSource(path="d", weight=2)
     ]
-    assert resolved.config.use_lora is True
+    assert resolved.config.adapters.use_lora is True
     assert resolved.origins["use_qlora"] == "TrainConfig"
     assert resolve_run(resolved) is resolved
     with pytest.raises(
@@ -123,18 +126,18 @@ def test_paths_start_here_or_else_beside_the_file(write_config: WriteConfig) -> 
     Path("recipes/val.jsonl").touch()
     Path("val.jsonl").touch()
     resolved = resolve_run(file)
-    assert resolved.config.data_path == "recipes/train.jsonl"
-    assert resolved.config.val_data_path == "val.jsonl"
+    assert resolved.config.data.data_path == "recipes/train.jsonl"
+    assert resolved.config.data.val_data_path == "val.jsonl"
     assert resolved.notes == (
         "data_path: train.jsonl is not in the current directory; using the one beside cfg.yaml",
     )
-    assert load_config(file, ["data_path=train.jsonl"]).data_path == "train.jsonl"
+    assert load_config(file, ["data_path=train.jsonl"]).data.data_path == "train.jsonl"
     sources = write_config(
         "data_path: [train.jsonl, {path: val.jsonl}, other.jsonl]\n",
         name="recipes/b.yaml",
         needed="model_name: m\n",
     )
-    assert load_config(sources).data_path == [
+    assert load_config(sources).data.data_path == [
         "recipes/train.jsonl",
         DataSource(path="val.jsonl"),
         "other.jsonl",
@@ -298,9 +301,7 @@ def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(
         save_config(run.config, "again.yaml")
         again = resolve_run("again.yaml", env={})
         assert again.strategy.value == run.strategy.value
-        assert ("temperature" in again.config.model_fields_set) == (
-            "temperature" in text
-        )
+        assert ("temperature" in again.config.given) == ("temperature" in text)
 
 
 def test_recomputation_is_one_switch_with_or_without_fsdp(
@@ -372,7 +373,7 @@ def test_every_way_in_is_stronger_than_the_default(
     way: str, write_config: WriteConfig
 ) -> None:
     run = given_by((way,), write_config)
-    assert run.config.fsdp_min_num_params == WAYS[way]
+    assert run.config.parallel.fsdp_min_num_params == WAYS[way]
     assert run.origins["fsdp_min_num_params"] != "default"
     assert given_by((), write_config).origins["fsdp_min_num_params"] == "default"
 
@@ -382,7 +383,7 @@ def test_of_two_ways_in_the_more_specific_one_counts_and_the_other_is_named(
     weaker: str, stronger: str, write_config: WriteConfig
 ) -> None:
     run = given_by((weaker, stronger), write_config)
-    assert run.config.fsdp_min_num_params == WAYS[stronger]
+    assert run.config.parallel.fsdp_min_num_params == WAYS[stronger]
     notes = [
         one
         for one in run.notes

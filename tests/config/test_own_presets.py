@@ -28,7 +28,11 @@ def path(tmp_path: Path) -> Path:
 
 def test_examples_alone_change_nothing(path: Path) -> None:
     config = resolve_run(path, env={}).config
-    assert (config.strategy, config.num_processes, config.num_machines) == (
+    assert (
+        config.parallel.strategy,
+        config.parallel.num_processes,
+        config.parallel.num_machines,
+    ) == (
         "auto",
         "auto",
         1,
@@ -41,19 +45,23 @@ def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(
 ) -> None:
     resolved = resolve_run(path, ["fsdp_config=my_cluster", "devices=3"], env={})
     config = resolved.config
-    assert (config.strategy, config.num_processes, config.num_machines) == (
+    assert (
+        config.parallel.strategy,
+        config.parallel.num_processes,
+        config.parallel.num_machines,
+    ) == (
         "fsdp",
         3,
         2,
     )
-    assert config.fsdp_sharding_strategy == "SHARD_GRAD_OP"
+    assert config.parallel.fsdp_sharding_strategy == "SHARD_GRAD_OP"
     assert resolved.origins["num_machines"] == f"{path}:6"
     path.write_text(CONFIG + "accelerate_config: small\n")
-    assert resolve_run(path, env={}).config.strategy == "ddp"
+    assert resolve_run(path, env={}).config.parallel.strategy == "ddp"
     assert (
         resolve_run(
             path, ["accelerate_config=single_node_fsdp"], env={}
-        ).config.num_processes
+        ).config.parallel.num_processes
         == 8
     )
 

@@ -41,7 +41,7 @@ def test_three_formats_say_the_same(write_config: WriteConfig) -> None:
         write_config(json.dumps(values), name="cfg.json", needed="")
     )
     assert from_yaml == from_toml == from_json == load_config(values)
-    assert from_yaml.learning_rate == 2e-5
+    assert from_yaml.optimizer.learning_rate == 2e-5
 
 
 @pytest.mark.parametrize(
@@ -59,18 +59,27 @@ def test_three_formats_say_the_same(write_config: WriteConfig) -> None:
 def test_numbers_as_people_write_them(
     write_config: WriteConfig, text: str, value: float
 ) -> None:
-    assert load_config(write_config(f"learning_rate: {text}\n")).learning_rate == value
-    assert load_config(write_config(), [f"learning_rate={text}"]).learning_rate == value
+    assert (
+        load_config(write_config(f"learning_rate: {text}\n")).optimizer.learning_rate
+        == value
+    )
+    assert (
+        load_config(write_config(), [f"learning_rate={text}"]).optimizer.learning_rate
+        == value
+    )
 
 
 def test_words_that_yaml_11_takes_for_something_else(write_config: WriteConfig) -> None:
     text = "mixed_precision: no\nrun_name: 2024-01-02\nquery_prompt: 12:30\nuse_lora: yes\nresume: off\n"
     config = load_config(write_config(text + "wandb_tags: [no, 1]\n"))
-    assert config.mixed_precision == "no"
-    assert (config.run_name, config.query_prompt) == ("2024-01-02", "12:30")
-    assert config.use_lora is True
-    assert config.resume is False
-    assert config.wandb_tags == ["no", "1"]
+    assert config.model.mixed_precision == "no"
+    assert (config.logging.run_name, config.model.query_prompt) == (
+        "2024-01-02",
+        "12:30",
+    )
+    assert config.adapters.use_lora is True
+    assert config.run.resume is False
+    assert config.logging.wandb_tags == ["no", "1"]
 
 
 def test_unknown_key_is_named_with_nearest_file_and_line(
@@ -198,7 +207,9 @@ def test_one_option_under_two_names(write_config: WriteConfig) -> None:
         in message
     )
     assert (
-        load_config(write_config("lr: 1e-5\nlearning_rate: 1.0e-5\n")).learning_rate
+        load_config(
+            write_config("lr: 1e-5\nlearning_rate: 1.0e-5\n")
+        ).optimizer.learning_rate
         == 1e-5
     )
     assert "both set learning_rate" in error_of(
@@ -226,7 +237,11 @@ def test_anchors_and_merge_keys_work(write_config: WriteConfig) -> None:
         "training: &base {batch_size: 8, epochs: 2}\ntrainer:\n  <<: *base\n  seed: 7\n"
     )
     config = load_config(write_config(text))
-    assert (config.batch_size, config.epochs, config.seed) == (8, 2, 7)
+    assert (config.batch.batch_size, config.optimizer.epochs, config.run.seed) == (
+        8,
+        2,
+        7,
+    )
 
 
 def test_broken_files(write_config: WriteConfig) -> None:
@@ -272,16 +287,16 @@ def test_overrides_read_values_as_yaml_and_text_as_it_stands(
         "resume=true",
     ]
     config = load_config(write_config(), overrides)
-    assert config.mrl_dims == [512, 256]
-    assert config.query_prompt == "query: "
-    assert config.run_name == "2024"
-    assert config.document_prompt is None
-    assert config.freeze == ["vision", "embeddings"]
-    assert config.column_mapping == {"question": "query", "a.b": "positive"}
-    assert config.fsdp_sharding_strategy == "SHARD_GRAD_OP"
-    assert config.profile_steps == [10, 12]
-    assert config.data_path == "a=b.jsonl"
-    assert config.resume is True
+    assert config.matryoshka.mrl_dims == [512, 256]
+    assert config.model.query_prompt == "query: "
+    assert config.logging.run_name == "2024"
+    assert config.model.document_prompt is None
+    assert config.adapters.freeze == ["vision", "embeddings"]
+    assert config.data.column_mapping == {"question": "query", "a.b": "positive"}
+    assert config.parallel.fsdp_sharding_strategy == "SHARD_GRAD_OP"
+    assert config.logging.profile_steps == [10, 12]
+    assert config.data.data_path == "a=b.jsonl"
+    assert config.run.resume is True
 
 
 def test_a_mapping_that_needs_no_quotes_in_a_shell(write_config: WriteConfig) -> None:
@@ -290,7 +305,10 @@ def test_a_mapping_that_needs_no_quotes_in_a_shell(write_config: WriteConfig) ->
         "{Subject: query, My Answer: positive}",
     ):
         config = load_config(write_config(), [f"column_mapping={text}"])
-        assert config.column_mapping == {"Subject": "query", "My Answer": "positive"}
+        assert config.data.column_mapping == {
+            "Subject": "query",
+            "My Answer": "positive",
+        }
     assert "{yours: ours}" in error_of(
         write_config(), ["column_mapping={Subject,Answer}"]
     )
@@ -307,10 +325,11 @@ def test_override_that_is_none(write_config: WriteConfig) -> None:
 
 def test_value_of_the_command_line_wins(write_config: WriteConfig) -> None:
     assert (
-        load_config(write_config("batch_size: 8\n"), ["batch_size=4"]).batch_size == 4
+        load_config(write_config("batch_size: 8\n"), ["batch_size=4"]).batch.batch_size
+        == 4
     )
     config = load_config(write_config("batch_size: 8\n"), ["global_batch_size=64"])
-    assert config.global_batch_size == 64
+    assert config.batch.global_batch_size == 64
 
 
 def test_an_option_in_the_place_of_the_config_file() -> None:

@@ -20,7 +20,7 @@ from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
 from vembed.config.ranks import BY_CONTENT, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import option_fields
 from vembed.errors import UserError
 from vembed.parallel import meeting, rendezvous
 from vembed.parallel.environment import read_rank_info
@@ -51,9 +51,9 @@ def _words(annotation: Any) -> list[Any]:
 
 
 def changed(run: ResolvedRun, name: str) -> ResolvedRun:
-    field = TrainConfig.model_fields[name]
-    value = another(field.annotation, getattr(run.config, name))
-    return replace(run, config=run.config.model_copy(update={name: value}))
+    field = option_fields()[name]
+    value = another(field.annotation, run.config.options()[name])
+    return replace(run, config=run.config.changed(**{name: value}))
 
 
 def sentence(number: int, facts: dict[str, Any], **launch: Any) -> str | None:
@@ -89,16 +89,14 @@ def all_meetings(folder: str) -> dict[str, str | None]:
         }
     )
     said: dict[str, str | None] = {}
-    for number, name in enumerate(TrainConfig.model_fields):
+    for number, name in enumerate(option_fields()):
         said[name] = sentence(number, facts_of(changed(run, name) if rank else run))
 
     def other(name: str, **options: Any) -> dict[str, Any]:
         return facts_of(
             replace(
                 run,
-                config=run.config.model_copy(
-                    update={name: options[name]} if rank else {}
-                ),
+                config=run.config.changed(**{name: options[name]} if rank else {}),
             )
         )
 
@@ -161,7 +159,7 @@ def test_every_rank_hears_the_same(meetings: list[dict[str, str | None]]) -> Non
     assert meetings[0]["alike"] is None
 
 
-@pytest.mark.parametrize("name", TrainConfig.model_fields)
+@pytest.mark.parametrize("name", option_fields())
 def test_every_option_is_compared_or_may_differ_for_a_reason(
     name: str, meetings: list[dict[str, str | None]]
 ) -> None:
@@ -176,7 +174,7 @@ def test_every_option_is_compared_or_may_differ_for_a_reason(
 
 
 def test_lists_of_options_name_options() -> None:
-    assert set(MAY_DIFFER) | set(BY_CONTENT) <= set(TrainConfig.model_fields)
+    assert set(MAY_DIFFER) | set(BY_CONTENT) <= set(option_fields())
     assert not set(MAY_DIFFER) & set(BY_CONTENT)
 
 

@@ -281,4 +281,4 @@ def test_the_names_of_the_python_page_are_public() -> None:
     assert set(vembed.__all__) - {"__version__"} <= set(
         re.findall(r"`vembed\.(\w+)", page)
     )
-    assert load_config({"model_name": "m", "data_path": "d"}).model_name == "m"
+    assert load_config({"model_name": "m", "data_path": "d"}).model.model_name == "m"

@@ -93,7 +93,7 @@ def test_recipe_trains(
     ]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
-    asked = load_config(EXAMPLES / f"{name}.yaml").learning_rate
+    asked = load_config(EXAMPLES / f"{name}.yaml").optimizer.learning_rate
     assert max(line["learning_rate"] for line in steps) == pytest.approx(asked)
     assert (result.output_dir / "training_log.txt").stat().st_size > 0
 

@@ -149,7 +149,7 @@ def term_sizes(
     parameters = {name: one.detach() for name, one in loss.named_parameters()}
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
     for number, (weight, term) in enumerate(loss_terms(config)):
-        prefix = "" if config.losses is None else f"terms.{number}."
+        prefix = "" if config.objective.losses is None else f"terms.{number}."
         own = {
             name: value for name, value in parameters.items() if name.startswith(prefix)
         }
@@ -165,40 +165,44 @@ def term_sizes(
 def _sizes_of_a_term(
     batch: LossBatch, config: TrainConfig, parameters: dict[str, Tensor]
 ) -> dict[str, float]:
-    scale = 1.0 / config.temperature
+    scale = 1.0 / config.objective.temperature
     if "temperature" in parameters:
         scale = 1.0 / float(parameters["temperature"])
     if "log_scale" in parameters:
         scale = math.exp(float(parameters["log_scale"]))
-    has_temperature = "temperature" in READS[config.loss]
+    has_temperature = "temperature" in READS[config.objective.loss]
     scale = scale if has_temperature else 1.0
     target = 0.0
-    if "teacher" in READS[config.loss]:
+    if "teacher" in READS[config.objective.loss]:
         target = 4.0 / (
-            config.teacher_temperature or config.temperature
-            if "temperature" in READS[config.loss]
+            config.objective.teacher_temperature or config.objective.temperature
+            if "temperature" in READS[config.objective.loss]
             else 1.0
         )
     rows = (
-        1 if config.loss in ("cosent", "angle") else max(1, batch.num_rows)
+        1 if config.objective.loss in ("cosent", "angle") else max(1, batch.num_rows)
     )  # cosent is one softmax over all pairs
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
     dims = (
-        list(config.mrl_dims or []) if config.use_mrl else [batch.embeddings.shape[1]]
+        list(config.matryoshka.mrl_dims or [])
+        if config.matryoshka.use_mrl
+        else [batch.embeddings.shape[1]]
     )
     for dim, weight in zip(
         dims,
-        (config.mrl_weights if config.use_mrl else None) or [1.0] * len(dims),
+        (config.matryoshka.mrl_weights if config.matryoshka.use_mrl else None)
+        or [1.0] * len(dims),
         strict=True,
     ):
         norms = batch.embeddings.detach().double()[:, :dim].norm(dim=1)
         norms = norms[norms > 0]
         score, slope = 1.0, float(1 / norms.min())
-        if config.similarity == "dot":
+        if config.objective.similarity == "dot":
             score, slope = float(norms.max()) ** 2, float(norms.max())
         power = (
             2
-            if config.loss in ("relational", "spread_out", "margin_mse", "circle")
+            if config.objective.loss
+            in ("relational", "spread_out", "margin_mse", "circle")
             else 1
         )
         sizes["loss"] += weight * (scale * score + target) ** power
@@ -213,7 +217,7 @@ def _sizes_of_a_term(
         }
         for name in parameters:
             sizes[name] += weight * by_parameter[name]
-    if config.loss == "sigmoid":
+    if config.objective.loss == "sigmoid":
         sizes["loss"] += abs(float(parameters["bias"]))
     return sizes
 

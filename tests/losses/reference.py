@@ -30,7 +30,7 @@ def reference_loss(
     for number, (weight, term) in enumerate(loss_terms(config)):
         prefix = (
             ""
-            if config.losses is None and not config.anchor_weight
+            if config.objective.losses is None and not config.objective.anchor_weight
             else f"terms.{number}."
         )
         own = {
@@ -49,7 +49,7 @@ def term_loss(
     mrl_dims: Sequence[int],
 ) -> Tensor:
     """The loss of a config with one term."""
-    scale: Tensor | float = 1.0 / config.temperature
+    scale: Tensor | float = 1.0 / config.objective.temperature
     if "temperature" in parameters:
         scale = 1.0 / parameters["temperature"]
     elif "log_scale" in parameters:
@@ -57,21 +57,25 @@ def term_loss(
     batch, contents = taught.with_plain_mixtures(batch, config)
     embeddings = batch.embeddings.double()
     dims = (
-        list(config.mrl_dims or mrl_dims) if config.use_mrl else [embeddings.shape[1]]
+        list(config.matryoshka.mrl_dims or mrl_dims)
+        if config.matryoshka.use_mrl
+        else [embeddings.shape[1]]
     )
-    if config.loss == "anchor":
+    if config.objective.loss == "anchor":
         dims = [embeddings.shape[1]]
-    weights = (config.mrl_weights if config.use_mrl and len(dims) > 1 else None) or [
-        1.0
-    ] * len(dims)
+    weights = (
+        config.matryoshka.mrl_weights
+        if config.matryoshka.use_mrl and len(dims) > 1
+        else None
+    ) or [1.0] * len(dims)
     total = embeddings.sum() * 0.0
     for dim, weight in zip(dims, weights, strict=True):
         z = x = embeddings[:, :dim]
-        if config.similarity == "cosine":
+        if config.objective.similarity == "cosine":
             x = torch.stack(
                 [row / row.norm() if bool(row.any()) else row * 0.0 for row in x]
             )
-        match config.loss:
+        match config.objective.loss:
             case "infonce":
                 loss = infonce(x, batch, config, scale, contents)
             case "sigmoid":
@@ -89,7 +93,7 @@ def term_loss(
             case "triplet":
                 loss = triplet(x, batch, config)
             case "kl":
-                listed = config.distill_candidates == "listed"
+                listed = config.objective.distill_candidates == "listed"
                 loss = (taught.kl_listed if listed else kl_batch)(
                     x, batch, config, scale
                 )
@@ -146,7 +150,7 @@ class Rows:
         self.negative_content = [content[u] for u in self.negative]
         self.negative_contents = contents or [{one} for one in self.negative_content]
         self.own = range(len(self.query))[batch.own_rows]
-        everything = config.negatives_from == "all_ranks"
+        everything = config.objective.negatives_from == "all_ranks"
         self.rows = range(len(self.query)) if everything else self.own
         num_negatives = len(self.negative)
         self.negatives = (
@@ -166,7 +170,7 @@ class Rows:
 
     def documents(self, i: int) -> list[int]:
         """Embeddings of D_i, one entry per occurrence."""
-        forbidden, by_content = self.forbidden(i), self.config.mask_duplicates
+        forbidden, by_content = self.forbidden(i), self.config.objective.mask_duplicates
         found = [
             self.positive[j]
             for j in self.rows
@@ -175,7 +179,7 @@ class Rows:
         ]
         for h in self.negatives:
             if (
-                self.config.hard_negatives_scope == "own"
+                self.config.objective.hard_negatives_scope == "own"
                 and self.negative_example[h] != self.example[i]
             ):
                 continue
@@ -185,7 +189,7 @@ class Rows:
 
     def queries(self, i: int) -> list[int]:
         """Embeddings of Q_i."""
-        forbidden, by_content = self.forbidden(i), self.config.mask_duplicates
+        forbidden, by_content = self.forbidden(i), self.config.objective.mask_duplicates
         return [
             self.query[j]
             for j in self.rows
@@ -200,16 +204,16 @@ class Rows:
             same_query = self.query_content[j] == self.query_content[i]
             known = self.positive_content[i] in self.forbidden(j)
             if self.example[j] != self.example[i] and not (
-                self.config.mask_duplicates and (same_query or known)
+                self.config.objective.mask_duplicates and (same_query or known)
             ):
                 found.append(self.query[j])
         return found
 
     def in_reach(self, scores: Tensor, own_score: Tensor) -> Tensor:
         """Scores of the candidates that the margin leaves."""
-        if self.config.false_negative_margin is None:
+        if self.config.objective.false_negative_margin is None:
             return scores
-        ceiling = own_score.detach() + self.config.false_negative_margin
+        ceiling = own_score.detach() + self.config.objective.false_negative_margin
         return scores[scores.detach() <= ceiling + TIE * ceiling.abs().clamp(min=1.0)]
 
     def scores(self, x: Tensor, i: int, anchor: int, others: list[int]) -> Tensor:
@@ -225,9 +229,9 @@ class Rows:
         """The own pair's score and those of all candidates of the forward direction."""
         query, positive = self.query[i], self.positive[i]
         scores = [self.scores(x, i, query, self.documents(i))]
-        if self.config.query_query_negatives:
+        if self.config.objective.query_query_negatives:
             scores.append(self.scores(x, i, query, self.queries(i)))
-        if self.config.document_document_negatives:
+        if self.config.objective.document_document_negatives:
             scores.append(self.scores(x, i, positive, self.documents(i)))
         own = x[query] @ x[positive]
         return own, self.in_reach(torch.cat(scores), own)
@@ -244,10 +248,10 @@ def softmax_loss(
     own: Tensor, others: Tensor, scale: Tensor | float, config: TrainConfig
 ) -> Tensor:
     """-log(exp(own) / (exp(own) + sum exp(others))), with hardness_alpha and focal_gamma."""
-    logits = others * scale + config.hardness_alpha * others.detach()
+    logits = others * scale + config.objective.hardness_alpha * others.detach()
     loss = torch.logsumexp(torch.cat(((own * scale)[None], logits)), 0) - own * scale
-    if config.focal_gamma and len(others):
-        loss = (1 - torch.exp(-loss)) ** config.focal_gamma * loss
+    if config.objective.focal_gamma and len(others):
+        loss = (1 - torch.exp(-loss)) ** config.objective.focal_gamma * loss
     return loss
 
 
@@ -261,7 +265,7 @@ def infonce(
     rows, loss = Rows(batch, config, contents), x.sum() * 0.0
     for i in rows.own:
         row = softmax_loss(*rows.forward_scores(x, i), scale, config)
-        if config.bidirectional:
+        if config.objective.bidirectional:
             row = (row + softmax_loss(*rows.reverse_scores(x, i), scale, config)) / 2
         loss = loss + row
     return loss / max(1, batch.num_rows)
@@ -304,7 +308,11 @@ def sigmoid(
 def circle(
     x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float
 ) -> Tensor:
-    rows, loss, margin = Rows(batch, config), x.sum() * 0.0, config.circle_margin
+    rows, loss, margin = (
+        Rows(batch, config),
+        x.sum() * 0.0,
+        config.objective.circle_margin,
+    )
 
     def of_row(own: Tensor, others: Tensor) -> Tensor:
         positive = torch.clamp(1 + margin - own, min=0.0).detach() * (own - 1 + margin)
@@ -319,7 +327,7 @@ def circle(
             if len(rows.forward_scores(x, i)[1])
             else x.sum() * 0.0
         )
-        if config.bidirectional:
+        if config.objective.bidirectional:
             own, others = rows.reverse_scores(x, i)
             row = (row + (of_row(own, others) if len(others) else 0.0)) / 2
         loss = loss + row
@@ -367,7 +375,7 @@ def triplet(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
     rows, loss, count = Rows(batch, config), x.sum() * 0.0, 0
     for i in range(batch.num_rows):
         for h, u in enumerate(rows.negative):
-            duplicate = config.mask_duplicates and rows.negative_content[
+            duplicate = config.objective.mask_duplicates and rows.negative_content[
                 h
             ] in rows.forbidden(i)
             if rows.negative_example[h] != rows.example[i] or duplicate:
@@ -377,5 +385,7 @@ def triplet(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
                 difference = (
                     x[u] @ x[rows.query[i]] - x[rows.positive[i]] @ x[rows.query[i]]
                 )
-                loss = loss + torch.clamp(difference + config.triplet_margin, min=0.0)
+                loss = loss + torch.clamp(
+                    difference + config.objective.triplet_margin, min=0.0
+                )
     return loss / max(1, count)

@@ -37,9 +37,9 @@ def with_plain_mixtures(
     """The batch with mixed negatives, and the contents of each hard negative's parts."""
     content = batch.content.tolist()
     contents = [{content[u]} for u in batch.negative.tolist()]
-    if not config.mix_negatives or config.loss != "infonce":
+    if not config.objective.mix_negatives or config.objective.loss != "infonce":
         return batch, contents
-    drawn = draw_mixtures(batch, config.seed, config.mix_negatives)
+    drawn = draw_mixtures(batch, config.run.seed, config.objective.mix_negatives)
     embeddings, negative, examples = (
         [batch.embeddings],
         batch.negative.tolist(),
@@ -57,7 +57,7 @@ def with_plain_mixtures(
     ):
         u, v = negative[left], negative[right]
         one, two = batch.embeddings[u], batch.embeddings[v]
-        if config.similarity == "cosine":
+        if config.objective.similarity == "cosine":
             one, two = one / one.norm(), two / two.norm()
         embeddings.append((share * one + (1 - share) * two)[None])
         for parts in vectors.values():
@@ -95,8 +95,8 @@ def in_reach_of_guide(
 ) -> list[int]:
     """The embeddings that the guide leaves as negatives."""
     own = guide[query] @ guide[positive]
-    margin = config.guide_margin * (
-        own.abs() if config.guide_margin_kind == "relative" else 1.0
+    margin = config.objective.guide_margin * (
+        own.abs() if config.objective.guide_margin_kind == "relative" else 1.0
     )
     ceiling = own - margin
     ceiling = ceiling + TIE * ceiling.abs().clamp(min=1.0)
@@ -137,7 +137,8 @@ def own_negatives(batch: LossBatch, config: TrainConfig, row: int) -> list[int]:
         for h in range(batch.negative.numel())
         if batch.negative_example[h] == batch.example[row]
         and not (
-            config.mask_duplicates and int(content[batch.negative[h]]) in forbidden
+            config.objective.mask_duplicates
+            and int(content[batch.negative[h]]) in forbidden
         )
     ]
 
@@ -158,7 +159,7 @@ def listed(
 
 
 def target_scale(config: TrainConfig) -> float:
-    return 1.0 / (config.teacher_temperature or config.temperature)
+    return 1.0 / (config.objective.teacher_temperature or config.objective.temperature)
 
 
 def divergence(student: Tensor, teacher: Tensor) -> Tensor:
@@ -286,7 +287,7 @@ def spread_out(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
     loss, num = x.sum() * 0.0, batch.num_rows
     for index in (batch.query, batch.positive):
         differ = ~torch.eye(num, dtype=torch.bool)
-        if config.mask_duplicates:
+        if config.objective.mask_duplicates:
             content = batch.content[index]
             differ = (content[:, None] != content) & (
                 batch.example[:, None] != batch.example

@@ -77,10 +77,10 @@ def built(make: Make | str, **options: Any) -> EmbeddingModel:
 def build_case(config: TrainConfig) -> EmbeddingModel:
     """The model of a config."""
     recompute = resolve_run(
-        config.model_copy(update={"data_path": "unused"})
+        config.changed(**{"data_path": "unused"})
     ).recomputation.value
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    compute_dtype = halves.get(config.mixed_precision, torch.float32)
+    compute_dtype = halves.get(config.model.mixed_precision, torch.float32)
     return build_model(
         config, describe(config), recompute=recompute, compute_dtype=compute_dtype
     )

@@ -180,7 +180,7 @@ def wanted(case: Case, place: Path) -> tuple[dict[str, torch.Tensor], dict[str, 
         for name, one in losses[0].items()
     }
     value = sum(WEIGHTS[name] * one for name, one in means.items())
-    if config.loss != "none":
+    if config.objective.loss != "none":
         value = value + reference_loss(
             batch, config, mrl_dims=model.description.mrl_dims
         )

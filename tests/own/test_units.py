@@ -141,15 +141,19 @@ def test_from_scratch_draws_weights_by_the_seed() -> None:
     saved, new = weights(), weights(from_scratch=True)
     assert not torch.equal(saved, new) and torch.equal(new, weights(from_scratch=True))
     assert not torch.equal(new, weights(from_scratch=True, seed=7))
-    assert TrainConfig(model_name=folder, data_path="d").from_scratch is False
+    assert TrainConfig(model_name=folder, data_path="d").model.from_scratch is False
 
 
 def test_a_class_is_found_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text((ROOT / "tests/own/bag.py").read_text())
     (tmp_path / "cfg.yaml").write_text("model_class: mine.py:Bag\ndata_path: d\n")
     config = load_config(tmp_path / "cfg.yaml")
-    assert config.model_class == config.model_name == f"{tmp_path / 'mine.py'}:Bag"
-    assert find_class(config.model_class).value.__name__ == "Bag"
+    assert (
+        config.model.model_class
+        == config.model.model_name
+        == f"{tmp_path / 'mine.py'}:Bag"
+    )
+    assert find_class(config.model.model_class).value.__name__ == "Bag"
     for wrong, said in {
         "mine.py": "must be path/to/file.py:Name",
         "none.py:Bag": "is not a file here",

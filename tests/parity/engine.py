@@ -184,7 +184,7 @@ def step_on_rank(
 
 def exchange_of(config: TrainConfig, session: Session) -> LossExchange:
     """The exchange of one case: its session is that of a group of cases."""
-    if config.loss_exchange == "ring":
+    if config.objective.loss_exchange == "ring":
         return InRing(session.rank, session.world_size)
     return loss_exchange(session)
 

@@ -294,7 +294,7 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     assert train() == 0
     assert states() == dict.fromkeys(("broad", "sharp", "mix", "check"), "done")
     config = vembed.load_config("output/sharp/config.yaml")
-    assert config.model_name == "output/broad/final"
+    assert config.model.model_name == "output/broad/final"
     assert json.loads(Path("output/mix/final/merge.json").read_text())["models"] == [
         "output/broad/final",
         "output/sharp/final",
@@ -433,7 +433,7 @@ def test_under_torchrun_all_steps_run_in_the_processes_that_are_there(place):
         ("broad", "negatives", "sharp", "mix", "check"), "done"
     )
     assert (
-        vembed.load_config("output/sharp/config.yaml").data_path
+        vembed.load_config("output/sharp/config.yaml").data.data_path
         == "output/negatives/mined.jsonl"
     )
     for stage, strategy in (("broad", "ddp"), ("sharp", "fsdp")):
@@ -622,7 +622,7 @@ def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
         row["negatives"] and row["positive"] not in row["negatives"] for row in mined
     )
     sharp = vembed.load_config("output/sharp/config.yaml")
-    assert (sharp.data_path, sharp.model_name) == (
+    assert (sharp.data.data_path, sharp.model.model_name) == (
         "output/negatives/mined.jsonl",
         "output/broad/final",
     )
@@ -689,5 +689,8 @@ def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(
         found, expected = losses(f"cut/{stage}"), losses(f"whole/{stage}")
         assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
         assert found == pytest.approx(expected, rel=1e-5)
-    assert vembed.load_config("cut/stage1/config.yaml").strategy == "fsdp"
-    assert vembed.load_config("cut/stage2/config.yaml").model_name == "cut/stage1/final"
+    assert vembed.load_config("cut/stage1/config.yaml").parallel.strategy == "fsdp"
+    assert (
+        vembed.load_config("cut/stage2/config.yaml").model.model_name
+        == "cut/stage1/final"
+    )

@@ -240,7 +240,9 @@ def test_own_prompts_and_length_of_a_teacher_come_before_those_of_a_source(
 
     def added(**own: Any) -> list[int]:
         config = config_of(shared(tiny_bert), shared(tiny_reranker), strategy="ddp")
-        config.teachers[0] = config.teachers[0].model_copy(update=own)
+        config.objective.teachers[0] = config.objective.teachers[0].model_copy(
+            update=own
+        )
         prompted = [source.apply(one) for one in rows()]
         return [
             prepare(config, tmp_path / str(own), *data)["bert"]

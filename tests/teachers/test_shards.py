@@ -132,8 +132,8 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
     assert kind_of(teacher, folder, wants_vectors=False) == "yes_no"
     assert kind_of(teacher, folder, wants_vectors=True) == "embedder"
     example = rows(1)[0]
-    config = config.model_copy(
-        update={"teachers": [teacher], "losses": None, "loss": "margin_mse"}
+    config = config.changed(
+        **{"teachers": [teacher], "losses": None, "loss": "margin_mse"}
     )
     with start_session(config) as session:
         teachers = Teachers(config, session, tmp_path / "cache")

@@ -123,13 +123,13 @@ def test_the_yaml_is_a_config_to_go_on_from(tmp_path):
     folder = tmp_path / "my # folder: one"
     text = demo_yaml(tmp_path / "a model", folder, FULL)
     config = TrainConfig(**yaml.safe_load(text))
-    assert config.model_name == str(tmp_path / "a model")
-    assert config.data_path == str(folder / "data" / "train.jsonl")
-    assert (config.batch_size, config.max_length) == (64, 128)
-    assert config.learning_rate == "auto", (
+    assert config.model.model_name == str(tmp_path / "a model")
+    assert config.data.data_path == str(folder / "data" / "train.jsonl")
+    assert (config.batch.batch_size, config.model.max_length) == (64, 128)
+    assert config.optimizer.learning_rate == "auto", (
         "`vembed demo use_lora=true` would learn little at the rate of all weights"
     )
-    assert config.mrl_dims == [384, 256, 128, 64]
+    assert config.matryoshka.mrl_dims == [384, 256, 128, 64]
     assert max(map(len, text.splitlines())) < 160
 
 

@@ -90,9 +90,7 @@ def full_disk_on_one(output_dir, async_save):
             resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
         run.train().save()
         run.checkpointer.wait()
-        run.checkpointer.config = run.config.model_copy(
-            update={"on_save_error": "stop"}
-        )
+        run.checkpointer.config = run.config.changed(**{"on_save_error": "stop"})
         with pytest.raises(RunError) as caught:
             run.train().save().checkpointer.wait()
         run.checkpointer.verify(run.checkpointer.path_of(1))

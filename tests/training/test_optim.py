@@ -288,12 +288,12 @@ def sharded(tmp_path, model_name, version):
         ):
             sys.modules["torchao"] = sys.modules["torchao.optim"] = torchao
             try:
-                build_optimizer(model, loss, config.model_copy(update={"optim": optim}))
+                build_optimizer(model, loss, config.changed(**{"optim": optim}))
             except UserError as error:
                 refused[optim] = str(error)
         if version == 2:
             wide = session.prepare(TinyModel(dim=8, num_outputs=2), ("Layer",))
-            eight_bit = config.model_copy(update={"optim": "adamw_8bit"})
+            eight_bit = config.changed(**{"optim": "adamw_8bit"})
             assert isinstance(build_optimizer(wide, loss, eight_bit), torch.optim.AdamW)
     return groups, state, held, refused
 
@@ -352,9 +352,7 @@ def flattened(tmp_path, model_name):
         backward(model, loss)
         optimizer.step()
         with pytest.raises(UserError, match="fsdp_use_orig_params: true"):
-            build_optimizer(
-                model, loss, config.model_copy(update={"layer_lr_decay": 0.5})
-            )
+            build_optimizer(model, loss, config.changed(**{"layer_lr_decay": 0.5}))
     return [line for line in lines if "flattens" in line], {
         group["weight_decay"] for group in optimizer.param_groups
     }

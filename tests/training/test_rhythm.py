@@ -88,7 +88,7 @@ def test_weights_of_narrow_models_get_higher_rates_below_those_of_initial_ones()
 
 def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None:
     def temperature(**options: Any) -> float:
-        return with_temperature(TrainConfig(**BASE, **options)).temperature
+        return with_temperature(TrainConfig(**BASE, **options)).objective.temperature
 
     assert temperature(loss="cosent") == temperature(loss="angle") == 0.1
     assert temperature() == temperature(losses=[{"loss": "cosent"}]) == 0.05
@@ -96,20 +96,20 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None
     again = keep_decisions(
         TrainConfig(**BASE, loss="cosent"), {"loss": "cosent", "temperature": 0.05}
     )
-    assert with_temperature(again).temperature == 0.05, (
+    assert with_temperature(again).objective.temperature == 0.05, (
         "a resumed run keeps what its checkpoint has"
     )
     same = keep_decisions(
         TrainConfig(**BASE, learn_temperature=True), {"temperature": 0.05}
     )
-    assert "temperature" not in same.model_fields_set, (
-        "a learned one goes on from the model's own"
-    )
+    assert "temperature" not in same.given, "a learned one goes on from the model's own"
 
 
 def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
     def temperature(own: float | None, **options: Any) -> float:
-        return with_temperature(TrainConfig(**BASE, **options), own).temperature
+        return with_temperature(
+            TrainConfig(**BASE, **options), own
+        ).objective.temperature
 
     assert temperature(0.01) == 0.01
     assert (
@@ -124,7 +124,7 @@ def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
     again = keep_decisions(
         TrainConfig(**BASE), {"loss": "infonce", "temperature": 0.05}
     )
-    assert with_temperature(again, 0.01).temperature == 0.05, (
+    assert with_temperature(again, 0.01).objective.temperature == 0.05, (
         "a resumed run keeps what its checkpoint has"
     )
 

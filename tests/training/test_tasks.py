@@ -297,9 +297,7 @@ def test_held_out_examples_are_scored_by_task(tmp_path: Path) -> None:
 
 def test_the_loss_is_that_of_the_source() -> None:
     sources = [DataSource(path="a"), DataSource(path="b", temperature=0.5, losses=None)]
-    config = config_of(homogeneous_batches=True).model_copy(
-        update={"data_path": sources}
-    )
+    config = config_of(homogeneous_batches=True).changed(**{"data_path": sources})
     loss = build_loss(config)
     batch = make_batch(5)
     for number, wanted in enumerate(source_configs(config)):
@@ -343,7 +341,7 @@ def test_the_earlier_name_of_the_temperature() -> None:
     run = resolve_run(
         {"model_name": "m", "data_path": ["a", "b"], "sampling_alpha": 0.3}
     )
-    assert run.config.sampling == "temperature(0.3)"
+    assert run.config.data.sampling == "temperature(0.3)"
 
 
 def test_turns_and_batch_sizes() -> None:
@@ -385,15 +383,13 @@ def test_sources_of_one_task_share_batches() -> None:
         {"path": "c", "temperature": 0.1},
         {"path": "d", "temperature": 0.1, "batch_size": 2},
     ]
-    config = config_of(homogeneous_batches="task").model_copy(
-        update={"data_path": [DataSource(**one) for one in entries]}
+    config = config_of(homogeneous_batches="task").changed(
+        **{"data_path": [DataSource(**one) for one in entries]}
     )
     assert task_numbers(config) == [0, 1, 0, 3]
     assert task_names(config, ["a", "b", "c", "d"]) == ["a and c", "b", "a and c", "d"]
     assert source_batch_sizes(config, 2) == [64, 64, 64, 4]
-    resumed = config.model_copy(
-        update={"global_batch_size": 64}
-    )  # on one process, from two
+    resumed = config.changed(**{"global_batch_size": 64})  # on one process, from two
     assert source_batch_sizes(resumed, 1) == [64, 64, 64, 4]
     loss = build_loss(config)
     assert len(loss.sources) == 3

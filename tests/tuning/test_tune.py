@@ -77,10 +77,10 @@ def test_a_search_that_fails_in_the_middle_goes_on(
     )
     assert f"best: trial {top['trial']}, {top['score']:.4f}" in said
     if top["trial"]:
-        assert best.learning_rate == pytest.approx(
+        assert best.optimizer.learning_rate == pytest.approx(
             top["options"]["learning_rate"], rel=0.01
         )
-    assert best.output_dir == str(config.parent / "run"), (
+    assert best.run.output_dir == str(config.parent / "run"), (
         "the search's folders are its own"
     )
     assert run_tune(search) == 0, "nothing is left to do"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from vembed.config.options import shown
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import TrainConfig, option_fields
 from vembed.errors import UserError
 
 DEFAULT_MIN_NUM_PARAMS = 1_000_000
@@ -81,9 +81,7 @@ FSDP2_ONLY = {
     "fsdp_reshard_after_forward": "FSDP1 has fsdp_sharding_strategy: SHARD_GRAD_OP keeps the parameters gathered",
 }
 """The same for FSDP1."""
-FSDP_OPTIONS = tuple(
-    name for name in TrainConfig.model_fields if name.startswith("fsdp_")
-)
+FSDP_OPTIONS = tuple(name for name in option_fields() if name.startswith("fsdp_"))
 
 
 def resolve_fsdp(
@@ -104,7 +102,7 @@ def resolve_fsdp(
         offload=offload,
         wrap_policy=values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
         layer_classes=_layer_classes(values.get("fsdp_transformer_layer_cls_to_wrap")),
-        wrap_function=config.wrap_policy,
+        wrap_function=config.parallel.wrap_policy,
         # One option with two meanings: SIZE_BASED_WRAP cannot do without a size; layers are all units unless one is
         # given.
         min_num_params=values.get("fsdp_min_num_params") or DEFAULT_MIN_NUM_PARAMS,
@@ -173,7 +171,7 @@ def _check(config: TrainConfig, values: Mapping[str, Any], version: int) -> None
     if (
         version == 1
         and values.get("fsdp_use_orig_params") is False
-        and (config.use_lora or config.use_qlora)
+        and (config.adapters.use_lora or config.adapters.use_qlora)
     ):
         raise UserError(
             "fsdp_use_orig_params: false with use_lora: true cannot work under fsdp_version: 1, which would flatten "
@@ -226,9 +224,12 @@ def _without_effect(
             f"{DEFAULT_MIN_NUM_PARAMS:,d} (without a size nothing would be wrapped as it should)"
         )
     dtype = values.get("fsdp_param_dtype")
-    if dtype and config.mixed_precision not in ("auto", PRECISION_OF_DTYPE[dtype]):
+    if dtype and config.model.mixed_precision not in (
+        "auto",
+        PRECISION_OF_DTYPE[dtype],
+    ):
         notes.append(
-            f"mixed_precision: {config.mixed_precision} has no effect: fsdp_param_dtype: {dtype} is the dtype of the "
+            f"mixed_precision: {config.model.mixed_precision} has no effect: fsdp_param_dtype: {dtype} is the dtype of the "
             "arithmetic"
         )
     return notes
@@ -242,8 +243,11 @@ def _precision(
         return "no", "fsdp_mixed_precision: false"
     if dtype := values.get("fsdp_param_dtype"):
         return PRECISION_OF_DTYPE[dtype], f"fsdp_param_dtype: {dtype}"
-    if config.mixed_precision != "auto":
-        return config.mixed_precision, f"mixed_precision: {config.mixed_precision}"
+    if config.model.mixed_precision != "auto":
+        return (
+            config.model.mixed_precision,
+            f"mixed_precision: {config.model.mixed_precision}",
+        )
     if values.get("fsdp_mixed_precision") is True:
         return "bf16", "fsdp_mixed_precision: true"
     return "auto", "auto"

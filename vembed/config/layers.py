@@ -275,9 +275,9 @@ def source_layers(
     """Return the layers of a file, a dict or a TrainConfig; with training_stages the shared options, then the stage."""
     if isinstance(source, TrainConfig):
         layer = Layer("TrainConfig")
-        for name, value in source:
+        for name, value in source.options().items():
             # What was set. Defaults are no layer: they would win over the launcher and files.
-            if name in source.model_fields_set:
+            if name in source.given:
                 layer.given[name] = Given(name, value, name, "TrainConfig")
         return [layer]
     keys, name = _keys(source)

@@ -121,9 +121,7 @@ def resolve_run(
         raise _user_error(problems)
     # The default preset is no part of the config: nobody has named it, and `decide` uses it only where FSDP is on.
     named = {name: one for name, one in given.items() if one.level > Level.PRESET}
-    config = TrainConfig.model_validate(
-        {name: one.value for name, one in named.items()}
-    )
+    config = TrainConfig(**{name: one.value for name, one in named.items()})
     problems = [
         broken.text({name: one.where for name, one in named.items()})
         for broken in rules.violations(config)
@@ -185,7 +183,7 @@ def require_earlier_stage(resolved: ResolvedRun) -> None:
 
     Otherwise the folder would be asked for on the Hub.
     """
-    origin, folder = resolved.origins["model_name"], resolved.config.model_name
+    origin, folder = resolved.origins["model_name"], resolved.config.model.model_name
     if RESULT_OF in origin and not Path(folder).is_dir():
         raise UserError(
             f"{folder} ({origin}) is not there: train that stage first, or give this one a model_name"
@@ -208,7 +206,7 @@ def render(
     for name, option in all_options().items():
         if name not in values or (values[name] is None and option.default is None):
             continue
-        if name in UNSAID and name not in config.model_fields_set:
+        if name in UNSAID and name not in config.given:
             continue
         if only_given and origins is not None and origins[name] == DEFAULT:
             continue

@@ -24,7 +24,7 @@ from vembed.config.violation import Rule, Violation, word
 
 
 def _triplet_has_negatives(config: TrainConfig) -> Violation | None:
-    if "triplet" not in losses_of(config) or config.max_negatives != 0:
+    if "triplet" not in losses_of(config) or config.data.max_negatives != 0:
         return None
     return Violation(
         ("loss", "max_negatives"),
@@ -36,12 +36,12 @@ def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
     learned = [
         term
         for _, term in run_terms(config)
-        if term.learn_temperature or term.loss == "sigmoid"
+        if term.objective.learn_temperature or term.objective.loss == "sigmoid"
     ]
     outside = [
-        one.temperature
+        one.objective.temperature
         for one in learned
-        if not LOWEST_TEMPERATURE <= one.temperature <= HIGHEST_TEMPERATURE
+        if not LOWEST_TEMPERATURE <= one.objective.temperature <= HIGHEST_TEMPERATURE
     ]
     if not outside:
         return None
@@ -54,12 +54,14 @@ def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
 
 def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
     # A config that was written by a run names every option, and `loss` with its default value.
-    if config.losses is None or (config.losses and config.loss == "infonce"):
+    if config.objective.losses is None or (
+        config.objective.losses and config.objective.loss == "infonce"
+    ):
         return None
-    problem = f"and loss: {config.loss} are two ways to say one thing: keep one of them"
+    problem = f"and loss: {config.objective.loss} are two ways to say one thing: keep one of them"
     return Violation(
         ("losses", "loss"),
-        f"losses {problem if config.losses else 'is an empty list: name a loss'}",
+        f"losses {problem if config.objective.losses else 'is an empty list: name a loss'}",
     )
 
 
@@ -81,15 +83,17 @@ def _teachers_have_names_of_their_own(config: TrainConfig) -> Violation | None:
 
 def _losses_have_teachers(config: TrainConfig) -> Violation | None:
     for _, term in run_terms(config):
-        teacher, what = followed_teacher(term), f"loss: {term.loss}"
-        if term.loss in FOLLOWS_TEACHER and teacher is None:
+        teacher, what = followed_teacher(term), f"loss: {term.objective.loss}"
+        if term.objective.loss in FOLLOWS_TEACHER and teacher is None:
             return Violation(
                 ("loss", "losses", "teacher"),
                 f"{what} follows a teacher, and the config names none: give teacher a model, or scores where the data "
                 "have them",
             )
         if teacher == SCORES and takes_vectors(term):
-            more = " with distill_candidates: batch" if term.loss == "kl" else ""
+            more = (
+                " with distill_candidates: batch" if term.objective.loss == "kl" else ""
+            )
             return Violation(
                 ("loss", "losses", "teacher"),
                 f"{what}{more} needs vectors, and teacher: {SCORES} has scores of listed pairs alone: name a model",
@@ -108,7 +112,7 @@ def _tasks_have_batches_of_their_own(config: TrainConfig) -> Violation | None:
         one.batch_size is not None or one.global_batch_size is not None
         for one in entries
     )
-    if config.homogeneous_batches or not (has_tasks(config) or sized):
+    if config.data.homogeneous_batches or not (has_tasks(config) or sized):
         return None
     what = "losses or a temperature" if has_tasks(config) else "a batch size"
     return Violation(
@@ -119,7 +123,7 @@ def _tasks_have_batches_of_their_own(config: TrainConfig) -> Violation | None:
 
 def _batches_are_counted_alike(config: TrainConfig) -> Violation | None:
     given, wanted = "global_batch_size", "batch_size"
-    if config.global_batch_size is not None:
+    if config.batch.global_batch_size is not None:
         given, wanted = wanted, given
     other = next(
         (one for one in data_entries(config) if dict(one)[given] is not None), None
@@ -137,7 +141,11 @@ def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
     own = next(
         (one for one in data_entries(config) if one.val_data_path is not None), None
     )
-    if own is None or config.val_data_path is not None or config.val_split is not None:
+    if (
+        own is None
+        or config.data.val_data_path is not None
+        or config.data.val_split is not None
+    ):
         return None
     return Violation(
         ("data_path", "val_data_path"),
@@ -148,8 +156,8 @@ def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
 
 def _turns_need_batches_of_one_source(config: TrainConfig) -> Violation | None:
     if (
-        config.sampling != "round_robin"
-        or config.homogeneous_batches
+        config.data.sampling != "round_robin"
+        or config.data.homogeneous_batches
         or len(data_entries(config)) < 2
     ):
         return None
@@ -160,8 +168,8 @@ def _turns_need_batches_of_one_source(config: TrainConfig) -> Violation | None:
 
 
 def _angles_need_even_sizes(config: TrainConfig) -> Violation | None:
-    odd = [dim for dim in config.mrl_dims or [] if dim % 2]
-    if not odd or all(term.loss != "angle" for _, term in run_terms(config)):
+    odd = [dim for dim in config.matryoshka.mrl_dims or [] if dim % 2]
+    if not odd or all(term.objective.loss != "angle" for _, term in run_terms(config)):
         return None
     return Violation(
         ("loss", "losses", "mrl_dims"),
@@ -171,8 +179,8 @@ def _angles_need_even_sizes(config: TrainConfig) -> Violation | None:
 
 
 def _mixtures_are_candidates(config: TrainConfig) -> Violation | None:
-    if config.negatives_from != "own_rank" or not any(
-        term.mix_negatives for _, term in run_terms(config)
+    if config.objective.negatives_from != "own_rank" or not any(
+        term.objective.mix_negatives for _, term in run_terms(config)
     ):
         return None
     return Violation(
@@ -184,7 +192,7 @@ def _mixtures_are_candidates(config: TrainConfig) -> Violation | None:
 
 def _ring_losses(config: TrainConfig) -> Violation | None:
     loss = needs_whole_batch(config)
-    if config.loss_exchange != "ring" or loss is None:
+    if config.objective.loss_exchange != "ring" or loss is None:
         return None
     return Violation(
         ("loss_exchange", "loss", "losses"),
@@ -194,10 +202,10 @@ def _ring_losses(config: TrainConfig) -> Violation | None:
 
 
 def _mined_negatives_are_read(config: TrainConfig) -> Violation | None:
-    if config.mine is None:
+    if config.data.mine is None:
         return None
     terms = [term for _, term in run_terms(config)]
-    if not any("max_negatives" in READS[term.loss] for term in terms):
+    if not any("max_negatives" in READS[term.objective.loss] for term in terms):
         return Violation(
             ("mine", "loss", "losses"),
             f"mine adds hard negatives, and loss: {', '.join(losses_of(config))} reads none: use loss: infonce, or "
@@ -213,11 +221,14 @@ def _mined_negatives_are_read(config: TrainConfig) -> Violation | None:
 
 
 def _ring_of_float_embeddings(config: TrainConfig) -> Violation | None:
-    if config.loss_exchange != "ring" or config.quantize_embeddings is None:
+    if (
+        config.objective.loss_exchange != "ring"
+        or config.objective.quantize_embeddings is None
+    ):
         return None
     return Violation(
         ("loss_exchange", "quantize_embeddings"),
-        f"quantize_embeddings: {config.quantize_embeddings} takes its levels from the whole batch, which "
+        f"quantize_embeddings: {config.objective.quantize_embeddings} takes its levels from the whole batch, which "
         "loss_exchange: ring does not hold: use loss_exchange: gather, or auto",
     )
 
@@ -242,12 +253,12 @@ LOSS_RULES: tuple[Rule, ...] = (
 
 def loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
     """Return remarks on options that none of the run's losses reads, or that an entry of `losses` does not read."""
-    values = dict(config)
-    losses = tuple(dict.fromkeys(term.loss for _, term in run_terms(config)))
+    values = config.options()
+    losses = tuple(dict.fromkeys(term.objective.loss for _, term in run_terms(config)))
     unread = LOSS_OPTIONS.difference(*(READS[loss] for loss in losses))
     which = (
         f"loss: {losses[0]}"
-        if len(losses) == 1 and config.losses is None
+        if len(losses) == 1 and config.objective.losses is None
         else f"losses: {', '.join(losses)}"
     )
     # One guide or teacher may serve some of the losses, so an option of the run needs one loss that reads it.
@@ -255,7 +266,7 @@ def loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
         f"{name}: {word(values[name])} has no effect with {which}"
         for name in sorted(unread & set_apart)
     ]
-    for number, term in enumerate(config.losses or [], 1):
+    for number, term in enumerate(config.objective.losses or [], 1):
         own = {
             name: value
             for name, value in dict(term).items()
@@ -265,7 +276,7 @@ def loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
             f"losses, entry {number}: {name}: {word(own[name])} has no effect with loss: {term.loss}"
             for name in sorted(own.keys() - READS[term.loss])
         ]
-    if not any(term.guide for _, term in run_terms(config)):
+    if not any(term.objective.guide for _, term in run_terms(config)):
         found += [
             f"{name}: {word(values[name])} has no effect without guide"
             for name in ("guide_margin", "guide_margin_kind")

@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from vembed.config.entries import DataSource, Form, Frozen, LossTerm, Teacher
 from vembed.config.negatives import EpochMining
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import option_fields, section_titles
 
 LARGEST = 2**63
 
@@ -50,14 +50,14 @@ class Option:
 @cache
 def all_options() -> dict[str, Option]:
     """Return every option by name, in the order of the schema."""
-    sections = _sections()
-    found = {}
-    for name, field in TrainConfig.model_fields.items():
+    titles = section_titles()
+    options = {}
+    for name, field in option_fields().items():
         words, choices, kinds = _accepted(field.annotation, field.metadata)
         default = field.get_default(call_default_factory=True)
-        found[name] = Option(
+        options[name] = Option(
             name=name,
-            section=sections[name],
+            section=titles[name],
             text=field.description or "",
             default=None if default is PydanticUndefined else default,
             is_required=field.is_required(),
@@ -65,7 +65,7 @@ def all_options() -> dict[str, Option]:
             choices=tuple(choices),
             kinds=frozenset(kinds),
         )
-    return found
+    return options
 
 
 def checked(name: str, value: Any) -> Any:
@@ -105,7 +105,7 @@ _BLOCK_NAMES = frozenset(
 
 @cache
 def _adapter(name: str) -> TypeAdapter[Any]:
-    field = TrainConfig.model_fields[name]
+    field = option_fields()[name]
     # Pydantic moves the constraints of `Annotated` into the field's metadata; the adapter needs them back.
     kept: Any = field.annotation
     for item in field.metadata:
@@ -165,16 +165,6 @@ def join_words(words: Sequence[str]) -> str:
     if len(words) < 2:
         return "".join(words)
     return ", ".join(words[:-1]) + " or " + words[-1]
-
-
-def _sections() -> dict[str, str]:
-    """Return the section of each option: the title of the class that has the field."""
-    sections = [base for base in TrainConfig.__bases__ if issubclass(base, BaseModel)]
-    return {
-        name: str(section.model_config["title"])
-        for section in sections
-        for name in section.model_fields
-    }
 
 
 def _accepted(

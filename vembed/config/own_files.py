@@ -33,24 +33,26 @@ def is_own(config: TrainConfig, name: str) -> bool:
     """Return whether a run writes a file or folder of this name into its output_dir."""
     return (
         name in OWN_FILES
-        or name == config.log_file
+        or name == config.logging.log_file
         or _CHECKPOINT.fullmatch(name) is not None
     )
 
 
 def log_file_is_another(config: TrainConfig) -> Violation | None:
     """Return a violation where the log would be written into another file of the run."""
-    if config.log_file in OWN_FILES or _CHECKPOINT.fullmatch(config.log_file):
-        said = f"log_file: {config.log_file} is a file or folder that the run writes itself: give another name"
+    if config.logging.log_file in OWN_FILES or _CHECKPOINT.fullmatch(
+        config.logging.log_file
+    ):
+        said = f"log_file: {config.logging.log_file} is a file or folder that the run writes itself: give another name"
         return Violation(("log_file",), said)
     return None
 
 
 def data_are_kept(config: TrainConfig) -> Violation | None:
     """Return a violation where a data file is among those that the run replaces or cuts."""
-    output = Path(config.output_dir)
+    output = Path(config.run.output_dir)
     for option in ("data_path", "val_data_path"):
-        for name in _paths(dict(config)[option]):
+        for name in _paths(config.options()[option]):
             place = Path(name)
             inside = (
                 place.absolute().is_relative_to(output.absolute()) and place.exists()
@@ -71,7 +73,7 @@ def data_are_kept(config: TrainConfig) -> Violation | None:
 
 def names_are_text(config: TrainConfig) -> Violation | None:
     """Return a violation where a text cannot be written to config.yaml and to the report."""
-    for option, value in dict(config).items():
+    for option, value in config.options().items():
         for text in _texts(value):
             try:
                 text.encode()

@@ -54,7 +54,9 @@ def data_places(config: TrainConfig) -> list[tuple[str, str]]:
         if isinstance(source, DataSource) and source.val_data_path is not None
     ]
     return places + (
-        [("val_data_path", config.val_data_path)] if config.val_data_path else []
+        [("val_data_path", config.data.val_data_path)]
+        if config.data.val_data_path
+        else []
     )
 
 
@@ -88,9 +90,9 @@ def missing_places(
         if not is_inside(path, made)
     ]
     found = [one for one in sentences if one is not None]
-    folder = config.model_name
+    folder = config.model.model_name
     is_given_elsewhere = (
-        folder == config.model_class
+        folder == config.model.model_class
         or RESULT_OF in origins["model_name"]
         or is_inside(folder, made)
     )
@@ -99,9 +101,9 @@ def missing_places(
             f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
             f"such as org/model{similar_path(folder)}"
         )
-    if config.image_root is not None and not _exists(config.image_root):
+    if config.data.image_root is not None and not _exists(config.data.image_root):
         found.append(
-            f"image_root: {config.image_root} does not exist (looked from {Path.cwd()})"
+            f"image_root: {config.data.image_root} does not exist (looked from {Path.cwd()})"
         )
     return found
 

@@ -84,13 +84,13 @@ class ResolvedRun:
         if (
             recomputation.source == DEFAULT
             and recomputation.value
-            and self.config.use_gradient_cache is not False
+            and self.config.batch.use_gradient_cache is not False
         ):
             lines.append(
                 "on a GPU gradient checkpointing is off where micro-batches fit without it, since Gradient Cache "
                 "bounds the graphs; `vembed plan` with --gpu says which"
             )
-        if self.config.torch_compile == "auto":
+        if self.config.model.torch_compile == "auto":
             lines.append(
                 "on a GPU layers are compiled in runs of more than about five minutes (torch_compile: auto)"
             )
@@ -159,8 +159,8 @@ def decide(
         fsdp_given=tuple(str(one) for one in own),
         recomputation=_recomputation(given, strategy),
         precision=_precision(config, given),
-        processes=_asked("num_processes", config.num_processes, given),
-        machines=_asked("num_machines", config.num_machines, given),
+        processes=_asked("num_processes", config.parallel.num_processes, given),
+        machines=_asked("num_machines", config.parallel.num_machines, given),
         timeout_minutes=_timeout(config, given, env, found),
         notes=tuple(found),
         file=file,
@@ -168,7 +168,7 @@ def decide(
 
 
 def _wants_fsdp(config: TrainConfig) -> bool:
-    return config.use_fsdp or config.strategy == "fsdp"
+    return config.parallel.use_fsdp or config.parallel.strategy == "fsdp"
 
 
 def _check_file(
@@ -177,7 +177,7 @@ def _check_file(
     """Refuse FSDP beside a file without it, unless FSDP was asked for by a stronger source than the file."""
     if file is None or file.distribution == "fsdp" or not _wants_fsdp(config):
         return
-    asked = given["use_fsdp" if config.use_fsdp else "strategy"]
+    asked = given["use_fsdp" if config.parallel.use_fsdp else "strategy"]
     # A stronger source (the command line over the YAML) may ask for FSDP beside such a file.
     if asked.level <= given["accelerate_config"].level:
         raise UserError(
@@ -200,7 +200,7 @@ def _strategy(
 ) -> Decision[AskedStrategy]:
     """Return how processes share the model, as far as somebody has said it."""
     if _wants_fsdp(config):
-        source = given["use_fsdp" if config.use_fsdp else "strategy"].source
+        source = given["use_fsdp" if config.parallel.use_fsdp else "strategy"].source
         sharding = given.get("fsdp_sharding_strategy")
         # FSDP with NO_SHARD is a copy on each process, which ddp gives without wrapping anything.
         if sharding is not None and sharding.value == "NO_SHARD":
@@ -208,8 +208,8 @@ def _strategy(
                 "ddp", "asked for by fsdp_sharding_strategy: NO_SHARD", source
             )
         return Decision("fsdp", f"asked for, with the options of {base}", source)
-    if config.strategy != "auto":
-        return Decision(config.strategy, "asked for", given["strategy"].source)
+    if config.parallel.strategy != "auto":
+        return Decision(config.parallel.strategy, "asked for", given["strategy"].source)
     # Given and false: `_wants_fsdp` has answered the other case.
     if "use_fsdp" in given:
         return Decision(
@@ -236,7 +236,7 @@ def _recomputation(
 def _precision(
     config: TrainConfig, given: Mapping[str, Given]
 ) -> Decision[AskedPrecision]:
-    asked = _asked("mixed_precision", config.mixed_precision, given)
+    asked = _asked("mixed_precision", config.model.mixed_precision, given)
     if asked.value == "auto":
         return Decision("auto", "auto", asked.source)
     place = "" if asked.reason == "mixed_precision" else f", set by {asked.reason}"
@@ -249,7 +249,7 @@ def _timeout(
     env: Mapping[str, str],
     notes: list[str],
 ) -> Decision[float]:
-    asked = _asked("dist_timeout_minutes", config.dist_timeout_minutes, given)
+    asked = _asked("dist_timeout_minutes", config.parallel.dist_timeout_minutes, given)
     said = env.get(TIMEOUT_VARIABLE)
     if not said:
         return asked

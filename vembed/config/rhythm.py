@@ -72,13 +72,11 @@ class Rhythm:
     def applied(self, config: TrainConfig, epochs: float) -> TrainConfig:
         """Return the config with numbers in place of `auto`."""
         values = self._values()
-        if config.max_steps is None:
+        if config.optimizer.max_steps is None:
             values["epochs"] = epochs
-        given = dict(config)
-        return config.model_copy(
-            update={
-                name: value for name, value in values.items() if given[name] == "auto"
-            }
+        given = config.options()
+        return config.changed(
+            **{name: value for name, value in values.items() if given[name] == "auto"}
         )
 
     def lines(self) -> list[str]:
@@ -104,8 +102,8 @@ def passes(
     config: TrainConfig, num_examples: int, *, has_scale: bool
 ) -> Decision[float]:
     """Return the passes over the data. `has_scale`: of a model with the scale of its own loss, as CLIP and SigLIP."""
-    if config.epochs != "auto":
-        return Decision(config.epochs, "epochs")
+    if config.optimizer.epochs != "auto":
+        return Decision(config.optimizer.epochs, "epochs")
     from_scratch = starts_from_nothing(config)
     epochs = epochs_for(num_examples, from_scratch=from_scratch, has_scale=has_scale)
     if from_scratch:
@@ -124,8 +122,9 @@ def passes(
 
 def starts_from_nothing(config: TrainConfig) -> bool:
     """Return True if the config says that the weights are initial ones."""
-    return config.from_scratch or (
-        config.model_class is not None and config.model_name == config.model_class
+    return config.model.from_scratch or (
+        config.model.model_class is not None
+        and config.model.model_name == config.model.model_class
     )
 
 
@@ -156,12 +155,12 @@ def rhythm(config: TrainConfig, size: Size) -> Rhythm:
 
 def needs_checkpoints(config: TrainConfig) -> bool:
     """Return True if the config asks for something that needs evaluated checkpoints."""
-    return bool(config.guards) or config.load_best_model_at_end is True
+    return bool(config.evaluation.guards) or config.run.load_best_model_at_end is True
 
 
 def _eval_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> int | None:
-    if config.eval_steps != "auto":
-        return config.eval_steps
+    if config.evaluation.eval_steps != "auto":
+        return config.evaluation.eval_steps
     if not size.num_evaluated:
         return None
     if size.total_steps < SHORT_RUN and not needs_checkpoints(config):
@@ -176,9 +175,11 @@ def _eval_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> int
         )
         return None
     every = _round_down(max(size.total_steps // count, 1))
-    if isinstance(config.save_steps, int):
+    if isinstance(config.run.save_steps, int):
         # Each checkpoint needs a score, so the interval divides save_steps.
-        every = max(one for one in range(1, every + 1) if config.save_steps % one == 0)
+        every = max(
+            one for one in range(1, every + 1) if config.run.save_steps % one == 0
+        )
     reasons["eval_steps"] = (
         f"{size.total_steps // every:,d} evaluations in {size.total_steps:,d} steps take about "
         f"{size.total_steps // every * share:.0%} of the computation"
@@ -189,8 +190,8 @@ def _eval_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> int
 def _save_steps(
     config: TrainConfig, size: Size, eval_steps: int | None, reasons: dict[str, str]
 ) -> int | None:
-    if config.save_steps != "auto":
-        return config.save_steps
+    if config.run.save_steps != "auto":
+        return config.run.save_steps
     asked = needs_checkpoints(config)
     if size.checkpoint_bytes > LARGEST_CHECKPOINT and not asked:
         reasons["save_steps"] = (
@@ -220,13 +221,13 @@ def _keeps_best(
     save_steps: int | None,
     reasons: dict[str, str],
 ) -> bool:
-    if config.load_best_model_at_end != "auto":
-        return config.load_best_model_at_end
-    if config.val_data_path is None and config.val_split is None:
+    if config.run.load_best_model_at_end != "auto":
+        return config.run.load_best_model_at_end
+    if config.data.val_data_path is None and config.data.val_split is None:
         return False
     if eval_steps is None or save_steps is None:
         return False
-    if config.guards:
+    if config.evaluation.guards:
         reasons["load_best_model_at_end"] = (
             "the guards decide which checkpoint final/ gets"
         )
@@ -244,8 +245,8 @@ def _keeps_best(
 
 
 def _logging_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> int:
-    if config.logging_steps != "auto":
-        return config.logging_steps
+    if config.logging.logging_steps != "auto":
+        return config.logging.logging_steps
     every = _round_down(
         min(max(size.total_steps // NUM_LOGGED, FEWEST_LOGGED), MOST_BETWEEN_LINES)
     )
@@ -258,13 +259,13 @@ def _logging_steps(config: TrainConfig, size: Size, reasons: dict[str, str]) -> 
 def _patience(
     config: TrainConfig, eval_steps: int | None, reasons: dict[str, str]
 ) -> int | None:
-    if config.patience != "auto":
-        return config.patience
+    if config.evaluation.patience != "auto":
+        return config.evaluation.patience
     if eval_steps is None or (
-        config.val_data_path is None and config.val_split is None
+        config.data.val_data_path is None and config.data.val_split is None
     ):
         return None
-    if config.epochs != "auto" or config.max_steps is not None:
+    if config.optimizer.epochs != "auto" or config.optimizer.max_steps is not None:
         reasons["patience"] = "the config says how long the run is"
         return None
     reasons["patience"] = (

@@ -25,16 +25,16 @@ def violations(config: TrainConfig) -> list[Violation]:
 
 def batch_size_per_process(config: TrainConfig, world_size: int) -> int:
     """Return the rows per process and batch. Raise UserError if the global batch is not divisible."""
-    if config.global_batch_size is None:
-        return config.batch_size
-    if config.global_batch_size % world_size:
-        below = config.global_batch_size // world_size * world_size
+    if config.batch.global_batch_size is None:
+        return config.batch.batch_size
+    if config.batch.global_batch_size % world_size:
+        below = config.batch.global_batch_size // world_size * world_size
         near = f"{below:,d} or {below + world_size:,d}" if below else f"{world_size:,d}"
         raise UserError(
-            f"global_batch_size: {config.global_batch_size:,d} cannot be divided among {world_size:,d} processes: "
+            f"global_batch_size: {config.batch.global_batch_size:,d} cannot be divided among {world_size:,d} processes: "
             f"use {near}, or another number of processes"
         )
-    return config.global_batch_size // world_size
+    return config.batch.global_batch_size // world_size
 
 
 # ---- rules ---------------------------------------------------------------------------------------------------------
@@ -42,68 +42,71 @@ def batch_size_per_process(config: TrainConfig, world_size: int) -> int:
 
 def _one_batch_size(config: TrainConfig) -> Violation | None:
     # Given, with whatever value: who writes both believes that both count.
-    if config.global_batch_size is None or "batch_size" not in config.model_fields_set:
+    if config.batch.global_batch_size is None or "batch_size" not in config.given:
         return None
     return Violation(
         ("batch_size", "global_batch_size"),
-        f"batch_size: {config.batch_size:,d} (per process) and global_batch_size: {config.global_batch_size:,d} (over "
+        f"batch_size: {config.batch.batch_size:,d} (per process) and global_batch_size: {config.batch.global_batch_size:,d} (over "
         "all processes) are two ways to say one thing: keep one of them",
     )
 
 
 def _one_warm_up(config: TrainConfig) -> Violation | None:
-    if config.warmup_steps is None or "warmup_ratio" not in config.model_fields_set:
+    if config.optimizer.warmup_steps is None or "warmup_ratio" not in config.given:
         return None
     return Violation(
         ("warmup_ratio", "warmup_steps"),
-        f"warmup_ratio: {config.warmup_ratio:g} and warmup_steps: {config.warmup_steps:,d} are two ways to say one "
+        f"warmup_ratio: {config.optimizer.warmup_ratio:g} and warmup_steps: {config.optimizer.warmup_steps:,d} are two ways to say one "
         "thing: keep one of them",
     )
 
 
 def _warm_up_ends(config: TrainConfig) -> Violation | None:
     if (
-        config.warmup_steps is None
-        or config.max_steps is None
-        or config.warmup_steps <= config.max_steps
+        config.optimizer.warmup_steps is None
+        or config.optimizer.max_steps is None
+        or config.optimizer.warmup_steps <= config.optimizer.max_steps
     ):
         return None
     return Violation(
         ("warmup_steps", "max_steps"),
-        f"warmup_steps: {config.warmup_steps:,d} is more than max_steps: {config.max_steps:,d}, so the learning rate "
+        f"warmup_steps: {config.optimizer.warmup_steps:,d} is more than max_steps: {config.optimizer.max_steps:,d}, so the learning rate "
         "would never reach its peak: use fewer warm-up steps",
     )
 
 
 def _one_micro_batch_size(config: TrainConfig) -> Violation | None:
-    if config.gradient_cache_chunk_size is None or config.micro_batch_tokens == "auto":
+    if (
+        config.batch.gradient_cache_chunk_size is None
+        or config.batch.micro_batch_tokens == "auto"
+    ):
         return None
     return Violation(
         ("micro_batch_tokens", "gradient_cache_chunk_size"),
-        f"micro_batch_tokens: {config.micro_batch_tokens:,d} and gradient_cache_chunk_size: "
-        f"{config.gradient_cache_chunk_size:,d} (rows) are two ways to say one thing: keep one of them",
+        f"micro_batch_tokens: {config.batch.micro_batch_tokens:,d} and gradient_cache_chunk_size: "
+        f"{config.batch.gradient_cache_chunk_size:,d} (rows) are two ways to say one thing: keep one of them",
     )
 
 
 def _weights_fit_dims(config: TrainConfig) -> Violation | None:
-    if config.mrl_weights is None:
+    if config.matryoshka.mrl_weights is None:
         return None
-    if config.mrl_dims is None:
+    if config.matryoshka.mrl_dims is None:
         return Violation(
             ("mrl_weights",),
-            f"mrl_weights: {config.mrl_weights} needs mrl_dims: say which sizes they are for",
+            f"mrl_weights: {config.matryoshka.mrl_weights} needs mrl_dims: say which sizes they are for",
         )
-    if len(config.mrl_weights) == len(config.mrl_dims):
+    if len(config.matryoshka.mrl_weights) == len(config.matryoshka.mrl_dims):
         return None
     return Violation(
         ("mrl_dims", "mrl_weights"),
-        f"mrl_weights has {len(config.mrl_weights)} entries and mrl_dims has {len(config.mrl_dims)}: give one weight "
+        f"mrl_weights has {len(config.matryoshka.mrl_weights)} entries and mrl_dims has {len(config.matryoshka.mrl_dims)}: give one weight "
         "for each size, in the same order",
     )
 
 
 def _dims_differ(config: TrainConfig) -> Violation | None:
-    dims = config.mrl_dims
+    dims = config.matryoshka.mrl_dims
     if dims is None or (dims and len(set(dims)) == len(dims)):
         return None
     problem = (
@@ -115,7 +118,10 @@ def _dims_differ(config: TrainConfig) -> Violation | None:
 
 
 def _projection_to_initialise(config: TrainConfig) -> Violation | None:
-    if config.mrl_projection_init != "pca" or config.mrl_projection is not False:
+    if (
+        config.matryoshka.mrl_projection_init != "pca"
+        or config.matryoshka.mrl_projection is not False
+    ):
         return None
     return Violation(
         ("mrl_projection", "mrl_projection_init"),
@@ -125,9 +131,13 @@ def _projection_to_initialise(config: TrainConfig) -> Violation | None:
 
 def _kept_features_have_a_frozen_tower(config: TrainConfig) -> Violation | None:
     with_adapters = (
-        config.use_lora or config.use_qlora
-    ) and config.lora_towers != "all"
-    if not config.cache_frozen_features or config.freeze or with_adapters:
+        config.adapters.use_lora or config.adapters.use_qlora
+    ) and config.adapters.lora_towers != "all"
+    if (
+        not config.batch.cache_frozen_features
+        or config.adapters.freeze
+        or with_adapters
+    ):
         return None
     return Violation(
         ("cache_frozen_features",),
@@ -137,7 +147,7 @@ def _kept_features_have_a_frozen_tower(config: TrainConfig) -> Violation | None:
 
 
 def _qlora_has_adapters(config: TrainConfig) -> Violation | None:
-    if not config.use_qlora or config.use_lora:
+    if not config.adapters.use_qlora or config.adapters.use_lora:
         return None
     return Violation(
         ("use_lora", "use_qlora"),
@@ -146,48 +156,51 @@ def _qlora_has_adapters(config: TrainConfig) -> Violation | None:
 
 
 def _composed_has_two_towers(config: TrainConfig) -> Violation | None:
-    if config.model_family == "composed" and config.image_model_name is None:
+    if (
+        config.model.model_family == "composed"
+        and config.model.image_model_name is None
+    ):
         return Violation(
             ("model_family",),
             "model_family: composed needs a second tower: give image_model_name the model that encodes images",
         )
-    if config.image_model_name is not None and config.model_family not in (
+    if config.model.image_model_name is not None and config.model.model_family not in (
         "auto",
         "composed",
     ):
         return Violation(
             ("model_family", "image_model_name"),
-            f"image_model_name: {config.image_model_name} makes a composed model, but model_family is "
-            f"{config.model_family}: leave one of them out",
+            f"image_model_name: {config.model.image_model_name} makes a composed model, but model_family is "
+            f"{config.model.model_family}: leave one of them out",
         )
     return None
 
 
 def _pixels_in_order(config: TrainConfig) -> Violation | None:
     if (
-        config.min_pixels is None
-        or config.max_pixels is None
-        or config.min_pixels <= config.max_pixels
+        config.model.min_pixels is None
+        or config.model.max_pixels is None
+        or config.model.min_pixels <= config.model.max_pixels
     ):
         return None
     return Violation(
         ("min_pixels", "max_pixels"),
-        f"min_pixels: {config.min_pixels:,d} is more than max_pixels: {config.max_pixels:,d}: exchange them",
+        f"min_pixels: {config.model.min_pixels:,d} is more than max_pixels: {config.model.max_pixels:,d}: exchange them",
     )
 
 
 def _one_strategy(config: TrainConfig) -> Violation | None:
-    said = "use_fsdp" in config.model_fields_set
-    if config.use_fsdp and config.strategy in ("single", "ddp"):
+    said = "use_fsdp" in config.given
+    if config.parallel.use_fsdp and config.parallel.strategy in ("single", "ddp"):
         return Violation(
             ("use_fsdp", "strategy"),
-            f"use_fsdp: true and strategy: {config.strategy} contradict each other: keep one of them",
+            f"use_fsdp: true and strategy: {config.parallel.strategy} contradict each other: keep one of them",
         )
     if (
         said
-        and not config.use_fsdp
-        and config.strategy == "fsdp"
-        and "strategy" in config.model_fields_set
+        and not config.parallel.use_fsdp
+        and config.parallel.strategy == "fsdp"
+        and "strategy" in config.given
     ):
         return Violation(
             ("use_fsdp", "strategy"),
@@ -197,7 +210,7 @@ def _one_strategy(config: TrainConfig) -> Violation | None:
 
 
 def _one_offload_switch(config: TrainConfig) -> Violation | None:
-    params, cpu = config.fsdp_offload_params, config.fsdp_cpu_offload
+    params, cpu = config.parallel.fsdp_offload_params, config.parallel.fsdp_cpu_offload
     if params is None or cpu is None or params == cpu:
         return None
     return Violation(
@@ -208,7 +221,10 @@ def _one_offload_switch(config: TrainConfig) -> Violation | None:
 
 
 def _one_checkpointing_switch(config: TrainConfig) -> Violation | None:
-    own, fsdp = config.gradient_checkpointing, config.fsdp_activation_checkpointing
+    own, fsdp = (
+        config.model.gradient_checkpointing,
+        config.parallel.fsdp_activation_checkpointing,
+    )
     if own is None or fsdp is None or own == fsdp:
         return None
     return Violation(
@@ -219,13 +235,16 @@ def _one_checkpointing_switch(config: TrainConfig) -> Violation | None:
 
 
 def _fsdp_precision(config: TrainConfig) -> Violation | None:
-    if config.fsdp_mixed_precision is False and config.fsdp_param_dtype is not None:
+    if (
+        config.parallel.fsdp_mixed_precision is False
+        and config.parallel.fsdp_param_dtype is not None
+    ):
         return Violation(
             ("fsdp_mixed_precision", "fsdp_param_dtype"),
             "fsdp_mixed_precision: false keeps the parameters' own dtype, and fsdp_param_dtype: "
-            f"{config.fsdp_param_dtype} asks for another: keep one of them",
+            f"{config.parallel.fsdp_param_dtype} asks for another: keep one of them",
         )
-    if config.fsdp_mixed_precision and config.mixed_precision == "no":
+    if config.parallel.fsdp_mixed_precision and config.model.mixed_precision == "no":
         return Violation(
             ("fsdp_mixed_precision", "mixed_precision"),
             "fsdp_mixed_precision: true and mixed_precision: no contradict each other: keep one of them",
@@ -234,7 +253,7 @@ def _fsdp_precision(config: TrainConfig) -> Violation | None:
 
 
 def _guards_have_checkpoints(config: TrainConfig) -> Violation | None:
-    if not config.guards:
+    if not config.evaluation.guards:
         return None
     missing = _missing_for_best(config)
     if missing:
@@ -257,7 +276,7 @@ def _guards_have_names(config: TrainConfig) -> Violation | None:
 
 
 def _best_model_is_known(config: TrainConfig) -> Violation | None:
-    if config.load_best_model_at_end is not True:
+    if config.run.load_best_model_at_end is not True:
         return None
     missing = _missing_for_best(config)
     if missing:
@@ -271,7 +290,9 @@ def _best_model_is_known(config: TrainConfig) -> Violation | None:
 
 def _missing_for_best(config: TrainConfig) -> list[str]:
     """Return the options without which no checkpoint is evaluated."""
-    given = dict(config) | {"val_data_path": config.val_data_path or config.val_split}
+    given = config.options() | {
+        "val_data_path": config.data.val_data_path or config.data.val_split
+    }
     return [
         name
         for name in ("val_data_path", "eval_steps", "save_steps")
@@ -280,32 +301,34 @@ def _missing_for_best(config: TrainConfig) -> list[str]:
 
 
 def _checkpoints_are_evaluated(config: TrainConfig, needs: str) -> Violation | None:
-    if not isinstance(config.eval_steps, int) or not isinstance(config.save_steps, int):
+    if not isinstance(config.evaluation.eval_steps, int) or not isinstance(
+        config.run.save_steps, int
+    ):
         return None
-    if config.save_steps % config.eval_steps == 0:
+    if config.run.save_steps % config.evaluation.eval_steps == 0:
         return None
     return Violation(
         ("eval_steps", "save_steps"),
-        f"{needs} an evaluation at every checkpoint: save_steps: {config.save_steps:,d} must be a multiple of "
-        f"eval_steps: {config.eval_steps:,d}",
+        f"{needs} an evaluation at every checkpoint: save_steps: {config.run.save_steps:,d} must be a multiple of "
+        f"eval_steps: {config.evaluation.eval_steps:,d}",
     )
 
 
 def _metric_is_computed(config: TrainConfig) -> Violation | None:
     cutoff = re.fullmatch(
-        r"(?:dim\d+/)?(?:ndcg|mrr|recall|map)@(\d+)", config.eval_metric
+        r"(?:dim\d+/)?(?:ndcg|mrr|recall|map)@(\d+)", config.evaluation.eval_metric
     )
-    if cutoff is None or int(cutoff.group(1)) in config.eval_ks:
+    if cutoff is None or int(cutoff.group(1)) in config.evaluation.eval_ks:
         return None
     return Violation(
         ("eval_metric", "eval_ks"),
-        f"eval_metric: {config.eval_metric} is not computed, since {cutoff.group(1)} is not among eval_ks: "
-        f"{config.eval_ks}: add it",
+        f"eval_metric: {config.evaluation.eval_metric} is not computed, since {cutoff.group(1)} is not among eval_ks: "
+        f"{config.evaluation.eval_ks}: add it",
     )
 
 
 def _profiled_steps(config: TrainConfig) -> Violation | None:
-    steps = config.profile_steps
+    steps = config.logging.profile_steps
     if steps is None or (len(steps) == 2 and steps[0] <= steps[1]):
         return None
     return Violation(
@@ -316,19 +339,19 @@ def _profiled_steps(config: TrainConfig) -> Violation | None:
 
 def _log_file_inside(config: TrainConfig) -> Violation | None:
     if (
-        config.log_file.strip(". ")
-        and PurePath(config.log_file).name == config.log_file
+        config.logging.log_file.strip(". ")
+        and PurePath(config.logging.log_file).name == config.logging.log_file
     ):
         return None
     return Violation(
         ("log_file",),
-        f"log_file: {config.log_file!r} must be the name of a file in output_dir, as training_log.txt",
+        f"log_file: {config.logging.log_file!r} must be the name of a file in output_dir, as training_log.txt",
     )
 
 
 def _names_are_not_empty(config: TrainConfig) -> Violation | None:
     for name in ("model_name", "data_path", "output_dir"):
-        if dict(config)[name] in ("", []):
+        if config.options()[name] in ("", []):
             return Violation((name,), f"{name} is empty: give it a value")
     return None
 
@@ -392,8 +415,8 @@ LEAST_OF_ADAPTERS = 1e-4
 def _prompts_without_line_breaks(config: TrainConfig) -> list[str]:
     """Return one sentence per prompt that holds a backslash and an n, which shells and plain YAML leave as they are."""
     prompts = {
-        "query_prompt": config.query_prompt,
-        "document_prompt": config.document_prompt,
+        "query_prompt": config.model.query_prompt,
+        "document_prompt": config.model.document_prompt,
     }
     for source in data_entries(config):
         prompts |= {
@@ -410,8 +433,8 @@ def _prompts_without_line_breaks(config: TrainConfig) -> list[str]:
 
 def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
-    values, defaults = dict(config), TrainConfig(model_name="-", data_path="-")
-    usual = dict(defaults)
+    values, defaults = config.options(), TrainConfig(model_name="-", data_path="-")
+    usual = defaults.options()
     # By value: an option that is given as its default changes nothing, with or without effect.
     set_apart = {name for name, value in values.items() if value != usual[name]}
     found = loss_remarks(config, set_apart)
@@ -422,21 +445,21 @@ def remarks(config: TrainConfig) -> list[str]:
                 for name in names
                 if name in set_apart
             ]
-    if config.optim in ("sgd", "adafactor"):
+    if config.optimizer.optim in ("sgd", "adafactor"):
         adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
         found += [
-            f"{name}: {word(values[name])} has no effect with optim: {config.optim}"
+            f"{name}: {word(values[name])} has no effect with optim: {config.optimizer.optim}"
             for name in adam
             if name in set_apart
         ]
     if (
-        config.base_batch_size != defaults.base_batch_size
-        and config.scale_learning_rate == "none"
+        config.optimizer.base_batch_size != defaults.optimizer.base_batch_size
+        and config.optimizer.scale_learning_rate == "none"
     ):
         found.append(
-            f"base_batch_size: {config.base_batch_size:,d} has no effect with scale_learning_rate: none"
+            f"base_batch_size: {config.optimizer.base_batch_size:,d} has no effect with scale_learning_rate: none"
         )
-    if config.val_data_path is None and config.val_split is None:
+    if config.data.val_data_path is None and config.data.val_split is None:
         unread = [
             name for name in ("eval_steps", "patience") if isinstance(values[name], int)
         ]
@@ -450,48 +473,51 @@ def remarks(config: TrainConfig) -> list[str]:
             for name in unread
         ]
     if (
-        config.max_steps is not None
-        and config.epochs != "auto"
-        and "epochs" in config.model_fields_set
+        config.optimizer.max_steps is not None
+        and config.optimizer.epochs != "auto"
+        and "epochs" in config.given
     ):
         found.append(
-            f"max_steps: {config.max_steps:,d} decides the length of the run, epochs: {config.epochs:g} does not"
+            f"max_steps: {config.optimizer.max_steps:,d} decides the length of the run, epochs: {config.optimizer.epochs:g} does not"
         )
-    if config.homogeneous_batches and not isinstance(config.data_path, list):
+    if config.data.homogeneous_batches and not isinstance(config.data.data_path, list):
         found.append(
-            f"homogeneous_batches: {word(config.homogeneous_batches)} has no effect with a single source in data_path"
+            f"homogeneous_batches: {word(config.data.homogeneous_batches)} has no effect with a single source in data_path"
         )
-    if config.sampling != "proportional" and len(data_entries(config)) < 2:
+    if config.data.sampling != "proportional" and len(data_entries(config)) < 2:
         found.append(
-            f"sampling: {config.sampling} has no effect with a single source in data_path"
+            f"sampling: {config.data.sampling} has no effect with a single source in data_path"
         )
-    if config.sampling == "round_robin" and any(
+    if config.data.sampling == "round_robin" and any(
         one.weight != 1.0 for one in data_entries(config)
     ):
         found.append(
             "data_path: the weights of the sources have no effect with sampling: round_robin"
         )
-    if config.pure_dtype and config.torch_dtype in ("auto", "float32"):
+    if config.model.pure_dtype and config.model.torch_dtype in ("auto", "float32"):
         found.append(
-            f"pure_dtype: true has no effect with torch_dtype: {config.torch_dtype}"
+            f"pure_dtype: true has no effect with torch_dtype: {config.model.torch_dtype}"
         )
-    if config.resume_anyway and not config.resume:
+    if config.run.resume_anyway and not config.run.resume:
         found.append("resume_anyway: true has no effect without resume")
     if set_apart & {"wandb_project", "wandb_tags"} and not {
         "wandb",
         "trackio",
         "mlflow",
-    } & set(config.report_to):
+    } & set(config.logging.report_to):
         found.append(
-            f"wandb_project and wandb_tags have no effect with report_to: {config.report_to or 'none'}"
+            f"wandb_project and wandb_tags have no effect with report_to: {config.logging.report_to or 'none'}"
         )
-    if config.val_data_path is not None and config.val_data_path == config.data_path:
+    if (
+        config.data.val_data_path is not None
+        and config.data.val_data_path == config.data.data_path
+    ):
         found.append(
             "val_data_path is the training data: its scores will not say how the model does on new data"
         )
-    given = config.learning_rate
+    given = config.optimizer.learning_rate
     if (
-        (config.use_lora or config.use_qlora)
+        (config.adapters.use_lora or config.adapters.use_qlora)
         and given != "auto"
         and given < LEAST_OF_ADAPTERS
     ):
@@ -501,8 +527,8 @@ def remarks(config: TrainConfig) -> list[str]:
         )
     found += _prompts_without_line_breaks(config)
     if (
-        config.image_model_name is not None
-        and config.head_learning_rate is None
+        config.model.image_model_name is not None
+        and config.optimizer.head_learning_rate is None
         and given != "auto"
     ):
         found.append(

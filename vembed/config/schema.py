@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from vembed.config.entries import (
     DataSource,
@@ -27,8 +29,12 @@ from vembed.config.entries import (
 from vembed.config.negatives import EpochMining
 
 
-class ModelOptions(Frozen, title="model"):
-    """Options of the model: weights, dtypes, attention, inputs and pooling."""
+class Section(Frozen):
+    """Base class of the sections of a TrainConfig."""
+
+
+class ModelSection(Section, title="model"):
+    """Weights, dtypes, attention, inputs and pooling of the model."""
 
     model_name: str
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
@@ -91,8 +97,8 @@ class ModelOptions(Frozen, title="model"):
     except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise false."""
 
 
-class HeadOptions(Frozen, title="head"):
-    """Options of the embedding's sizes."""
+class MatryoshkaSection(Section, title="Matryoshka sizes"):
+    """Matryoshka sizes of the embedding."""
 
     use_mrl: bool = False
     """Matryoshka training: a weighted sum of losses over the sizes in `mrl_dims`, each the first dimensions."""
@@ -106,8 +112,8 @@ class HeadOptions(Frozen, title="head"):
     """Initial weights of the projection: rows of the identity, or principal components of a sample of the data."""
 
 
-class AdapterOptions(Frozen, title="adapters and frozen parts"):
-    """Options of LoRA and of weights that are not trained."""
+class AdapterSection(Section, title="adapters and frozen parts"):
+    """LoRA, and weights that are not trained."""
 
     use_lora: bool = False
     """Train low-rank adapters instead of the weights."""
@@ -134,8 +140,8 @@ class AdapterOptions(Frozen, title="adapters and frozen parts"):
     `vision.first_n_layers=6` (of one), or prefixes of parameter names."""
 
 
-class DataOptions(Frozen, title="data"):
-    """Options of training and validation data."""
+class DataSection(Section, title="data"):
+    """Training and validation data."""
 
     data_path: str | list[str | DataSource]
     """Training data: a file (JSONL, CSV, TSV, Parquet; also .gz, .zst), a folder or pattern of files, an address
@@ -181,8 +187,8 @@ class DataOptions(Frozen, title="data"):
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images; 0: none."""
 
 
-class LossOptions(Frozen, title="loss"):
-    """Options of the loss, its candidates and its teachers."""
+class ObjectiveSection(Section, title="loss"):
+    """The loss, its candidates and its teachers."""
 
     loss: LossName = "infonce"
     """infonce: pairs with in-batch negatives. cosent, cosine: pairs with scores. triplet: given negatives with a
@@ -263,8 +269,8 @@ class LossOptions(Frozen, title="loss"):
     """Unit of `guide_margin`: a difference of scores, or a share of the own pair's score."""
 
 
-class StepOptions(Frozen, title="batch and step"):
-    """Options of the batch and of its micro-batches."""
+class BatchSection(Section, title="batch"):
+    """Batch and micro-batches."""
 
     batch_size: PositiveInt = 32
     """Examples per process and step."""
@@ -287,8 +293,8 @@ class StepOptions(Frozen, title="batch and step"):
     all epochs and runs. Needs a tower without trained parameters (`freeze`, `lora_towers`)."""
 
 
-class OptimizerOptions(Frozen, title="optimisation"):
-    """Options of the optimizer and its schedule."""
+class OptimizerSection(Section, title="optimizer"):
+    """Optimizer, learning rate and length of the run."""
 
     epochs: Literal["auto"] | PositiveFloat = "auto"
     """Passes over the data; may be a fraction. `max_steps` takes precedence. `auto`: one over many examples, up to six
@@ -333,14 +339,10 @@ class OptimizerOptions(Frozen, title="optimisation"):
     The decay is lower during the first steps. Not under FSDP1."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Non-finite loss or gradient: stop and name the examples, or skip the step and count it."""
-    seed: NonNegativeInt = 42
-    """Seed of data order, initialisation of new weights and dropout."""
-    deterministic: bool = False
-    """Use deterministic kernels on GPUs; slower."""
 
 
-class DistributedOptions(Frozen, title="distributed"):
-    """Options of processes, devices and sharding."""
+class ParallelSection(Section, title="parallel"):
+    """Processes, devices and sharding."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded. `auto`: by size; see the log."""
@@ -421,14 +423,9 @@ class DistributedOptions(Frozen, title="distributed"):
     variable `NCCL_TIMEOUT` (seconds) sets it."""
 
 
-class OutputOptions(Frozen, title="evaluation, logging, saving"):
-    """Options of evaluation, logs, checkpoints and the model in `final/`."""
+class EvaluationSection(Section, title="evaluation"):
+    """Evaluations during a run, and what they decide."""
 
-    output_dir: str = "output"
-    """Folder of the run: config, logs, checkpoints, model and report. May contain {model}, {data}, {seed} and {time}
-    (the start), as in runs/{model}-{time}."""
-    overwrite: bool = False
-    """Replace the earlier run in `output_dir`; without it, a folder with checkpoints or a finished run is refused."""
     eval_steps: Literal["auto"] | PositiveInt | None = "auto"
     """Steps between evaluations. `auto`, with validation data: ten or more in a run, fewer where they would take over a
     tenth of it, none in a very short run. null: only before and after training."""
@@ -446,20 +443,11 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
     """Cut-offs of nDCG, MRR, Recall and MAP."""
     eval_batch_tokens: Literal["auto"] | PositiveInt = "auto"
     """Padded tokens per micro-batch in evaluation."""
-    save_steps: Literal["auto"] | PositiveInt | None = "auto"
-    """Steps between checkpoints. `auto`: at each evaluation; without validation data about ten in a run of 200 steps or
-    more; none in a very short run, or where one takes over 20 GB. null: none before the end."""
-    save_total_limit: PositiveInt | None = 3
-    """Number of checkpoints to keep; the best and the newest are never deleted."""
-    load_best_model_at_end: Literal["auto"] | bool = "auto"
-    """`final/` holds the best evaluated checkpoint instead of the last weights; needs eval_steps and save_steps.
-    `auto`: with validation data, where every checkpoint is evaluated."""
-    async_save: bool = False
-    """Write checkpoints in the background while training continues."""
-    on_save_error: Literal["stop", "continue"] = "stop"
-    """A checkpoint that cannot be written (disk full): end with exit code 1, or continue and keep the last good one."""
-    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights in `final/`. `auto`: that of the original model's files, although training uses float32."""
+
+
+class LoggingSection(Section, title="logging"):
+    """Logs, trackers, reports and publishing."""
+
     logging_steps: Literal["auto"] | PositiveInt = "auto"
     """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
     report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
@@ -489,6 +477,34 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
     """Write a detailed log of every process to logs/rank-<r>.log, and set TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     profile_steps: list[PositiveInt] | None = None
     """[first, last]: write a profiler trace of these steps per process (trace-rank<r>.json)."""
+
+
+class RunSection(Section, title="run"):
+    """Folder of the run, checkpoints, resuming and the saved model."""
+
+    seed: NonNegativeInt = 42
+    """Seed of data order, initialisation of new weights and dropout."""
+    deterministic: bool = False
+    """Use deterministic kernels on GPUs; slower."""
+    output_dir: str = "output"
+    """Folder of the run: config, logs, checkpoints, model and report. May contain {model}, {data}, {seed} and {time}
+    (the start), as in runs/{model}-{time}."""
+    overwrite: bool = False
+    """Replace the earlier run in `output_dir`; without it, a folder with checkpoints or a finished run is refused."""
+    save_steps: Literal["auto"] | PositiveInt | None = "auto"
+    """Steps between checkpoints. `auto`: at each evaluation; without validation data about ten in a run of 200 steps or
+    more; none in a very short run, or where one takes over 20 GB. null: none before the end."""
+    save_total_limit: PositiveInt | None = 3
+    """Number of checkpoints to keep; the best and the newest are never deleted."""
+    load_best_model_at_end: Literal["auto"] | bool = "auto"
+    """`final/` holds the best evaluated checkpoint instead of the last weights; needs eval_steps and save_steps.
+    `auto`: with validation data, where every checkpoint is evaluated."""
+    async_save: bool = False
+    """Write checkpoints in the background while training continues."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """A checkpoint that cannot be written (disk full): end with exit code 1, or continue and keep the last good one."""
+    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the weights in `final/`. `auto`: that of the original model's files, although training uses float32."""
     resume: Literal["auto"] | bool | str = False
     """true: continue from the newest valid checkpoint of output_dir; auto: the same if there is one; or a path."""
     resume_anyway: bool = False
@@ -497,22 +513,106 @@ class OutputOptions(Frozen, title="evaluation, logging, saving"):
     """Time limit in minutes; the run saves a checkpoint and ends before it."""
 
 
-# The title of a section's class is its heading in docs/options.md; the docstring under each field is the field's text.
-# Sections stand from the last to the first, because pydantic orders fields from the last base class to the first.
-class TrainConfig(
-    OutputOptions,
-    DistributedOptions,
-    OptimizerOptions,
-    StepOptions,
-    LossOptions,
-    DataOptions,
-    AdapterOptions,
-    HeadOptions,
-    ModelOptions,
-    title="TrainConfig",
-):
-    """Options of a training run, in one flat file. `docs/options.md` is generated from them."""
+class TrainConfig(Frozen):
+    """Options of a training run, by section. Users write them flat, in one file.
+
+    `docs/options.md` is generated from the sections: the title of a section's class is
+    its heading, and the docstring under a field is the option's text.
+    """
+
+    model: ModelSection
+    matryoshka: MatryoshkaSection
+    adapters: AdapterSection
+    data: DataSection
+    objective: ObjectiveSection
+    batch: BatchSection
+    optimizer: OptimizerSection
+    parallel: ParallelSection
+    evaluation: EvaluationSection
+    logging: LoggingSection
+    run: RunSection
+
+    def __init__(self, **options: Any) -> None:
+        """Make a config from options by their flat names, or from whole sections."""
+        sections: dict[str, Any] = {name: {} for name in type(self).model_fields}
+        for name, value in options.items():
+            if name in sections and isinstance(value, Section):
+                sections[name] = value
+            else:
+                sections[section_of(name)][name] = value
+        super().__init__(**sections)
+
+    @property
+    def given(self) -> set[str]:
+        """Names of the options that were set, rather than left at their default."""
+        names: set[str] = set()
+        for section in self._sections():
+            names |= section.model_fields_set
+        return names
+
+    def options(self) -> dict[str, Any]:
+        """Return all options by their flat names, in the order of the schema."""
+        values: dict[str, Any] = {}
+        for section in self._sections():
+            values |= dict(section)
+        return values
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain values, as written to config.yaml."""
-        return self.model_dump(mode="json")
+        values: dict[str, Any] = {}
+        for section in self._sections():
+            values |= section.model_dump(mode="json")
+        return values
+
+    def changed(self, **options: Any) -> TrainConfig:
+        """Return a config with other values of some options. They are not validated."""
+        updates: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            updates.setdefault(section_of(name), {})[name] = value
+        sections = dict(self)
+        for name, update in updates.items():
+            sections[name] = sections[name].model_copy(update=update)
+        return TrainConfig(**sections)
+
+    def _sections(self) -> list[Section]:
+        return [section for _, section in self]
+
+
+@cache
+def sections_by_option() -> dict[str, str]:
+    """Return a map from the name of each option to the name of its section."""
+    sections: dict[str, str] = {}
+    for name, field in TrainConfig.model_fields.items():
+        assert field.annotation is not None
+        for option in field.annotation.model_fields:
+            sections[option] = name
+    return sections
+
+
+def section_of(option: str) -> str:
+    """Return the name of the section that an option belongs to."""
+    sections = sections_by_option()
+    if option not in sections:
+        raise ValueError(f"there is no option {option!r}")
+    return sections[option]
+
+
+def option_fields() -> dict[str, FieldInfo]:
+    """Return the pydantic field of every option, in the order of the schema."""
+    fields: dict[str, FieldInfo] = {}
+    for field in TrainConfig.model_fields.values():
+        assert field.annotation is not None
+        fields |= field.annotation.model_fields
+    return fields
+
+
+def section_titles() -> dict[str, str]:
+    """Return the title of each option's section."""
+    titles: dict[str, str] = {}
+    for field in TrainConfig.model_fields.values():
+        section = field.annotation
+        assert section is not None
+        title = str(section.model_config["title"])
+        for option in section.model_fields:
+            titles[option] = title
+    return titles

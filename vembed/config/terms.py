@@ -32,15 +32,17 @@ which a smaller one leaves the few worst."""
 def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
     """Return each term's weight and the config of a run that had this term as its only loss."""
     terms = [(1.0, config)]
-    if config.losses is not None:
-        terms = [(term.weight, with_term(config, term)) for term in config.losses]
-    if config.anchor_weight and all(
-        term.loss not in ("none", ANCHOR) for _, term in terms
+    if config.objective.losses is not None:
+        terms = [
+            (term.weight, with_term(config, term)) for term in config.objective.losses
+        ]
+    if config.objective.anchor_weight and all(
+        term.objective.loss not in ("none", ANCHOR) for _, term in terms
     ):
         terms.append(
             (
-                config.anchor_weight,
-                config.model_copy(update={"loss": ANCHOR, "losses": None}),
+                config.objective.anchor_weight,
+                config.changed(**{"loss": ANCHOR, "losses": None}),
             )
         )
     return terms
@@ -49,19 +51,19 @@ def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
 def with_temperature(config: TrainConfig, own: float | None = None) -> TrainConfig:
     """Return the config with the temperature that suits its loss, if none is given. `own`: the temperature with which
     the model was trained (CLIP, SigLIP)."""
-    if config.losses is not None or "temperature" in config.model_fields_set:
+    if config.objective.losses is not None or "temperature" in config.given:
         return config
     usual = (
         ORDER_TEMPERATURE
-        if config.loss in OF_ORDER
+        if config.objective.loss in OF_ORDER
         else own
-        if config.loss == "infonce"
+        if config.objective.loss == "infonce"
         else None
     )
     if usual is None:
         return config
-    found = config.model_copy(update={"temperature": usual})
-    found.model_fields_set.discard(
+    found = config.changed(**{"temperature": usual})
+    found.objective.model_fields_set.discard(
         "temperature"
     )  # still a default: a learned one is not said to be given
     return found
@@ -74,7 +76,7 @@ def with_term(config: TrainConfig, term: LossTerm) -> TrainConfig:
         for name, value in dict(term).items()
         if name != "weight" and value is not None
     }
-    return config.model_copy(update={**own, "losses": None})
+    return config.changed(**{**own, "losses": None})
 
 
 def source_config(config: TrainConfig, source: str | DataSource) -> TrainConfig:
@@ -88,13 +90,15 @@ def source_config(config: TrainConfig, source: str | DataSource) -> TrainConfig:
     own = {name: value for name, value in own.items() if value is not None}
     if source.losses is not None:
         own |= {"losses": source.losses}
-    return config.model_copy(update=own) if own else config
+    return config.changed(**own) if own else config
 
 
 def data_sources(config: TrainConfig) -> list[str | DataSource]:
     """Return `data_path` as a list, of one source too."""
     return (
-        config.data_path if isinstance(config.data_path, list) else [config.data_path]
+        config.data.data_path
+        if isinstance(config.data.data_path, list)
+        else [config.data.data_path]
     )
 
 
@@ -125,7 +129,7 @@ def task_numbers(config: TrainConfig) -> list[int]:
     """Return the number of each source's task: its own, or with `homogeneous_batches: task` that of the first source
     with the same losses, temperature and batch size."""
     entries = data_entries(config)
-    if config.homogeneous_batches != "task":
+    if config.data.homogeneous_batches != "task":
         return list(range(len(entries)))
     tasks = [
         (one.losses, one.temperature, one.batch_size, one.global_batch_size)
@@ -148,11 +152,11 @@ def task_names(config: TrainConfig, names: Sequence[str]) -> list[str]:
 def source_batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
     """Return the examples per step of each source, over all processes."""
     # A resumed run on another number of processes keeps its global batch; the sources keep their share of it.
-    size = config.global_batch_size or config.batch_size * world_size
+    size = config.batch.global_batch_size or config.batch.batch_size * world_size
     return [
         one.global_batch_size
         or (
-            one.batch_size * size // config.batch_size
+            one.batch_size * size // config.batch.batch_size
             if one.batch_size is not None
             else size
         )
@@ -168,8 +172,11 @@ def run_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
 def compares_listed_alone(config: TrainConfig) -> bool:
     """Return whether all losses of a run compare a positive with the hard negatives of its record, and nothing else."""
     return all(
-        term.loss in ("margin_mse", "score_mse")
-        or (term.loss == "kl" and term.distill_candidates == "listed")
+        term.objective.loss in ("margin_mse", "score_mse")
+        or (
+            term.objective.loss == "kl"
+            and term.objective.distill_candidates == "listed"
+        )
         for _, term in run_terms(config)
     )
 
@@ -178,28 +185,29 @@ def listed_teachers(config: TrainConfig) -> list[Teacher]:
     """Return the entries of `teachers`."""
     return [
         Teacher(model=one) if isinstance(one, str) else one
-        for one in config.teachers or []
+        for one in config.objective.teachers or []
     ]
 
 
 def listed_guards(config: TrainConfig) -> list[Guard]:
     """Return the entries of `guards`."""
     return [
-        Guard(path=one) if isinstance(one, str) else one for one in config.guards or []
+        Guard(path=one) if isinstance(one, str) else one
+        for one in config.evaluation.guards or []
     ]
 
 
 def followed_teacher(config: TrainConfig) -> str | None:
     """Return the name of the teacher that the loss of a single-term config follows."""
-    if config.loss == ANCHOR:
-        return config.model_name
-    if config.loss not in MAY_FOLLOW_TEACHER:
+    if config.objective.loss == ANCHOR:
+        return config.model.model_name
+    if config.objective.loss not in MAY_FOLLOW_TEACHER:
         return None
-    if config.teacher is not None:
-        return _label(config, config.teacher)
+    if config.objective.teacher is not None:
+        return _label(config, config.objective.teacher)
     listed = listed_teachers(config)
     if (
-        config.loss not in FOLLOWS_TEACHER
+        config.objective.loss not in FOLLOWS_TEACHER
     ):  # graded scores of the data are what these losses are made for
         return None
     return listed[0].label if listed else None
@@ -208,9 +216,10 @@ def followed_teacher(config: TrainConfig) -> str | None:
 def reads_scores(config: TrainConfig) -> bool:
     """Return whether a loss of the run reads the scores of the data."""
     return any(
-        term.loss in SCORED
+        term.objective.loss in SCORED
         or (
-            term.loss in MAY_FOLLOW_TEACHER and followed_teacher(term) in (None, SCORES)
+            term.objective.loss in MAY_FOLLOW_TEACHER
+            and followed_teacher(term) in (None, SCORES)
         )
         for _, term in loss_terms(config)
     )
@@ -218,9 +227,9 @@ def reads_scores(config: TrainConfig) -> bool:
 
 def guide_of(config: TrainConfig) -> str | None:
     """Return the name of the guide of a single-term config."""
-    if config.loss not in GUIDED or config.guide is None:
+    if config.objective.loss not in GUIDED or config.objective.guide is None:
         return None
-    return _label(config, config.guide)
+    return _label(config, config.objective.guide)
 
 
 def needed_teachers(config: TrainConfig) -> list[Teacher]:
@@ -236,13 +245,13 @@ def needed_teachers(config: TrainConfig) -> list[Teacher]:
 
 def _model(config: TrainConfig, name: str) -> Teacher:
     """Return the teacher that is named by its model alone. The start model reads what the run reads."""
-    if name != config.model_name:
+    if name != config.model.model_name:
         return Teacher(model=name)
     return Teacher(
         model=name,
-        query_prompt=config.query_prompt,
-        document_prompt=config.document_prompt,
-        max_length=config.max_length,
+        query_prompt=config.model.query_prompt,
+        document_prompt=config.model.document_prompt,
+        max_length=config.model.max_length,
     )
 
 
@@ -256,13 +265,13 @@ def _label(config: TrainConfig, name: str) -> str:
 
 def losses_of(config: TrainConfig) -> tuple[str, ...]:
     """Return the names of the run's losses."""
-    return tuple(dict.fromkeys(term.loss for _, term in loss_terms(config)))
+    return tuple(dict.fromkeys(term.objective.loss for _, term in loss_terms(config)))
 
 
 def takes_vectors(term: TrainConfig) -> bool:
     """Return whether the loss of a single-term config needs the vectors of its teacher, not only scores of pairs."""
-    return term.loss in NEEDS_VECTORS or (
-        term.loss == "kl" and term.distill_candidates == "batch"
+    return term.objective.loss in NEEDS_VECTORS or (
+        term.objective.loss == "kl" and term.objective.distill_candidates == "batch"
     )
 
 
@@ -275,7 +284,12 @@ WHOLE_BATCH = frozenset(
 def needs_whole_batch(config: TrainConfig) -> str | None:
     """Return the run's first loss that needs all embeddings on every process, or None."""
     return next(
-        (term.loss for _, term in run_terms(config) if term.loss in WHOLE_BATCH), None
+        (
+            term.objective.loss
+            for _, term in run_terms(config)
+            if term.objective.loss in WHOLE_BATCH
+        ),
+        None,
     )
 
 

@@ -361,7 +361,7 @@ def open_examples(
     _refuse_bad_records(config, opened, role)
     if role == "train" and len(given) > 1:
         _refuse_names_nowhere(given, opened)
-    limit = config.max_train_examples if role == "train" else None
+    limit = config.data.max_train_examples if role == "train" else None
     sources = [
         _Source(
             source.name or source.path,
@@ -389,7 +389,7 @@ def _open_source(
     config: TrainConfig, source: DataSource, role: Role, cache: Path, *, alone: bool
 ) -> _Opened:
     mapping = (
-        config.column_mapping
+        config.data.column_mapping
         if source.column_mapping is None
         else source.column_mapping
     )
@@ -404,26 +404,27 @@ def _open_source(
     # Before reading: a change during the pass is noticed too.
     stamps = tuple(FileStamp.of(path) for path in reader.files())
     images = ImageRoot(
-        config.image_root or str(reader.folder), allow_urls=config.allow_image_urls
+        config.data.image_root or str(reader.folder),
+        allow_urls=config.data.allow_image_urls,
     )
     losses, max_negatives = (
-        (losses_of(own), own.max_negatives) if role == "train" else ((), None)
+        (losses_of(own), own.data.max_negatives) if role == "train" else ((), None)
     )
-    bounded = "cosine" in losses and own.similarity == "cosine"
+    bounded = "cosine" in losses and own.objective.similarity == "cosine"
     form = RecordFormat(
         columns,
         images,
-        mode=config.retrieval_mode,
+        mode=config.data.retrieval_mode,
         losses=losses,
         max_negatives=max_negatives,
         numbers_in_text=reader.numbers_in_text,
         bounded_scores=bounded,
     )
-    with_keys = config.no_duplicates and role == "train"
+    with_keys = config.data.no_duplicates and role == "train"
     options = [
         reader.name,
         mapping,
-        config.retrieval_mode,
+        config.data.retrieval_mode,
         images.folder,
         images.allow_urls,
         losses,
@@ -458,7 +459,7 @@ def _read_as(source: DataSource) -> ReadAs:
 def _refuse_nothing_to_compare(
     config: TrainConfig, indices: Sequence[Index], role: Role
 ) -> None:
-    has_negatives = config.mine is not None or any(
+    has_negatives = config.data.mine is not None or any(
         index.counts.negatives for index in indices
     )
     if (
@@ -468,7 +469,7 @@ def _refuse_nothing_to_compare(
         or not compares_listed_alone(config)
     ):
         return
-    names = " and ".join(sorted({term.loss for _, term in run_terms(config)}))
+    names = " and ".join(sorted({term.objective.loss for _, term in run_terms(config)}))
     raise UserError(
         f"loss: {names} compares a positive with the hard negatives of its record, and no record has one, so that the "
         "loss would be 0 at every step: `vembed mine` adds some; kl with distill_candidates: batch, embedding and "
@@ -489,7 +490,7 @@ def _refuse_bad_records(
     _refuse_nothing_to_compare(config, indices, role)
     num_bad, num_good = sum(index.num_bad for index in indices), sum(map(len, indices))
     problems = [problem for index in indices for problem in index.problems][:NUM_SHOWN]
-    if num_bad and (config.on_bad_record == "stop" or not num_good):
+    if num_bad and (config.data.on_bad_record == "stop" or not num_good):
         more = (
             [f"and {num_bad - len(problems):,d} more"]
             if num_bad > len(problems)
@@ -555,9 +556,9 @@ def _fingerprint(
     role: Role,
 ) -> str:
     options = [
-        config.retrieval_mode,
-        config.column_mapping,
-        config.max_negatives if role == "train" else None,
+        config.data.retrieval_mode,
+        config.data.column_mapping,
+        config.data.max_negatives if role == "train" else None,
     ]
     return short_hash(
         options,

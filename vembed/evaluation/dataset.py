@@ -135,12 +135,12 @@ def open_eval_data(
     `qrels/*.tsv` files, or any training data. `splits` orders the qrels of a folder by preference; a single one
     has to be there. `task: auto` means scored pairs if every example has one positive and a score, and nothing else.
     """
-    path = path or config.val_data_path
+    path = path or config.data.val_data_path
     assert path is not None, (
         "the caller asks for evaluation data only where there are any"
     )
     place = Path(path)
-    skip_bad = config.on_bad_record == "skip"
+    skip_bad = config.data.on_bad_record == "skip"
     if (folder := folder_of_qrels(place)) is not None:
         return read_beir(folder, place, skip_bad=skip_bad)
     if is_beir_folder(place):

@@ -144,8 +144,8 @@ def evaluate_model(
     device = session.device if session else next(model.parameters()).device
     budget = (
         default_budget(device)
-        if config.eval_batch_tokens == "auto"
-        else config.eval_batch_tokens
+        if config.evaluation.eval_batch_tokens == "auto"
+        else config.evaluation.eval_batch_tokens
     )
     normalize = description.similarity == "cosine"
     full = (
@@ -222,13 +222,13 @@ def deciding_metric(
     config: TrainConfig, data: EvalData, scores: dict[str, float]
 ) -> str:
     """Return the key of the metric that decides which checkpoint is best."""
-    if config.eval_metric == "auto":
+    if config.evaluation.eval_metric == "auto":
         return data.metric
-    if config.eval_metric not in scores:
+    if config.evaluation.eval_metric not in scores:
         raise UserError(
-            f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(scores)}"
+            f"eval_metric: {config.evaluation.eval_metric} is not among what is measured: {', '.join(scores)}"
         )
-    return config.eval_metric
+    return config.evaluation.eval_metric
 
 
 def check_metric(
@@ -246,22 +246,24 @@ def check_metric(
         if dim <= full
         for name in names
     ]
-    if config.quantize_embeddings is not None and isinstance(data, RetrievalData):
+    if config.objective.quantize_embeddings is not None and isinstance(
+        data, RetrievalData
+    ):
         names += [
             compressed_name(form, dim)
             for form in FORMS
             for dim in sorted({full, *description.mrl_dims})
         ]
-    if config.eval_metric not in ("auto", *names):
-        near = nearest(config.eval_metric, names)
+    if config.evaluation.eval_metric not in ("auto", *names):
+        near = nearest(config.evaluation.eval_metric, names)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(
-            f"eval_metric: {config.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
+            f"eval_metric: {config.evaluation.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
         )
 
 
 def _cut_offs(config: TrainConfig) -> list[int]:
-    return sorted({*config.eval_ks, REPORTED_K})
+    return sorted({*config.evaluation.eval_ks, REPORTED_K})
 
 
 def _checked_dims(dims: Sequence[int], full: int) -> list[int]:

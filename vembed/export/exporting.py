@@ -176,8 +176,8 @@ def evaluation_data(
         if data is None or not Path(data).exists():
             return None
         known = ("column_mapping", "image_root", "on_bad_record")
-        config = config.model_copy(
-            update={name: values[name] for name in known if name in values}
+        config = config.changed(
+            **{name: values[name] for name in known if name in values}
         )
     return open_eval_data(config, data)
 

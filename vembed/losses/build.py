@@ -53,8 +53,12 @@ def build_loss(
     unless the config gives a `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each
     teacher's vectors, for `loss: embedding`.
     """
-    dims = tuple(config.mrl_dims or mrl_dims) if config.use_mrl else ()
-    if config.use_mrl and not dims:
+    dims = (
+        tuple(config.matryoshka.mrl_dims or mrl_dims)
+        if config.matryoshka.use_mrl
+        else ()
+    )
+    if config.matryoshka.use_mrl and not dims:
         raise ValueError("use_mrl without mrl_dims: pass the model's sizes")
     sizes = _Sizes(dims, embedding_dim, teacher_dims or {})
     loss: EmbeddingLoss
@@ -67,10 +71,12 @@ def build_loss(
         loss = LossBySource([tasks[number] for number in numbers])
     else:
         loss = _sum(config, sizes, start_scale, start_bias)
-    if config.quantize_embeddings is None:
+    if config.objective.quantize_embeddings is None:
         return loss
     return CompressedVectors(
-        loss, config.quantize_embeddings, cosine=config.similarity == "cosine"
+        loss,
+        config.objective.quantize_embeddings,
+        cosine=config.objective.similarity == "cosine",
     )
 
 
@@ -85,9 +91,9 @@ def _sum(
         (weight, term, _build(term, sizes, start_scale, start_bias))
         for weight, term in loss_terms(config)
     ]
-    if config.losses is None and len(terms) == 1:
+    if config.objective.losses is None and len(terms) == 1:
         return terms[0][2]
-    names = [term.loss for _, term, _ in terms]
+    names = [term.objective.loss for _, term, _ in terms]
     numbered = [
         f"{name}_{names[:n].count(name) + 1}" if names.count(name) > 1 else name
         for n, name in enumerate(names)
@@ -107,12 +113,13 @@ class _Sizes:
 def _start(config: TrainConfig, own: float | None) -> float | None:
     """Return the model's own scale where a learned one starts from it; None where it starts at `temperature`. Log which
     of the two it is."""
-    is_learned = config.loss == "sigmoid" or (
-        config.learn_temperature and "learn_temperature" in READS[config.loss]
+    is_learned = config.objective.loss == "sigmoid" or (
+        config.objective.learn_temperature
+        and "learn_temperature" in READS[config.objective.loss]
     )
     if not is_learned:
         return own
-    if "temperature" in config.model_fields_set:
+    if "temperature" in config.given:
         instead = (
             ""
             if own is None
@@ -120,12 +127,15 @@ def _start(config: TrainConfig, own: float | None) -> float | None:
         )
         log.info(
             "temperature: learned, starting at %g as given%s",
-            config.temperature,
+            config.objective.temperature,
             instead,
         )
         return None
     if own is None:
-        log.info("temperature: learned, starting at %g (default)", config.temperature)
+        log.info(
+            "temperature: learned, starting at %g (default)",
+            config.objective.temperature,
+        )
     else:
         log.info(
             "temperature: learned, starting at %.3g, with which this model was trained",
@@ -143,7 +153,7 @@ def _build(
     """One term."""
     dims = sizes.dims
     start_scale = _start(config, start_scale)
-    match config.loss:
+    match config.objective.loss:
         case "infonce":
             return InfoNCE(config, dims, start_scale)
         case "cosent":
@@ -161,7 +171,7 @@ def _build(
         case "kl":
             which = (
                 BatchDivergence
-                if config.distill_candidates == "batch"
+                if config.objective.distill_candidates == "batch"
                 else ListedDivergence
             )
             return which(config, dims, start_scale)

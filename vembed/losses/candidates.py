@@ -137,7 +137,7 @@ def find_candidates(
 ) -> Candidates:
     """Lay out the table [negatives, positives, queries, own hard negatives] and the score blocks of the options."""
     own = batch.own()
-    all_ranks = config.negatives_from != "own_rank"
+    all_ranks = config.objective.negatives_from != "own_rank"
     rows, negatives = (
         slice(0, batch.num_rows),
         numbers_of(slice(0, batch.negative.numel()), batch),
@@ -152,15 +152,15 @@ def find_candidates(
         # Fewer candidates; the loss still divides by the rows of the global batch.
         rows, negatives = own, numbers_of(batch.own_hard_negatives(), batch)
     # Queries of other rows are needed only as columns; otherwise the own queries, as anchors, are enough.
-    query_columns = config.query_query_negatives or both_directions
+    query_columns = config.objective.query_query_negatives or both_directions
     query_rows = rows if query_columns else own
 
     explicit_row = explicit_position = used = batch.negative[:0]
-    has_negative_columns = config.hard_negatives_scope == "all"
+    has_negative_columns = config.objective.hard_negatives_scope == "all"
     if not has_negative_columns:
         # With this scope hard negatives are explicit pairs and no columns of the score blocks.
         explicit_row, explicit_negative = explicit_negatives(
-            batch, own, negatives, mask_duplicates=config.mask_duplicates
+            batch, own, negatives, mask_duplicates=config.objective.mask_duplicates
         )
         used, explicit_position = torch.unique(explicit_negative, return_inverse=True)
         negatives = negatives[:0]
@@ -174,7 +174,7 @@ def find_candidates(
     if explicit_row.numel():
         position = queries.stop + explicit_position
         explicit.append(ExplicitPairs("query", explicit_row, position, FORWARD))
-        if config.document_document_negatives:
+        if config.objective.document_document_negatives:
             explicit.append(ExplicitPairs("positive", explicit_row, position, FORWARD))
     foreign = None
     if batch.ring is not None and all_ranks:
@@ -292,7 +292,7 @@ class _Keys:
     ) -> None:
         self.config = config
         self.both_directions = both_directions
-        self.by_content = config.mask_duplicates
+        self.by_content = config.objective.mask_duplicates
         if self.by_content:
             content = torch.unique(batch.content, return_inverse=True)[1].to(
                 torch.int32
@@ -330,9 +330,9 @@ class _Keys:
         of_documents = (ExclusionMask(self.own_sets, document),)
         of_queries = (ExclusionMask(self.own_sets, self.query[rows, None]),)
         found = [ScoreBlock("query", documents, of_documents, FORWARD)]
-        if self.config.query_query_negatives:
+        if self.config.objective.query_query_negatives:
             found.append(ScoreBlock("query", queries, of_queries, FORWARD))
-        if self.config.document_document_negatives:
+        if self.config.objective.document_document_negatives:
             found.append(ScoreBlock("positive", documents, of_documents, FORWARD))
         if self.both_directions:
             found.append(

@@ -31,15 +31,17 @@ class Circle(ScoredLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
         config, embeddings = self.config, batch.embeddings
-        share, both = 1.0 / max(1, batch.num_rows), config.bidirectional
+        share, both = 1.0 / max(1, batch.num_rows), config.objective.bidirectional
         scoring = Scoring(
             candidates=find_candidates(batch, config, both_directions=both),
             similarity=self.similarity_for(embeddings),
             row_loss=partial(
-                CircleRows, temperature=config.temperature, margin=config.circle_margin
+                CircleRows,
+                temperature=config.objective.temperature,
+                margin=config.objective.circle_margin,
             ),
             coefficients=(share / 2, share / 2) if both else (share,),
-            margin=config.false_negative_margin,
+            margin=config.objective.false_negative_margin,
             tiling=self.tiling,
             guide=guide_for(batch, config),
         )
@@ -48,7 +50,9 @@ class Circle(ScoredLoss):
             embeddings,
             scoring,
             torch.tensor(
-                1.0 / config.temperature, dtype=dtype, device=embeddings.device
+                1.0 / config.objective.temperature,
+                dtype=dtype,
+                device=embeddings.device,
             ),
         )
 

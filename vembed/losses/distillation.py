@@ -36,12 +36,14 @@ class BatchDivergence(TemperedLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
         config = self.config
-        target_scale = 1.0 / (config.teacher_temperature or config.temperature)
+        target_scale = 1.0 / (
+            config.objective.teacher_temperature or config.objective.temperature
+        )
         scoring = Scoring(
             candidates=find_candidates(
                 batch,
-                config.model_copy(
-                    update={
+                config.changed(
+                    **{
                         "query_query_negatives": False,
                         "document_document_negatives": False,
                     }
@@ -120,7 +122,7 @@ class SpreadOut(ScoredLoss):
         ):
             # Without mask_duplicates only i == j is left out; with it equal contents, and rows of one example.
             keys = [which]
-            if self.config.mask_duplicates:
+            if self.config.objective.mask_duplicates:
                 content = torch.unique(batch.content, return_inverse=True)[1]
                 example = torch.unique(batch.example, return_inverse=True)[1]
                 keys = [content[index], example]

@@ -55,22 +55,24 @@ class InfoNCE(TemperedLoss):
     def forward(self, batch: LossBatch) -> Tensor:
         """Return the own rows' part of L."""
         config = self.config
-        if config.mix_negatives:
+        if config.objective.mix_negatives:
             batch = with_mixtures(batch, config)
         share = 1.0 / max(1, batch.num_rows)
-        both = config.bidirectional
+        both = config.objective.bidirectional
         scale = self.scale_for(batch.embeddings)
         stretch = (
-            1.0 + config.hardness_alpha / scale.detach()
-            if config.hardness_alpha
+            1.0 + config.objective.hardness_alpha / scale.detach()
+            if config.objective.hardness_alpha
             else None
         )
         scoring = Scoring(
             candidates=find_candidates(batch, config, both_directions=both),
             similarity=self.similarity_for(batch.embeddings),
-            row_loss=partial(Softmax, stretch=stretch, focal_gamma=config.focal_gamma),
+            row_loss=partial(
+                Softmax, stretch=stretch, focal_gamma=config.objective.focal_gamma
+            ),
             coefficients=(share / 2, share / 2) if both else (share,),
-            margin=config.false_negative_margin,
+            margin=config.objective.false_negative_margin,
             tiling=self.tiling,
             guide=guide_for(batch, config),
         )
@@ -84,5 +86,7 @@ def guide_for(batch: LossBatch, config: TrainConfig) -> Guide | None:
         return None
     vectors = batch.teacher_vectors(name, "guide")
     return Guide(
-        vectors, config.guide_margin, relative=config.guide_margin_kind == "relative"
+        vectors,
+        config.objective.guide_margin,
+        relative=config.objective.guide_margin_kind == "relative",
     )

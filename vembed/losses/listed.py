@@ -50,7 +50,7 @@ class ListedLoss(TemperedLoss):
         """Targets that the scores are compared with."""
         if self.teacher_name not in (None, SCORES):
             return batch.teacher(str(self.teacher_name))
-        positive = batch.required_scores(self.config.loss)
+        positive = batch.required_scores(self.config.objective.loss)
         if batch.negative_scores is None:
             # Without scores of their own, hard negatives are below everything that has one.
             lowest = positive.new_full((batch.negative.numel(),), float("nan"))
@@ -65,7 +65,7 @@ class ListedLoss(TemperedLoss):
             and batch.negative.numel()
         ):
             raise UserError(
-                f"loss: {self.config.loss} with teacher: scores needs a score for every positive and every negative of "
+                f"loss: {self.config.objective.loss} with teacher: scores needs a score for every positive and every negative of "
                 "a record; give as many scores as there are both, or name a model as teacher."
             )
         return self.teaching(batch)
@@ -78,7 +78,10 @@ class ListedLoss(TemperedLoss):
         )
         # Each row with each hard negative of its example; with mask_duplicates less those that equal a positive of it.
         row, negative = explicit_negatives(
-            batch, own, everywhere, mask_duplicates=self.config.mask_duplicates
+            batch,
+            own,
+            everywhere,
+            mask_duplicates=self.config.objective.mask_duplicates,
         )
         teaching = self.scored_teaching(batch)
         left = torch.cat((batch.query[own], batch.query[own][row]))
@@ -102,7 +105,10 @@ class ListedLoss(TemperedLoss):
 
     def target_scale(self) -> float:
         """One over the teacher's temperature."""
-        return 1.0 / (self.config.teacher_temperature or self.config.temperature)
+        return 1.0 / (
+            self.config.objective.teacher_temperature
+            or self.config.objective.temperature
+        )
 
 
 class ListedDivergence(ListedLoss):
@@ -163,7 +169,7 @@ class MarginError(ListedLoss):
         )
         # M counts the pairs of all ranks, although only the own ones are scored: each rank needs the same divisor.
         num_pairs = explicit_negatives(
-            batch, *everywhere, mask_duplicates=self.config.mask_duplicates
+            batch, *everywhere, mask_duplicates=self.config.objective.mask_duplicates
         )[0].numel()
         similarity = self.similarity_for(batch.embeddings)
         entries = self.rows(batch, similarity)
@@ -185,7 +191,7 @@ class GradedLoss(ListedLoss):
             batch,
             slice(0, batch.num_rows),
             numbers_of(slice(0, batch.negative.numel()), batch),
-            mask_duplicates=self.config.mask_duplicates,
+            mask_duplicates=self.config.objective.mask_duplicates,
         )
         # Every row of an example with several positives has all its negatives: take those of the first row.
         of_first = first[number[every_row]] == every_row

@@ -94,7 +94,7 @@ def with_mixtures(batch: LossBatch, config: TrainConfig) -> LossBatch:
 
     In a ring each rank mixes for its own examples; the draws and the numbers are those of all.
     """
-    drawn = draw_mixtures(batch, config.seed, config.mix_negatives)
+    drawn = draw_mixtures(batch, config.run.seed, config.objective.mix_negatives)
     left, right = batch.negative[drawn.left], batch.negative[drawn.right]
     here = (
         slice(0, left.numel())
@@ -102,7 +102,7 @@ def with_mixtures(batch: LossBatch, config: TrainConfig) -> LossBatch:
         else _range_of(drawn, batch.own_hard_negatives())
     )
     embeddings = batch.embeddings.to(arithmetic_dtype(batch.embeddings))
-    cosine = config.similarity == "cosine"
+    cosine = config.objective.similarity == "cosine"
     one, other = (embeddings[batch.places(numbers[here])] for numbers in (left, right))
     mixed = _mixed(one, other, drawn.share[here], unit=cosine)
     num = batch.embeddings.shape[0] if batch.ring is None else batch.ring.num_inputs

@@ -42,7 +42,7 @@ class EmbeddingDistillation(ScoredLoss):
         if embedding_dim == teacher_dim:
             start = torch.eye(embedding_dim)
         else:
-            draw = torch.Generator().manual_seed(config.seed)
+            draw = torch.Generator().manual_seed(config.run.seed)
             start = (
                 torch.randn(teacher_dim, embedding_dim, generator=draw)
                 / embedding_dim**0.5

@@ -28,7 +28,7 @@ class CoSENT(TemperedLoss):
         similarity = self.similarity_for(batch.embeddings)
         scores = self.scores_of(batch, similarity)
         explicit, order = torch.sort(
-            batch.required_scores(self.config.loss).to(scores.device)
+            batch.required_scores(self.config.objective.loss).to(scores.device)
         )
         logits = scores[:, order] * self.scale_for(batch.embeddings)
         # Number of rows with a strictly lower label score: ties compare with nothing.

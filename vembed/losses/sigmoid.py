@@ -43,7 +43,9 @@ class SigmoidLoss(ScoredLoss):
         start_bias: float | None,
     ) -> None:
         super().__init__(config, mrl_dims)
-        scale = 1.0 / config.temperature if start_scale is None else start_scale
+        scale = (
+            1.0 / config.objective.temperature if start_scale is None else start_scale
+        )
         # Learned as a logarithm, as in CLIP and SigLIP: equal steps change the scale by equal factors.
         self.log_scale = nn.Parameter(torch.tensor(math.log(scale)))
         self.bias = nn.Parameter(
@@ -59,7 +61,7 @@ class SigmoidLoss(ScoredLoss):
             similarity=self.similarity_for(embeddings),
             row_loss=Sigmoid,
             coefficients=(1.0 / max(1, batch.num_rows),),
-            margin=self.config.false_negative_margin,
+            margin=self.config.objective.false_negative_margin,
             tiling=self.tiling,
             guide=guide_for(batch, self.config),
             is_separable=True,

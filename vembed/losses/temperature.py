@@ -31,11 +31,13 @@ class ScoredLoss(EmbeddingLoss):
             )
         dims = self.mrl_dims or (embedding_dim,)
         weights = (
-            self.config.mrl_weights
-            if self.mrl_dims and self.config.mrl_weights
+            self.config.matryoshka.mrl_weights
+            if self.mrl_dims and self.config.matryoshka.mrl_weights
             else [1.0] * len(dims)
         )
-        return Similarity.at(dims, weights, cosine=self.config.similarity == "cosine")
+        return Similarity.at(
+            dims, weights, cosine=self.config.objective.similarity == "cosine"
+        )
 
 
 class TemperedLoss(ScoredLoss):
@@ -46,8 +48,12 @@ class TemperedLoss(ScoredLoss):
     ) -> None:
         super().__init__(config, mrl_dims)
         self.temperature: nn.Parameter | None = None
-        if config.learn_temperature:
-            start = config.temperature if start_scale is None else 1.0 / start_scale
+        if config.objective.learn_temperature:
+            start = (
+                config.objective.temperature
+                if start_scale is None
+                else 1.0 / start_scale
+            )
             self.temperature = nn.Parameter(
                 torch.tensor(min(max(start, LOWEST_TEMPERATURE), HIGHEST_TEMPERATURE))
             )
@@ -57,7 +63,9 @@ class TemperedLoss(ScoredLoss):
         dtype = arithmetic_dtype(embeddings)
         if self.temperature is None:
             return torch.tensor(
-                1.0 / self.config.temperature, dtype=dtype, device=embeddings.device
+                1.0 / self.config.objective.temperature,
+                dtype=dtype,
+                device=embeddings.device,
             )
         return 1.0 / self.temperature.to(embeddings.device, dtype)
 

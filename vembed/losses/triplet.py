@@ -28,7 +28,7 @@ class Triplet(ScoredLoss):
             numbers_of(slice(0, batch.negative.numel()), batch),
         )
         row, negative = explicit_negatives(
-            batch, *everywhere, mask_duplicates=self.config.mask_duplicates
+            batch, *everywhere, mask_duplicates=self.config.objective.mask_duplicates
         )
         num_triplets = row.numel()
         mine = (row >= own.start) & (row < own.stop)
@@ -44,7 +44,7 @@ class Triplet(ScoredLoss):
             (
                 negative_scores
                 - own_scores[:, row - own.start]
-                + self.config.triplet_margin
+                + self.config.objective.triplet_margin
             )
             .relu()
             .sum(1)

@@ -24,7 +24,9 @@ Pair = tuple[str, Any]
 
 
 def title_body(
-    record: dict[str, Any], item: Item, random: np.random.Generator  # noqa: ARG001
+    record: dict[str, Any],
+    item: Item,  # noqa: ARG001
+    random: np.random.Generator,  # noqa: ARG001
 ) -> list[Pair]:
     """The title, and the text below it."""
     title, text = record.get("title"), record.get("text")
@@ -34,7 +36,9 @@ def title_body(
 
 
 def heading_section(
-    record: dict[str, Any], item: Item, random: np.random.Generator  # noqa: ARG001
+    record: dict[str, Any],  # noqa: ARG001
+    item: Item,
+    random: np.random.Generator,  # noqa: ARG001
 ) -> list[Pair]:
     """Each heading of a Markdown text, and its section."""
     text = item.text or ""
@@ -54,7 +58,9 @@ def heading_section(
 
 
 def first_sentence(
-    record: dict[str, Any], item: Item, random: np.random.Generator  # noqa: ARG001
+    record: dict[str, Any],  # noqa: ARG001
+    item: Item,
+    random: np.random.Generator,  # noqa: ARG001
 ) -> list[Pair]:
     """The first sentence, and the rest."""
     first, *rest = _SENTENCE.split((item.text or "").strip(), maxsplit=1)
@@ -68,7 +74,9 @@ def first_sentence(
 
 
 def docstring_function(
-    record: dict[str, Any], item: Item, random: np.random.Generator  # noqa: ARG001
+    record: dict[str, Any],  # noqa: ARG001
+    item: Item,
+    random: np.random.Generator,  # noqa: ARG001
 ) -> list[Pair]:
     """The first paragraph of each Python function's docstring, and the function without it."""
     text = item.text or ""
@@ -105,7 +113,9 @@ def docstring_function(
 
 
 def caption_image(
-    record: dict[str, Any], item: Item, random: np.random.Generator  # noqa: ARG001
+    record: dict[str, Any],
+    item: Item,
+    random: np.random.Generator,  # noqa: ARG001
 ) -> list[Pair]:
     """The text beside an image, and the image."""
     caption = record.get("caption") or item.text

@@ -97,24 +97,24 @@ class OwnMiner:
                 exclude={"every_epochs", "at_start", "corpus_path"}, exclude_unset=True
             )
             | {
-                "model_name": config.model_name,
+                "model_name": config.model.model_name,
                 "data_path": [],
-                "output_path": config.output_dir,
-                "seed": config.seed,
+                "output_path": config.run.output_dir,
+                "seed": config.run.seed,
             }
         )
         data = DataOptions(
             data_path=[],
             corpus_path=options.corpus_path,
-            image_root=config.image_root,
-            allow_image_urls=config.allow_image_urls,
-            on_bad_record=config.on_bad_record,
+            image_root=config.data.image_root,
+            allow_image_urls=config.data.allow_image_urls,
+            on_bad_record=config.data.on_bad_record,
         )
         rows = _ExampleRows(examples, has_ids=options.corpus_path is not None)
         self.documents = open_documents(data, rows)
         self._known = Known(rows, self.documents, data)
         self._excluded = self._known.excluded(with_negatives=True)
-        self._unit = config.similarity == "cosine"
+        self._unit = config.objective.similarity == "cosine"
         self.fingerprint = short_hash(array_identity(self.documents.exact))
         """Hash of the documents in their order: numbers of documents mean the same only where it is the same."""
 

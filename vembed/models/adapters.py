@@ -45,7 +45,7 @@ _MERGE_WITH_PEFT = (
 
 def wants_adapters(config: TrainConfig) -> bool:
     """Return True if the run trains adapters instead of the weights."""
-    return config.use_lora or config.use_qlora
+    return config.adapters.use_lora or config.adapters.use_qlora
 
 
 def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> None:
@@ -57,7 +57,7 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
     )
 
     # Frozen layers get no adapter: it would train what `freeze` keeps.
-    frozen = names_frozen_by(backbone, family, config.freeze)
+    frozen = names_frozen_by(backbone, family, config.adapters.freeze)
     names = [
         name
         for name in target_names(backbone, family, config)
@@ -65,23 +65,23 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
     ]
     if not names:
         raise UserError(
-            f"lora_target_modules: {config.lora_target_modules} with freeze: {config.freeze} leaves no layer of "
-            f"{config.model_name} to adapt; freeze less of it"
+            f"lora_target_modules: {config.adapters.lora_target_modules} with freeze: {config.adapters.freeze} leaves no layer of "
+            f"{config.model.model_name} to adapt; freeze less of it"
         )
     settings = LoraConfig(
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
+        r=config.adapters.lora_r,
+        lora_alpha=config.adapters.lora_alpha,
+        lora_dropout=config.adapters.lora_dropout,
         target_modules=name_pattern(
             names, [name for name, _ in backbone.named_modules()]
         ),
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
+        use_rslora=config.adapters.use_rslora,
+        use_dora=config.adapters.use_dora,
         fan_in_fan_out=any(
             isinstance(backbone.get_submodule(name), Conv1D) for name in names
         ),
-        base_model_name_or_path=_lasting_name(config.model_name),
-        revision=config.model_revision,
+        base_model_name_or_path=_lasting_name(config.model.model_name),
+        revision=config.model.model_revision,
         task_type="FEATURE_EXTRACTION",
     )
     inject_adapter_in_model(settings, backbone, adapter_name=_NAME)
@@ -92,15 +92,15 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
             parameter.requires_grad |= "_projection." in name and name not in frozen
     # Trained weights are float32 masters even if the base model is loaded in 16 bits, unless pure_dtype is set.
     for parameter in backbone.parameters():
-        if parameter.requires_grad and not config.pure_dtype:
+        if parameter.requires_grad and not config.model.pure_dtype:
             parameter.data = parameter.data.float()
-    if not config.use_dora and config.lora_dropout == 0.0:
+    if not config.adapters.use_dora and config.adapters.lora_dropout == 0.0:
         join_adapters(backbone, _NAME)
     kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
         "LoRA: rank %d, alpha %d on %d layers (%s)",
-        config.lora_r,
-        config.lora_alpha,
+        config.adapters.lora_r,
+        config.adapters.lora_alpha,
         len(names),
         ", ".join(kinds),
     )
@@ -131,12 +131,14 @@ def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> li
     linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
     inside = set(linear_names_inside_layers(backbone))
     towers: Iterable[Tower] = (
-        family.adapter_targets if config.lora_towers == "all" else [config.lora_towers]
+        family.adapter_targets
+        if config.adapters.lora_towers == "all"
+        else [config.adapters.lora_towers]
     )
     behind = [
         name for tower in towers for name in family.adapter_targets.get(tower, ())
     ]
-    wanted = config.lora_target_modules
+    wanted = config.adapters.lora_target_modules
     if wanted == "auto":
         # A module without layers, such as a bag of embeddings, has its linear layers anywhere.
         return [name for name in linear if name in inside or not inside] + behind
@@ -146,14 +148,14 @@ def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> li
 
 def _chosen_towers(family: Family, config: TrainConfig) -> tuple[str, ...]:
     towers = family.towers
-    if config.lora_towers == "all":
+    if config.adapters.lora_towers == "all":
         return tuple(towers.values())
-    if config.lora_towers not in towers:
+    if config.adapters.lora_towers not in towers:
         raise UserError(
-            f"lora_towers: {config.lora_towers} is not a tower of {config.model_name}, a {family.name} model; "
+            f"lora_towers: {config.adapters.lora_towers} is not a tower of {config.model.model_name}, a {family.name} model; "
             f"it has {' and '.join(towers)}"
         )
-    return (towers[config.lora_towers],)
+    return (towers[config.adapters.lora_towers],)
 
 
 def _named(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:

@@ -140,7 +140,7 @@ def _load(
     kernel, reason = precision.attention_kernel(config, chosen, device, half=half)
     padded = packing.why_padded(config, model_config, device, half=half)
     takes_text = not backbones.takes_pixels(model_config, trust_remote_code=trust)
-    if takes_text and padded is not None and config.padding_free is True:
+    if takes_text and padded is not None and config.model.padding_free is True:
         raise UserError(
             f"padding_free: true is not possible: {padded}; leave it out, and texts are padded"
         )
@@ -154,7 +154,7 @@ def _load(
     if (
         half
         and device.type == "cuda"
-        and config.attn_implementation in ("auto", "sdpa")
+        and config.model.attn_implementation in ("auto", "sdpa")
     ):
         other = flash3.why_not(model_config.to_dict(), device)
         if other is None:
@@ -166,7 +166,7 @@ def _load(
         kernel = cpu_kernels.register(packing.IMPLEMENTATION, packing.attention)
     elif (
         kernel == "sdpa"
-        and config.attn_implementation == "auto"
+        and config.model.attn_implementation == "auto"
         and device.type == "cpu"
     ):
         kernel = cpu_kernels.register(cpu_kernels.IMPLEMENTATION, cpu_kernels.attention)
@@ -175,13 +175,13 @@ def _load(
         model_config,
         dtype=dtype,
         quantization=_four_bit(chosen, model_config, compute_dtype)
-        if config.use_qlora
+        if config.adapters.use_qlora
         else None,
         device=device,
         attn_implementation=None if isinstance(model_config, OwnConfig) else kernel,
         trust_remote_code=trust,
         meta=meta,
-        from_scratch=config.from_scratch,
+        from_scratch=config.model.from_scratch,
         with_head=with_head,
     )
     if isinstance(model_config, OwnConfig) and takes_text and padded is None:
@@ -190,7 +190,7 @@ def _load(
         backbone_loading.see_all_tokens(backbone)
     if (
         description.traits.reads_chats
-        and config.attn_implementation == "auto"
+        and config.model.attn_implementation == "auto"
         and kernel != "flash_attention_2"
     ):
         tower = tower_module(backbone, description.traits, "vision")
@@ -263,14 +263,14 @@ def cast_frozen_towers(
         if not one.requires_grad and one.dtype == torch.float32
     ]
     if (
-        config.torch_dtype in ("bfloat16", "float16")
-        and config.freeze
+        config.model.torch_dtype in ("bfloat16", "float16")
+        and config.adapters.freeze
         and partly
-        and not config.pure_dtype
+        and not config.model.pure_dtype
     ):
         log.info(
             "torch_dtype: %s is for whole frozen towers: %d frozen tensors of partly trained towers stay float32",
-            config.torch_dtype,
+            config.model.torch_dtype,
             len(partly),
         )
 

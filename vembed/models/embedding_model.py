@@ -273,9 +273,9 @@ def build_model(
     computes_on = computes_on or device
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(
-            config.seed
+            config.run.seed
         )  # new weights depend on the seed only, not on earlier draws
-        empty = meta and not config.use_qlora
+        empty = meta and not config.adapters.use_qlora
         has_language = has_language_head(config, description)
         whole: Any = build_backbone(
             config,
@@ -290,7 +290,7 @@ def build_model(
         if wants_adapters(config):
             add_adapters(backbone, description.traits, config)
             settle(backbone)
-        if config.quantize_weights is not None:
+        if config.model.quantize_weights is not None:
             round_weights(backbone)
         head = build_head(config, description)
         if language is not None and wants_adapters(config) and not language.is_new:
@@ -308,21 +308,21 @@ def build_model(
     if not wants_adapters(
         config
     ):  # which keep out of frozen parts, and freeze all others themselves
-        freeze_parts(backbone, description.traits, config.freeze)
+        freeze_parts(backbone, description.traits, config.adapters.freeze)
         cast_frozen_towers(config, description, backbone)
-    if not config.pure_dtype:
+    if not config.model.pure_dtype:
         for part in model.float32_parts():
             part.float()  # also frozen ones, whose file may hold 16 bits
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
-            f"freeze: {config.freeze} leaves nothing of {config.model_name} to train; freeze less of it"
+            f"freeze: {config.adapters.freeze} leaves nothing of {config.model.model_name} to train; freeze less of it"
         )
     if computes_on.type == "cpu":
         cpu_kernels.use_cpu_kernels(backbone)
     layers = backbones.layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
-    if config.torch_compile is True if compiles is None else compiles:
+    if config.model.torch_compile is True if compiles is None else compiles:
         packing.leave_to_kernels()
         precision.compile_layers(layers)
     return model if meta else model.to(device)

@@ -54,8 +54,8 @@ class Hidden:
 
 def has_language_head(config: TrainConfig, description: ModelDescription) -> bool:
     """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
-    alone = config.loss == "none" and config.losses is None
-    asked = config.language_modelling
+    alone = config.objective.loss == "none" and config.objective.losses is None
+    asked = config.objective.language_modelling
     if asked is False or (asked == "auto" and not alone):
         return False
     problem = None
@@ -67,11 +67,11 @@ def has_language_head(config: TrainConfig, description: ModelDescription) -> boo
         problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
     elif not alone and not is_decoder_only(
         read_config(
-            Path(description.source), trust_remote_code=config.trust_remote_code
+            Path(description.source), trust_remote_code=config.model.trust_remote_code
         )
     ):
         problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
-    elif config.use_qlora:
+    elif config.adapters.use_qlora:
         problem = "has weights in 4 bits (use_qlora)"
     if problem is None:
         return True
@@ -107,14 +107,16 @@ class LanguageHead(nn.Module):
             if source.startswith(prefix)
         }
         self.prefix = prefix
-        self.share = config.mlm_probability
+        self.share = config.objective.mlm_probability
         self.tokens = _Tokens.of(description)
         if not self.is_causal and self.tokens.mask is None:
             raise UserError(
                 f"loss: none hides tokens from {description.name}, an encoder, and its tokenizer has no mask token: "
                 "add `mask_token` to it"
             )
-        self.is_new = config.from_scratch or self._is_missing(Path(description.source))
+        self.is_new = config.model.from_scratch or self._is_missing(
+            Path(description.source)
+        )
         log.info(
             "language model: %s of %s, %s",
             self.name,

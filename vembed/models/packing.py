@@ -43,7 +43,7 @@ def why_padded(
     config: TrainConfig, model: PretrainedConfig, device: torch.device, *, half: bool
 ) -> str | None:
     """Return the reason for padding texts with this model and device; None: they are packed."""
-    if config.padding_free is False:
+    if config.model.padding_free is False:
         return "padding_free: false"
     if isinstance(model, OwnConfig):
         return (
@@ -53,8 +53,8 @@ def why_padded(
         )
     if model.model_type not in MODEL_TYPES:
         return f"{model.model_type} is not among the models that are tested without padding"
-    if config.attn_implementation in ("eager", "sdpa"):
-        return f"attn_implementation: {config.attn_implementation}"
+    if config.model.attn_implementation in ("eager", "sdpa"):
+        return f"attn_implementation: {config.model.attn_implementation}"
     if device.type == "cpu":
         return None
     return (

@@ -35,12 +35,16 @@ _NAMES_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.fl
 
 def wanted_dtype(config: TrainConfig) -> torch.dtype | Literal["auto"]:
     """Return the dtype of frozen weights; `auto`: as in the file."""
-    return "auto" if config.torch_dtype == "auto" else _DTYPES[config.torch_dtype]
+    return (
+        "auto"
+        if config.model.torch_dtype == "auto"
+        else _DTYPES[config.model.torch_dtype]
+    )
 
 
 def trained_dtype(config: TrainConfig) -> torch.dtype | Literal["auto"]:
     """Return the dtype of trained weights: float32 masters, unless pure_dtype is set."""
-    return wanted_dtype(config) if config.pure_dtype else torch.float32
+    return wanted_dtype(config) if config.model.pure_dtype else torch.float32
 
 
 def frozen_dtype(config: TrainConfig, own: torch.dtype) -> torch.dtype:
@@ -53,8 +57,8 @@ def saved_dtype(
     config: TrainConfig, description: ModelDescription
 ) -> torch.dtype | None:
     """Return the dtype to store the trained model in; None: the dtype that its weights have."""
-    if config.save_dtype != "auto":
-        return _DTYPES[config.save_dtype]
+    if config.run.save_dtype != "auto":
+        return _DTYPES[config.run.save_dtype]
     folders = [
         Path(one)
         for one in (description.source, description.image_source)
@@ -93,7 +97,7 @@ def attention_kernel(
 
     `half`: attention runs in 16 bits.
     """
-    asked = config.attn_implementation
+    asked = config.model.attn_implementation
     has_sdpa, has_flash = (
         bool(backbone._supports_sdpa),
         bool(backbone._supports_flash_attn),

@@ -100,14 +100,14 @@ def measure(config: TrainConfig) -> ModelSize:
     with _quiet():
         description = describe(config)
         # 4-bit layers cannot be built empty: they are counted as what they replace, and their bytes below.
-        plain = config.model_copy(
-            update={"use_qlora": False, "use_lora": wants_adapters(config)}
+        plain = config.changed(
+            **{"use_qlora": False, "use_lora": wants_adapters(config)}
         )
         model = build_model(plain, description, meta=True)
     backbone = model.backbone
     packed = (
         {f"backbone.{name}.weight" for name in linear_names_inside_layers(backbone)}
-        if config.use_qlora
+        if config.adapters.use_qlora
         else set()
     )
     packed |= {name.replace(".weight", ".base_layer.weight") for name in packed}
@@ -177,9 +177,13 @@ def tokens_that_fit(limit: float, demand: Demand, longest: int) -> tuple[int, in
 def optimizer_bytes(config: TrainConfig, size: ModelSize) -> float:
     """Return the bytes of the optimizer's state for the whole model."""
     is_half = (
-        config.pure_dtype and config.torch_dtype == "bfloat16"
+        config.model.pure_dtype and config.model.torch_dtype == "bfloat16"
     )  # the moments have the dtype of the weights
-    return size.trained * OPTIMIZER_BYTES[config.optim] * (0.5 if is_half else 1.0)
+    return (
+        size.trained
+        * OPTIMIZER_BYTES[config.optimizer.optim]
+        * (0.5 if is_half else 1.0)
+    )
 
 
 def copied_bytes(size: ModelSize) -> float:
@@ -195,7 +199,7 @@ def copied_bytes(size: ModelSize) -> float:
 
 def tokens_of_a_batch(config: TrainConfig, rows: int, max_length: int) -> int:
     """Return the padded tokens of a process's batch at most: every text as long as texts may be."""
-    return rows * (2 + (config.max_negatives or 0)) * max_length
+    return rows * (2 + (config.data.max_negatives or 0)) * max_length
 
 
 def _count(module: nn.Module) -> int:

@@ -43,7 +43,7 @@ def loss_bytes(
 
 def inputs_of_a_row(config: TrainConfig) -> int:
     """Return the inputs of an example: query, positive, and the hard negatives as far as the config gives a number."""
-    return 2 + (config.max_negatives or 0)
+    return 2 + (config.data.max_negatives or 0)
 
 
 def choose_exchange(
@@ -55,9 +55,11 @@ def choose_exchange(
     source = run.origins.get("loss_exchange", DEFAULT)
     if ranks.world_size == 1:
         return Decision("gather", "one process has all embeddings")
-    if config.loss_exchange != "auto":
+    if config.objective.loss_exchange != "auto":
         return Decision(
-            config.loss_exchange, f"loss_exchange: {config.loss_exchange}", source
+            config.objective.loss_exchange,
+            f"loss_exchange: {config.objective.loss_exchange}",
+            source,
         )
     every = f"{rows * ranks.world_size:,d} rows"
     # The model's files are read for its size only where some size could exceed the limit.
@@ -79,7 +81,7 @@ def choose_exchange(
             "gather",
             f"auto: loss: {loss} needs the embeddings of the whole batch at once{cost}",
         )
-    if config.quantize_embeddings is not None:
+    if config.objective.quantize_embeddings is not None:
         return Decision(
             "gather",
             f"auto: quantize_embeddings takes its levels from the whole batch{cost}",

@@ -124,7 +124,7 @@ class Placement:
         own = (
             self.precision.value == "bf16"
             and self.fsdp is None
-            and not self.run.config.use_qlora
+            and not self.run.config.adapters.use_qlora
         )
         return own and not self.compilation.value
 
@@ -157,12 +157,12 @@ class Placement:
     def for_work(self, operations: float) -> Placement:
         """Return the placement of a run of so many floating-point operations: whether compiling its layers pays."""
         config = self.run.config
-        if config.torch_compile != "auto" or self.device.type != "cuda":
+        if config.model.torch_compile != "auto" or self.device.type != "cuda":
             return self
         reason = None
-        if config.use_qlora:
+        if config.adapters.use_qlora:
             reason = "layers of 4 bits are not compiled"
-        elif config.model_class is not None or config.trust_remote_code:
+        elif config.model.model_class is not None or config.model.trust_remote_code:
             reason = "code of the model's own"
         elif self.fsdp is not None and self.fsdp.version == 1:
             reason = "FSDP1"
@@ -206,15 +206,17 @@ class Placement:
             else demand.fixed + estimate.CPU_MEMORY_SHARE * memory
         )
         micro_batch, kept = estimate.tokens_that_fit(limit, demand, longest)
-        if config.gradient_cache_chunk_size is not None:
-            micro_batch = config.gradient_cache_chunk_size * longest
-        elif config.micro_batch_tokens != "auto":
-            micro_batch = config.micro_batch_tokens
+        if config.batch.gradient_cache_chunk_size is not None:
+            micro_batch = config.batch.gradient_cache_chunk_size * longest
+        elif config.batch.micro_batch_tokens != "auto":
+            micro_batch = config.batch.micro_batch_tokens
         elif not on_gpu:
             micro_batch = estimate.CPU_MICRO_BATCH_TOKENS
         return (
             micro_batch,
-            kept if config.kept_graph_tokens == "auto" else config.kept_graph_tokens,
+            kept
+            if config.batch.kept_graph_tokens == "auto"
+            else config.batch.kept_graph_tokens,
         )
 
     def demand(self, size: ModelSize, recomputes: bool | None = None) -> Demand:
@@ -234,13 +236,13 @@ class Placement:
         )
         batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
         whole = f"of the whole batch, {batch:,d} padded tokens at most"
-        if config.use_gradient_cache is False:
+        if config.batch.use_gradient_cache is False:
             return f"{whole} (use_gradient_cache: false)"
-        if config.use_gradient_cache == "auto" and batch <= kept:
+        if config.batch.use_gradient_cache == "auto" and batch <= kept:
             return f"{whole} (graphs of up to {kept:,d} tokens fit, so that Gradient Cache is off)"
         rows = (
-            f", {config.gradient_cache_chunk_size:,d} rows"
-            if config.gradient_cache_chunk_size
+            f", {config.batch.gradient_cache_chunk_size:,d} rows"
+            if config.batch.gradient_cache_chunk_size
             else ""
         )
         return (
@@ -260,8 +262,10 @@ class Placement:
         config, demand = self.run.config, self.demand(size, recomputes)
         micro_batch, kept = self.tokens(demand, size.max_length)
         graphs = batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
-        keeps = config.use_gradient_cache is False or (
-            config.use_gradient_cache == "auto" and tokens is None and batch <= kept
+        keeps = config.batch.use_gradient_cache is False or (
+            config.batch.use_gradient_cache == "auto"
+            and tokens is None
+            and batch <= kept
         )
         if uses_cache or not keeps:
             graphs = min(micro_batch if tokens is None else tokens, batch)
@@ -359,7 +363,7 @@ def place(
 
 def _compilation(run: ResolvedRun, device: torch.device) -> Decision[bool]:
     """Return whether layers are compiled, as far as it is known without the data."""
-    asked = run.config.torch_compile
+    asked = run.config.model.torch_compile
     if asked != "auto":
         return Decision(
             asked, "torch_compile", run.origins.get("torch_compile", DEFAULT)
@@ -378,7 +382,7 @@ def _recomputation(placement: Placement) -> Decision[bool]:
     Gradient Cache bounds the graphs by the micro-batch already, and recomputation would add a third forward pass.
     """
     run, size = placement.run, placement.size
-    cache = run.config.use_gradient_cache is not False
+    cache = run.config.batch.use_gradient_cache is not False
     if (
         run.recomputation.source != "default"
         or not run.recomputation.value
@@ -490,8 +494,8 @@ def _bf16_on_cpu(
     # No bfloat16 copies of weights under these (see `copies_weights`).
     kept = {
         "FSDP": sharded,
-        "torch_compile": config.torch_compile is True,
-        "use_qlora": config.use_qlora,
+        "torch_compile": config.model.torch_compile is True,
+        "use_qlora": config.adapters.use_qlora,
     }
     if named := [name for name, is_on in kept.items() if is_on]:
         return (
@@ -559,10 +563,10 @@ def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
     config = run.config
     sizes = [
         *source_batch_sizes(config, ranks.world_size),
-        config.global_batch_size or 0,
+        config.batch.global_batch_size or 0,
     ]
     largest = -(-max(sizes) // ranks.world_size)
-    if config.resume and config.global_batch_size is not None:
+    if config.run.resume and config.batch.global_batch_size is not None:
         return largest
     return max(largest, batch_size_per_process(config, ranks.world_size))
 

@@ -109,7 +109,7 @@ class Session:
         """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
         return (
             self.device
-            if self.strategy != "fsdp" or self.config.use_qlora
+            if self.strategy != "fsdp" or self.config.adapters.use_qlora
             else torch.device("cpu")
         )
 
@@ -123,7 +123,7 @@ class Session:
         if self.fsdp is None or not self.fsdp.ram_efficient_loading:
             return False
         # A shard of 4-bit weights would lack their quantisation tables, and FSDP1 broadcasts weights on GPUs only.
-        return not self.config.use_qlora and (
+        return not self.config.adapters.use_qlora and (
             self.fsdp.version == 2 or self.device.type == "cuda"
         )
 
@@ -137,7 +137,9 @@ class Session:
         """
         # from_pretrained leaves a backbone in evaluation mode, without dropout and without gradient checkpointing.
         model.train()
-        share_batch_norms(model, self.device, shared=self.config.sync_batchnorm)
+        share_batch_norms(
+            model, self.device, shared=self.config.parallel.sync_batchnorm
+        )
         if self.fsdp is not None:
             self._choose_reduction(model)
             self._choose_gathering(model)
@@ -274,7 +276,7 @@ def start_session(
     """
     run = resolve_run(source)
     exits = _Exits()
-    if run.config.deterministic:
+    if run.config.run.deterministic:
         os.environ.setdefault(
             "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
         )  # cuBLAS reads it at its first matrix product
@@ -286,7 +288,7 @@ def start_session(
         device = choose_device(rank_info)
         if device.type == "cpu":
             keep_freed_memory()
-        if run.config.debug:
+        if run.config.logging.debug:
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
             dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         if rank_info.world_size > 1:

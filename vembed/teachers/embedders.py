@@ -36,14 +36,14 @@ class VectorTeacher:
     def __init__(self, teacher: Teacher, config: TrainConfig, session: Session) -> None:
         self.teacher = teacher
         self.session = session
-        self.trust_remote_code = config.trust_remote_code
+        self.trust_remote_code = config.model.trust_remote_code
         described = describe(
             TrainConfig(
                 # describe() takes a training config. pure_dtype: no float32 copy of weights that are not trained.
                 model_name=teacher.model,
                 data_path=[],
                 pure_dtype=True,
-                trust_remote_code=config.trust_remote_code,
+                trust_remote_code=config.model.trust_remote_code,
                 max_length=teacher.max_length,
                 query_prompt=teacher.query_prompt,
                 document_prompt=teacher.document_prompt,

@@ -43,7 +43,7 @@ class PairTeacher:
         self.folder = folder
         self.session = session
         self.yes_no = yes_no
-        self.trust_remote_code = config.trust_remote_code
+        self.trust_remote_code = config.model.trust_remote_code
         self._reranker: Reranker | YesNoReranker | None = None
         self._agree: Agree = of_one_rank
 

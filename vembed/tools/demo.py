@@ -72,7 +72,7 @@ def run_demo(
     code = run_train(arguments, starts_processes=asks_for_more)
     if code != 0:
         raise SystemExit(code)
-    output = Path(load_config(settings, overrides).output_dir)
+    output = Path(load_config(settings, overrides).run.output_dir)
     record = read_run(output)
     console.print()
     console.print(before_and_after(record))

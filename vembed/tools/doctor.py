@@ -284,32 +284,32 @@ def _batch_point(
     run: ResolvedRun, placement: Placement | None, launch: Launch
 ) -> tuple[bool, str]:
     config = run.config
-    size = placement.rows if placement is not None else config.batch_size
+    size = placement.rows if placement is not None else config.batch.batch_size
     if (
-        config.global_batch_size is not None
-        and config.global_batch_size % launch.world_size
-        and not config.resume
+        config.batch.global_batch_size is not None
+        and config.batch.global_batch_size % launch.world_size
+        and not config.run.resume
     ):
         return (
             False,
-            f"batch: {config.global_batch_size} examples cannot be divided among {launch.world_size}",
+            f"batch: {config.batch.global_batch_size} examples cannot be divided among {launch.world_size}",
         )
     if size <= LARGEST_SIMPLE_BATCH:
         return True, f"batch: {size:,d} per process"
     # Memory depends on the micro-batch, unless the user disables Gradient Cache.
-    if config.use_gradient_cache is False:
+    if config.batch.use_gradient_cache is False:
         return (
             False,
             f"batch: {size:,d} per process at once, since use_gradient_cache: false keeps all graphs",
         )
-    if config.gradient_cache_chunk_size is not None:
+    if config.batch.gradient_cache_chunk_size is not None:
         return (
             True,
-            f"batch: {size:,d} per process, in micro-batches of {config.gradient_cache_chunk_size:,d} rows",
+            f"batch: {size:,d} per process, in micro-batches of {config.batch.gradient_cache_chunk_size:,d} rows",
         )
     return (
         True,
-        f"batch: {size:,d} per process, in micro-batches of micro_batch_tokens: {config.micro_batch_tokens}",
+        f"batch: {size:,d} per process, in micro-batches of micro_batch_tokens: {config.batch.micro_batch_tokens}",
     )
 
 
@@ -330,7 +330,7 @@ def _dtype_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
     if placement is None:
         return False, f"dtypes: not known ({problem})"
     config, precision = placement.run.config, placement.precision
-    masters = config.torch_dtype if config.pure_dtype else "float32"
+    masters = config.model.torch_dtype if config.model.pure_dtype else "float32"
     arithmetic = masters if precision.value == "no" else precision.value
     return (
         True,

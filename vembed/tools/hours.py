@@ -109,7 +109,7 @@ def training_time(
             "hours: not estimated; for that, data_path must be files of texts that are here",
         )
     world = placement.ranks.world_size
-    per_step = placement.rows * world * config.gradient_accumulation_steps
+    per_step = placement.rows * world * config.batch.gradient_accumulation_steps
     steps = num_steps(config, data.num_examples, per_step)
     tokens = steps * per_step * data.tokens
     operations = operations_per_token(placement, size, data)
@@ -131,9 +131,7 @@ def encoding_seconds(
 ) -> float | None:
     """Return the estimated seconds in which one process encodes the texts of a file; None where that is not known."""
     try:
-        data = data_size(
-            placement.run.config.model_copy(update={"data_path": data_path})
-        )
+        data = data_size(placement.run.config.changed(**{"data_path": data_path}))
     except UserError:
         return None
     if data is None or speed.tflops is None:
@@ -146,15 +144,16 @@ def encoding_seconds(
 
 def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
     """Return the steps of the run."""
-    if config.max_steps is not None:
-        return config.max_steps
-    batch = per_step // config.gradient_accumulation_steps
-    train = num_examples * (1.0 - (config.val_split or 0.0))
+    if config.optimizer.max_steps is not None:
+        return config.optimizer.max_steps
+    batch = per_step // config.batch.gradient_accumulation_steps
+    train = num_examples * (1.0 - (config.data.val_split or 0.0))
     epochs = passes(
         config, int(train), has_scale=describe(config).traits.has_scale_and_bias
     ).value
     return max(
-        math.ceil(epochs * (train // batch) / config.gradient_accumulation_steps), 1
+        math.ceil(epochs * (train // batch) / config.batch.gradient_accumulation_steps),
+        1,
     )
 
 
@@ -169,7 +168,7 @@ def operations_per_token(
     count = 2.0 + size.trained / max(size.total, 1)
     count += 1.0 if placement.recomputation.value else 0.0
     _, kept = placement.tokens(placement.demand(size), size.max_length)
-    tokens, cache = placement.rows * data.tokens, config.use_gradient_cache
+    tokens, cache = placement.rows * data.tokens, config.batch.use_gradient_cache
     repeats = tokens > kept if cache == "auto" else cache
     return forward * (
         count + (1.0 if repeats else 0.0)
@@ -193,13 +192,13 @@ def data_size(config: TrainConfig) -> DataSize | None:
     for source in data_sources(config):
         path = source.path if isinstance(source, DataSource) else source
         own = source.column_mapping if isinstance(source, DataSource) else None
-        mapping = own or config.column_mapping
+        mapping = own or config.data.column_mapping
         sample = read_sample(Path(path).expanduser())
         if not sample.records:
             return None
         texts: list[str] = []
         for record in sample.records:
-            found = list(_texts(record, mapping, config.max_negatives))
+            found = list(_texts(record, mapping, config.data.max_negatives))
             if None in found:
                 return None
             texts += [one for one in found if one is not None]

@@ -159,7 +159,7 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     config, asked = placement.run.config, placement.recomputation.value
     limit = FITS * placement.memory
     if (
-        config.use_gradient_cache is False
+        config.batch.use_gradient_cache is False
         and placement.predict(size, uses_cache=True).total <= limit
     ):
         return [
@@ -177,7 +177,7 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
                 more = "" if recomputes == asked else "gradient_checkpointing: true, "
                 more += (
                     "use_gradient_cache: auto, "
-                    if config.use_gradient_cache is False
+                    if config.batch.use_gradient_cache is False
                     else ""
                 )
                 return [f"fits with {more}micro_batch_tokens: {budget}"]
@@ -190,7 +190,7 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
         lines.append(
             "use_fsdp: true on several processes (everything is divided by their number)"
         )
-    if not config.use_qlora:
+    if not config.adapters.use_qlora:
         lines.append("use_qlora: true (frozen weights in 4 bits)")
     if placement.fsdp is None or not placement.fsdp.offload:
         lines.append(

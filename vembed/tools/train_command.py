@@ -87,7 +87,7 @@ def run_train(
                 env
             )  # refuses some of torch's variables without the others, as the run itself would
     # Resuming compares the global batch with the checkpoint's, and keeps that one.
-    if not config.resume:
+    if not config.run.resume:
         batch_size_per_process(config, launch.world_size)
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(resolved, launch, arguments))
@@ -113,7 +113,7 @@ def run_train(
     else:
         code = run_ranks(_command(arguments), _environments(launch, env))
     if code == 0 and give is not None:
-        give(result_of(config.output_dir))
+        give(result_of(config.run.output_dir))
     return code
 
 
@@ -216,11 +216,13 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
         f"world size: {launch.world_size} = {launch.num_processes} process(es){machines} ({launch.reason})"
     )
     per_process = (
-        config.batch_size
-        if config.global_batch_size is None
-        else config.global_batch_size / launch.world_size
+        config.batch.batch_size
+        if config.batch.global_batch_size is None
+        else config.batch.global_batch_size / launch.world_size
     )
-    total = config.global_batch_size or config.batch_size * launch.world_size
+    total = (
+        config.batch.global_batch_size or config.batch.batch_size * launch.world_size
+    )
     lines.append(
         f"global batch: {total:,d} = {launch.world_size} x {per_process:g} examples"
     )

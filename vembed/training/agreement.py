@@ -24,7 +24,7 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
             )
         elif name in BY_CONTENT:
             facts[name] = content(
-                value, _print_of(BY_CONTENT[name], config.model_revision)
+                value, _print_of(BY_CONTENT[name], config.model.model_revision)
             )
         elif name not in MAY_DIFFER:
             facts[name] = value

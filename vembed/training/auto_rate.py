@@ -27,7 +27,7 @@ def with_rate(
 ) -> TrainConfig:
     """Return the config with a number for `learning_rate`, and log why. Call it before the model is sharded, while rank
     0 holds all of it. Collective. `total_steps`: of the run."""
-    if config.learning_rate != "auto":
+    if config.optimizer.learning_rate != "auto":
         return config
     description = embedder.description
     is_new = collectives.broadcast_json(
@@ -45,13 +45,16 @@ def with_rate(
     decision = peak_rate(config, facts)
     log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)
     changes: dict[str, float] = {"learning_rate": decision.value}
-    if description.traits.has_two_models and config.head_learning_rate is None:
+    if (
+        description.traits.has_two_models
+        and config.optimizer.head_learning_rate is None
+    ):
         changes["head_learning_rate"] = max(HEAD, decision.value)
         log.info(
             "head_learning_rate: %g (auto; the projections of the two towers are new)",
             changes["head_learning_rate"],
         )
-    return config.model_copy(update=changes)
+    return config.changed(**changes)
 
 
 def _is_tuned(folder: Path) -> bool:

@@ -47,8 +47,10 @@ class AuxiliaryLosses:
     """The auxiliary losses of a run's model, with their weights."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.weights = dict(config.auxiliary_losses or {})
-        self.is_alone = config.loss == "none" and config.losses is None
+        self.weights = dict(config.objective.auxiliary_losses or {})
+        self.is_alone = (
+            config.objective.loss == "none" and config.objective.losses is None
+        )
 
     def begin(self, rank_batch: RankBatch, device: torch.device) -> AuxiliaryBatch:
         """Return the empty sums of a batch."""

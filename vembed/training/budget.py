@@ -96,15 +96,19 @@ def find_budget(
 
     Nothing is tried out: memory that runs out on one rank would leave the others waiting for it.
     """
-    cache = None if config.use_gradient_cache == "auto" else config.use_gradient_cache
-    rows = config.gradient_cache_chunk_size
+    cache = (
+        None
+        if config.batch.use_gradient_cache == "auto"
+        else config.batch.use_gradient_cache
+    )
+    rows = config.batch.gradient_cache_chunk_size
     if cache is False and session.fsdp is not None and session.fsdp.version == 1:
         log.warning(
             "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1, which frees a "
             "unit's parameters after the first of several backward passes: larger steps use Gradient Cache (the same "
             "gradient for one more forward pass). fsdp_version: 2 keeps the graphs of all micro-batches"
         )
-    tokens, kept = config.micro_batch_tokens, config.kept_graph_tokens
+    tokens, kept = config.batch.micro_batch_tokens, config.batch.kept_graph_tokens
     on_gpu = session.device.type == "cuda"
     if not ((cache is None and kept == "auto") or (tokens == "auto" and on_gpu)):
         micro_batch = (
@@ -226,7 +230,7 @@ def _bytes_to_come(
     state = (
         0.0
         if has_state or session.placement.offloads
-        else trained * OPTIMIZER_BYTES[config.optim]
+        else trained * OPTIMIZER_BYTES[config.optimizer.optim]
     )
     return state + session.placement.loss_bytes(featuriser.description.embedding_dim)
 

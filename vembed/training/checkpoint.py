@@ -82,7 +82,7 @@ class Checkpointer:
     def __init__(self, config: TrainConfig, session: Session) -> None:
         self.config = config
         self.session = session
-        self.output = Path(config.output_dir)
+        self.output = Path(config.run.output_dir)
         self.earlier = EarlierCheckpoints(self.output)
         self.identity: dict[str, Any] = {}
         self.save_seconds = 0.0
@@ -90,7 +90,9 @@ class Checkpointer:
         self._alone = session.world_size == 1
         # An asynchronous save communicates from its own thread, so it needs a process group of its own.
         timeout = timedelta(minutes=session.placement.run.timeout_minutes.value)
-        self._group = collectives.new_cpu_group(timeout) if config.async_save else None
+        self._group = (
+            collectives.new_cpu_group(timeout) if config.run.async_save else None
+        )
         self._pending: Future[Any] | None = None
         self._saved_step = -1
         self._damaged: frozenset[Path] = frozenset()
@@ -142,8 +144,10 @@ class Checkpointer:
                 break
             damaged[path] = problems
             log.warning("skipped %s: %s", path, "; ".join(problems))
-        if chosen is None and damaged and self.config.resume != "auto":
-            wanted = "true" if self.config.resume is True else self.config.resume
+        if chosen is None and damaged and self.config.run.resume != "auto":
+            wanted = (
+                "true" if self.config.run.resume is True else self.config.run.resume
+            )
             raise UserError(
                 f"resume: {wanted}, but none of the {len(damaged)} checkpoint(s) is intact ("
                 + "; ".join(
@@ -205,7 +209,7 @@ class Checkpointer:
         if self.session.is_main:
             for name in integrity.remove_leftovers(self.output):
                 log.info("removed %s (incomplete, left by an earlier process)", name)
-            if self.config.overwrite and directory is None:
+            if self.config.run.overwrite and directory is None:
                 self._remove_earlier_run()
             self._set_aside(directory, self._damaged)
             if directory is None:
@@ -225,12 +229,12 @@ class Checkpointer:
         `identity` holds what must match besides options: {"data": fingerprint, "global_batch_size": n}.
         """
         self.identity = dict(identity)
-        if self.config.negatives_from == "own_rank":
+        if self.config.objective.negatives_from == "own_rank":
             self.identity["world_size"] = self.session.world_size
         if directory is None:
             return
         differences = self._differences(directory)
-        if self.config.resume_anyway:
+        if self.config.run.resume_anyway:
             forbidden = [str(one) for one in differences if not one.is_allowed]
             if forbidden:
                 log.warning(
@@ -329,7 +333,9 @@ class Checkpointer:
     @property
     def _chooses(self) -> bool:
         """True if `final/` may get another checkpoint than the last one."""
-        return bool(self.config.load_best_model_at_end or self.config.guards)
+        return bool(
+            self.config.run.load_best_model_at_end or self.config.evaluation.guards
+        )
 
     # ---- during training ---------------------------------------------------------------------------------------
 
@@ -375,7 +381,7 @@ class Checkpointer:
         )
         weights = tensors_of(model, loss, optimizer, tensors or {})
         planner = DefaultSavePlanner(flatten_state_dict=False)
-        if self.config.async_save:
+        if self.config.run.async_save:
             pending = async_save(
                 weights,
                 storage_writer=writer,
@@ -565,7 +571,7 @@ class Checkpointer:
             shutil.rmtree(final.with_name(final.name + PARTIAL), ignore_errors=True)
         kept = [path.name for _, path in list_checkpoints(self.output)]
         what = f"{final.name} could not be written ({problem}); the newest checkpoint is {kept[-1] if kept else 'none'}"
-        if self.config.on_save_error == "stop":
+        if self.config.run.on_save_error == "stop":
             way = way_out(problem, self.output)
             raise RunError(
                 f"{what}. {way[0].upper()}{way[1:]} and resume, or set on_save_error: continue"
@@ -588,12 +594,12 @@ class Checkpointer:
             if self._chooses:
                 self.earlier.take_along(keep)
             for path in integrity.prune(
-                self.output, self.config.save_total_limit, keep
+                self.output, self.config.run.save_total_limit, keep
             ):
                 log.info(
                     "removed %s (save_total_limit: %d)",
                     path.name,
-                    self.config.save_total_limit,
+                    self.config.run.save_total_limit,
                 )
         except OSError as error:
             log.warning("an old checkpoint could not be removed: %s", _said(error))

@@ -143,7 +143,7 @@ def problems_in(directory: Path) -> list[str]:
 def _state_problems(directory: Path) -> Iterator[str]:
     try:
         state = StateSchema.model_validate_json((directory / STATE).read_bytes())
-        TrainConfig.model_validate(state.config)
+        TrainConfig(**state.config)
     except OSError as error:
         yield f"{STATE} cannot be read ({error.strerror or error})"
     except ValidationError as error:

@@ -50,7 +50,7 @@ def decide_compilation(
 ) -> None:
     """Decide `torch_compile: auto` by the arithmetic of the run, and log it where there is a choice."""
     placement = session.placement
-    if config.torch_compile == "auto" and session.device.type == "cuda":
+    if config.model.torch_compile == "auto" and session.device.type == "cuda":
         features = featuriser.features(some_inputs(data))
         tokens = sum(one.length for one in features) / max(
             min(SAMPLED, len(data.examples)), 1
@@ -60,7 +60,7 @@ def decide_compilation(
         session.placement = placement.for_work(
             OPERATIONS * size.total * tokens * num_examples
         )
-    if config.torch_compile == "auto" and session.device.type != "cuda":
+    if config.model.torch_compile == "auto" and session.device.type != "cuda":
         return
     log.info("compiled layers: %s", session.placement.compilation)
 
@@ -75,7 +75,7 @@ def check_compiled(
     """Compare compiled with plain layers, where `auto` has compiled them; where they differ, or do not compile, plain
     layers are used, with a warning. Collective."""
     if (
-        session.config.torch_compile != "auto"
+        session.config.model.torch_compile != "auto"
         or not session.placement.compilation.value
     ):
         return

@@ -22,16 +22,16 @@ def configured_hooks(
     hooks: list[Hook] = []
     if starts_from_nothing(config):
         hooks.append(FirstLoss())
-    if config.ema is not None:
-        hooks.append(WeightAverage(config.ema))
-    if config.guards:
+    if config.optimizer.ema is not None:
+        hooks.append(WeightAverage(config.optimizer.ema))
+    if config.evaluation.guards:
         hooks.append(Guards(config))
-    if config.mine is not None:
-        hooks.append(EpochMiner(config.mine))
+    if config.data.mine is not None:
+        hooks.append(EpochMiner(config.data.mine))
     if rhythm.patience is not None:
         hooks.append(Patience(rhythm.patience, schedule.warmup_steps))
-    if config.report_every is not None:
-        hooks.append(RunningReport(config.report_every))
-    if config.push_to_hub is not None:
+    if config.logging.report_every is not None:
+        hooks.append(RunningReport(config.logging.report_every))
+    if config.logging.push_to_hub is not None:
         hooks.append(PushBest(config))  # after the guards, whose scores are in the card
     return hooks

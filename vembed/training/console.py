@@ -92,7 +92,9 @@ class SetupLines(Hook):
         for line in setup_lines(run):
             log.info("%s", line, extra=HEADLINE)
         log.info(
-            "log: %s", Path(run.config.output_dir, run.config.log_file), extra=TRAINING
+            "log: %s",
+            Path(run.config.run.output_dir, run.config.logging.log_file),
+            extra=TRAINING,
         )
 
 
@@ -137,11 +139,11 @@ def setup_lines(run: Run) -> list[str]:
         data.examples_per_step, len(data.examples)
     )  # data smaller than one batch are one batch
     return [
-        f"model: {config.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
+        f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
         f"parameters ({share}), at most {description.max_length:,d} tokens",
         f"data: {len(data.examples):,d} examples of {sources:,d} source{'s' if sources > 1 else ''}; {evaluation}",
         f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs:.3g} epochs), learning rate "
-        f"{config.learning_rate:g}, loss {config.loss}",
+        f"{config.optimizer.learning_rate:g}, loss {config.objective.loss}",
         f"device: {session.device}, {session.world_size} process{'es' if session.world_size > 1 else ''}, strategy "
         f"{session.strategy}{why}, mixed precision {session.mixed_precision}",
     ]
@@ -149,4 +151,4 @@ def setup_lines(run: Run) -> list[str]:
 
 def config_console(config: TrainConfig) -> str:
     """Return the console's mode: a run with `debug` shows everything."""
-    return "verbose" if config.debug else config.console
+    return "verbose" if config.logging.debug else config.logging.console

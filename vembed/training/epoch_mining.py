@@ -78,7 +78,7 @@ class EpochMiner(Hook):
             return
         began = time.monotonic()
         found = self._miner.mine(
-            self._encode, Path(self._run.config.output_dir) / FOLDER, epoch
+            self._encode, Path(self._run.config.run.output_dir) / FOLDER, epoch
         )
         mined = torch.from_numpy(found.documents)
         there = mined >= 0

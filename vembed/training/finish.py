@@ -48,14 +48,14 @@ def save_final(
     try:
         return _save(config, session, data, parts, state)
     except (OSError, SafetensorError) as error:
-        kept = [path.name for _, path in list_checkpoints(Path(config.output_dir))]
+        kept = [path.name for _, path in list_checkpoints(Path(config.run.output_dir))]
         what = (
             f"resume from {kept[-1]}"
             if kept
             else "train again (save_steps would have kept checkpoints)"
         )
         raise RunError(
-            f"final/ could not be written ({error}): {way_out(str(error), Path(config.output_dir))} and {what}"
+            f"final/ could not be written ({error}): {way_out(str(error), Path(config.run.output_dir))} and {what}"
         ) from error
 
 
@@ -113,13 +113,13 @@ def _check_weights(
 
 
 def _way_out(config: TrainConfig) -> str:
-    kept = [path.name for _, path in list_checkpoints(Path(config.output_dir))]
+    kept = [path.name for _, path in list_checkpoints(Path(config.run.output_dir))]
     newest = (
         f"resume from an earlier checkpoint ({kept[-1]} is the newest)"
         if kept
         else "train again"
     )
-    return f"lower learning_rate (now {config.learning_rate:g}) or max_grad_norm, and {newest}"
+    return f"lower learning_rate (now {config.optimizer.learning_rate:g}) or max_grad_norm, and {newest}"
 
 
 def _save(
@@ -129,7 +129,7 @@ def _save(
     parts: RunModel,
     state: LoopState,
 ) -> Path:
-    output = Path(config.output_dir)
+    output = Path(config.run.output_dir)
     directory = output / "final"
     embedder, evaluation = parts.embedder, data.evaluation
     # Collective: every rank contributes its shards.
@@ -154,7 +154,7 @@ def _save(
         log.info(
             "weights: stored %s (save_dtype: %s)",
             f"in {dtype}" if dtype else "as they are held",
-            config.save_dtype,
+            config.run.save_dtype,
         )
         save_model(
             directory,
@@ -163,7 +163,7 @@ def _save(
             embedder.head,
             weights,
             dtype=dtype,
-            merge_adapters=config.save_merged,
+            merge_adapters=config.adapters.save_merged,
             card=card_of(config, data, state),
         )
     metric = (
@@ -224,7 +224,7 @@ def _warnings(config: TrainConfig, state: LoopState, metric: str) -> list[str]:
     if metric in state.before and state.scores[metric] < state.before[metric]:
         found.append(
             f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
-            f"the model as it was, or lower learning_rate (now {config.learning_rate:g}), or look at the training data "
+            f"the model as it was, or lower learning_rate (now {config.optimizer.learning_rate:g}), or look at the training data "
             "(vembed audit)"
         )
         log.warning("%s", found[-1])

@@ -56,7 +56,7 @@ def open_stores(
 ) -> dict[Modality, FeatureStore]:
     """Open the stores of all frozen modalities, with `cache_frozen_features: true`. Collective. Call it while rank 0
     holds the whole model: the stores' names depend on the weights."""
-    if not config.cache_frozen_features:
+    if not config.batch.cache_frozen_features:
         return {}
     modalities = embedder.frozen_modalities()
     if not modalities:
@@ -67,7 +67,7 @@ def open_stores(
             else "freeze one (freeze: [vision] or [text], or lora_towers), or set it to false"
         )
         raise UserError(
-            f"cache_frozen_features: true needs a tower without trained parameters, and {config.model_name} "
+            f"cache_frozen_features: true needs a tower without trained parameters, and {config.model.model_name} "
             f"({family.name}) has none in this run: {hint}"
         )
     arithmetic = str(session.mixed_precision)

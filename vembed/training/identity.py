@@ -18,11 +18,11 @@ OF_TASK = {"losses", "temperature", "batch_size", "global_batch_size"}
 def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
     """Return the identity. A model that is not on this machine yet (a Hub name) has no fingerprint."""
     models = {
-        "model_files": config.model_name,
-        "image_model_files": config.image_model_name,
+        "model_files": config.model.model_name,
+        "image_model_files": config.model.image_model_name,
     }
     prints = {
-        name: of_model(one, config.model_revision)
+        name: of_model(one, config.model.model_revision)
         for name, one in models.items()
         if one is not None
     }

@@ -43,8 +43,8 @@ class Interrupts:
     def __init__(self, config: TrainConfig) -> None:
         self.limit = (
             None
-            if config.max_train_minutes is None
-            else config.max_train_minutes * 60.0
+            if config.run.max_train_minutes is None
+            else config.run.max_train_minutes * 60.0
         )
         self.agreed = 0
         self.ends_early = False

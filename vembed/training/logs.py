@@ -76,7 +76,7 @@ class Outlets:
 @contextmanager
 def run_logging(config: TrainConfig, rank: int) -> Iterator[Outlets]:
     """Send the lines of logger "vembed" to the console and the run's files while the with-block runs."""
-    output = Path(config.output_dir)
+    output = Path(config.run.output_dir)
     plain = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
     handlers: list[logging.Handler] = []
     file: LogFile | None = None
@@ -87,17 +87,17 @@ def run_logging(config: TrainConfig, rank: int) -> Iterator[Outlets]:
         screen = ConsoleHandler(console, stream, config_console(config))
         screen.setFormatter(SafeFormatter("%(message)s"))
         screen.setLevel(logging.INFO)
-        file = LogFile(output / config.log_file)
+        file = LogFile(output / config.logging.log_file)
         file.setFormatter(plain)
-        file.setLevel(logging.DEBUG if config.debug else logging.INFO)
+        file.setLevel(logging.DEBUG if config.logging.debug else logging.INFO)
         handlers += [screen, file]
-    if config.debug:
+    if config.logging.debug:
         own = LogFile(output / "logs" / f"rank-{rank}.log")
         own.setFormatter(plain)
         _begin(own)  # it is read when a start hangs
         handlers.append(own)
     before = log.level, log.propagate
-    log.setLevel(logging.DEBUG if config.debug else logging.INFO)
+    log.setLevel(logging.DEBUG if config.logging.debug else logging.INFO)
     log.propagate = False
     for handler in handlers:
         log.addHandler(handler)
@@ -139,9 +139,9 @@ class Metrics(Hook):
         if run.session.is_main:
             self.trackers = [
                 _start_tracker(name, self.config, run.state.step)
-                for name in self.config.report_to
+                for name in self.config.logging.report_to
             ]
-            self.file = LineFile(Path(self.config.output_dir) / "metrics.jsonl")
+            self.file = LineFile(Path(self.config.run.output_dir) / "metrics.jsonl")
 
     def on_log(self, values: Mapping[str, Any]) -> None:
         """Write one logged step to metrics.jsonl and its numbers to the trackers."""
@@ -186,12 +186,13 @@ class Metrics(Hook):
         """Close the file, send the report of a finished run to the trackers, and end them."""
         self._close_file()
         has_report = (
-            self.is_trained and (Path(self.config.output_dir) / "report.html").is_file()
+            self.is_trained
+            and (Path(self.config.run.output_dir) / "report.html").is_file()
         )
         for tracker in self.trackers:
             if has_report:
                 try:
-                    send_report(tracker, self.config.output_dir)
+                    send_report(tracker, self.config.run.output_dir)
                 except (OSError, UserError) as error:
                     log.warning(
                         "report_to: %s did not take the report (%s)",
@@ -228,7 +229,7 @@ class Metrics(Hook):
 
 def require_trackers(config: TrainConfig) -> None:
     """Raise UserError if a tracker of `report_to` is not installed. Called before a model is loaded."""
-    for name in config.report_to:
+    for name in config.logging.report_to:
         if name not in sys.modules and find_spec(name) is None:
             raise UserError(
                 f"report_to: {name} is not installed: install it (pip install {name}), or leave it out"
@@ -239,7 +240,7 @@ def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
     """Start one of Accelerate's trackers with the run's settings."""
     from accelerate import tracking
 
-    run = config.run_name or Path(config.output_dir).resolve().name
+    run = config.logging.run_name or Path(config.run.output_dir).resolve().name
     settings = {
         key: value for key, value in config.to_dict().items() if value is not None
     }
@@ -251,21 +252,26 @@ def _start_tracker(name: str, config: TrainConfig, first_step: int) -> Any:
                 purge = first_step + 1 if first_step else 0
                 # TensorBoard names a run by its folder.
                 folder = "tensorboard" + (
-                    f"/{config.run_name.replace('/', '_')}" if config.run_name else ""
+                    f"/{config.logging.run_name.replace('/', '_')}"
+                    if config.logging.run_name
+                    else ""
                 )
-                _await_a_new_second(Path(config.output_dir) / folder)
+                _await_a_new_second(Path(config.run.output_dir) / folder)
                 tracker = tracking.TensorBoardTracker(
-                    folder, config.output_dir, purge_step=purge
+                    folder, config.run.output_dir, purge_step=purge
                 )
         elif name == "wandb":
             tracker = tracking.WandBTracker(
-                config.wandb_project, name=run, tags=config.wandb_tags, config=settings
+                config.logging.wandb_project,
+                name=run,
+                tags=config.logging.wandb_tags,
+                config=settings,
             )
         elif name == "mlflow":
-            tracker = tracking.MLflowTracker(config.wandb_project, run_name=run)
+            tracker = tracking.MLflowTracker(config.logging.wandb_project, run_name=run)
         else:
             tracker = tracking.TrackioTracker(
-                config.wandb_project, name=run, config=settings
+                config.logging.wandb_project, name=run, config=settings
             )
         tracker.start()
         if name == "tensorboard":

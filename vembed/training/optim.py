@@ -71,7 +71,7 @@ def build_optimizer(
             "params": [one.parameter for one in members],
             "lr": key.learning_rate,
             "initial_lr": key.learning_rate,
-            "weight_decay": config.weight_decay if key.decays else 0.0,
+            "weight_decay": config.optimizer.weight_decay if key.decays else 0.0,
         }
         for key, members in groups.items()
     ]
@@ -96,11 +96,15 @@ def trained_parameters(
     ]
     depths = (
         _depths([name for name, _ in named], model)
-        if config.layer_lr_decay != 1.0
+        if config.optimizer.layer_lr_decay != 1.0
         else {}
     )
     peak = rate_of(config)
-    head_rate = peak if config.head_learning_rate is None else config.head_learning_rate
+    head_rate = (
+        peak
+        if config.optimizer.head_learning_rate is None
+        else config.optimizer.head_learning_rate
+    )
     trained = []
     for name, parameter in named:
         if not parameter.requires_grad:
@@ -111,7 +115,7 @@ def trained_parameters(
             rate = head_rate
         else:
             # What belongs to no layer (norms behind the last one) has depth 0: the full rate.
-            rate = peak * config.layer_lr_decay ** depths.get(name, 0)
+            rate = peak * config.optimizer.layer_lr_decay ** depths.get(name, 0)
         trained.append(
             TrainedParameter(
                 name,
@@ -232,16 +236,19 @@ def _check_flattened(trained: list[TrainedParameter], config: TrainConfig) -> No
     parameter."""
     if not any(one.name.endswith("_flat_param") for one in trained):
         return
-    if config.layer_lr_decay != 1.0 or config.head_learning_rate is not None:
+    if (
+        config.optimizer.layer_lr_decay != 1.0
+        or config.optimizer.head_learning_rate is not None
+    ):
         raise UserError(
             "layer_lr_decay and head_learning_rate need separate parameters, and fsdp_use_orig_params: "
             "false flattens those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
         )
-    if config.weight_decay:
+    if config.optimizer.weight_decay:
         log.warning(
             "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: %g reaches no "
             "parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them apart",
-            config.weight_decay,
+            config.optimizer.weight_decay,
         )
 
 
@@ -253,27 +260,27 @@ def _create(
     is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     adam: dict[str, Any] = {
         "lr": rate_of(config),
-        "betas": (config.adam_beta1, config.adam_beta2),
-        "eps": config.adam_epsilon,
+        "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        "eps": config.optimizer.adam_epsilon,
     }
-    said = f"betas ({config.adam_beta1:g}, {config.adam_beta2:g})"
-    if config.optim == "adafactor" and (is_fsdp1 or is_sharded):
+    said = f"betas ({config.optimizer.adam_beta1:g}, {config.optimizer.adam_beta2:g})"
+    if config.optimizer.optim == "adafactor" and (is_fsdp1 or is_sharded):
         raise UserError(
             "optim: adafactor takes means over whole rows and columns, and torch's does not run on sharded parameters: "
             "use optim: adamw_8bit with fsdp_version: 2, or strategy: ddp"
         )
-    if is_fsdp1 and config.optim in ("adamw_8bit", "paged_adamw_8bit"):
+    if is_fsdp1 and config.optimizer.optim in ("adamw_8bit", "paged_adamw_8bit"):
         raise UserError(
-            f"optim: {config.optim} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
+            f"optim: {config.optimizer.optim} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
             "piece of them: use fsdp_version: 2, or optim: adamw"
         )
     # Before the choice by name: an update of a weight held in 16 bits alone needs an optimizer of its own.
     if _is_half(parameters):
         _check_half(config, parameters)
-        return RoundedAdamW(groups, **adam, seed=config.seed), (
+        return RoundedAdamW(groups, **adam, seed=config.run.seed), (
             f"AdamW with stochastic rounding (the weights are bfloat16 alone), {said}"
         )
-    match config.optim:
+    match config.optimizer.optim:
         case "adamw":
             # On two CPU cores the fused step takes a third of the plain one's time. It supports DTensors.
             fused = all(
@@ -284,10 +291,10 @@ def _create(
                 groups, **adam, fused=fused
             ), f"AdamW{' (fused)' if fused else ''}, {said}"
         case "adamw_8bit" | "paged_adamw_8bit":
-            paged = config.optim == "paged_adamw_8bit"
+            paged = config.optimizer.optim == "paged_adamw_8bit"
             if is_sharded:
                 return _torchao_adamw(
-                    groups, adam, config.optim
+                    groups, adam, config.optimizer.optim
                 ), f"AdamW8bit of torchao (sharded parameters), {said}"
             on_gpu = all(parameter.is_cuda for parameter in parameters)
             if paged and not on_gpu:
@@ -295,7 +302,7 @@ def _create(
                     "optim: paged_adamw_8bit needs a GPU to page from; without one it is adamw_8bit"
                 )
             return _bitsandbytes_adamw(
-                groups, adam, config.optim, paged=paged and on_gpu
+                groups, adam, config.optimizer.optim, paged=paged and on_gpu
             ), (
                 f"{'PagedAdamW8bit' if paged and on_gpu else 'AdamW8bit'} of bitsandbytes, {said}"
             )
@@ -317,9 +324,9 @@ def _check_half(config: TrainConfig, parameters: Sequence[torch.Tensor]) -> None
             "pure_dtype: true with float16 weights: most updates are too small for a weight of 11 bits, and gradients "
             "underflow; use torch_dtype: bfloat16, whose updates are rounded stochastically, or leave pure_dtype out"
         )
-    if config.optim != "adamw":
+    if config.optimizer.optim != "adamw":
         raise UserError(
-            f"pure_dtype: true with optim: {config.optim}: updates of bfloat16 weights vanish in rounding; use optim: "
+            f"pure_dtype: true with optim: {config.optimizer.optim}: updates of bfloat16 weights vanish in rounding; use optim: "
             "adamw, which rounds them stochastically, or leave pure_dtype out"
         )
 
@@ -400,16 +407,16 @@ def _summary(
     )
     parts = [
         f"{count(trained)} trained, {num_groups:,d} {'group' if num_groups == 1 else 'groups'}",
-        f"weight decay {config.weight_decay:g} on {apart}",
+        f"weight decay {config.optimizer.weight_decay:g} on {apart}",
     ]
-    if config.head_learning_rate is not None:
+    if config.optimizer.head_learning_rate is not None:
         parts.append(
-            f"head_learning_rate {config.head_learning_rate:g} for {count(heads)} (heads, projections, scales)"
+            f"head_learning_rate {config.optimizer.head_learning_rate:g} for {count(heads)} (heads, projections, scales)"
         )
-    if config.layer_lr_decay != 1.0:
+    if config.optimizer.layer_lr_decay != 1.0:
         rates = [one.learning_rate for one in trained if one not in heads]
         low, high = (min(rates), max(rates)) if rates else (0.0, 0.0)
         parts.append(
-            f"layer_lr_decay {config.layer_lr_decay:g}: peaks from {low:.3g} (lowest) to {high:.3g} (last layer)"
+            f"layer_lr_decay {config.optimizer.layer_lr_decay:g}: peaks from {low:.3g} (lowest) to {high:.3g} (last layer)"
         )
     return "; ".join(parts)

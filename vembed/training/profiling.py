@@ -18,16 +18,16 @@ class Profile(Hook):
 
     def __init__(self, config: TrainConfig, rank: int, total_steps: int) -> None:
         self.range: tuple[int, int] | None = None
-        if config.profile_steps is not None:
-            first, last = config.profile_steps
+        if config.logging.profile_steps is not None:
+            first, last = config.logging.profile_steps
             self.range = first, min(last, total_steps)
             if first > total_steps:
                 log.warning(
                     "profile_steps: %s is after the run's last step, %d",
-                    config.profile_steps,
+                    config.logging.profile_steps,
                     total_steps,
                 )
-        self.path = Path(config.output_dir) / f"trace-rank{rank}.json"
+        self.path = Path(config.run.output_dir) / f"trace-rank{rank}.json"
         self.profiler: torch.profiler.profile | None = None
         self._last: int | None = None
         """Last step that was recorded."""

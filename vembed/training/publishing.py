@@ -29,22 +29,22 @@ SECONDS_TO_END = 5.0
 def open_hub(config: TrainConfig) -> None:
     """Make the repository of `push_to_hub` and check the right to write, before anything is trained. Only the main
     process calls it."""
-    if config.push_to_hub is not None:
+    if config.logging.push_to_hub is not None:
         _hub(config).open()
 
 
 def push_final(config: TrainConfig) -> None:
     """Push final/ with its card, the report and the description of the data. Only the main process calls it. Raise
     RunError if that fails: the model is complete on disk, and `vembed push` goes on."""
-    if config.push_to_hub is None:
+    if config.logging.push_to_hub is None:
         return
     hub = _hub(config)
     try:
-        num_sent = hub.push(publication(config.output_dir), "Trained by vembed")
+        num_sent = hub.push(publication(config.run.output_dir), "Trained by vembed")
     except (RunError, UserError) as error:
-        again = f"vembed push {config.output_dir} {config.push_to_hub}"
+        again = f"vembed push {config.run.output_dir} {config.logging.push_to_hub}"
         raise RunError(
-            f"{error}; the model is in {config.output_dir}/final: `{again}`"
+            f"{error}; the model is in {config.run.output_dir}/final: `{again}`"
         ) from error
     log.info(
         "push_to_hub: %s has the model of final/ (%d files sent)",
@@ -54,8 +54,10 @@ def push_final(config: TrainConfig) -> None:
 
 
 def _hub(config: TrainConfig) -> Hub:
-    assert config.push_to_hub is not None
-    return Hub(config.push_to_hub, public=config.push_public, say=log.debug)
+    assert config.logging.push_to_hub is not None
+    return Hub(
+        config.logging.push_to_hub, public=config.logging.push_public, say=log.debug
+    )
 
 
 class PushBest(Hook):
@@ -92,13 +94,13 @@ class PushBest(Hook):
             parts.embedder.write_scale_and_bias(*learned, weights)
         embedder, config = parts.embedder, run.config
         folder = save_model(
-            Path(config.output_dir) / FOLDER,
+            Path(config.run.output_dir) / FOLDER,
             embedder.description,
             embedder.backbone,
             embedder.head,
             weights,
             dtype=saved_dtype(config, embedder.description),
-            merge_adapters=config.save_merged,
+            merge_adapters=config.adapters.save_merged,
             card=card_of(config, run.data, run.state),
         )
         score = f"{evaluation.metric} {evaluation.scores[evaluation.metric]:.4f}"
@@ -115,7 +117,7 @@ class PushBest(Hook):
     def close(self) -> None:
         if self.thread is not None:
             self.thread.join(self.seconds)
-            shutil.rmtree(Path(self.config.output_dir) / FOLDER, ignore_errors=True)
+            shutil.rmtree(Path(self.config.run.output_dir) / FOLDER, ignore_errors=True)
 
     def _push(self, folder: Path, step: int, score: str) -> None:
         try:

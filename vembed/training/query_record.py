@@ -27,7 +27,7 @@ class QueryRecord(Hook):
     def on_start(self, run: Run) -> None:
         """Take the run's data, and remove the files of steps that a resumed run repeats."""
         self._data = run.data.evaluation if run.session.is_main else None
-        self._output, self._best = Path(run.config.output_dir), run.state.best_step
+        self._output, self._best = Path(run.config.run.output_dir), run.state.best_step
         if run.session.is_main:
             for path in (self._output / FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) > run.state.step:

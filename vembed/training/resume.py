@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.fsdp import PRECISIONS, Precision
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import TrainConfig, option_fields
 from vembed.errors import UserError
 from vembed.saving.durability import write_durably
 from vembed.training.finished import FINAL, FinishedRun, finished_run
@@ -82,7 +82,7 @@ def compare_resume(
     now = config.to_dict()
     defaults = {
         name: field.get_default(call_default_factory=True)
-        for name, field in type(config).model_fields.items()
+        for name, field in option_fields().items()
     }
     differences = [
         Difference(name, before, value, name in MAY_CHANGE)
@@ -122,23 +122,23 @@ def candidates(config: TrainConfig) -> list[Path]:
     Two runs never share a folder by accident. Without `resume` or `overwrite`, an output_dir with checkpoints or with a
     finished run is refused: only the user knows whether to resume or to keep the old run.
     """
-    output = Path(config.output_dir)
+    output = Path(config.run.output_dir)
     _refuse_inside_a_run(output)
     # Newest first: a damaged one is passed over for the one before.
     own = [path for _, path in reversed(list_checkpoints(output))]
     finished = finished_run(output)
-    if config.resume is False:
-        if not config.overwrite:
+    if config.run.resume is False:
+        if not config.run.overwrite:
             _refuse_earlier_run(output, own, finished)
         return []
-    if config.resume in (True, "auto"):
-        if not own and finished is None and config.resume is True:
+    if config.run.resume in (True, "auto"):
+        if not own and finished is None and config.run.resume is True:
             raise UserError(
                 f"resume: true, but output_dir: {output} holds no checkpoint; use resume: auto to start anew where "
                 "there is none"
             )
         return own
-    wanted = Path(str(config.resume))
+    wanted = Path(str(config.run.resume))
     if not wanted.is_dir():
         raise UserError(
             f"resume: {wanted} is not a folder; give a checkpoint-<step> folder, a run's output_dir, or true"
@@ -182,10 +182,10 @@ def _refuse_inside_a_run(output: Path) -> None:
 
 def refuse_own_model(config: TrainConfig) -> None:
     """Raise UserError if the run would overwrite the model that it starts from."""
-    output = Path(config.output_dir).resolve()
+    output = Path(config.run.output_dir).resolve()
     for option, name in (
-        ("model_name", config.model_name),
-        ("image_model_name", config.image_model_name),
+        ("model_name", config.model.model_name),
+        ("image_model_name", config.model.image_model_name),
     ):
         path = Path(name).expanduser() if name is not None else None
         if path is None or not path.is_dir():
@@ -202,7 +202,7 @@ def refuse_own_model(config: TrainConfig) -> None:
             one == FINAL or one.startswith("checkpoint-") for one in below
         ):
             raise UserError(
-                f"{option}: {name} is inside output_dir: {config.output_dir}, where this run would overwrite it: give "
+                f"{option}: {name} is inside output_dir: {config.run.output_dir}, where this run would overwrite it: give "
                 "another output_dir"
             )
 
@@ -231,9 +231,9 @@ def nothing_left(
 
     Raise UserError if it would add steps and there is no checkpoint to start from.
     """
-    if config.resume is False:
+    if config.run.resume is False:
         return None
-    finished = finished_run(Path(config.output_dir))
+    finished = finished_run(Path(config.run.output_dir))
     if finished is None:
         return None
     if finished.leaves_nothing(
@@ -242,7 +242,7 @@ def nothing_left(
         return finished
     if checkpoint is None:
         raise UserError(
-            f"output_dir: {config.output_dir} holds {finished} without a checkpoint, so {total_steps:,d} steps cannot "
+            f"output_dir: {config.run.output_dir} holds {finished} without a checkpoint, so {total_steps:,d} steps cannot "
             f"go on from it: train further from its model in another folder (model_name={finished.model_dir} "
             "output_dir=...), or start anew (resume: false, overwrite: true); save_steps keeps checkpoints"
         )
@@ -259,30 +259,30 @@ def keep_global_batch(
     """
     before = saved["config"]
     same = all(
-        getattr(config, name) == before[name]
+        config.options()[name] == before[name]
         for name in ("batch_size", "gradient_accumulation_steps")
     )
     examples = saved["identity"].get("global_batch_size")
-    if config.global_batch_size is not None or not same or examples is None:
+    if config.batch.global_batch_size is not None or not same or examples is None:
         return config
     # The identity counts the examples of a step, and the option those of one batch.
-    size = examples // config.gradient_accumulation_steps
-    if size == config.batch_size * world_size:
+    size = examples // config.batch.gradient_accumulation_steps
+    if size == config.batch.batch_size * world_size:
         return config
     log.info(
         "global batch: %s examples, as in the checkpoint (batch_size: %d x %d process(es) would be %s)",
         f"{size:,d}",
-        config.batch_size,
+        config.batch.batch_size,
         world_size,
-        f"{config.batch_size * world_size:,d}",
+        f"{config.batch.batch_size * world_size:,d}",
     )
-    return config.model_copy(update={"global_batch_size": size})
+    return config.changed(**{"global_batch_size": size})
 
 
 def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
     """Return the config with the values that the checkpoint's run had for options that are left to `auto`, so that a
     resumed run is the same run whatever vembed would choose today."""
-    given = dict(config)
+    given = config.options()
     names = ["learning_rate", "epochs", "logging_steps"]
     # Their `auto` follows from the cost of an evaluation: other data, another rhythm.
     if all(given[name] == saved.get(name) for name in ("val_data_path", "val_split")):
@@ -291,15 +291,19 @@ def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig
         name: saved[name] for name in names if given[name] == "auto" and name in saved
     }
     is_decided = (
-        "temperature" not in config.model_fields_set
-        and not config.learn_temperature
-        and config.losses is None
+        "temperature" not in config.given
+        and not config.objective.learn_temperature
+        and config.objective.losses is None
     )
-    if is_decided and config.loss == saved.get("loss") and "temperature" in saved:
+    if (
+        is_decided
+        and config.objective.loss == saved.get("loss")
+        and "temperature" in saved
+    ):
         kept["temperature"] = saved["temperature"]
-    if "learning_rate" in kept and config.head_learning_rate is None:
+    if "learning_rate" in kept and config.optimizer.head_learning_rate is None:
         kept["head_learning_rate"] = saved["head_learning_rate"]
-    return config.model_copy(update=kept)
+    return config.changed(**kept)
 
 
 def precision_before(config: TrainConfig) -> Precision | None:
@@ -307,7 +311,7 @@ def precision_before(config: TrainConfig) -> Precision | None:
 
     Read before the devices are chosen. What is wrong with a checkpoint is said later, where one is chosen.
     """
-    if config.resume is False:
+    if config.run.resume is False:
         return None
     try:
         paths = candidates(config)

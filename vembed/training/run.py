@@ -68,7 +68,7 @@ def train(
     settings = resolved.config
     require_earlier_stage(resolved)
     require_trackers(resolved.config)
-    lock = OutputLock(Path(settings.output_dir))
+    lock = OutputLock(Path(settings.run.output_dir))
 
     def introduce(ranks: RankInfo) -> dict[str, Any]:
         if ranks.rank == 0:

@@ -21,7 +21,7 @@ class RunningReport(Hook):
 
     @override
     def on_start(self, run: Run) -> None:
-        self.folder = run.config.output_dir if run.session.is_main else None
+        self.folder = run.config.run.output_dir if run.session.is_main else None
 
     @override
     def on_step(self, report: StepReport) -> None:

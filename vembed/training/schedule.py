@@ -35,9 +35,9 @@ def lr_factor(step: int, total: int, warmup: int, kind: Kind) -> float:
 
 def lr_multiplier(config: TrainConfig, examples_per_step: int) -> float:
     """Return the factor that `scale_learning_rate` applies to every learning rate."""
-    ratio = examples_per_step / config.base_batch_size
+    ratio = examples_per_step / config.optimizer.base_batch_size
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[
-        config.scale_learning_rate
+        config.optimizer.scale_learning_rate
     ]
 
 
@@ -47,16 +47,16 @@ class Schedule:
     def __init__(
         self, config: TrainConfig, total_steps: int, examples_per_step: int
     ) -> None:
-        self.kind: Kind = config.lr_scheduler_type
+        self.kind: Kind = config.optimizer.lr_scheduler_type
         self.total_steps = total_steps
         self.multiplier = lr_multiplier(config, examples_per_step)
         self.peak = rate_of(config) * self.multiplier
-        if config.warmup_steps is not None:
-            self.warmup_steps, why = config.warmup_steps, "warmup_steps"
+        if config.optimizer.warmup_steps is not None:
+            self.warmup_steps, why = config.optimizer.warmup_steps, "warmup_steps"
         else:
             # Rounded up, so that a ratio above 0 warms up in short runs too.
-            self.warmup_steps = math.ceil(config.warmup_ratio * total_steps)
-            why = f"warmup_ratio {config.warmup_ratio:g} of {total_steps:,d} steps"
+            self.warmup_steps = math.ceil(config.optimizer.warmup_ratio * total_steps)
+            why = f"warmup_ratio {config.optimizer.warmup_ratio:g} of {total_steps:,d} steps"
         fall = (
             "stays there"
             if self.kind == "constant"
@@ -99,10 +99,12 @@ class Schedule:
         return self.value(step)
 
     def _derivation(self, config: TrainConfig, examples_per_step: int) -> str:
-        if config.scale_learning_rate == "none":
+        if config.optimizer.scale_learning_rate == "none":
             return "the same on any number of processes"
-        ratio = f"{examples_per_step:,d} examples per step / base_batch_size {config.base_batch_size:,d}"
+        ratio = f"{examples_per_step:,d} examples per step / base_batch_size {config.optimizer.base_batch_size:,d}"
         ratio = (
-            f"sqrt({ratio})" if config.scale_learning_rate == "sqrt" else f"({ratio})"
+            f"sqrt({ratio})"
+            if config.optimizer.scale_learning_rate == "sqrt"
+            else f"({ratio})"
         )
         return f"{rate_of(config):g} * {ratio}"

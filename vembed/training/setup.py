@@ -80,7 +80,9 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     with main_first(session):
         sets = open_sets(config, compares=session.is_main)
-    is_decided_here = config.epochs == "auto" and config.max_steps is None
+    is_decided_here = (
+        config.optimizer.epochs == "auto" and config.optimizer.max_steps is None
+    )
     # Only then is the model looked at: a checkpoint of another model is to be refused first.
     has_scale = is_decided_here and describe(config).traits.has_scale_and_bias
     epochs = passes(config, len(sets.examples), has_scale=has_scale)
@@ -93,7 +95,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         sets.examples,
         sets.evaluation,
         batch_schedule,
-        config.gradient_accumulation_steps,
+        config.batch.gradient_accumulation_steps,
         epochs.value,
         total_steps,
         sets.warnings,
@@ -107,8 +109,8 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     teachers = Teachers(config, session)
     teachers.prepare(data.examples)
     # The same start on every rank; the step seeds each forward pass anew.
-    torch.manual_seed(config.seed)
-    torch.use_deterministic_algorithms(config.deterministic)
+    torch.manual_seed(config.run.seed)
+    torch.use_deterministic_algorithms(config.run.deterministic)
     description = describe(config)
     log.info("model: %s", description.summary())
     for line in without_effect(config, description):
@@ -184,13 +186,13 @@ def _tempered(config: TrainConfig, scale: float | None) -> TrainConfig:
     """Return the config with the temperature that suits its loss and the model's own scale, and log it where it is not
     the usual one. What a learned one starts from is said when the loss is built."""
     found = with_temperature(config, None if scale is None else 1 / scale)
-    if found is not config and not config.learn_temperature:
+    if found is not config and not config.objective.learn_temperature:
         why = (
-            f"default of loss: {found.loss}"
-            if found.loss != "infonce"
+            f"default of loss: {found.objective.loss}"
+            if found.objective.loss != "infonce"
             else "with which this model was trained"
         )
-        log.info("temperature: %.3g (%s)", found.temperature, why)
+        log.info("temperature: %.3g (%s)", found.objective.temperature, why)
     return found
 
 
@@ -238,32 +240,36 @@ def schedule_batches(
     config: TrainConfig, store: ExampleStore, session: Session, epochs: float
 ) -> tuple[BatchSchedule, int]:
     """Return the order of the examples and the number of optimizer steps."""
-    size = config.global_batch_size or config.batch_size * session.world_size
+    size = (
+        config.batch.global_batch_size or config.batch.batch_size * session.world_size
+    )
     batch_schedule = BatchSchedule(
         store.sizes,
         size,
-        config.seed,
+        config.run.seed,
         weights=store.weights,
         names=store.names,
-        homogeneous=bool(config.homogeneous_batches),
+        homogeneous=bool(config.data.homogeneous_batches),
         tasks=task_numbers(config),
         batch_sizes=source_batch_sizes(config, session.world_size),
-        sampling=parse_sampling(config.sampling),
-        keys=store.all_keys() if config.no_duplicates else None,
-        drop_last=config.drop_last,
+        sampling=parse_sampling(config.data.sampling),
+        keys=store.all_keys() if config.data.no_duplicates else None,
+        drop_last=config.data.drop_last,
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
-    steps = config.max_steps or math.ceil(
-        epochs * batch_schedule.steps_per_epoch / config.gradient_accumulation_steps
+    steps = config.optimizer.max_steps or math.ceil(
+        epochs
+        * batch_schedule.steps_per_epoch
+        / config.batch.gradient_accumulation_steps
     )
     log.info(
         "global batch: %s examples over %s (%s each)%s; %s steps",
         f"{size:,d}",
         "1 process" if session.world_size == 1 else f"{session.world_size} processes",
         f"{size / session.world_size:,.6g}",
-        f", {config.gradient_accumulation_steps} batches per step"
-        if config.gradient_accumulation_steps > 1
+        f", {config.batch.gradient_accumulation_steps} batches per step"
+        if config.batch.gradient_accumulation_steps > 1
         else "",
         f"{steps:,d}",
     )
@@ -282,8 +288,8 @@ def schedule_batches(
 def num_workers(config: TrainConfig, description: ModelDescription) -> int:
     """Return the number of threads that prepare rank batches ahead. One suffices for text: the tokenizer is parallel
     itself."""
-    if config.num_workers != "auto":
-        return config.num_workers
+    if config.data.num_workers != "auto":
+        return config.data.num_workers
     return (
         1 if description.modalities == ("text",) else min(4, max(1, num_cores() // 2))
     )
@@ -323,7 +329,7 @@ def start_head(
 ) -> None:
     """Rotate the projection so that its first coordinates hold the most variance, with `mrl_projection_init: pca`.
     Collective."""
-    if config.mrl_projection_init != "pca" or model.mrl_projection is None:
+    if config.matryoshka.mrl_projection_init != "pca" or model.mrl_projection is None:
         return
     if session.is_main:
         # Spread over the whole store: its sources follow one another.

@@ -100,7 +100,7 @@ def advice(session: Session, budget: Budget) -> str:
     if not wants_adapters(config):
         steps.append(f"use_lora: true ({_saves(now.gradients + now.optimizer)})")
         # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
-        if config.optim == "adamw" and not (
+        if config.optimizer.optim == "adamw" and not (
             placement.fsdp is not None and placement.fsdp.version == 1
         ):
             steps.append(f"optim: adamw_8bit ({_saves(0.75 * now.optimizer)})")
@@ -114,7 +114,7 @@ def advice(session: Session, budget: Budget) -> str:
         steps.append(
             f"fsdp_offload_params: true ({_saves(now.weights + now.optimizer)})"
         )
-    if not config.use_qlora:
+    if not config.adapters.use_qlora:
         steps.append("use_qlora: true")
     bound = (
         "gradient_cache_chunk_size"

@@ -24,7 +24,7 @@ class LossesBySource(Hook):
 
     def on_start(self, run: Run) -> None:
         """Take the names of the sources."""
-        if run.config.homogeneous_batches and len(run.data.examples.names) > 1:
+        if run.config.data.homogeneous_batches and len(run.data.examples.names) > 1:
             self._names = tuple(task_names(run.config, run.data.examples.names))
 
     def on_step(self, report: StepReport) -> None:
@@ -63,7 +63,7 @@ class LossesByTerm(Hook):
 
     def on_start(self, run: Run) -> None:
         """Take the names of the sources."""
-        if run.config.homogeneous_batches and len(run.data.examples.names) > 1:
+        if run.config.data.homogeneous_batches and len(run.data.examples.names) > 1:
             self._names = tuple(task_names(run.config, run.data.examples.names))
 
     def on_step(self, report: StepReport) -> None:

@@ -156,7 +156,7 @@ class Trainer:
             session,
             budget,
             self.guard,
-            config.seed,
+            config.run.seed,
             parts.teachers,
             AuxiliaryLosses(config) if parts.embedder.has_auxiliary() else None,
         )
@@ -178,10 +178,10 @@ class Trainer:
         self.checkpointer.begin(self.resume_from)
         self.outlets.begin()
         if self.session.is_main:
-            save_config(config, Path(config.output_dir) / "config.yaml")
+            save_config(config, Path(config.run.output_dir) / "config.yaml")
         self.restart_stream()
         self.hooks.on_start(self)
-        if config.eval_before and state.step == 0:
+        if config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
         if state.step and _is_due(state.step, self.rhythm.eval_steps):
@@ -289,7 +289,7 @@ class Trainer:
                     between=self.interrupts.check,
                     kept=towers if towers.stores else None,
                     queries=queries,
-                    compressed=config.quantize_embeddings is not None
+                    compressed=config.objective.quantize_embeddings is not None
                     and isinstance(data, RetrievalData),
                 )
         except EvaluationStopped:
@@ -375,7 +375,7 @@ class Trainer:
             model_dir = save_final(config, self.session, self.data, parts, state)
         return TrainResult(
             model_dir=model_dir,
-            output_dir=Path(config.output_dir),
+            output_dir=Path(config.run.output_dir),
             metrics={
                 **{f"before/{name}": value for name, value in state.before.items()},
                 **state.scores,
@@ -467,7 +467,7 @@ class Trainer:
                 state.scores,
             )
         if (
-            not self.config.guards
+            not self.config.evaluation.guards
         ):  # the guard that ended the run is no longer asked for
             state.fell = None
         self.hooks.load_states(state.hooks)

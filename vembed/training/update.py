@@ -85,7 +85,7 @@ class Update:
         self.loss = loss
         self.optimizer = optimizer
         self.session = session
-        self.max_grad_norm = config.max_grad_norm
+        self.max_grad_norm = config.optimizer.max_grad_norm
         self.scales = session.mixed_precision == "fp16"
         self.scale = scale
         if self.scales:

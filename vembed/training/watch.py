@@ -38,8 +38,8 @@ class Watch(Hook):
     """Checks of each step's figures. Each warning is given once."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self.stops = config.on_nonfinite == "stop"
-        self.loss = config.loss
+        self.stops = config.optimizer.on_nonfinite == "stop"
+        self.loss = config.objective.loss
         self.warned: set[str] = set()
         self.lowest = math.inf
         self.highest = -math.inf
@@ -47,7 +47,7 @@ class Watch(Hook):
         """First step that was looked at; of a resumed run not the first one."""
         self.precision = "no"
         self.loop: LoopState | None = None
-        self.output = Path(config.output_dir)
+        self.output = Path(config.run.output_dir)
         self.learning_rate = rate_of(config)
 
     def on_start(self, run: Run) -> None:

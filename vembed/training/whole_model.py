@@ -53,7 +53,7 @@ def whole_model_writer(
             learned = loss.scale_and_bias()
             if learned is not None:
                 embedder.write_scale_and_bias(*learned, weights)
-            merge = config.save_merged
+            merge = config.adapters.save_merged
             save_model(
                 checkpoint / FOLDER,
                 embedder.description,

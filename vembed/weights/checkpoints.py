@@ -112,7 +112,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
             no_dist=True,
         )
 
-    averages = averages_of(embedder) if config.ema else {}
+    averages = averages_of(embedder) if config.optimizer.ema else {}
     restore(embedder, loss, None, shapes, fill, extra=averages)
     if averages:
         put_averages(embedder, averages)

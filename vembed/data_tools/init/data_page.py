@@ -117,7 +117,7 @@ def sections(
     ]
     if len(examples.names) > 1:
         found.append(Section("sources side by side", (), _side_by_side(examples)))
-    if config is not None and local_model(config.model_name) is not None:
+    if config is not None and local_model(config.model.model_name) is not None:
         from vembed.data_tools.init.model_inputs import (
             lengths_and_samples,  # imports torch, which takes seconds
         )
@@ -126,7 +126,7 @@ def sections(
     why = (
         "no model is named"
         if config is None
-        else f"{config.model_name} is not on this machine yet"
+        else f"{config.model.model_name} is not on this machine yet"
     )
     return [*found, _words(some, why), _raw_samples(some, why)]
 

@@ -38,7 +38,7 @@ class Sets:
 
 def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     """Open and log the data of a run. `compares`: look for validation data in the training data, on one rank."""
-    store = open_examples(config, config.data_path)
+    store = open_examples(config, config.data.data_path)
     for line in store.summary():
         log.info(line)
     doubts = store.warnings()
@@ -46,11 +46,11 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
         log.warning(line)
     evaluation: EvalData | None = None
     by_task = given_by_task(config, store)
-    if config.val_split is not None:
+    if config.data.val_split is not None:
         names = store.names
-        store, held = hold_out(store, config.val_split, config.seed)
+        store, held = hold_out(store, config.data.val_split, config.run.seed)
         evaluation = from_examples(
-            [example for _, example in held], named(names, config.val_split)
+            [example for _, example in held], named(names, config.data.val_split)
         )
         by_task = {**held_by_task(config, store, held), **by_task}
         log.info(
@@ -58,8 +58,8 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
             f"{len(store):,d}",
             f"{len(held):,d}",
         )
-    elif config.val_data_path:
-        evaluation = open_eval_data(config, config.val_data_path)
+    elif config.data.val_data_path:
+        evaluation = open_eval_data(config, config.data.val_data_path)
     if evaluation is None:
         return Sets(store, None, tuple(doubts))
     log.info(evaluation.summary())
@@ -92,7 +92,7 @@ def held_by_task(
 ) -> dict[str, EvalData]:
     """Return the examples held out of each task, where batches are of one task and there are several."""
     names = task_names(config, store.names)
-    if not config.homogeneous_batches or len(set(names)) < 2:
+    if not config.data.homogeneous_batches or len(set(names)) < 2:
         return {}
     found: dict[str, EvalData] = {}
     for name in dict.fromkeys(names):

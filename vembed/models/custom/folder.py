@@ -75,13 +75,13 @@ def own_folder(
     `source`: the folder that `model_name` names, if it names one. A folder of an own model is used as it is; otherwise
     a folder is made in vembed's cache, named by its content. `tokenizer`: the folder of `tokenizer_name`.
     """
-    assert config.model_class is not None
-    code = find_class(config.model_class)
+    assert config.model.model_class is not None
+    code = find_class(config.model.model_class)
     if source is not None and is_own(source):
         _check_same(config, source)
         trust(source, code)
         return source
-    arguments = dict(config.model_arguments or {})
+    arguments = dict(config.model.model_arguments or {})
     texts = "input_ids" in accepted_inputs(code.value)
     files = _tokenizer_files(tokenizer or source, config, needed=texts)
     weights = () if source is None else sorted(source.glob("*.safetensors"))
@@ -254,9 +254,12 @@ def _check_same(config: TrainConfig, source: Path) -> None:
     saved = json.loads((source / "config.json").read_text(encoding="utf-8"))[
         "model_config"
     ]
-    if config.model_arguments is not None and dict(config.model_arguments) != saved:
+    if (
+        config.model.model_arguments is not None
+        and dict(config.model.model_arguments) != saved
+    ):
         raise UserError(
-            f"model_config: {config.model_arguments} is not that of {source} ({saved}); leave it out, or start without "
+            f"model_config: {config.model.model_arguments} is not that of {source} ({saved}); leave it out, or start without "
             "that folder"
         )
 
@@ -273,7 +276,7 @@ def _tokenizer_files(
         path.name.startswith(("tokenizer", "vocab", "spiece")) for path in found
     ):
         raise UserError(
-            f"model_class: {config.model_class} reads texts and needs a tokenizer: give tokenizer_name a folder or a "
+            f"model_class: {config.model.model_class} reads texts and needs a tokenizer: give tokenizer_name a folder or a "
             "Hub name (`vembed init --tokenizer FOLDER --data FILE` trains one on your data)"
         )
     return found

@@ -48,7 +48,7 @@ def describe(config: TrainConfig, *, for_use: bool = False) -> ModelDescription:
         facts.backbone,
         facts.model_config,
         family,
-        trust_remote_code=config.trust_remote_code,
+        trust_remote_code=config.model.trust_remote_code,
     )
     bidirectional = _bidirectional(facts, family)
     pooling = _pooling(
@@ -84,22 +84,22 @@ def describe(config: TrainConfig, *, for_use: bool = False) -> ModelDescription:
         truncate_dim=_truncate_dim(facts, embedding_dim),
         mrl_dims=mrl_dims,
         bidirectional_attention=bidirectional,
-        min_pixels=config.min_pixels
-        if config.min_pixels is not None
+        min_pixels=config.model.min_pixels
+        if config.model.min_pixels is not None
         else facts.of_saved("min_pixels"),
-        max_pixels=config.max_pixels
-        if config.max_pixels is not None
+        max_pixels=config.model.max_pixels
+        if config.model.max_pixels is not None
         else facts.of_saved("max_pixels"),
         text_hidden_dim=None if image is None else shape.hidden_dim,
         image_source=None if image is None else image.source,
         image_hidden_dim=None if image is None else image.hidden_dim,
         image_pooling=None if image is None else image.pooling,
         adapter=None if facts.adapter is None else str(facts.adapter),
-        quantized=config.use_qlora
+        quantized=config.adapters.use_qlora
         or (facts.adapter is not None and bool(facts.of_saved("quantized"))),
-        name=config.model_name,
-        revision=config.model_revision,
-        trust_remote_code=config.trust_remote_code,
+        name=config.model.model_name,
+        revision=config.model.model_revision,
+        trust_remote_code=config.model.trust_remote_code,
         reasons=facts.reasons,
     )
 
@@ -114,10 +114,10 @@ def without_effect(config: TrainConfig, description: ModelDescription) -> list[s
     given = [
         name
         for name in unused
-        if name in config.model_fields_set and dict(config)[name] is not None
+        if name in config.given and config.options()[name] is not None
     ]
     return [
-        f"{name}: {dict(config)[name]} has no effect on a model of the family {description.family}"
+        f"{name}: {config.options()[name]} has no effect on a model of the family {description.family}"
         for name in given
     ]
 
@@ -127,18 +127,18 @@ def without_effect(config: TrainConfig, description: ModelDescription) -> list[s
 
 def _family(facts: Facts) -> Family:
     detected, reason = _detect(facts)
-    asked = facts.config.model_family
+    asked = facts.config.model.model_family
     wanted = None if asked == "auto" else FAMILIES[asked]
-    if facts.config.image_model_name is not None:
+    if facts.config.model.image_model_name is not None:
         if not (detected.reads_only_text or detected.has_two_models) or not (
             wanted is None or wanted.has_two_models
         ):
             raise UserError(
-                f"image_model_name adds an image tower to a text model, but {facts.config.model_name} is of the family "
+                f"image_model_name adds an image tower to a text model, but {facts.config.model.model_name} is of the family "
                 f"{(wanted or detected).name}; leave image_model_name out"
             )
         facts.reasons["family"] = (
-            f"image_model_name: {facts.config.image_model_name} is its second tower"
+            f"image_model_name: {facts.config.model.image_model_name} is its second tower"
         )
         return _recognised("image_model_name")
     if wanted is None:
@@ -151,7 +151,7 @@ def _family(facts: Facts) -> Family:
     # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
     if wanted != detected and not (wanted.reads_only_text and detected.reads_only_text):
         raise UserError(
-            f"model_family: {asked} does not fit {facts.config.model_name}, whose config.json makes it "
+            f"model_family: {asked} does not fit {facts.config.model.model_name}, whose config.json makes it "
             f"{detected.name} ({reason}); leave model_family out"
         )
     facts.reasons["family"] = (
@@ -165,13 +165,13 @@ def _detect(facts: Facts) -> tuple[Family, str]:
     reason = f"model_type {kind} in config.json"
     if facts.saved is not None:
         return facts.saved.traits, f"from {DESCRIPTION_FILE}"
-    if facts.config.model_class is not None:
-        reason = f"the forward of {facts.config.model_class}"
+    if facts.config.model.model_class is not None:
+        reason = f"the forward of {facts.config.model.model_class}"
     by_type = recognised_by("model_type", kind)
     if by_type is not None:
         return by_type, reason
     if backbones.takes_pixels(
-        facts.model_config, trust_remote_code=facts.config.trust_remote_code
+        facts.model_config, trust_remote_code=facts.config.model.trust_remote_code
     ):
         return _recognised("pixel_input"), f"{reason}: its input is pixels"
     if backbones.takes_both(facts.model_config):
@@ -180,7 +180,7 @@ def _detect(facts: Facts) -> tuple[Family, str]:
         ), f"{reason}: its forward takes input_ids and pixel_values"
     if "vision_config" in facts.model_config.to_dict():
         raise UserError(
-            f"{facts.config.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
+            f"{facts.config.model.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
             f"supported: {', '.join(sorted(kind for family in FAMILIES.values() for kind in family.model_types))}"
         )
     if backbones.is_decoder_only(facts.model_config):
@@ -204,16 +204,18 @@ class _ImageTower:
 
 def _image_tower(facts: Facts) -> _ImageTower:
     """Return the image tower of a composed model."""
-    if facts.config.image_model_name is not None:
-        folder = model_folder(facts.config.image_model_name, option="image_model_name")
+    if facts.config.model.image_model_name is not None:
+        folder = model_folder(
+            facts.config.model.image_model_name, option="image_model_name"
+        )
     else:
         assert facts.saved is not None and facts.saved.image_source is not None
         folder = Path(facts.saved.image_source)
     config = backbones.read_config(
-        folder, trust_remote_code=facts.config.trust_remote_code
+        folder, trust_remote_code=facts.config.model.trust_remote_code
     )
     if not backbones.takes_pixels(
-        config, trust_remote_code=facts.config.trust_remote_code
+        config, trust_remote_code=facts.config.model.trust_remote_code
     ):
         raise UserError(
             f"image_model_name: {folder} is of the type {config.model_type}, which is not an image encoder; "
@@ -223,7 +225,7 @@ def _image_tower(facts: Facts) -> _ImageTower:
         folder,
         config,
         _recognised("pixel_input"),
-        trust_remote_code=facts.config.trust_remote_code,
+        trust_remote_code=facts.config.model.trust_remote_code,
     )
     pooling, reason = backbones.image_pooling(config, shape)
     facts.reasons["image_pooling"] = reason
@@ -234,9 +236,9 @@ def _shared_dim(facts: Facts, text_dim: int, image_dim: int) -> int:
     """Return the size of the space that both towers of a composed model are projected into."""
     if facts.saved is not None and facts.saved.traits.has_two_models:
         return facts.saved.hidden_dim
-    if facts.config.composed_dim is not None:
+    if facts.config.model.composed_dim is not None:
         facts.reasons["hidden_dim"] = "composed_dim in the config"
-        return facts.config.composed_dim
+        return facts.config.model.composed_dim
     facts.reasons["hidden_dim"] = (
         f"the smaller of the towers' sizes, {text_dim} for text and {image_dim} for images"
     )
@@ -247,7 +249,7 @@ def _shared_dim(facts: Facts, text_dim: int, image_dim: int) -> int:
 
 
 def _bidirectional(facts: Facts, family: Family) -> bool:
-    asked = facts.config.bidirectional_attention
+    asked = facts.config.model.bidirectional_attention
     causal = is_causal(facts, family)
     own = causal and (
         backbones.is_bidirectional(facts.model_config)
@@ -255,7 +257,7 @@ def _bidirectional(facts: Facts, family: Family) -> bool:
     )
     if asked and not causal:
         raise UserError(
-            f"bidirectional_attention: true is for decoder-only models, and {facts.config.model_name} is of the family "
+            f"bidirectional_attention: true is for decoder-only models, and {facts.config.model.model_name} is of the family "
             f"{family.name}, whose attention is already bidirectional; leave it out"
         )
     if causal:
@@ -273,7 +275,7 @@ def _pooling(
     facts: Facts, family: Family, shape: backbones.Shape, *, causal: bool
 ) -> Pooling:
     own, own_reason = _own_pooling(facts, family, shape, causal=causal)
-    asked = facts.config.pooling
+    asked = facts.config.model.pooling
     if asked == "auto":
         if own is None:
             raise UserError(own_reason)
@@ -281,12 +283,12 @@ def _pooling(
         return own
     if backbones.gives_vectors(facts.model_config):
         raise UserError(
-            f"pooling: {asked} is not available for {facts.config.model_name}, whose module gives one vector for each "
+            f"pooling: {asked} is not available for {facts.config.model.model_name}, whose module gives one vector for each "
             "input; leave pooling out"
         )
     if family.pools_itself:
         raise UserError(
-            f"pooling: {asked} is not available for {facts.config.model_name}, whose embedding is the output of its "
+            f"pooling: {asked} is not available for {facts.config.model.model_name}, whose embedding is the output of its "
             f"{family.name} projection; leave pooling out"
         )
     if not family.reads_text and (
@@ -294,12 +296,12 @@ def _pooling(
         or (asked == "cls" and not shape.has_class_token)
     ):
         raise UserError(
-            f"pooling: {asked} has no meaning for {facts.config.model_name}, an image encoder "
+            f"pooling: {asked} has no meaning for {facts.config.model.model_name}, an image encoder "
             f"{'without a class token' if asked == 'cls' else 'whose tokens have no order'}; use mean or max"
         )
     if asked == "cls" and causal:
         raise UserError(
-            f"pooling: cls would give every text the same embedding with {facts.config.model_name}, a causal decoder "
+            f"pooling: cls would give every text the same embedding with {facts.config.model.model_name}, a causal decoder "
             "whose first token sees nothing else; use pooling: last, or bidirectional_attention: true"
         )
     if own is None or own == asked:
@@ -325,19 +327,19 @@ def _own_pooling(
         where = "1_Pooling/config.json"
         if not facts.files.include_prompt:
             return None, (
-                f"{where} of {facts.config.model_name} leaves the prompt out of the pooling, which is not supported; "
+                f"{where} of {facts.config.model.model_name} leaves the prompt out of the pooling, which is not supported; "
                 "set pooling to train with the prompt pooled too"
             )
         if len(facts.files.poolings) > 1 or facts.files.poolings[0] not in get_args(
             Pooling
         ):
             return None, (
-                f"{where} of {facts.config.model_name} pools by {' and '.join(facts.files.poolings)}, which vembed "
+                f"{where} of {facts.config.model.model_name} pools by {' and '.join(facts.files.poolings)}, which vembed "
                 "cannot; set pooling to cls, mean, last, weighted_mean or max"
             )
         if facts.files.poolings[0] == "cls" and causal:
             return None, (
-                f"{where} of {facts.config.model_name} takes the first token of a causal decoder, which is the same "
+                f"{where} of {facts.config.model.model_name} takes the first token of a causal decoder, which is the same "
                 "for every text; set pooling: last, or bidirectional_attention: true"
             )
         return cast(Pooling, facts.files.poolings[0]), f"from {where}"
@@ -371,10 +373,10 @@ def _embedding_dim_before_mrl(facts: Facts, hidden_dim: int) -> int:
 def _matryoshka(facts: Facts, base_dim: int) -> tuple[tuple[int, ...], int]:
     """Return the Matryoshka sizes and the size of the embedding."""
     config = facts.config
-    if not config.use_mrl:
+    if not config.matryoshka.use_mrl:
         return tuple(facts.of_saved("mrl_dims") or ()), base_dim
-    if config.mrl_dims:
-        dims = tuple(config.mrl_dims)
+    if config.matryoshka.mrl_dims:
+        dims = tuple(config.matryoshka.mrl_dims)
         facts.reasons["mrl_dims"] = "mrl_dims in the config"
     else:
         halves = [base_dim]
@@ -387,18 +389,20 @@ def _matryoshka(facts: Facts, base_dim: int) -> tuple[tuple[int, ...], int]:
     too_large = [dim for dim in dims if dim > base_dim]
     if too_large:
         raise UserError(
-            f"mrl_dims: {too_large[0]} is larger than the {base_dim}-dimensional embedding of {config.model_name}; "
+            f"mrl_dims: {too_large[0]} is larger than the {base_dim}-dimensional embedding of {config.model.model_name}; "
             f"set it to {base_dim} or less"
         )
-    if config.mrl_weights is not None and len(config.mrl_weights) != len(dims):
+    if config.matryoshka.mrl_weights is not None and len(
+        config.matryoshka.mrl_weights
+    ) != len(dims):
         raise UserError(
-            f"mrl_weights has {len(config.mrl_weights)} entries and mrl_dims has {len(dims)} ({list(dims)}); "
+            f"mrl_weights has {len(config.matryoshka.mrl_weights)} entries and mrl_dims has {len(dims)} ({list(dims)}); "
             "give one weight per size"
         )
     projected = has_mrl_projection(config, dims, base_dim)
     if projected:
         facts.reasons["embedding_dim"] = (
-            f"an MRL projection from {base_dim} to max(mrl_dims), by mrl_projection: {config.mrl_projection}"
+            f"an MRL projection from {base_dim} to max(mrl_dims), by mrl_projection: {config.matryoshka.mrl_projection}"
         )
     return dims, max(dims) if projected else base_dim
 
@@ -407,12 +411,12 @@ def has_mrl_projection(
     config: TrainConfig, dims: tuple[int, ...], base_dim: int
 ) -> bool:
     """Return True if this run adds an MRL projection to an embedding of `base_dim`."""
-    if not config.use_mrl:
+    if not config.matryoshka.use_mrl:
         return False
     return (
         max(dims) < base_dim
-        if config.mrl_projection == "auto"
-        else bool(config.mrl_projection)
+        if config.matryoshka.mrl_projection == "auto"
+        else bool(config.matryoshka.mrl_projection)
     )
 
 
@@ -428,14 +432,14 @@ def _similarity(facts: Facts, *, for_use: bool) -> Similarity:
             return cast(Similarity, own)
         log.warning(
             "%s: its files name the similarity %s, which vembed does not have: cosine is used",
-            facts.config.model_name,
+            facts.config.model.model_name,
             own,
         )
-    if own is not None and own != facts.config.similarity:
+    if own is not None and own != facts.config.objective.similarity:
         facts.reasons["similarity"] = (
             f"similarity in the config, although the model's files say {own}"
         )
-    return facts.config.similarity
+    return facts.config.objective.similarity
 
 
 def _normalize(facts: Facts) -> bool:
@@ -446,7 +450,7 @@ def _normalize(facts: Facts) -> bool:
             f"modules.json has {'a' if facts.files.normalize else 'no'} Normalize module"
         )
         return facts.files.normalize
-    return facts.config.similarity == "cosine"
+    return facts.config.objective.similarity == "cosine"
 
 
 def _truncate_dim(facts: Facts, embedding_dim: int) -> int | None:

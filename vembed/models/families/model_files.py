@@ -319,20 +319,20 @@ def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
 
 def files_of(config: TrainConfig) -> ModelFiles:
     """Locate the files of the model that a config trains: `model_name`, or `model_class` with the weights in it."""
-    if config.model_class is None:
-        return read_model(config.model_name, config.model_revision)
+    if config.model.model_class is None:
+        return read_model(config.model.model_name, config.model.model_revision)
     from vembed.models.custom.folder import (
         own_folder,  # imports torch, which only own models need here
     )
 
     source = (
         None
-        if config.model_name == config.model_class
-        else model_folder(config.model_name, config.model_revision)
+        if config.model.model_name == config.model.model_class
+        else model_folder(config.model.model_name, config.model.model_revision)
     )
     tokenizer = None
-    if config.tokenizer_name is not None:
-        tokenizer = model_folder(config.tokenizer_name, option="tokenizer_name")
+    if config.model.tokenizer_name is not None:
+        tokenizer = model_folder(config.model.tokenizer_name, option="tokenizer_name")
     return read_model(str(own_folder(config, source, tokenizer)))
 
 

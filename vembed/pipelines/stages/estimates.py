@@ -59,9 +59,9 @@ def road_table(road: Road, arguments: TrainArguments, env: Mapping[str, str]) ->
 
     def predicted(one: TrainArguments) -> Prediction:
         config = resolve_run(one.source, one.overrides, stage=one.stage, env=env).config
-        if of_model(config.model_name, config.model_revision) is None:
+        if of_model(config.model.model_name, config.model.model_revision) is None:
             raise UserError(
-                f"no files of {config.model_name} here; `vembed plan` looks further"
+                f"no files of {config.model.model_name} here; `vembed plan` looks further"
             )
         from vembed.tools.plan import predict  # imports torch
 
@@ -97,7 +97,7 @@ def estimates(
         # it has.
         models[step.name] = resolve_run(
             one.source, one.overrides, stage=step.name
-        ).config.model_name
+        ).config.model.model_name
         unmined = _data_before_mining(road, step)
         if unmined is not None:
             one = replace(one, overrides=(*one.overrides, f"data_path={unmined}"))

@@ -38,19 +38,21 @@ def of_training(config: TrainConfig, before: str | None, world_size: int) -> str
         if name not in MAY_CHANGE or name in RESULTS
     }
     # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
-    values["global batch"] = config.global_batch_size or config.batch_size * world_size
-    values["model_name"] = before or _of_place(config.model_name)
+    values["global batch"] = (
+        config.batch.global_batch_size or config.batch.batch_size * world_size
+    )
+    values["model_name"] = before or _of_place(config.model.model_name)
     values["data"] = [
         [_of_place(one.path), one.model_dump(mode="json", exclude={"path"})]
         if isinstance(one, DataSource)
         else _of_place(one)
         for one in data_sources(config)
     ]
-    if config.load_best_model_at_end and config.val_data_path:
+    if config.run.load_best_model_at_end and config.data.val_data_path:
         values["validation data"] = [
-            _of_place(config.val_data_path),
-            config.eval_metric,
-            config.eval_steps,
+            _of_place(config.data.val_data_path),
+            config.evaluation.eval_metric,
+            config.evaluation.eval_steps,
         ]
     return _short(values | _more(config))
 
@@ -58,28 +60,28 @@ def of_training(config: TrainConfig, before: str | None, world_size: int) -> str
 def _more(config: TrainConfig) -> dict[str, Any]:
     """Return what only some runs have: what may end them early, and further files that they read."""
     found: dict[str, Any] = {}
-    if config.patience not in (None, "auto"):
+    if config.evaluation.patience not in (None, "auto"):
         validated = (
-            _of_place(config.val_data_path)
-            if config.val_data_path
-            else config.val_split
+            _of_place(config.data.val_data_path)
+            if config.data.val_data_path
+            else config.data.val_split
         )
         found["patience"] = [
-            config.patience,
-            config.eval_metric,
-            config.eval_steps,
+            config.evaluation.patience,
+            config.evaluation.eval_metric,
+            config.evaluation.eval_steps,
             validated,
         ]
-    if config.guards:
+    if config.evaluation.guards:
         found["guards"] = [
             [_of_place(one.path), one.model_dump(mode="json")]
             for one in listed_guards(config)
         ]
-    if config.model_class is not None:
-        found["model_class"] = _of_place(config.model_class.rpartition(":")[0])
+    if config.model.model_class is not None:
+        found["model_class"] = _of_place(config.model.model_class.rpartition(":")[0])
     others = {
-        "image_model_name": config.image_model_name,
-        "tokenizer_name": config.tokenizer_name,
+        "image_model_name": config.model.image_model_name,
+        "tokenizer_name": config.model.tokenizer_name,
     }
     others |= {f"teacher {one.label}": one.model for one in needed_teachers(config)}
     # The names of those that are no folder here are among the options.

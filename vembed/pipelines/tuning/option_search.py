@@ -78,7 +78,7 @@ def run_tune(
             f"--output {search.folder} is a file; give a folder, a new one or that of an earlier search"
         )
     config = resolve_run(search.config, search.overrides).config
-    if config.val_data_path is None and config.val_split is None:
+    if config.data.val_data_path is None and config.data.val_split is None:
         raise UserError(
             "vembed tune compares trials on validation data, and the config has none: give val_data_path, or "
             "val_split: 0.1"
@@ -380,7 +380,7 @@ def _plan(search: Search, config: TrainConfig, workers: int, devices: int) -> st
     known = ranges(_with_a_rate(config), search.options)
     auto = (
         " (learning_rate: auto; the first trial tells the number)"
-        if config.learning_rate == "auto"
+        if config.optimizer.learning_rate == "auto"
         else ""
     )
     where = f"{workers} GPU(s)" if devices else f"{workers} process(es) on the CPU"
@@ -397,8 +397,8 @@ def _plan(search: Search, config: TrainConfig, workers: int, devices: int) -> st
 def _with_a_rate(config: TrainConfig) -> TrainConfig:
     return (
         config
-        if config.learning_rate != "auto"
-        else config.model_copy(update={"learning_rate": 1e-4})
+        if config.optimizer.learning_rate != "auto"
+        else config.changed(**{"learning_rate": 1e-4})
     )
 
 

@@ -95,9 +95,9 @@ def _all(config: TrainConfig) -> list[Range]:
     found = [Range("learning_rate", rate, rate / 8, rate * 8)]
     if (
         any("temperature" in READS[loss] for loss in losses_of(config))
-        and config.losses is None
+        and config.objective.losses is None
     ):
-        start = with_temperature(config).temperature
+        start = with_temperature(config).objective.temperature
         found.append(
             Range(
                 "temperature",
@@ -106,8 +106,8 @@ def _all(config: TrainConfig) -> list[Range]:
                 max(min(start * 4, 1.0), start),
             )
         )
-    if config.global_batch_size is None:
-        size = config.batch_size
+    if config.batch.global_batch_size is None:
+        size = config.batch.batch_size
         found.append(
             Range(
                 "batch_size",
@@ -115,24 +115,28 @@ def _all(config: TrainConfig) -> list[Range]:
                 choices=_with(size, [max(size // 2, 8), size * 2, size * 4]),
             )
         )
-    if config.warmup_steps is None:
+    if config.optimizer.warmup_steps is None:
         found.append(
             Range(
                 "warmup_ratio",
-                config.warmup_ratio,
-                choices=_with(config.warmup_ratio, [0.0, 0.1, 0.3]),
+                config.optimizer.warmup_ratio,
+                choices=_with(config.optimizer.warmup_ratio, [0.0, 0.1, 0.3]),
             )
         )
     found.append(
         Range(
             "weight_decay",
-            config.weight_decay,
-            choices=_with(config.weight_decay, [0.0, 0.01, 0.1]),
+            config.optimizer.weight_decay,
+            choices=_with(config.optimizer.weight_decay, [0.0, 0.01, 0.1]),
         )
     )
-    if config.use_lora:
+    if config.adapters.use_lora:
         found.append(
-            Range("lora_r", config.lora_r, choices=_with(config.lora_r, [4, 16, 64]))
+            Range(
+                "lora_r",
+                config.adapters.lora_r,
+                choices=_with(config.adapters.lora_r, [4, 16, 64]),
+            )
         )
     return found
 
