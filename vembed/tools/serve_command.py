@@ -24,7 +24,9 @@ def run_serve(
     """Serve a model until a signal."""
     for package in ("uvicorn", "starlette"):
         if find_spec(package) is None:
-            raise UserError(f"{package} is not installed: `pip install 'vembed[serve]'`")
+            raise UserError(
+                f"{package} is not installed: `pip install 'vembed[serve]'`"
+            )
     from vembed.inference.serve.server import serve
 
     def load() -> TextEncoder:

@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any
@@ -22,7 +21,6 @@ from starlette.routing import Route
 from vembed.errors import UserError
 from vembed.inference.serve.batching import Batcher, Encoded
 from vembed.inference.serve.encoder import ServedInput
-from vembed.inference.serve.metrics import Metrics
 from vembed.inference.serve.protocol import (
     Limits,
     Refusal,
@@ -69,9 +67,7 @@ class Service:
             Route("/v1/models", self.models),
             Route("/info", self.info),
         ]
-        routes += [
-            Route(path, self.post, methods=["POST"]) for path in self.answers
-        ]
+        routes += [Route(path, self.post, methods=["POST"]) for path in self.answers]
         app = Starlette(
             routes=routes, exception_handlers={HTTPException: self.no_such_route}
         )
@@ -220,8 +216,9 @@ class Service:
         result = self.batcher.submit(inputs)
         encoded = asyncio.wrap_future(result)
         client_gone = asyncio.create_task(wait_for_disconnect(request))
+        waiting: set[asyncio.Future[Any]] = {encoded, client_gone}
         await asyncio.wait(
-            {encoded, client_gone},
+            waiting,
             timeout=self.limits.wait_seconds,
             return_when=asyncio.FIRST_COMPLETED,
         )
@@ -292,6 +289,4 @@ def json_response(
     status: int, value: Any, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return an answer in JSON."""
-    return Response(
-        json.dumps(value), status, headers, media_type="application/json"
-    )
+    return Response(json.dumps(value), status, headers, media_type="application/json")

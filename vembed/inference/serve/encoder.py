@@ -128,7 +128,7 @@ class ExportEncoder:
             raise UserError(f"{folder}: {missing}")
         self.reader = cast(GraphReader, export_format.reader(folder))
         self.max_length = self.reader.texts.max_length
-        self.vocab_size = len(self.reader.texts.tokenizer)
+        self.vocab_size: int | None = len(self.reader.texts.tokenizer)
 
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
         """See TextEncoder."""

@@ -6,7 +6,7 @@ import base64
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -148,8 +148,8 @@ def openai_answer(values: Values, encoded: Encoded, model_name: str) -> Any:
 
 def _kind(values: Values, key: str) -> Kind | None:
     kind = values.get(key)
-    if kind is None or kind == "query" or kind == "document":
-        return kind
+    if kind in (None, "query", "document"):
+        return cast(Kind | None, kind)
     raise Refusal(
         400, f"{key} is {reprlib.repr(kind)}; give query or document, or leave it out"
     )
@@ -157,7 +157,7 @@ def _kind(values: Values, key: str) -> Kind | None:
 
 def _contents(values: Values, key: str) -> Sequence[str | list[int]]:
     """Return texts or lists of token ids. A single one need not be in a list."""
-    content = values.get(key)
+    content: Any = values.get(key)
     if isinstance(content, str) or _is_token_ids(content):
         return [content]
     if isinstance(content, list) and content:

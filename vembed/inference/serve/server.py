@@ -105,7 +105,7 @@ def serve(
     port: int,
     api_key: str | None = None,
     limits: Limits | None = None,
-    on_ready: Callable[[int], object] = lambda port: None,
+    on_ready: Callable[[int], object],
 ) -> None:
     """Answer requests until SIGINT or SIGTERM, and then those that have arrived.
 
