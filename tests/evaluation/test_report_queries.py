@@ -20,7 +20,7 @@ from vembed.config.places import short_name
 from vembed.data.examples import ImageRef, Item
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
-from vembed.evaluation.report.page import queries_html
+from vembed.evaluation.report.page import TEMPLATES
 from vembed.evaluation.report.query_changes import (
     NO_DIFFERENCE,
     Changed,
@@ -174,7 +174,7 @@ def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
         "[relevant] red.png",
     )
     assert [len(table.pictures[0, column]) for column in range(4)] == [0, 1, 1, 1]
-    page = queries_html(table)
+    page = TEMPLATES.get_template("parts.html.j2").module.queries(table)
     assert (
         page.count('<img src="data:image/jpeg;base64,') == 3
         and str(tmp_path) not in page

@@ -33,6 +33,7 @@ from vembed.inference.serve.batching import Batcher
 from vembed.inference.serve.encoder import ServedInput, open_encoder
 from vembed.inference.serve.metrics import Metrics
 from vembed.inference.serve.server import bound_socket
+from vembed.models.processors import load_tokenizer
 from vembed.tools.serve_command import run_serve
 
 TEXTS = ["red", "a small bird in the garden"]
@@ -472,3 +473,16 @@ def test_what_cannot_be_served() -> None:
             run_serve("nowhere/at/all", host="127.0.0.1", port=port)
     with pytest.raises(UserError, match="not a folder"):
         run_serve("nowhere/at/all", host="127.0.0.1", port=0)
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 300_000 + " red", "red " + "ab" * 200_000 + " a"]
+)
+def test_a_cut_word_has_the_tokens_of_the_whole(text: str) -> None:
+    model = vembed.Embedder(model_folder())
+    item = vembed.data.examples.Item(text=text)
+    (features,) = model.featuriser.features([(item, "document")])
+    assert features.token_ids is not None
+    tokenizer = load_tokenizer(model.description)
+    whole = tokenizer(text, truncation=True, max_length=model.description.max_length)
+    assert features.token_ids.tolist() == whole["input_ids"]
