@@ -27,14 +27,14 @@ from typer.testing import CliRunner
 
 import vembed
 from tests.tiny import shared, tiny_bert_st, tiny_vit
-from vembed.cli import app
+from vembed.cli.commands.serve import run_serve
+from vembed.cli.main import app
 from vembed.errors import UserError
 from vembed.inference.serve.batching import Batcher
 from vembed.inference.serve.encoder import ServedInput, open_encoder
 from vembed.inference.serve.metrics import Metrics
 from vembed.inference.serve.server import bound_socket
 from vembed.models.processors import load_tokenizer
-from vembed.tools.serve_command import run_serve
 
 TEXTS = ["red", "a small bird in the garden"]
 KEY = "a secret"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vembed.data_tools.audit.checks import Finding
 from vembed.data_tools.init.sections import Section
 from vembed.evaluation.report.page import render_page
-from vembed.mining.findings import Finding
 
 SEVERITY_ORDER = ("error", "warning", "note")
 LENGTH_COLUMNS = ("count", "mean", "p5", "median", "p95", "longest")
