@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from tests.built import described
 from tests.docs.pages import ROOT
 from tests.files.saving import save
 from vembed.config.entries import FamilyName
 from vembed.config.schema import TrainConfig
 from vembed.inference.embedder import Embedder
 from vembed.models.families import table
-from vembed.models.families.decisions import describe
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 
 NAMED_ELSEWHERE = {
@@ -82,7 +82,7 @@ def test_a_family_is_added_by_its_record_alone(tmp_path, monkeypatch):
         longest_by_default=9,
     )
     monkeypatch.setitem(table.FAMILIES, "added", added)
-    description = describe(TrainConfig(model_name=str(source), data_path="unused"))
+    description = described(TrainConfig(model_name=str(source), data_path="unused"))
     assert (description.family, description.pooling, description.max_length) == (
         "added",
         "max",
@@ -102,7 +102,7 @@ def test_a_family_is_added_by_its_record_alone(tmp_path, monkeypatch):
 
 
 def test_a_description_saved_by_version_01_is_read():
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_qwen3_vl)), data_path="unused")
     )
     saved = description.to_dict()

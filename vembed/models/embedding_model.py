@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
 from vembed.models import cpu_kernels, packing, precision
 from vembed.models.adapters import add_adapters, wants_adapters
@@ -252,9 +252,12 @@ def _wide(features: Tensor) -> Tensor:
 
 
 def build_model(
-    config: TrainConfig,
     description: ModelDescription,
+    options: ModelSection,
+    adapters: AdapterSection | None = None,
     *,
+    objective: ObjectiveSection | None = None,
+    seed: int = 0,
     device: torch.device | str = "cpu",
     computes_on: torch.device | None = None,
     compute_dtype: torch.dtype = torch.float32,
@@ -262,7 +265,9 @@ def build_model(
     compiles: bool | None = None,
     meta: bool = False,
 ) -> EmbeddingModel:
-    """Return the model that `config` trains, with its weights, on `device`.
+    """Return the described model, with its weights, on `device`.
+
+    `objective`: the loss, which may need a language-model head. `seed`: of new weights.
 
     `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
     arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `compiles`: compile
@@ -271,29 +276,41 @@ def build_model(
     """
     device = torch.device(device)
     computes_on = computes_on or device
+    adapters = adapters or AdapterSection()
+    has_adapters = wants_adapters(adapters)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(
-            config.run.seed
+            seed
         )  # new weights depend on the seed only, not on earlier draws
-        empty = meta and not config.adapters.use_qlora
-        has_language = has_language_head(config, description)
+        empty = meta and not adapters.use_qlora
+        has_language = objective is not None and has_language_head(
+            objective, description
+        )
         whole: Any = build_backbone(
-            config,
             description,
+            options,
+            adapters,
             computes_on,
             meta=empty,
             compute_dtype=compute_dtype,
             with_head=has_language,
         )
         backbone: nn.Module = whole.base_model if has_language else whole
-        language = LanguageHead(whole, config, description) if has_language else None
-        if wants_adapters(config):
-            add_adapters(backbone, description.traits, config)
+        language = None
+        if objective is not None and has_language:
+            language = LanguageHead(
+                whole,
+                description,
+                share=objective.mlm_probability,
+                from_scratch=options.from_scratch,
+            )
+        if has_adapters:
+            add_adapters(backbone, description.traits, adapters, options)
             settle(backbone)
-        if config.model.quantize_weights is not None:
+        if options.quantize_weights is not None:
             round_weights(backbone)
-        head = build_head(config, description)
-        if language is not None and wants_adapters(config) and not language.is_new:
+        head = build_head(description)
+        if language is not None and has_adapters and not language.is_new:
             language.requires_grad_(False)  # as all weights but the adapters
     model = EmbeddingModel(
         description,
@@ -305,24 +322,23 @@ def build_model(
     freeze_unused(
         backbone, description.traits, description.image_pooling or description.pooling
     )
-    if not wants_adapters(
-        config
-    ):  # which keep out of frozen parts, and freeze all others themselves
-        freeze_parts(backbone, description.traits, config.adapters.freeze)
-        cast_frozen_towers(config, description, backbone)
-    if not config.model.pure_dtype:
+    if not has_adapters:
+        # Adapters keep out of frozen parts, and freeze all others themselves.
+        freeze_parts(backbone, description.traits, adapters.freeze)
+        cast_frozen_towers(description, options, adapters.freeze, backbone)
+    if not options.pure_dtype:
         for part in model.float32_parts():
             part.float()  # also frozen ones, whose file may hold 16 bits
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
-            f"freeze: {config.adapters.freeze} leaves nothing of {config.model.model_name} to train; freeze less of it"
+            f"freeze: {adapters.freeze} leaves nothing of {options.model_name} to train; freeze less of it"
         )
     if computes_on.type == "cpu":
         cpu_kernels.use_cpu_kernels(backbone)
     layers = backbones.layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
-    if config.model.torch_compile is True if compiles is None else compiles:
+    if options.torch_compile is True if compiles is None else compiles:
         packing.leave_to_kernels()
         precision.compile_layers(layers)
     return model if meta else model.to(device)
@@ -339,16 +355,15 @@ def load_embedder(
 ) -> EmbeddingModel:
     """A saved model, ready for use: in evaluation mode, nothing trainable, by default in the dtype of its file.
     `computes_on` and `meta`: as in `build_model`, for a model that will be sharded."""
-    config = TrainConfig(
+    options = ModelSection(
         model_name=str(directory),
-        data_path="-",
         torch_dtype=torch_dtype,
         pure_dtype=True,
         trust_remote_code=trust_remote_code,
     )
     model = build_model(
-        config,
-        describe(config, for_use=True),
+        describe(options, for_use=True),
+        options,
         device=device,
         computes_on=computes_on,
         meta=meta,

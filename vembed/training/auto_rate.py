@@ -97,7 +97,7 @@ def _own(module: nn.Module) -> Iterable[tuple[torch.Tensor, float]]:
 
 
 def _what(config: TrainConfig, embedder: EmbeddingModel) -> What:
-    if wants_adapters(config):
+    if wants_adapters(config.adapters):
         return "adapters"
     names = [
         name

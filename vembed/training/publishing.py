@@ -99,7 +99,7 @@ class PushBest(Hook):
             embedder.backbone,
             embedder.head,
             weights,
-            dtype=saved_dtype(config, embedder.description),
+            dtype=saved_dtype(config.run.save_dtype, embedder.description),
             merge_adapters=config.adapters.save_merged,
             card=card_of(config, run.data, run.state),
         )

@@ -84,7 +84,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         config.optimizer.epochs == "auto" and config.optimizer.max_steps is None
     )
     # Only then is the model looked at: a checkpoint of another model is to be refused first.
-    has_scale = is_decided_here and describe(config).traits.has_scale_and_bias
+    has_scale = is_decided_here and describe(config.model).traits.has_scale_and_bias
     epochs = passes(config, len(sets.examples), has_scale=has_scale)
     if is_decided_here:
         log.info("epochs: %g (auto; %s)", epochs.value, epochs.reason)
@@ -111,9 +111,16 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
-    description = describe(config)
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
     log.info("model: %s", description.summary())
-    for line in without_effect(config, description):
+    values = config.options()
+    user_options = {name: values[name] for name in config.given if name in values}
+    for line in without_effect(description, user_options):
         log.info("%s", line)
     if data.evaluation is not None:
         check_metric(config, data.evaluation, description)
@@ -128,8 +135,11 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     # Before the model: compiled layers are chosen while it is built.
     decide_compilation(config, data, featuriser, session)
     embedder = build_model(
-        config,
         description,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
         device=session.model_device,
         computes_on=session.device,
         compute_dtype=session.placement.compute_dtype,

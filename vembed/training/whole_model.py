@@ -60,7 +60,7 @@ def whole_model_writer(
                 embedder.backbone,
                 embedder.head,
                 weights,
-                dtype=saved_dtype(config, embedder.description),
+                dtype=saved_dtype(config.run.save_dtype, embedder.description),
                 merge_adapters=merge,
             )
 

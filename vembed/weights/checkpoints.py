@@ -75,8 +75,19 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         raise UserError(f"{checkpoint} is damaged ({problems[0]}); leave it out")
     saved = read_state(checkpoint)
     config = TrainConfig(**saved["config"])
-    description = describe(config)
-    embedder = build_model(config, description)
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
+    embedder = build_model(
+        description,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
+    )
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
     size = description.embedding_dim
     loss = build_loss(
@@ -129,5 +140,5 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         embedder.backbone,
         embedder.head,
         weights,
-        dtype=saved_dtype(config, description),
+        dtype=saved_dtype(config.run.save_dtype, description),
     )

@@ -51,6 +51,10 @@ class ModelDescription:
     """True: encode returns unit vectors."""
     truncate_dim: int | None = None
     mrl_dims: tuple[int, ...] = ()
+    dense: tuple[Path, ...] = ()
+    """Folders of the model's own Dense modules, in order. Not saved: the layout has them."""
+    adds_projection: bool = False
+    """True: this run adds a linear layer to `embedding_dim` for its Matryoshka sizes. Not saved."""
     bidirectional_attention: bool = False
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -81,7 +85,8 @@ class ModelDescription:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the saved description, without reasons and with paths relative to its folder."""
         values = asdict(self)
-        del values["reasons"]
+        for name in ("reasons", "dense", "adds_projection"):
+            del values[name]
         # The saved folder is self-contained: paths of this machine mean nothing elsewhere, and are not published.
         values["source"] = "."
         values["adapter"] = None

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from vembed.config.places import is_hub_model, similar_path
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 from vembed.models.families.model_settings import (
     AdapterSettings,
@@ -317,23 +317,23 @@ def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
     )
 
 
-def files_of(config: TrainConfig) -> ModelFiles:
-    """Locate the files of the model that a config trains: `model_name`, or `model_class` with the weights in it."""
-    if config.model.model_class is None:
-        return read_model(config.model.model_name, config.model.model_revision)
+def files_of(options: ModelSection) -> ModelFiles:
+    """Locate the files of the model that the options name: `model_name`, or `model_class` with the weights in it."""
+    if options.model_class is None:
+        return read_model(options.model_name, options.model_revision)
     from vembed.models.custom.folder import (
         own_folder,  # imports torch, which only own models need here
     )
 
     source = (
         None
-        if config.model.model_name == config.model.model_class
-        else model_folder(config.model.model_name, config.model.model_revision)
+        if options.model_name == options.model_class
+        else model_folder(options.model_name, options.model_revision)
     )
     tokenizer = None
-    if config.model.tokenizer_name is not None:
-        tokenizer = model_folder(config.model.tokenizer_name, option="tokenizer_name")
-    return read_model(str(own_folder(config, source, tokenizer)))
+    if options.tokenizer_name is not None:
+        tokenizer = model_folder(options.tokenizer_name, option="tokenizer_name")
+    return read_model(str(own_folder(options, source, tokenizer)))
 
 
 def _is_own_code(module: ModuleSettings) -> bool:
