@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from vembed.models.pooling import pool
 
 import vembed
 from tests.built import model_of
@@ -22,7 +23,6 @@ from vembed.config.loading import resolve_run
 from vembed.errors import RunError
 from vembed.evaluation.retrieval import top_k
 from vembed.models.packing import half_dtype
-from vembed.models.pooling import pool
 from vembed.parallel.devices import matmul_precision
 from vembed.parallel.session import start_session
 from vembed.training import trainer

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -33,6 +34,7 @@ from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families import backbones
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
+from vembed.models.poolings import MODEL_POOLING, POOLINGS
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import frozen_towers, tower_module
 from vembed.models.two_towers import TwoTowers
@@ -48,6 +50,21 @@ def build_head(description: ModelDescription) -> Head | None:
     if description.adds_projection:
         added = mrl_projection(size, description.embedding_dim)
     return Head(modules, added) if modules or added is not None else None
+
+
+def build_pooling(description: ModelDescription) -> nn.Module | None:
+    """Return the module of a trained pooling with its weights; None for any other pooling."""
+    if description.pooling == MODEL_POOLING:
+        return None
+    pooling = POOLINGS[description.pooling]
+    if not pooling.is_trained:
+        return None
+    module = pooling.build(description.token_dim)
+    if description.pooling_folder is not None:
+        module.load_state_dict(
+            load_file(description.pooling_folder / "model.safetensors")
+        )
+    return module
 
 
 def build_backbone(

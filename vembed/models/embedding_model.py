@@ -18,6 +18,7 @@ from vembed.models.bf16 import use_bf16
 from vembed.models.building import (
     build_backbone,
     build_head,
+    build_pooling,
     cast_frozen_towers,
     scale_and_bias,
 )
@@ -60,12 +61,14 @@ class EmbeddingModel(nn.Module):
         backbone: nn.Module,
         head: Head | None = None,
         *,
+        pooling: nn.Module | None = None,
         scale_and_bias: tuple[float, float] | None = None,
         language: LanguageHead | None = None,
     ) -> None:
         super().__init__()
         self.description = description
         self.backbone = backbone
+        self.pooling = pooling
         self.head = head
         self.language = language
         self._scale_and_bias = scale_and_bias
@@ -133,7 +136,12 @@ class EmbeddingModel(nn.Module):
                 asked = self.language.hidden(inputs)
                 inputs = asked.inputs
             features = tower_features(
-                self.description, self.backbone, modality, inputs, found
+                self.description,
+                self.backbone,
+                modality,
+                inputs,
+                found,
+                pooling=self.pooling,
             )
             if losses is not None:
                 losses.update(found.in_normal_form(len(features)))
@@ -160,14 +168,18 @@ class EmbeddingModel(nn.Module):
         return self
 
     def frozen_modalities(self) -> list[Modality]:
-        """Modalities whose towers are all frozen: their features never change, so one forward pass of each input will
-        do."""
-        frozen = frozen_towers(self.backbone, self.description.traits)
-        return [
-            modality
-            for modality in self.description.modalities
-            if set(towers_of_modality(modality)) <= set(frozen)
-        ]
+        """Return the modalities whose features never change: their towers are all frozen, and their pooling has no
+        parameters. One forward pass of each input is enough for them."""
+        frozen = set(frozen_towers(self.backbone, self.description.traits))
+        modalities: list[Modality] = []
+        for modality in self.description.modalities:
+            # A trained pooling stands between the tower and its features.
+            is_pooled_by_module = self.pooling is not None and not (
+                self.description.traits.has_two_models and modality == "image"
+            )
+            if set(towers_of_modality(modality)) <= frozen and not is_pooled_by_module:
+                modalities.append(modality)
+        return modalities
 
     def bytes_of_frozen_images(self) -> int | None:
         """Bytes for each token of an image that the frozen image tower of a vision-language model gives, where what it
@@ -179,14 +191,23 @@ class EmbeddingModel(nn.Module):
             return None
         return 4 * self.description.hidden_dim * num_image_features(self.backbone)
 
-    def float32_parts(self) -> list[nn.Module]:
-        """Modules behind the pooling, projections and head, which compute in float32 in every precision: they are
-        small, and what they give is the embedding."""
-        names = dict.fromkeys(self.description.traits.projections.values())
-        return [
-            *map(self.backbone.get_submodule, names),
-            *([] if self.head is None else [self.head]),
-        ]
+    def head_names(self) -> list[str]:
+        """Names of the modules behind the towers: a trained pooling, projections and head.
+
+        They compute in float32 in every precision, because they are small and give the
+        embedding. They learn at `head_learning_rate`.
+        """
+        projections = dict.fromkeys(self.description.traits.projections.values())
+        names = [f"backbone.{name}" for name in projections]
+        if self.pooling is not None:
+            names.append("pooling")
+        if self.head is not None:
+            names.append("head")
+        return names
+
+    def heads(self) -> list[nn.Module]:
+        """Return the modules of `head_names`."""
+        return [self.get_submodule(name) for name in self.head_names()]
 
     def has_auxiliary(self) -> bool:
         """True if the model may return losses of its own."""
@@ -309,6 +330,7 @@ def build_model(
             settle(backbone)
         if options.quantize_weights is not None:
             round_weights(backbone)
+        pooling = build_pooling(description)
         head = build_head(description)
         if language is not None and has_adapters and not language.is_new:
             language.requires_grad_(False)  # as all weights but the adapters
@@ -316,6 +338,7 @@ def build_model(
         description,
         backbone,
         head,
+        pooling=pooling,
         scale_and_bias=scale_and_bias(description),
         language=language,
     )
@@ -327,7 +350,7 @@ def build_model(
         freeze_parts(backbone, description.traits, adapters.freeze)
         cast_frozen_towers(description, options, adapters.freeze, backbone)
     if not options.pure_dtype:
-        for part in model.float32_parts():
+        for part in model.heads():
             part.float()  # also frozen ones, whose file may hold 16 bits
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(

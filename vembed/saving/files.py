@@ -103,6 +103,7 @@ def save_model(
             description,
             head,
             _stored(_part(state, "head."), dtype),
+            _stored(_part(state, "pooling."), dtype),
             chat,
             changed,
         )

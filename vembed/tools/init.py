@@ -23,7 +23,7 @@ from vembed.data_tools.init.language import is_english
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of
 from vembed.data_tools.init.utf8_copy import utf8_copy
 from vembed.errors import UserError
-from vembed.models.families.table import FAMILIES, Family, named
+from vembed.models.families.table import FAMILIES, Family
 from vembed.tools.demo import demo_model
 
 GUESSED = "# GUESSED, please check: "
@@ -76,7 +76,7 @@ def run_init(
         raise UserError(
             f"{output} exists already: give another --output, or --force to overwrite it"
         )
-    kind = named(family)
+    kind = FAMILIES.get(family)
     if kind is None:
         near = nearest(family, FAMILIES)
         hint = (

@@ -17,7 +17,7 @@ from vembed.models.adapters import wants_adapters
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
-from vembed.training.optim import is_head
+from vembed.training.optim import head_prefixes
 
 log = logging.getLogger("vembed")
 
@@ -104,4 +104,6 @@ def _what(config: TrainConfig, embedder: EmbeddingModel) -> What:
         for name, parameter in embedder.named_parameters()
         if parameter.requires_grad
     ]
-    return "head" if names and all(is_head(name) for name in names) else "weights"
+    heads = head_prefixes(embedder)
+    only_heads = all(name.startswith(heads) for name in names)
+    return "head" if names and only_heads else "weights"

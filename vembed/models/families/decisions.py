@@ -28,9 +28,9 @@ from vembed.models.families.table import (
     FAMILIES,
     Evidence,
     Family,
-    Pooling,
     recognised_by,
 )
+from vembed.models.poolings import MODEL_POOLING, POOLINGS
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +65,11 @@ def describe(
     )
     query_prompt, document_prompt = prompts(facts)
     image = _image_tower(facts) if family.has_two_models else None
+    text_dim = shape.hidden_dim
+    if pooling != MODEL_POOLING:
+        text_dim = POOLINGS[pooling].width(text_dim)
     hidden_dim = (
-        shape.hidden_dim
-        if image is None
-        else _shared_dim(facts, shape.hidden_dim, image.hidden_dim)
+        text_dim if image is None else _shared_dim(facts, text_dim, image.hidden_dim)
     )
     base_dim = _embedding_dim_before_mrl(facts, hidden_dim)
     mrl_dims = _matryoshka_sizes(facts, matryoshka, base_dim)
@@ -97,6 +98,8 @@ def describe(
         truncate_dim=_truncate_dim(facts, embedding_dim),
         mrl_dims=mrl_dims,
         dense=facts.files.dense if facts.files is not None else (),
+        token_dim=shape.hidden_dim,
+        pooling_folder=_trained_pooling(facts, pooling),
         adds_projection=projects,
         bidirectional_attention=bidirectional,
         min_pixels=model.min_pixels
@@ -105,7 +108,7 @@ def describe(
         max_pixels=model.max_pixels
         if model.max_pixels is not None
         else facts.of_saved("max_pixels"),
-        text_hidden_dim=None if image is None else shape.hidden_dim,
+        text_hidden_dim=None if image is None else text_dim,
         image_source=None if image is None else image.source,
         image_hidden_dim=None if image is None else image.hidden_dim,
         image_pooling=None if image is None else image.pooling,
@@ -214,7 +217,7 @@ def _recognised(evidence: Evidence) -> Family:
 class _ImageTower:
     source: str
     hidden_dim: int
-    pooling: Pooling
+    pooling: str
     layer_classes: tuple[str, ...]
 
 
@@ -287,7 +290,7 @@ def _bidirectional(facts: Facts, family: Family) -> bool:
 
 def _pooling(
     facts: Facts, family: Family, shape: backbones.Shape, *, causal: bool
-) -> Pooling:
+) -> str:
     own, own_reason = _own_pooling(facts, family, shape, causal=causal)
     asked = facts.options.pooling
     if asked == "auto":
@@ -305,19 +308,13 @@ def _pooling(
             f"pooling: {asked} is not available for {facts.options.model_name}, whose embedding is the output of its "
             f"{family.name} projection; leave pooling out"
         )
-    if not family.reads_text and (
-        asked in ("last", "weighted_mean")
-        or (asked == "cls" and not shape.has_class_token)
-    ):
-        raise UserError(
-            f"pooling: {asked} has no meaning for {facts.options.model_name}, an image encoder "
-            f"{'without a class token' if asked == 'cls' else 'whose tokens have no order'}; use mean or max"
-        )
-    if asked == "cls" and causal:
-        raise UserError(
-            f"pooling: cls would give every text the same embedding with {facts.options.model_name}, a causal decoder "
-            "whose first token sees nothing else; use pooling: last, or bidirectional_attention: true"
-        )
+    refusal = POOLINGS[asked].refusal(
+        is_causal=causal,
+        is_image=not family.reads_text,
+        has_class_token=shape.has_class_token,
+    )
+    if refusal is not None:
+        raise UserError(f"pooling: {asked} on {facts.options.model_name}: {refusal}")
     if own is None or own == asked:
         facts.reasons["pooling"] = f"pooling: {asked}"
     else:
@@ -329,34 +326,37 @@ def _pooling(
 
 def _own_pooling(
     facts: Facts, family: Family, shape: backbones.Shape, *, causal: bool
-) -> tuple[Pooling | None, str]:
+) -> tuple[str | None, str]:
     """Return the model's own pooling and the reason, or None and an error message if vembed does not support it."""
     if family.pools_itself:
-        return "own", f"{family.name} projects its features itself"
+        return MODEL_POOLING, f"{family.name} projects its features itself"
     if facts.saved is not None:
         return facts.saved.pooling, f"from {DESCRIPTION_FILE}"
     if backbones.gives_vectors(facts.model_config):
         return "cls", "the module gives one vector for each input"
-    if facts.files is not None and facts.files.poolings:
+    if facts.files is not None and facts.files.pooling_modes:
         where = "1_Pooling/config.json"
         if not facts.files.include_prompt:
             return None, (
                 f"{where} of {facts.options.model_name} leaves the prompt out of the pooling, which is not supported; "
                 "set pooling to train with the prompt pooled too"
             )
-        if len(facts.files.poolings) > 1 or facts.files.poolings[0] not in get_args(
-            Pooling
-        ):
+        pooling = facts.files.pooling
+        if pooling is None:
             return None, (
-                f"{where} of {facts.options.model_name} pools by {' and '.join(facts.files.poolings)}, which vembed "
-                "cannot; set pooling to cls, mean, last, weighted_mean or max"
+                f"{where} of {facts.options.model_name} pools by {' and '.join(facts.files.pooling_modes)}, which vembed "
+                f"cannot; set pooling to {' or '.join(POOLINGS)}"
             )
-        if facts.files.poolings[0] == "cls" and causal:
+        refusal = pooling.refusal(
+            is_causal=causal,
+            is_image=not family.reads_text,
+            has_class_token=shape.has_class_token,
+        )
+        if refusal is not None:
             return None, (
-                f"{where} of {facts.options.model_name} takes the first token of a causal decoder, which is the same "
-                "for every text; set pooling: last, or bidirectional_attention: true"
+                f"{where} of {facts.options.model_name} pools by {pooling.name}: {refusal}"
             )
-        return cast(Pooling, facts.files.poolings[0]), f"from {where}"
+        return pooling.name, f"from {where}"
     if not family.reads_text:
         return backbones.image_pooling(facts.model_config, shape)
     if causal and family.pooling != "last":
@@ -365,6 +365,19 @@ def _own_pooling(
             "a causal decoder's last token is the only one that has seen the whole text",
         )
     return family.pooling, family.pooling_reason
+
+
+def _trained_pooling(facts: Facts, pooling: str) -> Path | None:
+    """Return the folder with the weights of the model's trained pooling; None: it has none, or the run uses another
+    pooling."""
+    if facts.files is None or facts.files.pooling is None:
+        return None
+    stored = facts.files.pooling
+    return (
+        facts.files.pooling_folder
+        if stored.is_trained and stored.name == pooling
+        else None
+    )
 
 
 # ---- sizes and similarity --------------------------------------------------------------------------------------
