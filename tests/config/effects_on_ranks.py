@@ -21,8 +21,8 @@ from vembed.data.features import Featuriser
 from vembed.losses.build import build_loss
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.session import Session, start_session
-from vembed.training.embedding_exchange import loss_exchange
-from vembed.training.whole_model import whole_model_writer
+from vembed.training.checkpoint.checkpointer import whole_model_writer
+from vembed.training.exchange import loss_exchange
 
 FSDP1 = {"use_fsdp": True, "fsdp_version": 1}
 SIZED = {
