@@ -32,9 +32,7 @@ def save(
     model = model_of(config, description)
     return save_model(
         directory,
-        description,
-        model.backbone,
-        model.head,
+        model,
         model.state_dict(),
         card=card,
     )

@@ -46,9 +46,7 @@ def save(model: EmbeddingModel, directory: Path, *, merge: bool) -> Path:
     weights = model.state_dict()
     return save_model(
         directory,
-        model.description,
-        model.backbone,
-        model.head,
+        model,
         weights,
         merge_adapters=merge,
     )

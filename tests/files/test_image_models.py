@@ -225,9 +225,7 @@ def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path: Path) -> None:
     model = model_of(config)
     state = dict(model.state_dict())
     model.write_scale_and_bias(12.5, -7.0, state)
-    folder = save_model(
-        tmp_path / "final", model.description, model.backbone, model.head, state
-    )
+    folder = save_model(tmp_path / "final", model, state)
     stored = load_file(folder / "model.safetensors")
     assert stored["logit_scale"].exp().item() == pytest.approx(12.5)
     assert stored["logit_bias"].item() == -7.0
@@ -276,9 +274,7 @@ def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path: Path) -> None
         else tensor
         for name, tensor in model.state_dict().items()
     }
-    folder = save_model(
-        tmp_path / "final", model.description, model.backbone, model.head, state
-    )
+    folder = save_model(tmp_path / "final", model, state)
     settings = json.loads((folder / "config.json").read_text())
     assert settings["dtype"] == "float32"
     text = load_embedder(folder).backbone.get_parameter("text_projection.weight")

@@ -132,9 +132,7 @@ def test_weights_under_a_wrappers_names_are_saved_under_their_own(
         ): tensor + 1
         for name, tensor in model.state_dict().items()
     }
-    folder = save_model(
-        tmp_path / "final", model.description, model.backbone, model.head, wrapped
-    )
+    folder = save_model(tmp_path / "final", model, wrapped)
     stored = load_file(folder / "model.safetensors")
     assert (
         stored.keys()
@@ -169,9 +167,7 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
         "backbone.encoder.embed_tokens.weight",
     } <= model.state_dict().keys()
     gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    folder = save_model(
-        tmp_path / "final", model.description, model.backbone, model.head, gathered
-    )
+    folder = save_model(tmp_path / "final", model, gathered)
     stored, source = (
         load_file(path / "model.safetensors") for path in (folder, tmp_path / "source")
     )

@@ -223,7 +223,7 @@ def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
         mrl_dims=[8],
     )
     model = model_of(config)
-    args = (model.description, model.backbone, model.head, model.state_dict())
+    args = (model, model.state_dict())
     folder = save_model(tmp_path / "final", *args, dtype=torch.bfloat16)
     stored = load_file(folder / "model.safetensors") | load_file(
         folder / "2_Dense" / "model.safetensors"

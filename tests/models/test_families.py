@@ -183,9 +183,9 @@ def test_mean_pooling_of_a_vision_language_model_is_never_silent():
             {"max_length": 8},
             "SigLIP pads every text to the 16 tokens",
         ),
-        (tiny.tiny_vit, {"pooling": "last"}, "whose tokens have no order"),
-        (tiny.tiny_convnext, {"pooling": "cls"}, "without a class token"),
-        (tiny.tiny_resnet, {"pooling": "cls"}, "without a class token"),
+        (tiny.tiny_vit, {"pooling": "last"}, "have no order"),
+        (tiny.tiny_convnext, {"pooling": "cls"}, "no class token"),
+        (tiny.tiny_resnet, {"pooling": "cls"}, "no class token"),
         (tiny.tiny_bert, {"max_length": 257}, "257 is more than the 256 positions"),
         (tiny.tiny_roberta, {"max_length": 257}, "257 is more than the 256 positions"),
         (

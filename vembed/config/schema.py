@@ -27,7 +27,7 @@ from vembed.config.entries import (
 )
 from vembed.config.negatives import EpochMining
 from vembed.models.families.table import FamilyName
-from vembed.models.poolings import PoolingName
+from vembed.models.poolings import PoolingName, pooling_text
 
 
 class Section(Frozen):
@@ -80,8 +80,9 @@ class ModelSection(Section, title="model"):
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
     """Maximum length of a text in tokens; longer texts are truncated. Default: the model's own limit, at most 512."""
-    pooling: Literal["auto"] | PoolingName = "auto"
-    """Pooling of token vectors into one embedding. `auto`: from the model's own files, otherwise by family."""
+    pooling: Literal["auto"] | PoolingName = Field(
+        default="auto", description=pooling_text()
+    )
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own; an empty string means none."""
     document_prompt: str | None = None

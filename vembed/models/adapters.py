@@ -245,6 +245,9 @@ def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
         )
         if f"{name}.base_layer.bias" in merged:
             merged[f"{name}.bias"] = merged.pop(f"{name}.base_layer.bias")
+    left = [name for name in merged if ".lora_" in name]
+    if left:
+        raise RuntimeError(f"adapters that cannot be merged: {', '.join(left)}")
     return merged
 
 

@@ -198,6 +198,18 @@ else:
     PoolingName = Literal[tuple(POOLINGS)]
 
 
+def pooling_text() -> str:
+    """Return the text of the option `pooling`, with a sentence for each value."""
+    lines = [
+        f"{name}: {(type(pooling).__doc__ or '').split('. ')[0].rstrip('.')}."
+        for name, pooling in POOLINGS.items()
+    ]
+    return (
+        "Pooling of token vectors into one embedding. `auto`: from the model's own files, "
+        "otherwise by family. " + " ".join(lines)
+    )
+
+
 def pooling_of_modes(modes: tuple[str, ...]) -> Pooling | None:
     """Return the pooling that does what these modes of Sentence Transformers do
     together; None: there is none."""

@@ -28,7 +28,7 @@ def write_layout(
     folder: Path,
     description: ModelDescription,
     head: Head | None,
-    head_state: Mapping[str, Tensor],
+    head_state: dict[str, Tensor],
     pooling_state: Mapping[str, Tensor],
     chat: ChatTemplate | None,
     changed_settings: Mapping[str, Any],
@@ -54,12 +54,10 @@ def write_layout(
         name, prefix = f"{len(modules)}_Dense", f"{number}."
         modules.append((name, MODULE + "Dense"))
         write_json(folder / name / "config.json", dense.settings())
-        weights = {
-            key.removeprefix(prefix): value
-            for key, value in head_state.items()
-            if key.startswith(prefix)
-        }
+        names = [key for key in head_state if key.startswith(prefix)]
+        weights = {key.removeprefix(prefix): head_state.pop(key) for key in names}
         save_file(weights, folder / name / "model.safetensors")
+    refuse_unclaimed("the head", head_state)
     if description.normalize:
         name = f"{len(modules)}_Normalize"
         modules.append((name, MODULE + "Normalize"))
@@ -79,6 +77,15 @@ def write_layout(
     if changed_settings:
         settings["config_args"] = dict(changed_settings)
     write_json(folder / "sentence_bert_config.json", settings)
+
+
+def refuse_unclaimed(owner: str, state: Mapping[str, Tensor]) -> None:
+    """Raise RuntimeError if state is left that no part has written."""
+    if state:
+        raise RuntimeError(
+            f"no part of a saved model takes this state of {owner}: {', '.join(state)}; save it with a part, or "
+            "register it with persistent=False"
+        )
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -167,12 +174,16 @@ def _write_pooling(
     target = folder / "1_Pooling"
     settings: dict[str, Any] = {"word_embedding_dimension": description.hidden_dim}
     if pooling.modes:
+        known = {mode for one in POOLINGS.values() for mode in one.modes}
         for mode, flag in MODE_FLAGS.items():
-            settings[flag] = mode in pooling.modes
+            if mode in known:
+                settings[flag] = mode in pooling.modes
         settings["include_prompt"] = True
     write_json(target / "config.json", settings)
-    if state:
+    if pooling.is_trained:
         save_file(dict(state), target / "model.safetensors")
+    else:
+        refuse_unclaimed(f"the pooling {pooling.name}", state)
     return MODULE + "Pooling" if pooling.modes else POOLING_MODULE + pooling.name
 
 

@@ -158,9 +158,7 @@ def _save(
         )
         save_model(
             directory,
-            embedder.description,
-            embedder.backbone,
-            embedder.head,
+            embedder,
             weights,
             dtype=dtype,
             merge_adapters=config.adapters.save_merged,

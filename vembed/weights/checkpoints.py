@@ -63,9 +63,7 @@ def whole_model(name: str, folder: Path) -> Path | None:
     embedder = load_embedder(name)
     return save_model(
         folder,
-        embedder.description,
-        embedder.backbone,
-        embedder.head,
+        embedder,
         embedder.state_dict(),
     )
 
@@ -137,9 +135,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     log.info("%s: step %d", checkpoint, saved["loop"]["step"])
     return save_model(
         folder,
-        description,
-        embedder.backbone,
-        embedder.head,
+        embedder,
         weights,
         dtype=saved_dtype(config.run.save_dtype, description),
     )

@@ -95,9 +95,7 @@ class PushBest(Hook):
         embedder, config = parts.embedder, run.config
         folder = save_model(
             Path(config.run.output_dir) / FOLDER,
-            embedder.description,
-            embedder.backbone,
-            embedder.head,
+            embedder,
             weights,
             dtype=saved_dtype(config.run.save_dtype, embedder.description),
             merge_adapters=config.adapters.save_merged,
