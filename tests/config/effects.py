@@ -346,7 +346,7 @@ GROUPS: dict[str, Options] = {
         "gradient_cache_chunk_size": 3,
         "max_steps": None,
         "epochs": 2.0,
-        "warmup_ratio": 0.5,
+        "warmup_steps": 0.5,
         "optim": "sgd",
         "scale_learning_rate": "linear",
         "base_batch_size": 3,
