@@ -18,6 +18,8 @@ from tests import tiny
 from tests.built import described, model_of
 from tests.distributed.steps import listen
 from tests.harness import run_ranks
+from vembed.cli.commands.doctor import checklist
+from vembed.cli.commands.train import Launch, describe_run, resolve_launch
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
@@ -28,8 +30,6 @@ from vembed.parallel.estimate import GIB, measure
 from vembed.parallel.parameters import local_bytes
 from vembed.parallel.placement import Placement, memory_of_a_process, place
 from vembed.parallel.session import start_session
-from vembed.tools.doctor import checklist
-from vembed.tools.train_command import Launch, describe_run, resolve_launch
 
 LORA: dict[str, Any] = {"use_lora": True, "lora_r": 2}
 QLORA: dict[str, Any] = {"use_qlora": True, "lora_r": 2, "model_name": tiny.tiny_qwen3}

@@ -14,6 +14,8 @@ import vembed
 from tests.built import model_of
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
+from vembed.cli.commands.export import run_export
+from vembed.cli.commands.plan import run_plan
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
@@ -21,8 +23,6 @@ from vembed.models.bf16 import Bf16Linear
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import measure
 from vembed.parallel.placement import Placement, place
-from vembed.tools.export import run_export
-from vembed.tools.plan import run_plan
 
 
 def placed(num_ranks: int = 1, **options: Any) -> Placement:
