@@ -137,7 +137,7 @@ def case(texts: list[tuple[str, list[str]]], seed: int) -> Case:
 
 def by_vembed(one: Case, folder: Path, options: dict[str, Any]) -> Mined:
     """`vembed.mine` on files, as a user calls it."""
-    from vembed.mining.mining_run import mine
+    from vembed.mining.mine import mine
 
     write(folder / "rows.jsonl", one.rows)
     write(folder / "corpus.jsonl", [{"text": text} for text in one.corpus])

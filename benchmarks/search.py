@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vembed.mining.known import Pairs
-from vembed.mining.mining_run import open_session
+from vembed.mining.mine import open_session
 from vembed.mining.search import search
 from vembed.mining.vectors import VectorStore
 

@@ -25,14 +25,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from vembed.config.loading import load_config
+    from vembed.data_tools.audit.run import audit
+    from vembed.data_tools.generate.run import generate
+    from vembed.data_tools.judge import judge
     from vembed.entrypoints.python_train import train
     from vembed.errors import UserError
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
-    from vembed.mining.data_audit import audit
-    from vembed.mining.mining_run import mine
-    from vembed.mining.pair_generation import generate
-    from vembed.mining.row_judging import judge
+    from vembed.mining.mine import mine
     from vembed.parallel.memory import fsdp_empty_cache, fsdp_print_memory_usage
     from vembed.parallel.parameters import unify_model_dtype_for_fsdp
     from vembed.weights.edit import edit
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 _HOME = {
     "Embedder": "vembed.inference.embedder",
     "UserError": "vembed.errors",
-    "audit": "vembed.mining.data_audit",
+    "audit": "vembed.data_tools.audit.run",
     "edit": "vembed.weights.edit",
     "evaluate": "vembed.evaluation.scores",
     "fsdp_empty_cache": "vembed.parallel.memory",
     "fsdp_print_memory_usage": "vembed.parallel.memory",
-    "generate": "vembed.mining.pair_generation",
-    "judge": "vembed.mining.row_judging",
+    "generate": "vembed.data_tools.generate.run",
+    "judge": "vembed.data_tools.judge",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
-    "mine": "vembed.mining.mining_run",
+    "mine": "vembed.mining.mine",
     "train": "vembed.entrypoints.python_train",
     "unify_model_dtype_for_fsdp": "vembed.parallel.parameters",
 }

@@ -12,9 +12,9 @@ import pytest
 from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.config.loading import load_config
-from vembed.data_tools.init import ask, values
-from vembed.data_tools.init.guess import guess
-from vembed.data_tools.init.language import is_english
+from vembed.data_tools.init import columns, values
+from vembed.data_tools.init.columns import guess
+from vembed.data_tools.init.values import is_english
 from vembed.tools import init_memory
 
 GERMAN = (
@@ -228,7 +228,7 @@ def test_a_terminal_is_asked(faq: str) -> None:
         return next(answers)
 
     assert [one.name for one in found.candidates] == ["b", "a"]
-    assert ask.confirm(found, ["query", "positive"], read) == {
+    assert columns.confirm(found, ["query", "positive"], read) == {
         "a": "query",
         "b": "positive",
     }
@@ -375,7 +375,10 @@ def test_a_config_gets_the_settings_that_memory_needs(
     monkeypatch.setattr(
         init_memory,
         "_memory",
-        lambda run: (needs[run.config.gradient_checkpointing] * 2**30, 4.0 * 2**30),
+        lambda run: (
+            needs[run.config.model.gradient_checkpointing] * 2**30,
+            4.0 * 2**30,
+        ),
     )
     assert vembed(*words).code == 0
     assert load_config("vembed.yaml").model.gradient_checkpointing is True

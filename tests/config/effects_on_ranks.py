@@ -22,8 +22,8 @@ from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.decisions import describe
 from vembed.parallel.session import Session, start_session
-from vembed.training.embedding_exchange import loss_exchange
-from vembed.training.whole_model import whole_model_writer
+from vembed.training.checkpoint.checkpointer import whole_model_writer
+from vembed.training.exchange import loss_exchange
 
 FSDP1 = {"use_fsdp": True, "fsdp_version": 1}
 SIZED = {

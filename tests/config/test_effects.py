@@ -42,8 +42,8 @@ from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.options import all_options
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, Stopped, UserError
-from vembed.training.resume import candidates
-from vembed.training.watch import Watch
+from vembed.training.checkpoint.resume import candidates
+from vembed.training.hooks.checks import Watch
 
 Seen = Callable[[Built], Any]
 Row = tuple[str, Seen, Any] | tuple[str, Seen, Any, str]
@@ -557,7 +557,7 @@ def test_checkpoints_and_their_options(
     vembed.train({**changed, "resume_anyway": True, "max_steps": 5})
     assert "resume_anyway: going on although" in log_of(run, "own.txt")
     started: list[Any] = []
-    from vembed.training import checkpoint
+    from vembed.training.checkpoint import checkpointer as checkpoint
 
     original = checkpoint.async_save
     monkeypatch.setattr(

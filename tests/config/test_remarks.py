@@ -15,8 +15,7 @@ from vembed.errors import UserError
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
 from vembed.tools import doctor
-from vembed.training.budget import Budget
-from vembed.training.shortage import advice
+from vembed.training.budget import Budget, advice
 
 CPU = torch.device("cpu")
 

@@ -28,7 +28,7 @@ from vembed.config.loading import load_config, resolve_run
 from vembed.config.stages import read_road
 from vembed.errors import UserError
 from vembed.mining.config import GenerateConfig, JudgeConfig, MineConfig
-from vembed.mining.mining_options import load_options
+from vembed.mining.options import load_options
 from vembed.parallel.hardware import read_hardware
 from vembed.pipelines.stages.sequence import road_of_arguments, run_stages
 from vembed.tools.mine_command import run_audit, run_generate, run_judge, run_mine

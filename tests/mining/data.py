@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed import Embedder
-from vembed.mining.mining_run import MineResult, mine
+from vembed.mining.mine import MineResult, mine
 
 NUM_ROWS, NUM_DOCUMENTS = 40, 300
 MARGIN = 0.012

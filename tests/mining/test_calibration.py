@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from vembed.mining.calibration import calibrate
-from vembed.mining.candidate_store import Candidates
-from vembed.mining.choice import Limits
+from vembed.mining.candidates import Candidates
+from vembed.mining.choice import Limits, calibrate
 from vembed.mining.config import MineConfig
 from vembed.mining.known import Pairs
 

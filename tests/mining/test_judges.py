@@ -19,7 +19,7 @@ from vembed.errors import RunError, UserError
 from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT
 from vembed.mining.config import Judge, MineConfig
 from vembed.mining.judges import CrossEncoder, YesNoDecoder, answer_of
-from vembed.mining.mining_run import mine
+from vembed.mining.mine import mine
 
 
 class Server(ThreadingHTTPServer):

@@ -8,13 +8,13 @@ import pytest
 
 from tests.harness import rank_outcomes, run_ranks
 from tests.mining.data import assert_same_rows, read_lines, write_data
-from vembed.mining import candidate_store
-from vembed.mining.mining_run import mine
+from vembed.mining import candidates
+from vembed.mining.mine import mine
 from vembed.mining.vectors import VectorStore
 
 
-def mined(options, chunk=candidate_store.CHUNK):
-    candidate_store.CHUNK = chunk
+def mined(options, chunk=candidates.CHUNK):
+    candidates.CHUNK = chunk
     result = mine(options)
     return result.counts, result.num_encoded
 
@@ -33,14 +33,14 @@ def killed_at_the_third_shard(options):
 
 
 def killed_in_the_search(options):
-    save = candidate_store.CandidateStore._save
+    save = candidates.CandidateStore._save
 
     def save_and_end(self, found):
         save(self, found)
         if found.first:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    candidate_store.CandidateStore._save = save_and_end
+    candidates.CandidateStore._save = save_and_end
     return mined(options, 16)
 
 

@@ -28,7 +28,7 @@ from vembed.parallel.hardware import Gpu
 from vembed.parallel.placement import Placement, place
 from vembed.parallel.session import start_session
 from vembed.training import budget
-from vembed.training.shortage import MemoryGuard
+from vembed.training.budget import MemoryGuard
 
 GPU = Gpu("a stand-in", 1.0, None, None)
 

@@ -16,8 +16,8 @@ from tests.harness import run_ranks
 from tests.training.test_run import settings
 from vembed.config.loading import load_config
 from vembed.errors import UserError
-from vembed.training import logs
-from vembed.training.logs import Metrics
+from vembed.training import run_log as logs
+from vembed.training.hooks.metrics import Metrics
 
 
 def train(options: dict[str, Any]) -> int:

@@ -22,7 +22,7 @@ from tests.training.tiny_run import (
 )
 from vembed.errors import UserError
 from vembed.parallel.session import start_session
-from vembed.training.optim import build_optimizer, trained_parameters
+from vembed.training.optimizer import build_optimizer, trained_parameters
 
 
 def trained(config, model=None):

@@ -13,9 +13,8 @@ from tests.training.tiny_run import config_for
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
 from vembed.tools.resume_table import updated
-from vembed.training import integrity
-from vembed.training.loop_state import LoopState
-from vembed.training.resume import (
+from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint.resume import (
     JUDGES,
     MAY_CHANGE,
     candidates,
@@ -23,6 +22,7 @@ from vembed.training.resume import (
     refuse,
     trim_metrics,
 )
+from vembed.training.update import LoopState
 
 
 def names(paths):

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import vembed
 from tests.tiny import WORDS, shared, tiny_bert, tiny_qwen3
 from vembed.errors import RunError, UserError
-from vembed.training.watch import mean_cosine
+from vembed.training.hooks.checks import mean_cosine
 
 NUM_TRAIN, NUM_VAL = 96, 40
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from vembed.data_tools.audit.checks import Finding
 from vembed.data_tools.init.data_page import as_html
 from vembed.data_tools.init.sections import Section
 from vembed.evaluation.report.page import document, section
-from vembed.mining.findings import Finding
 
 OWN_STYLE = """
 .finding { border-top: 1px solid var(--line); padding-top: 1.2rem; margin-top: 1.6rem; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from vembed.mining.contents import words
+from vembed.mining.documents import words
 
 NGRAM = 3
 SHORTEST = 5

@@ -1,22 +1,37 @@
-"""Judges: models that read a query and a document together and say how likely it is that they belong together."""
+"""Judges: models that read a query and a document together, and a cascade of them whose judgements are cached."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import AutoConfig
 
+from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash
+from vembed.data.examples import Item
 from vembed.errors import UserError
 from vembed.inference.reranker import Reranker
 from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT, YesNoReranker
-from vembed.mining.config import Judge, WeightOptions
+from vembed.mining.candidates import Candidates
+from vembed.mining.choice import Chosen
+from vembed.mining.config import Judge, MineConfig, WeightOptions
+from vembed.mining.documents import Documents
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
+from vembed.mining.known import Known
 from vembed.models.families.model_files import whole_model_folder
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
+from vembed.progress import ProgressReport
 
 DTYPES = {
     "float32": torch.float32,
@@ -166,3 +181,257 @@ def judge_identity(judge: Judge, options: WeightOptions) -> str:
         options.torch_dtype,
         prompt,
     )
+
+
+BLOCK = 256
+"""Pairs that are judged before they are written down: what a kill loses."""
+UNDECIDED = -1.0
+
+
+class JudgementCache:
+    """Judgements of one judge, by the contents of query and document: files of lines, one for each process."""
+
+    def __init__(self, identity: str) -> None:
+        self._folder = cache_folder() / "judgements" / identity
+        self._known: dict[str, float] = {}
+        for path in sorted(self._folder.glob("*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    key, value = json.loads(line)
+                except ValueError:  # the last line of a process that was killed
+                    continue
+                self._known[key] = float(value)
+
+    def get(self, key: str) -> float | None:
+        """Return the judgement of a pair; None: it was not judged before."""
+        return self._known.get(key)
+
+    def add(self, judgements: Sequence[tuple[str, float]]) -> None:
+        """Write judgements down at once."""
+        if not judgements:
+            return
+        self._known.update(judgements)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / f"{os.uname().nodename}-{os.getpid()}.jsonl").open(
+            "a", encoding="utf-8"
+        ) as file:
+            file.writelines(json.dumps(one) + "\n" for one in judgements)
+
+
+@dataclass
+class JudgeCounts:
+    """Counts of one judge on this rank."""
+
+    asked: int = 0
+    cached: int = 0
+    undecided: int = 0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Remaining candidates of some queries, and those that became positives."""
+
+    chosen: Chosen
+    judgements: np.ndarray
+    """[Q, budget] how likely each chosen negative is relevant; UNDECIDED where nobody said."""
+    relabelled: dict[int, list[int]] = field(default_factory=dict)
+    """Query (of all) -> documents that became its positives."""
+    num_relevant: int = 0
+    num_undecided: int = 0
+
+    @classmethod
+    def unseen(cls, chosen: Chosen) -> Judged:
+        """Chosen candidates that no judge has seen."""
+        return cls(chosen, np.full(chosen.documents.shape, UNDECIDED, np.float32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Judged]) -> Judged:
+        """Those of consecutive chunks of queries."""
+        chosen = Chosen(
+            np.concatenate([one.chosen.documents for one in parts]),
+            np.concatenate([one.chosen.scores for one in parts]),
+        )
+        relabelled = {
+            query: documents
+            for one in parts
+            for query, documents in one.relabelled.items()
+        }
+        return cls(
+            chosen,
+            np.concatenate([one.judgements for one in parts]),
+            relabelled,
+            sum(one.num_relevant for one in parts),
+            sum(one.num_undecided for one in parts),
+        )
+
+
+class Cascade:
+    """The judges of a config, the cheap one first."""
+
+    def __init__(
+        self, judges: Sequence[Judge], options: WeightOptions, session: Session
+    ) -> None:
+        self._judges, self._session = tuple(judges), session
+        self._caches = [JudgementCache(judge_identity(one, options)) for one in judges]
+        self.counts = [JudgeCounts() for _ in judges]
+        # A later judge is loaded only when an earlier one was unsure of a pair.
+        self._load: Callable[[int], JudgeModel] = cache(
+            lambda number: load_judge(judges[number], options, session.device)
+        )
+
+    @property
+    def decided_at(self) -> float:
+        """Probability from which on a pair is relevant."""
+        return sum(self._judges[-1].unsure) / 2
+
+    def judge(self, num_pairs: int, pair_of: Callable[[int], Pair]) -> np.ndarray:
+        """[num_pairs] how likely each pair is relevant; UNDECIDED where nobody said. Collective."""
+        rank, world_size = self._session.rank, self._session.world_size
+        # Dealt in turn: neighbouring pairs are of one query, and of similar length.
+        own = range(rank, num_pairs, world_size)
+        found = np.full(len(own), UNDECIDED, np.float32)
+        with ProgressReport("judging", active=self._session.is_main) as progress:
+            for begin in range(0, len(own), BLOCK):
+                block = own[begin : begin + BLOCK]
+                found[begin : begin + len(block)] = self._decide(
+                    [pair_of(one) for one in block]
+                )
+                progress(begin + len(block), len(own))
+        sizes = [len(range(one, num_pairs, world_size)) for one in range(world_size)]
+        gathered = collectives.all_gather_rows(torch.from_numpy(found), sizes).numpy()
+        judged = np.empty(num_pairs, np.float32)
+        for one, part in enumerate(np.split(gathered, np.cumsum(sizes)[:-1])):
+            judged[one::world_size] = part
+        return judged
+
+    def summary(self) -> list[str]:
+        """One line for each judge. Collective."""
+        lines = []
+        for judge, counts in zip(self._judges, self.counts, strict=True):
+            asked, cached, undecided = collectives.sum_ints(
+                [counts.asked, counts.cached, counts.undecided]
+            )
+            where = f" at {judge.base_url}" if judge.base_url else ""
+            line = f"judge {judge.model}{where}: {asked:,d} pairs asked, {cached:,d} known from before"
+            if undecided:
+                line += f", {undecided:,d} answers that say neither yes nor no (not used as negatives)"
+            lines.append(line)
+        return lines
+
+    def _decide(self, pairs: Sequence[Pair]) -> list[float]:
+        """Return the probability that each pair is relevant, by the first judge that is sure; 0 or 1 after the last."""
+        found = [UNDECIDED] * len(pairs)
+        left = list(range(len(pairs)))
+        for number, judge in enumerate(self._judges):
+            answers = self._ask(number, [pairs[one] for one in left])
+            is_last = number == len(self._judges) - 1
+            unsure: list[int] = []
+            for one, answer in zip(left, answers, strict=True):
+                if answer is not None:
+                    found[one] = answer
+                # The last judge decides even where it is unsure; without any answer a pair stays undecided.
+                if answer is None or (
+                    not is_last and judge.unsure[0] <= answer < judge.unsure[1]
+                ):
+                    unsure.append(one)
+            left = unsure
+            if not left:
+                break
+        return found
+
+    def _ask(self, number: int, pairs: Sequence[Pair]) -> list[float | None]:
+        """Return the answers of one judge, from the cache if it was asked before."""
+        cache_of_judge, counts = self._caches[number], self.counts[number]
+        keys = [short_hash(*pair) for pair in pairs]
+        answers = [cache_of_judge.get(key) for key in keys]
+        missing = [place for place, answer in enumerate(answers) if answer is None]
+        counts.cached += len(pairs) - len(missing)
+        if not missing:
+            return answers
+        fresh: list[tuple[str, float]] = []
+        try:
+            for asked, answer in self._load(number).judge(
+                [pairs[one] for one in missing]
+            ):
+                place = missing[asked]
+                counts.asked += 1
+                if answer is None or not math.isfinite(answer):
+                    counts.undecided += 1
+                    continue
+                answers[place] = answer
+                fresh.append((keys[place], answer))
+        finally:
+            cache_of_judge.add(
+                fresh
+            )  # also where an endpoint ends it: what was answered costs nothing again
+        return answers
+
+
+class CandidateJudge:
+    """The judges of `vembed mine`, and what becomes of the candidates that they have judged."""
+
+    def __init__(
+        self, config: MineConfig, documents: Documents, known: Known, session: Session
+    ) -> None:
+        self._config, self._documents, self._known = config, documents, known
+        self._cascade = Cascade(config.judges, config, session)
+
+    def apply(self, candidates: Candidates, chosen: Chosen) -> Judged:
+        """Judge chosen candidates, and keep at most `budget` of each query. Collective: the ranks share the pairs."""
+        query, column = np.nonzero(chosen.documents >= 0)
+        documents = chosen.documents[query, column]
+
+        def pair_of(one: int) -> Pair:
+            item = self._documents.item(int(documents[one]))
+            return text_of(
+                self._known.item(candidates.first + int(query[one]))
+            ), text_of(item)
+
+        table = np.full(chosen.documents.shape, UNDECIDED, np.float32)
+        table[query, column] = self._cascade.judge(len(query), pair_of)
+        return self._keep(candidates, chosen, table)
+
+    def summary(self) -> list[str]:
+        """One line for each judge. Collective."""
+        return self._cascade.summary()
+
+    def _keep(
+        self, candidates: Candidates, chosen: Chosen, judged_QK: np.ndarray
+    ) -> Judged:
+        config = self._config
+        there = chosen.documents >= 0
+        relevant = there & (judged_QK >= self._cascade.decided_at)
+        undecided = there & (judged_QK == UNDECIDED)
+        kept = there & ~undecided & (~relevant | (config.false_negatives == "keep"))
+        relabelled: dict[int, list[int]] = {}
+        if config.false_negatives == "relabel":
+            for query, column in zip(*np.nonzero(relevant), strict=True):
+                document = int(chosen.documents[query, column])
+                relabelled.setdefault(candidates.first + int(query), []).append(
+                    document
+                )
+        # Kept ones first, in their order.
+        order = np.argsort(~kept, axis=1, kind="stable")[:, : config.budget]
+        is_kept = np.take_along_axis(kept, order, axis=1)
+        documents = np.where(
+            is_kept, np.take_along_axis(chosen.documents, order, axis=1), -1
+        )
+        scores = np.where(
+            is_kept, np.take_along_axis(chosen.scores, order, axis=1), -np.inf
+        )
+        judgements = np.where(
+            is_kept, np.take_along_axis(judged_QK, order, axis=1), UNDECIDED
+        )
+        result = Chosen(documents, scores.astype(np.float32))
+        return Judged(
+            result, judgements, relabelled, int(relevant.sum()), int(undecided.sum())
+        )
+
+
+def text_of(item: Item) -> str:
+    """Return the text of an item that a judge reads."""
+    if item.text is None or item.images:
+        raise UserError(
+            "judges read texts, and these data hold images: leave judges out"
+        )
+    return item.text

@@ -14,8 +14,7 @@ from vembed.data.examples import Item
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import is_beir_folder, qrels_files
 from vembed.mining.config import DataOptions
-from vembed.mining.contents import content_key
-from vembed.mining.documents import Documents
+from vembed.mining.documents import Documents, content_key
 from vembed.mining.record_tables import RowSource, qrels_file, read_qrels
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")

@@ -12,9 +12,8 @@ from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import Example, Item
 from vembed.mining.choice import of_turn
 from vembed.mining.config import MineConfig
-from vembed.mining.contents import content_key
-from vembed.mining.documents import Documents, row_value
-from vembed.mining.judging import UNDECIDED, Judged
+from vembed.mining.documents import Documents, content_key, row_value
+from vembed.mining.judges import UNDECIDED, Judged
 from vembed.mining.known import Known, Pairs
 from vembed.mining.record_tables import Rows
 

@@ -14,13 +14,10 @@ from vembed.config.negatives import EpochMining
 from vembed.config.schema import TrainConfig
 from vembed.data.cache import short_hash
 from vembed.data.examples import Example, Item, Kind
-from vembed.mining.calibration import calibrate
-from vembed.mining.candidate_store import CHUNK, Candidates, with_claims
-from vembed.mining.choice import Chooser, Limits, of_turn
-from vembed.mining.claims import ClaimFinder
+from vembed.mining.candidates import CHUNK, Candidates, ClaimFinder, with_claims
+from vembed.mining.choice import Chooser, Limits, calibrate, of_turn
 from vembed.mining.config import DataOptions, MineConfig
-from vembed.mining.contents import array_identity
-from vembed.mining.documents import open_documents
+from vembed.mining.documents import array_identity, open_documents
 from vembed.mining.known import Known, Pairs
 from vembed.mining.record_tables import Table
 from vembed.mining.search import pair_scores, search

@@ -13,15 +13,12 @@ from vembed.config.options import join_words, nearest
 from vembed.data.columns import Columns
 from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import BadRecord
-from vembed.data.images import IMAGE_SUFFIXES
+from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.records import Mode
 from vembed.data_tools.init import values
-from vembed.data_tools.init.ask import confirm, is_terminal
-from vembed.data_tools.init.doubts import doubts_about
-from vembed.data_tools.init.guess import guess
-from vembed.data_tools.init.language import is_english
-from vembed.data_tools.init.sample import FileSample, read_sample, texts_of
-from vembed.data_tools.init.utf8_copy import utf8_copy
+from vembed.data_tools.init.columns import confirm, doubts_about, guess, is_terminal
+from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
+from vembed.data_tools.init.values import is_english
 from vembed.errors import UserError
 from vembed.models.families.table import FAMILIES, Family, named
 from vembed.tools.demo import demo_model

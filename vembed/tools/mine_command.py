@@ -22,7 +22,7 @@ from vembed.mining.config import (
     JudgeConfig,
     MineConfig,
 )
-from vembed.mining.mining_options import describe_options, load_options
+from vembed.mining.options import describe_options, load_options
 
 Verb = Literal["mine", "judge", "audit", "generate"]
 Give = Callable[[Any], object]
@@ -182,12 +182,12 @@ def run_mine(words: Sequence[str], give: Give = ignore) -> int:
     if parsed.is_dry_run:
         sys.stdout.write(describe_mining(config, parsed))
         return 0
-    from vembed.mining.mining_run import check_config
+    from vembed.mining.mine import check_config
 
     check_config(config)
     if (code := start_others("mine", parsed, give)) is not None:
         return code
-    from vembed.mining.mining_run import mine
+    from vembed.mining.mine import mine
 
     give(mine(config, say=speak))
     return 0
@@ -201,7 +201,7 @@ def run_judge(words: Sequence[str], give: Give = ignore) -> int:
 
     target = check_output(config.output_path)
     if parsed.is_dry_run:
-        from vembed.mining.row_judging import read_negatives
+        from vembed.data_tools.judge import read_negatives
 
         _, pairs = read_negatives(config)
         judges = [
@@ -214,7 +214,7 @@ def run_judge(words: Sequence[str], give: Give = ignore) -> int:
         return 0
     if (code := start_others("judge", parsed, give)) is not None:
         return code
-    from vembed.mining.row_judging import judge
+    from vembed.data_tools.judge import judge
 
     give(judge(config, say=speak))
     return 0
@@ -224,11 +224,11 @@ def run_audit(words: Sequence[str], give: Give = ignore) -> int:
     """`vembed audit`."""
     parsed = parse_words("audit", words)
     config = load_options(AuditConfig, parsed.config, parsed.overrides)
-    from vembed.mining.data_audit import check_audit, mining_config
+    from vembed.data_tools.audit.run import check_audit, mining_config
 
     page = check_audit(config)
     if parsed.is_dry_run:
-        from vembed.mining.mining_run import read_inputs
+        from vembed.mining.mine import read_inputs
 
         sys.stdout.write(
             "\n".join(
@@ -239,7 +239,7 @@ def run_audit(words: Sequence[str], give: Give = ignore) -> int:
         return 0
     if (code := start_others("audit", parsed, give)) is not None:
         return code
-    from vembed.mining.data_audit import audit
+    from vembed.data_tools.audit.run import audit
 
     give(audit(config, say=speak))
     return 0
@@ -262,7 +262,7 @@ def run_generate(words: Sequence[str], give: Give = ignore) -> int:
         return 0
     if (code := start_others("generate", parsed, give)) is not None:
         return code
-    from vembed.mining.pair_generation import generate
+    from vembed.data_tools.generate.run import generate
 
     give(generate(config, say=speak))
     return 0
@@ -270,7 +270,7 @@ def run_generate(words: Sequence[str], give: Give = ignore) -> int:
 
 def describe_mining(config: MineConfig, words: Words) -> str:
     """Return the output of a dry run: the options, what the data hold, and what would be done. No model is loaded."""
-    from vembed.mining.mining_run import check_config, read_inputs, work_folder
+    from vembed.mining.mine import check_config, read_inputs, work_folder
 
     target = check_config(config)
     inputs = read_inputs(config)

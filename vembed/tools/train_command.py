@@ -28,7 +28,7 @@ from vembed.parallel.launch import (
     rank_environments,
     run_ranks,
 )
-from vembed.training.resume import candidates, refuse_own_model
+from vembed.training.checkpoint.resume import candidates, refuse_own_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Training pairs from documents."""

@@ -1,0 +1,457 @@
+"""Columns of a data file: guesses of query and positive, questions on a terminal, and doubts about the records."""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from vembed.data.columns import (
+    Columns,
+    Layout,
+    classes_as_scores,
+    unread_judgement,
+    unread_negatives,
+    unread_prompt,
+)
+from vembed.data.examples import BadRecord
+from vembed.data.images.files import IMAGE_PATH, ImageRoot
+from vembed.data.messages import shown
+from vembed.data.records import Mode, RecordFormat
+from vembed.data_tools.init.sample import FileSample
+from vembed.errors import UserError
+
+Record = Mapping[str, Any]
+
+QUERY_WORDS = (
+    "query",
+    "question",
+    "anchor",
+    "search",
+    "keyword",
+    "request",
+    "prompt",
+    "instruction",
+    "subject",
+    "title",
+    "caption",
+    "frage",
+    "anfrage",
+    "suche",
+    "suchbegriff",
+    "betreff",
+    "titel",
+    "anliegen",
+    "problem",
+    "stichwort",
+    "requete",
+    "demande",
+    "recherche",
+    "sujet",
+    "titre",
+    "pregunta",
+    "consulta",
+    "busqueda",
+    "asunto",
+    "titulo",
+    "domanda",
+    "ricerca",
+    "oggetto",
+    "pergunta",
+    "busca",
+    "assunto",
+    "vraag",
+    "zoek",
+    "onderwerp",
+    "pytanie",
+    "soru",
+)
+POSITIVE_WORDS = (
+    "positive",
+    "answer",
+    "response",
+    "document",
+    "passage",
+    "solution",
+    "resolution",
+    "reply",
+    "content",
+    "context",
+    "body",
+    "description",
+    "text",
+    "target",
+    "output",
+    "article",
+    "paragraph",
+    "completion",
+    "antwort",
+    "loesung",
+    "losung",
+    "beschreibung",
+    "inhalt",
+    "artikel",
+    "dokument",
+    "absatz",
+    "ergebnis",
+    "reponse",
+    "solucion",
+    "respuesta",
+    "contenido",
+    "descripcion",
+    "texte",
+    "contenu",
+    "texto",
+    "risposta",
+    "soluzione",
+    "testo",
+    "contenuto",
+    "resposta",
+    "solucao",
+    "antwoord",
+    "oplossing",
+    "tekst",
+    "odpowiedz",
+    "cevap",
+)
+ID_WORDS = frozenset(
+    {
+        "id",
+        "ids",
+        "uuid",
+        "guid",
+        "nr",
+        "no",
+        "num",
+        "number",
+        "nummer",
+        "index",
+        "idx",
+        "key",
+        "code",
+        "url",
+        "link",
+        "date",
+        "datum",
+        "time",
+        "zeit",
+        "timestamp",
+        "created",
+        "updated",
+        "author",
+        "autor",
+        "user",
+        "lang",
+        "language",
+        "sprache",
+        "category",
+        "kategorie",
+        "status",
+        "tag",
+        "tags",
+        "numero",
+        "fecha",
+    }
+)
+"""Words of column names whose content is not embedded."""
+FEW_VALUES = 0.2
+"""A column with a smaller share of different values is a category, unless its name says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnFacts:
+    """Figures of one column from the first records."""
+
+    name: str
+    example: str
+    mean_length: float
+    """Characters."""
+    unique: float
+    """Share of different values."""
+    questions: float
+    """Share of values that end with a question mark."""
+    paths: float
+    """Share of values that look like paths of images."""
+    is_text: bool
+    """Texts or paths, not numbers, dates or ids."""
+
+    @property
+    def shown(self) -> str:
+        """Return name and an example for a menu."""
+        short = " ".join(self.example.split())
+        return f"{self.name}: {short if len(short) <= 60 else short[:57] + '...'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A guessed assignment of the query's and the positive's columns."""
+
+    mapping: dict[str, str]
+    reasons: dict[str, str]
+    """Column -> why."""
+    candidates: tuple[ColumnFacts, ...]
+    """Columns that can be embedded, the likeliest first."""
+
+
+def column_facts(records: Sequence[Record]) -> list[ColumnFacts]:
+    """Return the facts of each column, in order."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return [_facts(name, [record.get(name) for record in records]) for name in names]
+
+
+def guess(
+    records: Sequence[Record], missing: Sequence[str], taken: Sequence[str] = ()
+) -> Guess:
+    """Return columns for the missing parts (query, positive) among those that are not taken."""
+    free = [
+        one for one in column_facts(records) if one.name not in taken and one.is_text
+    ]
+    mapping: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    longest = max((one.mean_length for one in free), default=1.0) or 1.0
+    # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
+    while left := [
+        role
+        for role in missing
+        if not any(target.startswith(role) for target in mapping.values())
+    ]:
+        open_columns = [one for one in free if one.name not in mapping]
+        if not open_columns:
+            break
+        scored = [
+            (_score(one, role, longest), -place, role, one)
+            for place, one in enumerate(open_columns)
+            for role in left
+        ]
+        # Of equal scores the earlier column.
+        _, _, role, best = max(scored, key=lambda entry: entry[:2])
+        mapping[best.name] = f"{role}_image" if best.paths > 0.5 else role
+        reasons[best.name] = _reason(best, role, len(open_columns))
+    likely = sorted(
+        free,
+        key=lambda one: (
+            -max(_score(one, role, longest) for role in ("query", "positive"))
+        ),
+    )
+    ordered = {name: mapping[name] for one in free if (name := one.name) in mapping}
+    return Guess(ordered, reasons, tuple(likely))
+
+
+def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
+    texts = [_text(value) for value in values]
+    texts = [text for text in texts if text]
+    if not texts:
+        return ColumnFacts(name, "", 0.0, 0.0, 0.0, 0.0, is_text=False)
+    unique = len(set(texts)) / len(texts)
+    paths = mean(IMAGE_PATH.fullmatch(text) is not None for text in texts)
+    questions = mean(text.rstrip(" \"')").endswith(("?", "\uff1f")) for text in texts)
+    letters = mean(
+        sum(character.isalpha() for character in text) / len(text) for text in texts
+    )
+    spaced = mean(
+        any(character.isspace() for character in text.strip()) for text in texts
+    )
+    length = mean(map(len, texts))
+    # From the CJK radicals on. Such texts have no blanks, so the next two lines cannot take them for ids or codes.
+    wide = mean(
+        any(ord(character) > 0x2E7F for character in text) for text in texts
+    )  # scripts without spaces
+    is_id = _words(name) & ID_WORDS and spaced < 0.5 and not wide
+    is_code = (
+        spaced < 0.1 and unique > 0.9 and letters < 0.8 and not wide and length < 64
+    )
+    is_text = paths > 0.5 or (letters > 0.4 and not is_id and not is_code)
+    return ColumnFacts(name, texts[0], length, unique, questions, paths, is_text)
+
+
+def _score(one: ColumnFacts, role: str, longest: float) -> float:
+    own, other = (
+        (QUERY_WORDS, POSITIVE_WORDS)
+        if role == "query"
+        else (POSITIVE_WORDS, QUERY_WORDS)
+    )
+    # A name counts most, then whether values are questions, then their length: queries are the shorter of the two.
+    score = 2.0 * _named(one.name, own) - 1.0 * _named(one.name, other)
+    share = one.mean_length / longest
+    score += one.questions - share if role == "query" else share - one.questions
+    if one.unique < FEW_VALUES:
+        score -= 1.0
+    if _words(one.name) & ID_WORDS:
+        score -= 1.0
+    return score
+
+
+def _reason(one: ColumnFacts, role: str, num_open: int) -> str:
+    found = ["the only text column left"] if num_open == 1 else []
+    if _named(one.name, QUERY_WORDS if role == "query" else POSITIVE_WORDS):
+        found.append("its name")
+    if role == "query" and one.questions > 0.3:
+        found.append(f"{one.questions:.0%} end with a question mark")
+    if one.paths > 0.5:
+        found.append("paths of images")
+    found.append(f"{one.mean_length:,.0f} characters on average")
+    return ", ".join(found)
+
+
+def _named(name: str, words: Sequence[str]) -> float:
+    """Return 1 if a word of the name is one of the words, 0.8 if it ends or begins with one (Kundenfrage), else 0."""
+    parts = _words(name)
+    if parts & set(words):
+        return 1.0
+    long = [word for word in words if len(word) > 4]
+    return (
+        0.8
+        if any(
+            part.endswith(word) or part.startswith(word)
+            for part in parts
+            for word in long
+        )
+        else 0.0
+    )
+
+
+def _words(name: str) -> set[str]:
+    # customerQuestion -> customer question; accents are taken off, as in the lists of words.
+    split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    plain = "".join(
+        one
+        for one in unicodedata.normalize("NFKD", split.casefold())
+        if not unicodedata.combining(one)
+    )
+    return set(re.findall(r"[^\W_]+", plain))
+
+
+def _text(value: Any) -> str:
+    """Return the text of a value; for a list that of its first entry."""
+    if isinstance(value, list):
+        value = value[0] if value else None
+    if isinstance(value, Mapping):
+        value = value.get("text") or value.get("image") or value.get("path")
+    return value.strip() if isinstance(value, str) else ""
+
+
+MOST_SHOWN = 12
+
+
+def is_terminal() -> bool:
+    """Return whether somebody can answer."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def confirm(
+    guess: Guess, missing: Sequence[str], read: Callable[[str], str] = input
+) -> dict[str, str]:
+    """Ask which column each missing part is; an empty answer takes the guess. Return the column mapping."""
+    columns = guess.candidates[:MOST_SHOWN]
+    mapping: dict[str, str] = {}
+    for role in missing:
+        likely = next(
+            (name for name, target in guess.mapping.items() if target.startswith(role)),
+            None,
+        )
+        what = "the query" if role == "query" else "what the query should find"
+        lines = [f"  {number}  {one.shown}" for number, one in enumerate(columns, 1)]
+        default = next(
+            (
+                str(number)
+                for number, one in enumerate(columns, 1)
+                if one.name == likely
+            ),
+            "",
+        )
+        prompt = "\n".join(
+            [
+                f"Which column is {what}?",
+                *lines,
+                f"Number{f' [{default}]' if default else ''}: ",
+            ]
+        )
+        answer = read(prompt).strip() or default
+        while not (answer.isdecimal() and 1 <= int(answer) <= len(columns)):
+            answer = read(f"A number from 1 to {len(columns)}: ").strip() or default
+        chosen = columns[int(answer) - 1]
+        # A column of paths holds images.
+        mapping[chosen.name] = f"{role}_image" if chosen.paths > 0.5 else role
+    return mapping
+
+
+WORDS_OF_A_RECORD = 4
+"""Words from which the name of a column looks like a text."""
+
+
+def doubts_about(
+    sample: FileSample,
+    data: str,
+    mapping: Mapping[str, str],
+    loss: str,
+    mode: Mode = "auto",
+) -> list[str]:
+    """Return sentences on what may be wrong. Raise UserError if none of the records can be used for training."""
+    columns = Columns(mapping)
+    layout = columns.layout(sample.columns)
+    found = [
+        _bad_records(sample, data, columns, loss, mode),
+        _header(sample),
+        _classes(sample, layout),
+    ]
+    if layout.label is None:
+        read = set(layout.columns())
+        unused = [name for name in sample.columns if name not in read]
+        found.append(unread_judgement(unused) if layout.score is None else None)
+        found += [unread_negatives(unused), unread_prompt(unused)]
+    return [one for one in found if one is not None]
+
+
+def _bad_records(
+    sample: FileSample, data: str, columns: Columns, loss: str, mode: Mode
+) -> str | None:
+    folder = data if Path(data).is_dir() else str(Path(data).parent)
+    images = ImageRoot(folder, allow_urls=True)  # references alone: no image is opened
+    form = RecordFormat(
+        columns, images, mode=mode, losses=(loss,), numbers_in_text=sample.is_delimited
+    )
+    first, count = None, 0
+    for number, record in enumerate(sample.records, 1):
+        try:
+            form.example(record, "")
+        except BadRecord as error:
+            count += 1
+            first = first or f"record {number:,d}: {error}"
+    if count == len(sample.records):
+        raise UserError(
+            f"{data}: none of the first {count:,d} records can be used, {first}"
+        )
+    if first is None:
+        return None
+    return (
+        f"{count:,d} of the first {len(sample.records):,d} records cannot be used, {first}; mend them, or set "
+        "on_bad_record: skip"
+    )
+
+
+def _header(sample: FileSample) -> str | None:
+    if not sample.is_delimited or any(
+        len(name.split()) < WORDS_OF_A_RECORD for name in sample.columns
+    ):
+        return None
+    return (
+        f"the first line is taken for the names of the columns ({shown(sample.columns[0])}); if it is a record, put a "
+        "line with names before it, such as query,positive"
+    )
+
+
+def _classes(sample: FileSample, layout: Layout) -> str | None:
+    """Return a doubt about a column `label` of few whole numbers, which is a score beside sentence1 and sentence2."""
+    if layout.score != "label":
+        return None
+    values = {str(record.get("label")) for record in sample.records}
+    return (
+        classes_as_scores([float(value) for value in values])
+        if all(map(str.isdigit, values))
+        else None
+    )

@@ -1,0 +1,255 @@
+"""mine(): from a config to a file of training data with hard negatives."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vembed.config.schema import TrainConfig
+from vembed.mining.candidates import CandidateStore
+from vembed.mining.choice import Calibration, Chooser, Chosen, Limits, calibrate
+from vembed.mining.config import BM25, MineConfig
+from vembed.mining.documents import Documents, open_documents
+from vembed.mining.judges import CandidateJudge, Judged
+from vembed.mining.known import Known, Pairs
+from vembed.mining.merged import PairScores, RowMaker
+from vembed.mining.options import Source, load_options
+from vembed.mining.output import check_output, row_writer
+from vembed.mining.record_tables import Rows, open_rows
+from vembed.mining.retrievers import check_bm25
+from vembed.parallel.session import Session, start_session
+from vembed.progress import duration
+
+log = logging.getLogger("vembed")
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class MineResult:
+    """Result: files and counts."""
+
+    output_path: Path
+    num_rows: int
+    num_negatives: int
+    num_short: int
+    """Rows that got fewer than `num_negatives`."""
+    counts: dict[str, int]
+    """Candidates, and how many of them were left out for which reason."""
+    limits: Limits
+    calibration: Calibration | None
+    """Result of `threshold: auto`."""
+    num_encoded: int
+    """Vectors that were computed; the others were on disk."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs that are read before any model is loaded."""
+
+    rows: Rows
+    documents: Documents
+    known: Known
+
+    def summary(self) -> list[str]:
+        """Lines for the log."""
+        known = self.known
+        lines = [
+            f"data: {len(self.rows):,d} rows, {known.num_queries:,d} distinct queries, "
+            f"{len(known.positives):,d} known positives, {len(known.negatives):,d} negatives that are there already"
+        ]
+        return [*lines, self.documents.summary(), *known.notes]
+
+
+def read_inputs(config: MineConfig) -> Inputs:
+    """Check and read the data, the corpus and what is known."""
+    rows = open_rows(config)
+    documents = open_documents(config, rows)
+    return Inputs(rows, documents, Known(rows, documents, config))
+
+
+def mine(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    session: Session | None = None,
+    say: Say | None = None,
+) -> MineResult:
+    """Mine hard negatives as a YAML file, a dict or a MineConfig says, with `key=value` overrides.
+
+    With several processes it is collective: all call it, all encode and search, and the first one writes. `session`: of
+    the processes that call it, where there is one already. `say` gets each line of the log on the first process.
+    """
+    config = load_options(MineConfig, source, overrides)
+    target = check_config(config)
+    began = time.monotonic()
+    with open_session(session, say) as (running, tell):
+        inputs = read_inputs(config)
+        for line in inputs.summary():
+            tell(line)
+
+        folder = work_folder(config)
+        store = CandidateStore(config, inputs.documents, inputs.known, folder, running)
+        store.find_all()
+
+        calibration = (
+            calibrate(store.chunks(), config) if config.threshold == "auto" else None
+        )
+        if calibration is not None:
+            tell(calibration.summary(config.max_false_negative_rate))
+        limits = calibration.limits if calibration is not None else Limits.of(config)
+        chooser = Chooser(config, limits, inputs.documents, inputs.known, running)
+        judge = (
+            CandidateJudge(config, inputs.documents, inputs.known, running)
+            if config.judges
+            else None
+        )
+        parts = []
+        # Chunk by chunk: choice and judging look at one query at a time.
+        for candidates in store.chunks():
+            found = chooser.choose(candidates, config.depth)
+            parts.append(
+                judge.apply(candidates, found)
+                if judge is not None
+                else Judged.unseen(found)
+            )
+        judged = Judged.joined(parts)
+        counts = chooser.counts() | {
+            "judged_relevant": judged.num_relevant,
+            "undecided": judged.num_undecided,
+        }
+        tell(_counts_line(counts, judged.chosen))
+        for line in judge.summary() if judge is not None else ():
+            tell(line)
+
+        maker = RowMaker(
+            inputs.rows,
+            inputs.documents,
+            inputs.known,
+            config,
+            judged,
+            _known_scores(config, inputs, store, judged),
+        )
+        if running.is_main:
+            with row_writer(target) as writer:
+                for row in maker.rows():
+                    writer.write(row)
+        # The others wait here: none may clear the folder, or say that it is done, before the file is whole.
+        running.barrier()
+        result = MineResult(
+            target,
+            maker.num_rows,
+            maker.num_negatives,
+            maker.num_short,
+            counts,
+            limits,
+            calibration,
+            store.num_encoded,
+            time.monotonic() - began,
+        )
+        for line in _result_lines(result, maker, folder, config):
+            tell(line)
+        if running.is_main and not config.keep_work:
+            shutil.rmtree(folder, ignore_errors=True)
+        running.barrier()
+    return result
+
+
+@contextmanager
+def open_session(
+    given: Session | None, say: Say | None
+) -> Iterator[tuple[Session, Say]]:
+    """Yield the given session, or a new one that ends here, and what prints a line on the first process."""
+    if given is not None:
+        yield given, _printer(given, say)
+        return
+    with start_session(
+        TrainConfig(
+            model_name="unused",
+            data_path="unused",
+            strategy="ddp",
+            mixed_precision="no",
+        )
+    ) as session:
+        yield session, _printer(session, say)
+
+
+def _printer(session: Session, say: Say | None) -> Say:
+    return (say or log.info) if session.is_main else lambda _: None
+
+
+def check_config(config: MineConfig) -> Path:
+    """Refuse what cannot work before anything is read; returns the file to write."""
+    if any(one.model == BM25 for one in config.all_retrievers()):
+        check_bm25()
+    return check_output(config.output_path)
+
+
+def work_folder(config: MineConfig) -> Path:
+    """Folder of vectors and intermediate results."""
+    return Path(config.work_dir or f"{config.output_path}.work").expanduser()
+
+
+def _known_scores(
+    config: MineConfig, inputs: Inputs, store: CandidateStore, judged: Judged
+) -> PairScores:
+    known, documents = inputs.known, inputs.documents
+    if not config.scores:
+        return PairScores(documents, Pairs.of(np.zeros(0), np.zeros(0)), np.zeros(0))
+    added = [
+        (query, document)
+        for query, found in judged.relabelled.items()
+        for document in found
+    ]
+    relabelled = Pairs.of(
+        np.array([query for query, _ in added]),
+        np.array([document for _, document in added]),
+    )
+    # Every document that a row may hold in the output, so that each gets its score.
+    pairs = Pairs.union([known.positives, known.negatives, relabelled])
+    return PairScores(documents, pairs, store.scores_of(pairs))
+
+
+def _counts_line(counts: dict[str, int], chosen: Chosen) -> str:
+    there = chosen.documents >= 0
+    mean = (
+        f", mean score {float(chosen.scores[there].mean()):.4f}" if there.any() else ""
+    )
+    return (
+        f"candidates: {counts['candidates']:,d}; left out: {counts['skipped']:,d} as the first ones, "
+        f"{counts['too_high']:,d} above the limit of their query, {counts['too_low']:,d} below min_score, "
+        f"{counts['near_duplicates']:,d} near-duplicates of a positive, "
+        f"{counts['judged_relevant']:,d} judged relevant; chosen: {int(there.sum()):,d}{mean}"
+    )
+
+
+def _result_lines(
+    result: MineResult, maker: RowMaker, folder: Path, config: MineConfig
+) -> list[str]:
+    lines = [
+        f"{result.output_path}: {result.num_rows:,d} rows with {result.num_negatives:,d} mined negatives, in "
+        f"{duration(result.seconds)} ({result.num_encoded:,d} vectors computed)"
+    ]
+    if result.num_short:
+        dropped = (
+            f", {maker.num_dropped:,d} of them dropped" if maker.num_dropped else ""
+        )
+        lines.append(
+            f"{result.num_short:,d} rows got fewer than {config.num_negatives} negatives{dropped}: raise top_k, or "
+            "lower relative_margin"
+        )
+    if config.keep_work:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        lines.append(
+            f"{folder}: {size / 1e6:,.1f} MB of vectors and candidates, which a run with other choices uses again "
+            "(keep_work: false deletes it)"
+        )
+    return lines
