@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vembed.config.entries import DataSource, Guard, LossTerm, Teacher
@@ -27,6 +27,8 @@ class Term:
     """Name of the teacher that chooses its candidates."""
     temperature_source: str = "default"
     """Where its temperature comes from, for the log. `given` if a user set it."""
+    is_alone: bool = True
+    """It is the whole loss, rather than an entry of `losses`."""
 
     @property
     def temperature(self) -> float | None:
@@ -49,20 +51,16 @@ def loss_terms(
     entries = objective.losses
     if source is not None and source.losses is not None:
         entries = source.losses
+    is_alone = entries is None
     terms = []
-    if entries is None:
-        entry = LossTerm(loss=objective.loss)
-        terms.append(
-            _term(entry, objective, start_model, source, model_temperature)
-        )
-    for entry in entries or []:
-        terms.append(
-            _term(entry, objective, start_model, source, model_temperature)
-        )
+    for entry in entries or [LossTerm(loss=objective.loss)]:
+        term = _term(entry, objective, start_model, source, model_temperature)
+        terms.append(term)
     is_anchored = any(isinstance(term.loss, Anchor | NoLoss) for term in terms)
     if objective.anchor_weight and not is_anchored:
+        is_alone = False
         terms.append(Term(objective.anchor_weight, Anchor(), start_model, None))
-    return terms
+    return [replace(term, is_alone=is_alone) for term in terms]
 
 
 def _term(

@@ -23,6 +23,8 @@ PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
 class Form(str):
     """Words for the values that a text may have, in the metadata of its type."""
 
@@ -39,5 +41,3 @@ class Frozen(BaseModel):
         use_attribute_docstrings=True,
         coerce_numbers_to_str=True,  # run_name: 2024 is a name
     )
-
-

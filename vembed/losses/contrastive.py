@@ -163,7 +163,7 @@ class InfoNCE(GuidedLoss, Temperature):
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
         from vembed.losses.mixing import with_mixtures
-        from vembed.losses.row_losses import Softmax
+        from vembed.losses.row_losses import SoftmaxRows
 
         if self.mix_negatives:
             batch = with_mixtures(
@@ -173,7 +173,7 @@ class InfoNCE(GuidedLoss, Temperature):
         stretch = None
         if self.hardness_alpha:
             stretch = 1.0 + self.hardness_alpha / scale.detach()
-        row_loss = partial(Softmax, stretch=stretch, focal_gamma=self.focal_gamma)
+        row_loss = partial(SoftmaxRows, stretch=stretch, focal_gamma=self.focal_gamma)
         return self.tiled_share(
             batch, term, row_loss, scale, both_directions=self.bidirectional
         )
@@ -191,7 +191,9 @@ class Circle(GuidedLoss):
     """
 
     name = "circle"
-    summary = "the same as infonce, by weights that grow with the distance to the optimum"
+    summary = (
+        "the same as infonce, by weights that grow with the distance to the optimum"
+    )
     records = "matches"
     negatives = "optional"
 
@@ -261,12 +263,12 @@ class Sigmoid(GuidedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses import row_losses
+        from vembed.losses.row_losses import SigmoidRows
 
         scale = term.parameter("log_scale", batch.embeddings).exp()
         bias = term.parameter("bias", batch.embeddings)
         return self.tiled_share(
-            batch, term, row_losses.Sigmoid, scale, bias, is_separable=True
+            batch, term, SigmoidRows, scale, bias, is_separable=True
         )
 
 

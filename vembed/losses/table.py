@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
 from vembed.losses.declaration import Loss
-from vembed.losses.scored_pairs import Angle, Cosine, CoSENT
+from vembed.losses.scored_pairs import Angle, CoSENT, Cosine
 from vembed.losses.teacher_scores import KL, Listwise, MarginMSE, RankNet, ScoreMSE
 from vembed.losses.vectors import (
     Anchor,

@@ -147,13 +147,13 @@ class KL(SoftmaxLoss, CandidateLoss):
 
     def _share_over_batch(self, batch: LossBatch, term: TermLoss) -> Tensor:
         from vembed.losses.candidates import find_candidates
-        from vembed.losses.row_losses import Divergence
+        from vembed.losses.row_losses import DivergenceRows
         from vembed.losses.tiles import Scoring, tiled_loss
 
         scoring = Scoring(
             candidates=find_candidates(batch, self),
             similarity=term.similarity(batch.embeddings),
-            row_loss=partial(Divergence, target_scale=self.target_scale()),
+            row_loss=partial(DivergenceRows, target_scale=self.target_scale()),
             coefficients=(1.0 / max(1, batch.num_rows),),
             margin=None,
             tiling=term.tiling,

@@ -208,7 +208,7 @@ def _squared_errors(
     import torch
 
     from vembed.losses.candidates import FORWARD, Candidates, ScoreBlock
-    from vembed.losses.row_losses import SquaredError
+    from vembed.losses.row_losses import SquaredErrorRows
     from vembed.losses.similarity import arithmetic_dtype
     from vembed.losses.tiles import Scoring, tiled_loss
 
@@ -229,7 +229,7 @@ def _squared_errors(
     scoring = Scoring(
         candidates=candidates,
         similarity=term.similarity(batch.embeddings),
-        row_loss=SquaredError,
+        row_loss=SquaredErrorRows,
         is_separable=True,
         coefficients=(coefficient,),
         margin=None,
