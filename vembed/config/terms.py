@@ -9,7 +9,7 @@ from typing import Any
 from vembed.config.entries import DataSource, Guard, LossTerm, Teacher
 from vembed.config.schema import ObjectiveSection, TrainConfig
 from vembed.losses.declaration import Loss
-from vembed.losses.table import LOSSES, read_options
+from vembed.losses.table import LOSSES
 from vembed.losses.teacher_scores import SCORES
 from vembed.losses.vectors import Anchor, NoLoss
 
@@ -254,11 +254,6 @@ def needs_whole_batch(config: TrainConfig) -> str | None:
         if term.loss.needs_whole_batch:
             return term.loss.name
     return None
-
-
-def reads_temperature(config: TrainConfig) -> bool:
-    """Return whether the option `temperature` has an effect on a loss of the run."""
-    return any("temperature" in read_options(name) for name in losses_of(config))
 
 
 def listed_teachers(objective: ObjectiveSection) -> list[Teacher]:

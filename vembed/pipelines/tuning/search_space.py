@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import READS, losses_of, with_temperature
+from vembed.config.terms import loss_terms
 from vembed.errors import UserError
 
 Value = float | int
@@ -62,7 +62,7 @@ OPTIONS = (
     "learning_rate",
     "temperature",
     "batch_size",
-    "warmup_ratio",
+    "warmup_steps",
     "weight_decay",
     "lora_r",
 )
@@ -93,11 +93,9 @@ def _all(config: TrainConfig) -> list[Range]:
     # neither one-hot nor flat.
     rate = rate_of(config)
     found = [Range("learning_rate", rate, rate / 8, rate * 8)]
-    if (
-        any("temperature" in READS[loss] for loss in losses_of(config))
-        and config.objective.losses is None
-    ):
-        start = with_temperature(config).objective.temperature
+    term = loss_terms(config.objective, config.model.model_name)[0]
+    start = term.temperature
+    if config.objective.losses is None and start is not None:
         found.append(
             Range(
                 "temperature",
@@ -115,13 +113,10 @@ def _all(config: TrainConfig) -> list[Range]:
                 choices=_with(size, [max(size // 2, 8), size * 2, size * 4]),
             )
         )
-    if config.optimizer.warmup_steps is None:
+    warmup = config.optimizer.warmup_steps
+    if isinstance(warmup, float):
         found.append(
-            Range(
-                "warmup_ratio",
-                config.optimizer.warmup_ratio,
-                choices=_with(config.optimizer.warmup_ratio, [0.0, 0.1, 0.3]),
-            )
+            Range("warmup_steps", warmup, choices=_with(warmup, [0.0, 0.1, 0.3]))
         )
     found.append(
         Range(
