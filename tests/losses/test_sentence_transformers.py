@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.losses.batches import assert_close, config_of
-from vembed.losses.batch import LossBatch
+from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.losses.build import build_loss
-from vembed.losses.targets import TeacherScores, TeacherVectors
 
 pytest.importorskip("sentence_transformers")
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import (
-    SCORES,
     Term,
-    data_entries,
     has_tasks,
     listed_teachers,
     losses_of,
@@ -17,6 +15,7 @@ from vembed.config.terms import (
 from vembed.config.violation import Rule, Violation, word
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from vembed.losses.table import LOSSES, loss_options, read_options
+from vembed.losses.teacher_scores import SCORES
 
 
 def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
@@ -114,7 +113,7 @@ def _losses_have_teachers(config: TrainConfig) -> Violation | None:
 def _tasks_have_separate_batches(config: TrainConfig) -> Violation | None:
     if config.data.homogeneous_batches:
         return None
-    sources = data_entries(config)
+    sources = config.data.sources()
     is_sized = any(
         source.batch_size is not None or source.global_batch_size is not None
         for source in sources
@@ -133,7 +132,7 @@ def _batches_are_counted_alike(config: TrainConfig) -> Violation | None:
     run_option = "batch_size"
     if config.batch.global_batch_size is not None:
         wrong_option, run_option = run_option, wrong_option
-    for source in data_entries(config):
+    for source in config.data.sources():
         size = dict(source)[wrong_option]
         if size is not None:
             return Violation(
@@ -147,7 +146,7 @@ def _batches_are_counted_alike(config: TrainConfig) -> Violation | None:
 def _turns_need_batches_of_one_source(config: TrainConfig) -> Violation | None:
     if config.data.sampling != "round_robin" or config.data.homogeneous_batches:
         return None
-    if len(data_entries(config)) < 2:
+    if len(config.data.sources()) < 2:
         return None
     return Violation(
         ("sampling", "homogeneous_batches"),
@@ -159,7 +158,7 @@ def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
     data = config.data
     if data.val_data_path is not None or data.val_split is not None:
         return None
-    for source in data_entries(config):
+    for source in config.data.sources():
         if source.val_data_path is not None:
             return Violation(
                 ("data_path", "val_data_path"),

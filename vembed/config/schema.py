@@ -29,8 +29,8 @@ from vembed.config.values import (
     PositiveFloat,
     PositiveInt,
 )
-from vembed.losses.table import LOSSES, loss_options, with_constraints
 from vembed.errors import UserError
+from vembed.losses.table import LOSSES, loss_options, with_constraints
 
 
 class Section(Frozen):

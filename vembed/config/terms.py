@@ -123,26 +123,37 @@ def with_temperature(
     Files of the run then name it, and a resumed run keeps it. A learned temperature and
     those of several losses are not in the config.
     """
-    if config.objective.losses is not None or has_tasks(config):
+    if not leaves_temperature(config):
         return config
     term = loss_terms(
         config.objective, config.model.model_name, None, model_temperature
     )[0]
-    temperature = term.temperature
-    if (
-        temperature is None
-        or term.loss.learns_temperature()
-        or temperature == dict(config.objective)["temperature"]
-    ):
+    if term.temperature in (None, dict(config.objective)["temperature"]):
         return config
-    return config.changed(temperature=temperature)
+    return config.changed(temperature=term.temperature)
+
+
+def leaves_temperature(config: TrainConfig) -> bool:
+    """Return whether the run has one fixed temperature, which no option names."""
+    if "temperature" in config.given or config.objective.losses is not None:
+        return False
+    term = loss_terms(config.objective, config.model.model_name)[0]
+    return not term.loss.learns_temperature() and not has_tasks(config)
+
+
+def compares_own_rank(config: TrainConfig) -> bool:
+    """Return whether a loss takes candidates from a process's own part of the batch alone."""
+    return any(
+        getattr(term.loss, "negatives_from", None) == "own_rank"
+        for term in run_terms(config)
+    )
 
 
 def source_terms(
     config: TrainConfig, model_temperature: float | None = None
 ) -> list[list[Term]]:
     """Return the terms of the loss of each source."""
-    sources: list[DataSource | None] = list(data_entries(config))
+    sources: list[DataSource | None] = list(config.data.sources())
     terms = []
     for source in sources or [None]:
         terms.append(
@@ -171,22 +182,14 @@ def has_tasks(config: TrainConfig) -> bool:
     """Return whether sources differ in their losses."""
     return any(
         one.losses is not None or one.temperature is not None
-        for one in data_entries(config)
+        for one in config.data.sources()
     )
-
-
-def data_entries(config: TrainConfig) -> list[DataSource]:
-    """Return the entries of `data_path`."""
-    return [
-        DataSource(path=one) if isinstance(one, str) else one
-        for one in data_sources(config)
-    ]
 
 
 def task_numbers(config: TrainConfig) -> list[int]:
     """Return the number of each source's task: its own, or with `homogeneous_batches: task` that of the first source
     with the same losses, temperature and batch size."""
-    entries = data_entries(config)
+    entries = config.data.sources()
     if config.data.homogeneous_batches != "task":
         return list(range(len(entries)))
     tasks = [
@@ -218,7 +221,7 @@ def source_batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
             if one.batch_size is not None
             else size
         )
-        for one in data_entries(config)
+        for one in config.data.sources()
     ]
 
 

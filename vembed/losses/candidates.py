@@ -385,7 +385,8 @@ class _BlockBuilder:
 
 def _ranks(values: Tensor) -> Tensor:
     """Return each value's rank among the sorted distinct values, as int32."""
-    return torch.unique(values, return_inverse=True)[1].to(torch.int32)
+    ranks: Tensor = torch.unique(values, return_inverse=True)[1]
+    return ranks.to(torch.int32)
 
 
 def _content_sets(batch: LossBatch) -> Tensor:
