@@ -18,19 +18,6 @@ from vembed.config.values import (
 )
 from vembed.losses.table import LOSSES, loss_options, with_constraints
 
-FamilyName = Literal[
-    "text_encoder",
-    "text_decoder",
-    "clip",
-    "siglip",
-    "image_encoder",
-    "vision_language",
-    "composed",
-    "own_text_image",
-]
-"""Names of the model families. `vembed/models/families/table.py` has a record for each."""
-
-
 SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(ACCEPTED)]
 RELEVANCE = (
     "Given a search query, retrieve the passages that answer it or are relevant to it"

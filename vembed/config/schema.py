@@ -10,7 +10,6 @@ from pydantic.fields import FieldInfo
 
 from vembed.config.entries import (
     DataSource,
-    FamilyName,
     Guard,
     LossName,
     LossTerm,
@@ -31,6 +30,8 @@ from vembed.config.values import (
 )
 from vembed.errors import UserError
 from vembed.losses.table import LOSSES, loss_options, with_constraints
+from vembed.models.families.table import FamilyName
+from vembed.models.poolings import PoolingName, pooling_text
 
 
 class Section(Frozen):
@@ -42,7 +43,7 @@ class ModelSection(Section, title="model"):
 
     model_name: str
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
-    model_family: Literal["auto", FamilyName] = "auto"
+    model_family: Literal["auto"] | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files; the log gives the reason."""
     model_revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
@@ -83,8 +84,9 @@ class ModelSection(Section, title="model"):
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
     """Maximum length of a text in tokens; longer texts are truncated. Default: the model's own limit, at most 512."""
-    pooling: Literal["auto", "cls", "mean", "last", "weighted_mean", "max"] = "auto"
-    """Pooling of token vectors into one embedding. `auto`: from the model's own files, otherwise by family."""
+    pooling: Literal["auto"] | PoolingName = Field(
+        default="auto", description=pooling_text()
+    )
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own; an empty string means none."""
     document_prompt: str | None = None
@@ -608,3 +610,12 @@ def section_titles() -> dict[str, str]:
         for option in section.model_fields:
             titles[option] = title
     return titles
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config file, in which all options stand flat."""
+    fields: dict[str, Any] = {}
+    for name, field in option_fields().items():
+        fields[name] = (field.annotation, field)
+    model = create_model("TrainConfig", __base__=Frozen, **fields)
+    return model.model_json_schema()

@@ -48,7 +48,7 @@ from vembed.parallel.parameters import discard_passes, num_parameters, set_gradi
 from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
 from vembed.training.frozen import InputSource, open_stores
-from vembed.training.optimizer import build_optimizer, is_head
+from vembed.training.optimizer import build_optimizer, head_prefixes
 
 log = logging.getLogger("vembed")
 
@@ -178,14 +178,16 @@ def _norm_weights(module: nn.Module) -> Iterable[tuple[torch.Tensor, float]]:
 
 
 def _what(config: TrainConfig, embedder: EmbeddingModel) -> What:
-    if wants_adapters(config):
+    if wants_adapters(config.adapters):
         return "adapters"
     names = [
         name
         for name, parameter in embedder.named_parameters()
         if parameter.requires_grad
     ]
-    return "head" if names and all(is_head(name) for name in names) else "weights"
+    heads = head_prefixes(embedder)
+    only_heads = all(name.startswith(heads) for name in names)
+    return "head" if names and only_heads else "weights"
 
 
 OPERATIONS = 6.0
@@ -358,7 +360,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         config.optimizer.epochs == "auto" and config.optimizer.max_steps is None
     )
     # Only then is the model looked at: a checkpoint of another model is to be refused first.
-    has_scale = is_decided_here and describe(config).traits.has_scale_and_bias
+    has_scale = is_decided_here and describe(config.model).traits.has_scale_and_bias
     epochs = passes(config, len(sets.examples), has_scale=has_scale)
     if is_decided_here:
         log.info("epochs: %g (auto; %s)", epochs.value, epochs.reason)
@@ -385,9 +387,16 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
-    description = describe(config)
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
     log.info("model: %s", description.summary())
-    for line in without_effect(config, description):
+    values = config.options()
+    user_options = {name: values[name] for name in config.given if name in values}
+    for line in without_effect(description, user_options):
         log.info("%s", line)
     if data.evaluation is not None:
         check_metric(config, data.evaluation, description)
@@ -402,8 +411,11 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     # Before the model: compiled layers are chosen while it is built.
     decide_compilation(config, data, featuriser, session)
     embedder = build_model(
-        config,
         description,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
         device=session.model_device,
         computes_on=session.device,
         compute_dtype=session.placement.compute_dtype,
