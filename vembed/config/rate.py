@@ -8,7 +8,7 @@ from typing import Literal
 
 from vembed.config.resolved import Decision
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import OF_ORDER
+from vembed.losses.table import LOSSES
 from vembed.models.families.table import FamilyName
 
 What = Literal["weights", "adapters", "head"]
@@ -72,9 +72,8 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
     if trained.what == "head":
         return Decision(HEAD, "only layers behind the pooling are trained")
     if trained.is_new and trained.what == "weights":
-        is_of_order = (
-            config.objective.losses is None and config.objective.loss in OF_ORDER
-        )
+        loss = LOSSES[config.objective.loss]
+        is_of_order = config.objective.losses is None and loss.ranks_pairs
         return Decision(
             _two_digits(
                 _of_initial(trained.width) * (SCRATCH_OF_ORDER if is_of_order else 1.0)

@@ -15,12 +15,12 @@ import numpy as np
 from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import (
-    TEXTS_ALONE,
-    compares_listed_alone,
-    losses_of,
+    Term,
+    lacks_comparisons,
+    loss_names,
+    loss_terms,
     reads_scores,
     run_terms,
-    source_config,
 )
 from vembed.config.user_folders import cache_folder
 from vembed.data.batching.class_batches import next_of_class
@@ -44,7 +44,7 @@ from vembed.data.images.files import ImageRoot
 from vembed.data.index_parts import NUM_SHOWN, content_keys
 from vembed.data.messages import joined, listed
 from vembed.data.plain_texts import taken_for_texts
-from vembed.data.records import NO_NEGATIVE, RecordFormat
+from vembed.data.records import RecordFormat
 from vembed.data.watched_files import FileStamp
 from vembed.errors import UserError
 
@@ -373,7 +373,7 @@ def open_examples(
             _read_as(source),
             stamps,
             _mates(index, size),
-            reads_scores(source_config(config, source)),
+            reads_scores(_terms(config, source)),
         )
         for source, (reader, form, index, stamps), size in zip(
             given,
@@ -383,6 +383,11 @@ def open_examples(
         )
     ]
     return ExampleStore(sources, _fingerprint(config, given, sources, role))
+
+
+def _terms(config: TrainConfig, source: DataSource) -> list[Term]:
+    """Return the terms of the loss of one source."""
+    return loss_terms(config.objective, config.model.model_name, source)
 
 
 def _open_source(
@@ -395,10 +400,9 @@ def _open_source(
     )
     # A mapping for several files need not match each of them; validation data may use vembed's own names.
     may_miss = (not alone or role == "validation") and source.column_mapping is None
-    own = source_config(config, source)
-    texts_alone = role == "train" and all(
-        loss in TEXTS_ALONE for loss in losses_of(own)
-    )
+    terms = _terms(config, source) if role == "train" else []
+    reads_texts = [term.loss.records == "texts" for term in terms]
+    texts_alone = role == "train" and all(reads_texts)
     columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
     reader = open_reader(source.path, columns, role, cache)
     # Before reading: a change during the pass is noticed too.
@@ -407,10 +411,16 @@ def _open_source(
         config.data.image_root or str(reader.folder),
         allow_urls=config.data.allow_image_urls,
     )
-    losses, max_negatives = (
-        (losses_of(own), own.data.max_negatives) if role == "train" else ((), None)
-    )
-    bounded = "cosine" in losses and own.objective.similarity == "cosine"
+    max_negatives = None
+    if role == "train":
+        max_negatives = config.data.max_negatives
+        if source.max_negatives is not None:
+            max_negatives = source.max_negatives
+    losses = loss_names(terms)
+    needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
+    bounded = needs_cosines and config.objective.similarity == "cosine"
+    mine = config.data.mine
+    gets_negatives = mine is not None and mine.at_start
     form = RecordFormat(
         columns,
         images,
@@ -419,6 +429,7 @@ def _open_source(
         max_negatives=max_negatives,
         numbers_in_text=reader.numbers_in_text,
         bounded_scores=bounded,
+        gets_negatives=gets_negatives,
     )
     with_keys = config.data.no_duplicates and role == "train"
     options = [
@@ -431,6 +442,7 @@ def _open_source(
         max_negatives,
         with_keys,
         bounded,
+        gets_negatives,
     ]
     kept = IndexCache(cache, reader.files(), options)
     # Without the unpacked rows, to which an index points, the pass is made again.
@@ -466,10 +478,10 @@ def _refuse_nothing_to_compare(
         role != "train"
         or has_negatives
         or not any(map(len, indices))
-        or not compares_listed_alone(config)
+        or not lacks_comparisons(run_terms(config))
     ):
         return
-    names = " and ".join(sorted({term.objective.loss for _, term in run_terms(config)}))
+    names = " and ".join(sorted(loss_names(run_terms(config))))
     raise UserError(
         f"loss: {names} compares a positive with the hard negatives of its record, and no record has one, so that the "
         "loss would be 0 at every step: `vembed mine` adds some; kl with distill_candidates: batch, embedding and "
@@ -480,12 +492,6 @@ def _refuse_nothing_to_compare(
 def _refuse_bad_records(
     config: TrainConfig, opened: Sequence[_Opened], role: Role
 ) -> None:
-    for reader, _, index, _ in opened:
-        if index.num_bad and not len(index) and NO_NEGATIVE in index.problems[0]:
-            raise UserError(
-                f"{reader.name}: none of its {index.num_bad:,d} records has a negative, which loss: triplet needs: add "
-                "negatives, take the source out, or use loss: infonce, which takes the others of the batch"
-            )
     indices = [index for _, _, index, _ in opened]
     _refuse_nothing_to_compare(config, indices, role)
     num_bad, num_good = sum(index.num_bad for index in indices), sum(map(len, indices))

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vembed.config.schema import TrainConfig
-from vembed.losses.batch import EmbeddingLoss, LossBatch
-from vembed.losses.build import build_loss
-from vembed.losses.targets import TeacherVectors
+from vembed.config.terms import Term
+from vembed.losses.batch import EmbeddingLoss, LossBatch, TeacherVectors
+from vembed.losses.build import TermLoss
+from vembed.losses.vectors import Relational
 
 BATCH = 256
 MOST_STEPS = 400
@@ -44,9 +44,7 @@ def distil(
     held, rest = order[:num_held], order[num_held:]
     num_epochs = max(min(MOST_EPOCHS, MOST_STEPS * BATCH // len(rest)), 1)
     num_steps = num_epochs * -(-len(rest) // BATCH)
-    loss = build_loss(
-        TrainConfig(model_name="-", data_path="-", loss="relational", teacher=TEACHER)
-    )
+    loss = TermLoss(Term(1.0, Relational(), teacher=TEACHER, guide=None))
 
     table = table_VD.clone().requires_grad_()
     optimizer = torch.optim.AdamW([table], lr=LEARNING_RATE, weight_decay=0.0)

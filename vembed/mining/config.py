@@ -6,9 +6,9 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from vembed.config.entries import (
-    RELEVANCE,
-    DataSource,
+from vembed.config.entries import RELEVANCE, DataSource
+from vembed.config.negatives import ChoiceOptions
+from vembed.config.values import (
     Fraction,
     Frozen,
     NonNegativeInt,
@@ -16,7 +16,6 @@ from vembed.config.entries import (
     PositiveFloat,
     PositiveInt,
 )
-from vembed.config.negatives import ChoiceOptions
 
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from vembed.config.entries import Frozen
 from vembed.config.loading import one_line_yaml
 from vembed.config.options import nearest, shown
 from vembed.config.parsing import Node, parse_value, read_tree
+from vembed.config.values import Frozen
 from vembed.errors import UserError
 
 COMMAND_LINE = "command line"

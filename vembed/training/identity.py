@@ -11,7 +11,6 @@ from typing import Any
 from vembed.config.ranks import BY_CONTENT, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import data_entries
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item
 from vembed.data.file_content import add_content
@@ -100,7 +99,7 @@ def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
     }
     tasks = [
         one.model_dump(mode="json", include=OF_TASK, exclude_none=True)
-        for one in data_entries(config)
+        for one in config.data.sources()
     ]
     prints["image_files"] = of_examples(data.examples)
     return {

@@ -439,7 +439,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     )
     log_compilation(config, embedder, session)
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
-    config = _tempered(with_rate(config, embedder, session, data.total_steps), scale)
+    config = with_rate(config, embedder, session, data.total_steps)
     if session.device.type == "cpu" and session.fsdp is None:
         use_row_gradients(embedder.backbone)
     if session.placement.copies_weights:
@@ -463,6 +463,8 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         embedding_dim=description.embedding_dim,
         teacher_dims=teachers.dims,
     ).to(session.device)
+    # Files of the run name the temperature that the loss has taken.
+    config = with_temperature(config, None if scale is None else 1 / scale)
     feeder = Feeder(featuriser, session.device, packs_texts=packs)
     return RunModel(
         embedder=embedder,
@@ -481,20 +483,6 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         ),
         teachers=teachers,
     )
-
-
-def _tempered(config: TrainConfig, scale: float | None) -> TrainConfig:
-    """Return the config with the temperature that suits its loss and the model's own scale, and log it where it is not
-    the usual one. What a learned one starts from is said when the loss is built."""
-    found = with_temperature(config, None if scale is None else 1 / scale)
-    if found is not config and not config.objective.learn_temperature:
-        why = (
-            f"default of loss: {found.objective.loss}"
-            if found.objective.loss != "infonce"
-            else "with which this model was trained"
-        )
-        log.info("temperature: %.3g (%s)", found.objective.temperature, why)
-    return found
 
 
 def decide_rhythm(data: RunData, parts: RunModel) -> Rhythm:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vembed.config.entries import Frozen
+from vembed.config.values import Frozen
 from vembed.errors import UserError
 from vembed.mining.config import (
     BM25,

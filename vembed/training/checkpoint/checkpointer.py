@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import TrainConfig
+from vembed.config.terms import compares_own_rank
 from vembed.errors import RunError, UserError
 from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
@@ -243,7 +244,7 @@ class Checkpointer:
         `identity` holds what must match besides options: {"data": fingerprint, "global_batch_size": n}.
         """
         self.identity = dict(identity)
-        if self.config.objective.negatives_from == "own_rank":
+        if compares_own_rank(self.config):
             self.identity["world_size"] = self.session.world_size
         if directory is None:
             return

@@ -11,6 +11,7 @@ from typing import Any
 
 from vembed.config.fsdp import PRECISIONS, Precision
 from vembed.config.schema import TrainConfig, option_fields
+from vembed.config.terms import leaves_temperature
 from vembed.errors import UserError
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.summary import SUMMARY_FILE, read_summary
@@ -363,13 +364,8 @@ def keep_decisions(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig
     kept = {
         name: saved[name] for name in names if given[name] == "auto" and name in saved
     }
-    is_decided = (
-        "temperature" not in config.given
-        and not config.objective.learn_temperature
-        and config.objective.losses is None
-    )
     if (
-        is_decided
+        leaves_temperature(config)
         and config.objective.loss == saved.get("loss")
         and "temperature" in saved
     ):
