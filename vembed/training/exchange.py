@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.data.batching.feeding import to_device
 from vembed.losses.exchange import RingParts
 from vembed.parallel import collectives
 from vembed.parallel.ring import NeighbourRing
@@ -126,10 +125,8 @@ class Column:
     """Length of each rank's part, known to all ranks."""
 
 
-def gather_columns(
-    columns: Mapping[str, Column], device: torch.device
-) -> dict[str, Tensor]:
-    """Return the columns of all ranks, each concatenated by rank. One collective, however many columns there are.
+def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
+    """Return the columns of all ranks on the host, each concatenated by rank. One collective for all of them.
 
     Every rank passes the same names, dtypes and trailing sizes.
     """
@@ -147,9 +144,9 @@ def gather_columns(
     counts = np.array([column.counts for column in columns.values()], dtype=np.int64)
     sizes = (counts * np.array(widths)[:, None]).T
     per_rank = sizes.sum(1)
-    gathered = collectives.all_gather_rows(
-        to_device(torch.cat(flat), device), per_rank.tolist()
-    )
+    # By way of the host: numbers that a GPU gathers would have to be waited for.
+    joined = torch.cat(flat).to(collectives.number_device())
+    gathered = collectives.all_gather_rows(joined, per_rank.tolist()).cpu()
     # starts[r, c]: where the numbers of rank r in column c begin. No loop over ranks: there may be a thousand.
     starts = (per_rank.cumsum() - per_rank)[:, None] + sizes.cumsum(1) - sizes
     found = {}
@@ -157,7 +154,7 @@ def gather_columns(
         size = sizes[:, number]
         shift = starts[:, number] - (size.cumsum() - size)
         places = np.arange(size.sum()) + np.repeat(shift, size)
-        values = gathered[to_device(torch.from_numpy(places), device)]
+        values = gathered[torch.from_numpy(places)]
         found[name] = values.view(column.values.dtype).reshape(
             -1, *column.values.shape[1:]
         )

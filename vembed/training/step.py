@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from vembed.data.batching.feeding import MicroBatch, ModelInputs, row_index
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.batching.rank_batch import RankBatch
-from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.losses.batch import (
+    INDEX_FIELDS,
+    EmbeddingLoss,
+    LossBatch,
+    copied_together,
+)
 from vembed.models.bf16 import holding_copies
 from vembed.models.families.table import Modality
 from vembed.parallel import collectives
@@ -336,7 +341,10 @@ class ContrastiveStep:
             if rank_batch.negative_scores is not None:
                 own = torch.from_numpy(rank_batch.negative_scores)
             columns["negative_scores"] = Column(own, agreed.num_negatives)
-        found = gather_columns(columns, self.session.device)
+        on_host = gather_columns(columns)
+        copies = copied_together(list(on_host.values()), self.session.device)
+        found = dict(zip(on_host, copies, strict=True))
+        ring = self.exchange.parts(counts, self.session.device)
         scores, negative_scores = (
             found[name].to(embeddings.dtype) if name in found else None
             for name in ("scores", "negative_scores")
@@ -356,7 +364,11 @@ class ContrastiveStep:
             negative_scores=negative_scores,
             number=batch.number,
             source=rank_batch.source,
-            ring=self.exchange.parts(counts, self.session.device),
+            ring=ring,
+            # A ring's numbers are on the device.
+            host_indices=None
+            if ring
+            else {name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:
             return loss_batch
