@@ -129,7 +129,7 @@ def test_cpus_compile_only_where_asked() -> None:
 def test_a_dry_run_says_what_is_left_to_a_gpu() -> None:
     folder = str(tiny.shared(tiny.tiny_bert))
     lines = resolve_run(
-        TrainConfig(model_name=folder, data_path="-", use_fsdp=True), env={}
+        TrainConfig(model_name=folder, data_path="-", strategy="fsdp"), env={}
     ).left_to_gpus()
     assert [line.split(" where ")[0].split(" in runs")[0] for line in lines] == [
         "on a GPU gradient checkpointing is off",

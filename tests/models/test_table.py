@@ -21,11 +21,12 @@ from vembed.models.families.decisions import describe
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 
 NAMED_ELSEWHERE = {
-    "cli_start.py": "default of --family",
+    "cli/start.py": "default of --family",
     "config/rules.py": "rules between the values of two options",
     "config/entries.py": "values of the option model_family",
     "config/spelling.py": "name of a loss",
-    "tools/selftest.py": "description of a model made for the test",
+    "models/families/table.py": "the records",
+    "cli/commands/selftest.py": "description of a model made for the test",
 }
 
 
