@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="vembed",
-    help="Fine-tune text, image and multimodal embedding models: one YAML in, a model and an evaluation report out.",
+    help="Fine-tune text, image and multimodal embedding models from one YAML file.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
