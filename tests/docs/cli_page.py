@@ -12,14 +12,16 @@ from vembed.config.arguments import LAUNCH_FLAGS, VERB_FLAGS
 HEAD = """\
 # Commands
 
-Every command with its arguments and options, written from the code by `python -m tests.docs.cli_page`. `vembed COMMAND --help` prints the same.
+Every command with its arguments and options, written from the code by `python -m tests.docs.cli_page`.
+`vembed COMMAND --help` prints the same.
 
 ```bash
 vembed --help
 ```
 
-Exit codes: 0 is done, 1 is failed, 2 is bad usage, config or data, and 130 or 143 is stopped by a signal after a checkpoint was saved. A MODEL
-is a model folder, a name on the Hub, the folder of a run (its `final/`) or one of its checkpoints.
+Exit codes: 0 is done, 1 is failed, 2 is bad usage, config or data, and 130 or 143 is stopped by a signal after a
+checkpoint was saved. A MODEL is a model folder, a name on the Hub, the folder of a run (its `final/`) or one of its
+checkpoints.
 
 | command | purpose |
 | --- | --- |
