@@ -214,7 +214,9 @@ class _YamlTree:
         kind = source.tag.removeprefix(_TAG)
         if kind == "str":
             # JSON writes characters beyond U+FFFF as two escapes.
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+            text = text.encode("utf-16", "surrogatepass").decode(
+                "utf-16", "surrogatepass"
+            )
         try:
             if kind == "null":
                 return None

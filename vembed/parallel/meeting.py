@@ -321,7 +321,7 @@ def _refusal(
 def _unlike(hellos: Mapping[int, Mapping[str, Any]]) -> str | None:
     """Return what differs between the launches of the ranks that have come, or None."""
     told = difference(
-        {rank: (one["facts"], one["host"]) for rank, one in hellos.items()}
+        {rank: (hello["facts"], hello["host"]) for rank, hello in hellos.items()}
     )
     if told is not None:
         return f"{told}: {_ADVICE}, and the same number of machines and processes"

@@ -214,8 +214,8 @@ class Session:
             return
         narrow = self.placement.computes_in_half
         size = sum(
-            one.numel() * (2 if narrow else one.element_size())
-            for one in model.parameters()
+            parameter.numel() * (2 if narrow else parameter.element_size())
+            for parameter in model.parameters()
         )
         self.keeps_gathered = self.placement.keeps_gathered(size)
         asked = (
