@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.steps import config_of
+from tests.parallel.steps import config_of
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3_vl
 from vembed.config.fsdp import FsdpConfig
 from vembed.errors import UserError
