@@ -408,7 +408,7 @@ def sessions_in_turn(folder: str) -> int:
 def test_a_rank_may_come_to_the_next_meeting_before_rank_0_has_left_the_last_session() -> (
     None
 ):
-    """Both are at one address: the store of the last session is still there, and would end while they check_launch."""
+    """Both are at one address: the store of the last session is still there, and would end while they meet."""
     assert run_ranks(
         sessions_in_turn, 2, str(shared(tiny_bert)), process_group=False
     ) == [6, 6]
