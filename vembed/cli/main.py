@@ -298,7 +298,7 @@ def encode(
                 normalize=normalize,
                 column=column,
                 ranges=ranges,
-                keep=[one.strip() for one in keep.split(",") if one.strip()],
+                keep=[word.strip() for word in keep.split(",") if word.strip()],
                 batch_tokens=batch_tokens,
                 image_root=image_root,
                 trust_remote_code=trust_remote_code,

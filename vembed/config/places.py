@@ -89,7 +89,7 @@ def missing_places(
         for option, path in data_places(config)
         if not is_inside(path, made)
     ]
-    found = [one for one in sentences if one is not None]
+    found = [sentence for sentence in sentences if sentence is not None]
     folder = config.model.model_name
     is_given_elsewhere = (
         folder == config.model.model_class
@@ -121,7 +121,7 @@ def require_places(
 def similar_path(path: str) -> str:
     """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
     one."""
-    parts = [one.strip() for one in path.split(",")]
+    parts = [word.strip() for word in path.split(",")]
     if len(parts) > 1 and all(map(_exists, parts)):
         return f"; if these are several, write a list: [{', '.join(parts)}]"
     place = Path(path).expanduser()
