@@ -40,13 +40,14 @@ from vembed.cli.support import option as _option
 from vembed.cli.support import share as _share
 from vembed.cli.support import word as _word
 from vembed.errors import UserError
+from vembed.models.poolings import POOLINGS
 
 if TYPE_CHECKING:
     from vembed.config.arguments import TrainArguments
 
 app = typer.Typer(
     name="vembed",
-    help="Fine-tune text, image and multimodal embedding models: one YAML in, a model and an evaluation report out.",
+    help="Fine-tune text, image and multimodal embedding models from one YAML file.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -278,9 +279,7 @@ def encode(
             "layers": "all"
             if layers == "all"
             else _numbers("--layers", layers.strip("[]")) or None,
-            "pooling": _word(
-                "--pooling", pooling, ("cls", "mean", "last", "weighted_mean", "max")
-            )
+            "pooling": _word("--pooling", pooling, tuple(POOLINGS))
             if pooling
             else None,
             **model_options(torch_dtype, strategy),
@@ -299,7 +298,7 @@ def encode(
                 normalize=normalize,
                 column=column,
                 ranges=ranges,
-                keep=[one.strip() for one in keep.split(",") if one.strip()],
+                keep=[word.strip() for word in keep.split(",") if word.strip()],
                 batch_tokens=batch_tokens,
                 image_root=image_root,
                 trust_remote_code=trust_remote_code,

@@ -20,7 +20,7 @@ from vembed.export.onnx_format import OnnxImages, made_images
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.table import Pooling
+from vembed.models.poolings import MODEL_POOLING, POOLINGS
 
 NUM_TEXTS = 200
 NUM_IMAGES = 40
@@ -333,11 +333,8 @@ def difference(
     if check.largest_distance <= check.tolerance:
         return f"the lengths of its embeddings, by up to {check.largest_length_error:.2g} of them (normalisation)"
     description = embedder.description
-    other_poolings = set(get_args(Pooling)) - {"own", description.pooling}
-    if description.pooling == "own":
-        other_poolings = set()
     export_1D = reader.encode([text], kind)
-    for pooling in sorted(other_poolings):
+    for pooling in _other_poolings(description.pooling):
         model = EmbeddingModel(
             description.with_(pooling=pooling), embedder.backbone, embedder.head
         ).eval()
@@ -347,3 +344,15 @@ def difference(
         if distances(pooled_1D, export_1D)[0] <= check.tolerance:
             return f"its pooling: {pooling} instead of {description.pooling}"
     return "its arithmetic or weights: tokens, sizes and lengths agree"
+
+
+def _other_poolings(own: str) -> list[str]:
+    """Return the poolings that could stand in the place of a model's: untrained, and of the same width."""
+    if own == MODEL_POOLING:
+        return []
+    width = POOLINGS[own].width(1)
+    names = []
+    for pooling in POOLINGS.values():
+        if pooling.name != own and not pooling.is_trained and pooling.width(1) == width:
+            names.append(pooling.name)
+    return names

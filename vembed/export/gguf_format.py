@@ -18,6 +18,7 @@ from vembed.errors import RunError
 from vembed.export.formats import ExportFormat, ExportJob, ExportReader, FolderTexts
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.inference.embedder import Embedder
+from vembed.models.poolings import POOLINGS
 
 GGUF_FILE = "model.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
@@ -54,8 +55,12 @@ class GgufFormat(ExportFormat):
             return (
                 "llama.cpp has no Dense module and no truncate_dim; export it as onnx"
             )
-        if description.pooling not in ("mean", "cls", "last"):
-            return f"llama.cpp pools by mean, cls or last, and this model by {description.pooling}"
+        pooling = POOLINGS[description.pooling]
+        if "gguf" not in pooling.servers:
+            known = [
+                other.name for other in POOLINGS.values() if "gguf" in other.servers
+            ]
+            return f"llama.cpp pools by {', '.join(known)}, and this model by {pooling.name}"
         return None
 
     def write(self, job: ExportJob, folder: Path) -> None:

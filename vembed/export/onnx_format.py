@@ -35,8 +35,7 @@ from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import IMAGE_TOWER_FOLDER
 from vembed.models.families.table import Modality
 from vembed.models.families.weight_files import read_object
-from vembed.models.modalities import project, tower_features
-from vembed.models.pooling import pool
+from vembed.models.modalities import pool, project, tower_features
 from vembed.models.processors import save_processors
 from vembed.models.towers import tower_module
 from vembed.saving.layout import write_json
@@ -74,6 +73,7 @@ class Graph(nn.Module):
         super().__init__()
         self.description = embedder.description
         self.backbone: Any = embedder.backbone
+        self.pooling = embedder.pooling
         self.head = embedder.head
         self.truncate_dim = embedder.truncate_dim
         traits = self.description.traits
@@ -126,7 +126,7 @@ class TextGraph(Graph):
                 # on the batch.
                 arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         hidden = model(**arguments).last_hidden_state
-        return pool(self.description.pooling, hidden, mask)
+        return pool(self.description.pooling, hidden, mask, module=self.pooling)
 
 
 class ImageGraph(Graph):
@@ -137,7 +137,9 @@ class ImageGraph(Graph):
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Map [n, channels, height, width] pixels, as the image processor gives them, to [n, d] embeddings."""
         inputs = {PIXELS: pixel_values}
-        features = tower_features(self.description, self.backbone, "image", inputs)
+        features = tower_features(
+            self.description, self.backbone, "image", inputs, pooling=self.pooling
+        )
         return self.finish(features)
 
 

@@ -13,6 +13,7 @@ from vembed.data.examples import Kind
 from vembed.export.formats import ExportFormat, ExportJob, ExportReader, FolderTexts
 from vembed.inference.embedder import Embedder
 from vembed.models.backbone_loading import quiet_transformers
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.saving.files import save_model
 
 
@@ -40,15 +41,10 @@ class SafetensorsFormat(ExportFormat):
 
     def write(self, job: ExportJob, folder: Path) -> None:
         """Write the model's folder."""
-        embedder = job.embedder
-        save_model(
-            folder,
-            embedder.description,
-            embedder.backbone,
-            embedder.head,
-            embedder.model.state_dict(),
-            dtype=getattr(torch, job.precision),
-        )
+        model = job.embedder.model
+        assert isinstance(model, EmbeddingModel)  # an export has no shards
+        dtype = getattr(torch, job.precision)
+        save_model(folder, model, model.state_dict(), dtype=dtype)
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in Sentence Transformers."""

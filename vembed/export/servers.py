@@ -19,6 +19,7 @@ from vembed.export.exporting import evaluation_data
 from vembed.export.formats import FormatName
 from vembed.inference.embedder import Embedder
 from vembed.models.families.description import ModelDescription
+from vembed.models.poolings import MODEL_POOLING, POOLINGS
 
 ServerName = Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"]
 SERVER_NAMES: tuple[ServerName, ...] = get_args(ServerName)
@@ -29,13 +30,6 @@ FORMAT_OF: dict[ServerName, FormatName] = {
     "infinity": "safetensors",
     "fastembed": "onnx",
 }
-POOLING_ARGUMENTS: dict[ServerName, dict[str, str]] = {
-    "tei": {"mean": "mean", "cls": "cls", "last": "last-token"},
-    "vllm": {"mean": "", "cls": "", "last": ""},
-    "llama.cpp": {"mean": "mean", "cls": "cls", "last": "last"},
-}
-"""Poolings that a server has, with their names in its start command. vLLM reads them from the folder. infinity runs
-Sentence Transformers, and fastembed runs the graph: both pool as the model does."""
 FASTEMBED_FILE = "use_fastembed.py"
 _FASTEMBED = '''"""Loads this export in fastembed: `python {file}`."""
 
@@ -70,26 +64,32 @@ class Start:
     note: str = ""
 
 
-def check_pooling(server: ServerName, description: ModelDescription) -> None:
-    """Raise UserError for a server that cannot pool as the model does."""
-    known = POOLING_ARGUMENTS.get(server)
-    if known is not None and description.pooling not in known:
-        raise UserError(
-            f"--for {server}: this model pools by {description.pooling}, and {server} by {', '.join(known)} only, so "
-            "that its vectors would differ: serve it with `vembed serve`, or export it for infinity or fastembed"
-        )
+def server_refusal(server: ServerName, description: ModelDescription) -> str | None:
+    """Return why a server cannot run a model as it is; None: it can."""
+    if server not in ("tei", "llama.cpp"):
+        return None
+    if description.pooling == MODEL_POOLING:
+        return "it pools the tokens of texts, and this model pools itself"
+    if server in POOLINGS[description.pooling].servers:
+        return None
+    known = [pooling.name for pooling in POOLINGS.values() if server in pooling.servers]
+    return (
+        f"it pools by {', '.join(known)}, and this model by {description.pooling}: use --for fastembed, whose graph "
+        "has the pooling inside"
+    )
 
 
 def start_of(server: ServerName, folder: Path, description: ModelDescription) -> Start:
     """Return the start command of a server. Options that the server does not read from the folder are in it."""
-    check_pooling(server, description)
     note = ""
     if description.query_prompt or description.document_prompt:
         note = (
             f"the server adds no prompt: send {description.query_prompt!r} before queries and "
             f"{description.document_prompt!r} before documents"
         )
-    pooling = POOLING_ARGUMENTS.get(server, {}).get(description.pooling, "")
+    pooling = ""
+    if server in ("tei", "llama.cpp"):
+        pooling = POOLINGS[description.pooling].servers[server]
     gguf = folder / "model.gguf"
     commands: dict[ServerName, str] = {
         "tei": f"text-embeddings-router --model-id {folder} --pooling {pooling} --port 8080",

@@ -48,9 +48,7 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
 
     embedder = load_embedder(model)
     state = embedder.state_dict()
-    return save_model(
-        target, embedder.description, embedder.backbone, embedder.head, state
-    )
+    return save_model(target, embedder, state)
 
 
 def run_export_as(
@@ -79,7 +77,7 @@ def run_export_as(
     from vembed.export.servers import (
         FORMAT_OF,
         SERVER_NAMES,
-        check_pooling,
+        server_refusal,
         start_of,
         write_server_files,
     )
@@ -98,8 +96,9 @@ def run_export_as(
         raise UserError(f"--precision {precision}: give one of {', '.join(PRECISIONS)}")
 
     def refuse(description: ModelDescription) -> None:
-        if served is not None:
-            check_pooling(served, description)
+        reason = None if served is None else server_refusal(served, description)
+        if reason is not None:
+            raise UserError(f"--for {server}: {model} cannot be served: {reason}")
 
     def write_more(folder: Path, embedder: Embedder) -> None:
         if served is not None:
