@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.scale import write_data
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import RankBatchStream
-from vembed.data.sources import open_examples
 from vembed.losses import infonce
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model
@@ -38,10 +38,9 @@ from vembed.parallel import collectives
 from vembed.parallel.session import start_session
 from vembed.tools.demo import demo_model
 from vembed.training import step
-from vembed.training.budget import Budget
+from vembed.training.budget import Budget, MemoryGuard
+from vembed.training.exchange import Column, gather_columns
 from vembed.training.frozen import InputSource
-from vembed.training.gathered_columns import Column, gather_columns
-from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from vembed.losses.build import build_loss
 from vembed.losses.tiles import Tiling
 from vembed.parallel import collectives
 from vembed.parallel.launch import free_port
-from vembed.training.embedding_exchange import Counts, Gathered, InRing, LossExchange
+from vembed.training.exchange import Counts, Gathered, InRing, LossExchange
 
 MEBIBYTE = 2**20
 

@@ -30,7 +30,7 @@ from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.rendezvous import Limit, connect
 from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
 from vembed.tools.train_tokenizer import train_tokenizer
-from vembed.training.callbacks import StepInfo
+from vembed.training.hooks.callbacks import StepInfo
 from vembed.training.trainer import TrainResult
 
 NUM_VALIDATION = 200

@@ -27,9 +27,9 @@ from vembed.models.quantized import is_quantized
 from vembed.parallel.launch import rank_environments
 from vembed.parallel.session import start_session
 from vembed.tools.train_command import resolve_launch
-from vembed.training.checkpoint import Checkpointer
+from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.interrupts import Interrupts
-from vembed.training.logs import Outlets
+from vembed.training.run_log import Outlets
 from vembed.training.trainer import Runtime, Trainer
 
 Options = Mapping[str, Any]
@@ -346,7 +346,7 @@ GROUPS: dict[str, Options] = {
         "gradient_cache_chunk_size": 3,
         "max_steps": None,
         "epochs": 2.0,
-        "warmup_ratio": 0.5,
+        "warmup_steps": 0.5,
         "optim": "sgd",
         "scale_learning_rate": "linear",
         "base_batch_size": 3,

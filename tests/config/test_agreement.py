@@ -37,7 +37,7 @@ QLORA: dict[str, Any] = {"use_qlora": True, "lora_r": 2, "model_name": tiny.tiny
 ONE: dict[str, Mapping[str, Any]] = {
     "single": {},
     "single_bf16": {"mixed_precision": "bf16"},
-    "single_though_fsdp": {"use_fsdp": True, "fsdp_min_num_params": 3},
+    "single_though_fsdp": {"strategy": "fsdp", "fsdp_min_num_params": 3},
     "single_lora": LORA,
     "single_qlora": QLORA,
 }
@@ -50,22 +50,22 @@ TWO: dict[str, Mapping[str, Any]] = {
         "gradient_checkpointing": True,
     },
     "ddp_lora": {"strategy": "ddp", **LORA},
-    "no_shard": {"use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"},
-    "never_fsdp": {"use_fsdp": False, "fsdp_activation_checkpointing": True},
-    "fsdp2": {"use_fsdp": True},
-    "fsdp2_grad_op": {"use_fsdp": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
-    "fsdp2_kept": {"use_fsdp": True, "fsdp_activation_checkpointing": False},
+    "no_shard": {"strategy": "fsdp", "fsdp_sharding_strategy": "NO_SHARD"},
+    "never_fsdp": {"strategy": "ddp", "gradient_checkpointing": True},
+    "fsdp2": {"strategy": "fsdp"},
+    "fsdp2_grad_op": {"strategy": "fsdp", "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    "fsdp2_kept": {"strategy": "fsdp", "gradient_checkpointing": False},
     "fsdp2_param": {
         "strategy": "fsdp",
         "fsdp_param_dtype": "bfloat16",
         "mixed_precision": "no",
     },
-    "fsdp2_offload": {"use_fsdp": True, "fsdp_cpu_offload": True},
-    "fsdp2_lora": {"use_fsdp": True, **LORA},
-    "fsdp2_qlora": {"use_fsdp": True, **QLORA},
-    "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
+    "fsdp2_offload": {"strategy": "fsdp", "fsdp_offload_params": True},
+    "fsdp2_lora": {"strategy": "fsdp", **LORA},
+    "fsdp2_qlora": {"strategy": "fsdp", **QLORA},
+    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
     "fsdp1_grad_op": {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_version": 1,
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
     },
@@ -84,7 +84,7 @@ TWO: dict[str, Mapping[str, Any]] = {
 }
 FOUR: dict[str, Mapping[str, Any]] = {
     "hsdp": {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_sharding_strategy": "HYBRID_SHARD",
         "num_processes": 2,
         "num_machines": 2,

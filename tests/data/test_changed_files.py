@@ -9,7 +9,7 @@ import vembed
 from tests.data.files import open_path
 from tests.training.test_run import settings
 from vembed.errors import UserError
-from vembed.training.hooks import Hook
+from vembed.training.hooks.base import Hook
 
 
 def rows(count, start=0):

@@ -25,7 +25,7 @@ from vembed.errors import UserError
 from vembed.parallel import meeting, rendezvous
 from vembed.parallel.environment import read_rank_info
 from vembed.parallel.rendezvous import Limit
-from vembed.training.agreement import facts_of
+from vembed.training.identity import facts_of
 
 
 def another(annotation: Any, value: Any) -> Any:

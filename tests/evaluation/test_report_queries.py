@@ -32,8 +32,8 @@ from vembed.evaluation.report.query_changes import (
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.report import changed_table, curves, write_report
 from vembed.saving.card import calls_of
-from vembed.training.hooks import Evaluation
-from vembed.training.query_record import QueryRecord
+from vembed.training.hooks.base import Evaluation
+from vembed.training.hooks.evaluations import QueryRecord
 
 
 @pytest.fixture(scope="module")

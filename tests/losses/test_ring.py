@@ -25,7 +25,7 @@ from vembed.losses.exchange import Ring, RingParts, TravellingColumns, Visit
 from vembed.losses.targets import TeacherVectors
 from vembed.losses.tiles import Tiling
 from vembed.parallel.ring import NeighbourRing
-from vembed.training.embedding_exchange import Counts, Gathered, InRing, LossExchange
+from vembed.training.exchange import Counts, Gathered, InRing, LossExchange
 
 MRL = {"use_mrl": True, "mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 BOTH = {

@@ -442,7 +442,7 @@ from transformers import BertModel
 from vembed.config.schema import TrainConfig
 from vembed.models.families.table import FAMILIES
 from vembed.models.adapters import add_adapters
-from vembed.training.optim import build_optimizer
+from vembed.training.optimizer import build_optimizer
 assert "bitsandbytes" not in sys.modules
 child = os.fork()
 if child == 0:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from tests.parity.engine import Case, build, examples, full_gradients, worst_error
-from vembed.data.batches import rank_rows
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import make_rank_batch
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import make_rank_batch
+from vembed.data.batching.schedule import rank_rows
 from vembed.parallel import parameters
 from vembed.parallel.session import start_session
-from vembed.training.budget import PeakMeter, measure_demand
+from vembed.training.budget import MemoryGuard, PeakMeter, measure_demand
 from vembed.training.frozen import InputSource
-from vembed.training.shortage import MemoryGuard
 from vembed.training.step import ContrastiveStep
 
 FAILURES = (
@@ -77,7 +76,7 @@ def steps_after(
 ) -> list[tuple[tuple[float, float], dict[str, Tensor], dict[str, Tensor]]]:
     """On every rank, for each failure: the demand, and the gradients of two steps after it."""
     case = Case("budget", num_examples=6)
-    config = case.config(folder, use_fsdp=True, gradient_checkpointing=False)
+    config = case.config(folder, strategy="fsdp", gradient_checkpointing=False)
     found = []
     with start_session(config) as session:
         for failure in FAILURES:

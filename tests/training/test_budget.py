@@ -28,7 +28,7 @@ from vembed.parallel.hardware import Gpu
 from vembed.parallel.placement import Placement, place
 from vembed.parallel.session import start_session
 from vembed.training import budget
-from vembed.training.shortage import MemoryGuard
+from vembed.training.budget import MemoryGuard
 
 GPU = Gpu("a stand-in", 1.0, None, None)
 
@@ -115,14 +115,14 @@ def test_the_measured_graph_was_never_freed(tmp_path: Path) -> None:
 
 
 def test_recomputation_and_gradient_cache_were_both_on() -> None:
-    by_default = placed(8, use_fsdp=True).recomputation
+    by_default = placed(8, strategy="fsdp").recomputation
     assert (
         not by_default.value
         and "fit without it, and Gradient Cache bounds the graphs" in by_default.reason
     )
-    assert placed(8, use_fsdp=True, gradient_checkpointing=True).recomputation.value
-    assert placed(8, use_fsdp=True, use_gradient_cache=False).recomputation.value
-    small = placed(8, memory=90 * 2**20, use_fsdp=True).recomputation
+    assert placed(8, strategy="fsdp", gradient_checkpointing=True).recomputation.value
+    assert placed(8, strategy="fsdp", use_gradient_cache=False).recomputation.value
+    small = placed(8, memory=90 * 2**20, strategy="fsdp").recomputation
     assert small.value and "without it only" in small.reason
 
 

@@ -30,11 +30,11 @@ from tests.training.tiny_run import (
 )
 from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
-from vembed.training import integrity
-from vembed.training.checkpoint import Checkpointer, read_state
-from vembed.training.loop_state import LoopState
-from vembed.training.optim import build_optimizer
-from vembed.training.state import quieten_torch
+from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
+from vembed.training.checkpoint.tensors import quieten_torch
+from vembed.training.optimizer import build_optimizer
+from vembed.training.update import LoopState
 
 
 class Run:
@@ -509,7 +509,7 @@ def test_a_full_disk_in_the_extra_files(tmp_path):
 
 
 def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("vembed.training.storage.FILE_BYTES", 300)
+    monkeypatch.setattr("vembed.training.checkpoint.storage.FILE_BYTES", 300)
     with starting(tmp_path) as run:
         expected = run.resume().train().save().whole()
     files = sorted(
@@ -522,7 +522,9 @@ def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
 
 
 def test_a_bug_while_saving_keeps_its_traceback(tmp_path, monkeypatch):
-    monkeypatch.setattr("vembed.training.storage.to_safetensors", lambda pieces: 1 / 0)
+    monkeypatch.setattr(
+        "vembed.training.checkpoint.storage.to_safetensors", lambda pieces: 1 / 0
+    )
     with starting(tmp_path, on_save_error="continue") as run:
         run.resume().train()
         with pytest.raises(RuntimeError, match="saving checkpoint-1 failed") as caught:

@@ -13,8 +13,8 @@ from tests.training.test_checkpoint import Run
 from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
-from vembed.training import integrity
-from vembed.training.checkpoint import Checkpointer
+from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint.checkpointer import Checkpointer
 
 
 def one_part(output_dir, model_name, options):

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.training.test_checkpoint import found_in, starting
 from vembed.errors import UserError
-from vembed.training import integrity
-from vembed.training.checkpoint_schema import CODES, LoopSchema, ScaleSchema
-from vembed.training.loop_state import LoopState
-from vembed.training.update import GradientScale
+from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint.schema import CODES, LoopSchema, ScaleSchema
+from vembed.training.update import GradientScale, LoopState
 
 FILE = "rank00000-00000.safetensors"
 WEIGHT = "model.backbone.layer.0.linear.weight"

@@ -8,7 +8,7 @@ import torch
 from tests.harness import run_ranks
 from vembed.data.distinct import distinct
 from vembed.parallel import collectives
-from vembed.training.gathered_columns import Column, gather_columns
+from vembed.training.exchange import Column, gather_columns
 
 COUNTS = {"indices": [2, 0, 3], "weights": [1, 4, 0], "pairs": [0, 2, 1]}
 

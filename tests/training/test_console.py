@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import Command, vembed
 from tests.tiny import shared, texts, tiny_bert
-from vembed.training.diagnostics import log_line
+from vembed.training.hooks.metrics import log_line
 from vembed.training.timing import RunClock
 
 __all__ = ["vembed"]

@@ -11,9 +11,9 @@ import vembed
 from tests.harness import result_of, run_cases
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.errors import RunError, UserError
-from vembed.training.epoch_mining import FOLDER, EpochMiner
-from vembed.training.hooks import Hook
-from vembed.training.integrity import MANIFEST
+from vembed.training.checkpoint.folder import MANIFEST
+from vembed.training.hooks.base import Hook
+from vembed.training.hooks.mining import FOLDER, EpochMiner
 
 NUM_ROWS = 24
 MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": None}

@@ -27,8 +27,8 @@ from vembed.models.pooling import pool
 from vembed.parallel.devices import matmul_precision
 from vembed.parallel.session import start_session
 from vembed.training import trainer
+from vembed.training.hooks.checks import Watch
 from vembed.training.update import Outcome
-from vembed.training.watch import Watch
 
 
 class Precisions(TorchFunctionMode):

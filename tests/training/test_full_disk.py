@@ -15,8 +15,8 @@ from tests.training.test_checkpoint import found_in
 from tests.training.test_run import settings
 from vembed.errors import RunError
 from vembed.evaluation.report.report import write_report
-from vembed.training import finish
-from vembed.training.hooks import Hook, StepReport
+from vembed.training import final as finish
+from vembed.training.hooks.base import Hook, StepReport
 
 OPTIONS: dict[str, Any] = {"val_data_path": None, "eval_before": False, "save_steps": 1}
 ROOM = 20_000

@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert_st
 from tests.weights.variants import pairs
 from vembed.errors import RunError, UserError
-from vembed.training.hooks import Hook
+from vembed.training.hooks.base import Hook
 from vembed.weights.checkpoints import whole_model
 
 COMMON = {

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.harness import result_of, run_cases, run_ranks
 from tests.training.test_run import metrics, settings
-from vembed.training.hooks import Evaluation, Hook, Hooks, Run, StepReport
+from vembed.training.hooks.base import Evaluation, Hook, Hooks, Run, StepReport
 from vembed.training.run import train
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training.test_checkpoint import found_in, starting
-from vembed.training import integrity
+from vembed.training.checkpoint import folder as integrity
 
 
 def fake_checkpoint(output_dir, step, content=b"0123456789" * 20):

@@ -17,7 +17,7 @@ from tests.harness import rank_outcomes, run_ranks
 from tests.training.test_resume_run import logged
 from tests.training.test_run import settings
 from vembed.errors import Stopped
-from vembed.training import finish
+from vembed.training import final as finish
 from vembed.training import interrupts as module
 from vembed.training.interrupts import Interrupts
 
@@ -102,7 +102,7 @@ def test_a_stop_that_could_not_save_does_not_say_that_it_has(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vembed.training.storage.write_durably", full)
+    monkeypatch.setattr("vembed.training.checkpoint.storage.write_durably", full)
     said = stop_in_evaluation(settings(tmp_path, **MANY, on_save_error="continue"), 1)
     assert said.startswith(
         "SIGTERM: stopped after step 3, which could not be saved; --resume goes on with the newest"

@@ -6,8 +6,8 @@ import torch
 import vembed
 from tests.training.test_run import metrics, settings
 from vembed.errors import RunError
-from vembed.training.hooks import Hook
-from vembed.training.watch import MOST_SKIPPED
+from vembed.training.hooks.base import Hook
+from vembed.training.hooks.checks import MOST_SKIPPED
 
 
 class Breaks(Hook):

@@ -22,7 +22,7 @@ from tests.training.tiny_run import (
 )
 from vembed.errors import UserError
 from vembed.parallel.session import start_session
-from vembed.training.optim import build_optimizer, trained_parameters
+from vembed.training.optimizer import build_optimizer, trained_parameters
 
 
 def trained(config, model=None):
@@ -264,7 +264,11 @@ class Torchao(types.ModuleType):
 
 def sharded(tmp_path, model_name, version):
     config = config_for(
-        tmp_path, model_name=model_name, use_fsdp=True, fsdp_version=version, **OPTIONS
+        tmp_path,
+        model_name=model_name,
+        strategy="fsdp",
+        fsdp_version=version,
+        **OPTIONS,
     )
     with start_session(config) as session:
         model, loss = (

@@ -20,8 +20,8 @@ import vembed
 from tests.commands import Started, start
 from tests.training.test_run import metrics, settings
 from vembed.errors import RunError, UserError
-from vembed.training import finish
-from vembed.training.outlets import LineFile, LogFile
+from vembed.training import final as finish
+from vembed.training.run_log import LineFile, LogFile
 
 
 def started(folder: Path, console: Path, **options: Any) -> Started:

@@ -13,9 +13,8 @@ from tests.training.tiny_run import config_for
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
 from vembed.tools.resume_table import updated
-from vembed.training import integrity
-from vembed.training.loop_state import LoopState
-from vembed.training.resume import (
+from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint.resume import (
     JUDGES,
     MAY_CHANGE,
     candidates,
@@ -23,6 +22,7 @@ from vembed.training.resume import (
     refuse,
     trim_metrics,
 )
+from vembed.training.update import LoopState
 
 
 def names(paths):
@@ -79,7 +79,7 @@ def test_another_runs_checkpoint_needs_a_folder_of_its_own(tmp_path):
 
 MUST_STAY = """
     model_name model_revision pooling query_prompt max_length use_lora lora_r use_mrl mrl_dims freeze torch_dtype
-    mixed_precision seed loss temperature bidirectional negatives_from learning_rate optim weight_decay warmup_ratio
+    mixed_precision seed loss temperature bidirectional negatives_from learning_rate optim weight_decay warmup_steps
     lr_scheduler_type gradient_accumulation_steps no_duplicates max_negatives max_train_examples column_mapping
     scale_learning_rate head_learning_rate max_grad_norm
 """

@@ -24,9 +24,14 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import ScoredPairs
 from vembed.parallel import placement, session
 from vembed.parallel.placement import CHECKPOINT, choose_precision
-from vembed.training import integrity, trainer
-from vembed.training.identity import require_same_data
-from vembed.training.image_files import MOST_SAMPLED, of_evaluation, of_examples
+from vembed.training import trainer
+from vembed.training.checkpoint import folder as integrity
+from vembed.training.identity import (
+    MOST_SAMPLED,
+    of_evaluation,
+    of_examples,
+    require_same_data,
+)
 from vembed.training.update import Outcome, Update
 from vembed.weights.checkpoints import whole_model
 

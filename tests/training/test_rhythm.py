@@ -17,9 +17,9 @@ from vembed.config.rate import Trained, peak_rate
 from vembed.config.rhythm import Size, passes, rhythm
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import with_temperature
-from vembed.training.hooks import Evaluation
-from vembed.training.patience import Patience
-from vembed.training.resume import keep_decisions
+from vembed.training.checkpoint.resume import keep_decisions
+from vembed.training.hooks.base import Evaluation
+from vembed.training.hooks.evaluations import Patience
 
 BASE: dict[str, Any] = {"model_name": "m", "data_path": "d"}
 SCORED: dict[str, Any] = {**BASE, "val_data_path": "v"}

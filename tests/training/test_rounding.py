@@ -10,7 +10,7 @@ import torch
 from tests.training.test_optim import config_for
 from tests.training.tiny_run import TinyLoss, TinyModel
 from vembed.errors import UserError
-from vembed.training.optim import build_optimizer
+from vembed.training.optimizer import build_optimizer
 from vembed.training.rounding import RoundedAdamW, rounded
 
 

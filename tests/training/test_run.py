@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import vembed
 from tests.tiny import WORDS, shared, tiny_bert, tiny_qwen3
 from vembed.errors import RunError, UserError
-from vembed.training.watch import mean_cosine
+from vembed.training.hooks.checks import mean_cosine
 
 NUM_TRAIN, NUM_VAL = 96, 40
 
@@ -293,7 +293,7 @@ def test_non_finite_loss_stops_and_names_the_examples(tmp_path: Path) -> None:
                 tmp_path,
                 learning_rate=1e30,
                 max_grad_norm=0,
-                warmup_ratio=0.0,
+                warmup_steps=0.0,
                 val_data_path=None,
             )
         )

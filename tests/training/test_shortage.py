@@ -24,8 +24,7 @@ from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
 from vembed.parallel.memory import is_shortage
 from vembed.parallel.placement import place
-from vembed.training.budget import Budget, find_budget
-from vembed.training.shortage import MemoryGuard, advice
+from vembed.training.budget import Budget, MemoryGuard, advice, find_budget
 
 H100 = next(one for one in GPUS if one.name == "H100-80GB")
 
@@ -211,7 +210,7 @@ def test_under_fsdp_the_advice_named_what_does_not_go_there(
     options: dict[str, Any], ranks: RankInfo, wanted: str, absent: str
 ) -> None:
     config = TrainConfig(
-        model_name=str(shared(tiny_bert)), data_path="-", use_fsdp=True, **options
+        model_name=str(shared(tiny_bert)), data_path="-", strategy="fsdp", **options
     )
     placement = place(
         resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100

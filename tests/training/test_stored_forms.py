@@ -7,7 +7,7 @@ from pathlib import Path
 
 import vembed
 from tests.training.test_run import settings
-from vembed.training.callbacks import StepInfo
+from vembed.training.hooks.callbacks import StepInfo
 
 
 def test_scores_and_report(tmp_path: Path) -> None:

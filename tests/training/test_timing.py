@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.training.tiny_run import config_for
-from vembed.training.hooks import StepReport
-from vembed.training.profiling import Profile
+from vembed.training.hooks.base import StepReport
+from vembed.training.hooks.display import Profile
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,14 @@ from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError
 from vembed.parallel.parameters import clip_gradients
 from vembed.training import update as module
-from vembed.training.loop_state import LoopState
-from vembed.training.update import FIRST_SCALE, GradientScale, Outcome, Update
-from vembed.training.watch import Watch
+from vembed.training.hooks.checks import Watch
+from vembed.training.update import (
+    FIRST_SCALE,
+    GradientScale,
+    LoopState,
+    Outcome,
+    Update,
+)
 
 HALF = SimpleNamespace(mixed_precision="fp16", strategy="single")
 

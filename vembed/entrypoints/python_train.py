@@ -14,9 +14,9 @@ from vembed.config.stages import STAGES, TRAINING_STAGES
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
 from vembed.pipelines.stages.sequence import road_of_arguments, run_stages
-from vembed.training.callbacks import OnEvaluation, OnStep
-from vembed.training.finished import finished_run
-from vembed.training.hooks import Hook
+from vembed.training.checkpoint.resume import finished_run
+from vembed.training.hooks.base import Hook
+from vembed.training.hooks.callbacks import OnEvaluation, OnStep
 from vembed.training.run import DATA
 from vembed.training.run import train as train_once
 from vembed.training.trainer import TrainResult
@@ -39,9 +39,9 @@ def train(
     With `stages` all of them run in order, as by `vembed train`, each in this process; the result is that of the last
     training. An override `stage=NAME` runs one. In a dict, `data_path` and `val_data_path` may be lists of dicts or a
     `datasets.Dataset`. `on_step` and `on_evaluation` are called with a StepInfo and an EvaluationInfo
-    (`vembed/training/callbacks.py`) and may return "stop", which ends the run, or this stage, with a model and a
+    (`vembed/training/hooks/callbacks.py`) and may return "stop", which ends the run, or this stage, with a model and a
     report. `model`: a torch module or its class, as `model_class`; a module's weights are where training starts.
-    `hooks`: additions to the loop (`vembed/training/hooks.py`), for one run.
+    `hooks`: additions to the loop (`vembed/training/hooks/base.py`), for one run.
     """
     arguments = _with_stages(config, overrides)
     road = None if arguments is None else road_of_arguments(arguments)

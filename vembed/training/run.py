@@ -17,17 +17,16 @@ from vembed.errors import UserError
 from vembed.models.custom.objects import as_options
 from vembed.parallel.environment import RankInfo, launched_rank
 from vembed.parallel.session import start_session
-from vembed.training.agreement import facts_of
-from vembed.training.callbacks import Callbacks, OnEvaluation, OnStep
-from vembed.training.checkpoint import Checkpointer
-from vembed.training.console import HEADLINE
-from vembed.training.finished import NothingLeft
-from vembed.training.hooks import Hook
+from vembed.training.checkpoint.checkpointer import Checkpointer
+from vembed.training.checkpoint.resume import NothingLeft, precision_before
+from vembed.training.hooks.base import Hook
+from vembed.training.hooks.callbacks import Callbacks, OnEvaluation, OnStep
+from vembed.training.hooks.metrics import require_trackers
+from vembed.training.hooks.publishing import open_hub, push_final
+from vembed.training.identity import facts_of
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
-from vembed.training.logs import require_trackers, run_logging
-from vembed.training.publishing import open_hub, push_final
-from vembed.training.resume import precision_before
+from vembed.training.run_log import HEADLINE, run_logging
 from vembed.training.trainer import Runtime, Trainer, TrainResult
 
 log = logging.getLogger("vembed")
@@ -48,9 +47,9 @@ def train(
     """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores.
 
     In a dict, `data_path` and `val_data_path` may be lists of dicts or a `datasets.Dataset`. `on_step` and
-    `on_evaluation` are called with a StepInfo and an EvaluationInfo (`vembed/training/callbacks.py`) and may return
+    `on_evaluation` are called with a StepInfo and an EvaluationInfo (`vembed/training/hooks/callbacks.py`) and may return
     "stop", which ends the run with a model and a report. `model`: a torch module or its class, as `model_class`; a
-    module's weights are where training starts. `hooks`: additions to the loop (`vembed/training/hooks.py`).
+    module's weights are where training starts. `hooks`: additions to the loop (`vembed/training/hooks/base.py`).
     """
     if isinstance(config, Mapping):
         config = {

@@ -1,46 +1,320 @@
-"""Set-up of a run: its data, its model, and decisions that need both."""
+"""RunData and RunModel: the data and the model of a run, each with all that is made once at its start."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import psutil
 import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn import functional
 
-from vembed.config.rhythm import Rhythm, Size, passes, rhythm
+from vembed.config.rate import HEAD, Trained, What, peak_rate
+from vembed.config.resolved import Decision
+from vembed.config.rhythm import Rhythm, Size, passes, rhythm, starts_from_nothing
 from vembed.config.sampling import parse_sampling
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import source_batch_sizes, task_numbers, with_temperature
 from vembed.cores import num_cores
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.example_store import ExampleStore
+from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import RankBatchStream
-from vembed.data.sources import ExampleStore
 from vembed.data_tools.init.datasets import open_sets
 from vembed.errors import UserError
+from vembed.evaluation.dataset import EvalData
 from vembed.evaluation.scores import check_metric
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
+from vembed.models.adapters import wants_adapters
 from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.families.backbones import layers_of
 from vembed.models.families.decisions import describe, without_effect
 from vembed.models.families.description import ModelDescription
+from vembed.models.families.table import Modality
 from vembed.models.row_gradients import use_row_gradients
 from vembed.parallel import collectives
-from vembed.parallel.parameters import num_parameters
+from vembed.parallel.estimate import measure
+from vembed.parallel.parameters import discard_passes, num_parameters, set_gradient_sync
 from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
-from vembed.training.auto_rate import with_rate
-from vembed.training.compiled import check_compiled, decide_compilation, some_inputs
 from vembed.training.frozen import InputSource, open_stores
-from vembed.training.optim import build_optimizer
-from vembed.training.parts import RunData, RunModel
+from vembed.training.optimizer import build_optimizer, is_head
 
 log = logging.getLogger("vembed")
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """Examples, evaluation data and the order of the batches."""
+
+    examples: ExampleStore
+    evaluation: EvalData | None
+    batch_schedule: BatchSchedule
+    batches_per_step: int
+    """Global batches of an optimizer step: gradient_accumulation_steps."""
+    epochs: float
+    """Passes over the data, where `max_steps` does not say how long the run is."""
+    total_steps: int
+    """Optimizer steps of the whole run."""
+    warnings: tuple[str, ...] = ()
+    """Problems between training and validation data, on rank 0."""
+    by_task: Mapping[str, EvalData] = field(default_factory=dict)
+    """Evaluation data of single tasks, by the task's name."""
+
+    @property
+    def examples_per_step(self) -> int:
+        """Examples of all global batches of an optimizer step."""
+        return self.batch_schedule.global_batch_size * self.batches_per_step
+
+    def epoch_at(self, step: int) -> float:
+        """Return the number of epochs, with a fraction, that are done after `step` optimizer steps."""
+        return step * self.batches_per_step / self.batch_schedule.steps_per_epoch
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """Model, loss and optimizer."""
+
+    embedder: EmbeddingModel
+    """The model as it was built: description and layout of the files. Its parameters may be shards by now."""
+    model: nn.Module
+    """The model as it is called: replicated or sharded."""
+    loss: EmbeddingLoss
+    optimizer: torch.optim.Optimizer
+    featuriser: Featuriser
+    source: InputSource
+    teachers: Teachers
+    config: TrainConfig
+    """The config, with the learning rate that was decided for this model."""
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients."""
+        for module in (self.model, self.loss):
+            module.zero_grad(set_to_none=True)
+
+
+def with_rate(
+    config: TrainConfig, embedder: EmbeddingModel, session: Session, total_steps: int
+) -> TrainConfig:
+    """Return the config with a number for `learning_rate`, and log why. Call it before the model is sharded, while rank
+    0 holds all of it. Collective. `total_steps`: of the run."""
+    if config.optimizer.learning_rate != "auto":
+        return config
+    description = embedder.description
+    is_new = collectives.broadcast_json(
+        has_initial_norms(embedder) if session.is_main else None
+    )
+    facts = Trained(
+        what=_what(config, embedder),
+        family=description.family,
+        width=description.text_hidden_dim or description.hidden_dim,
+        is_tuned=_is_tuned(Path(description.source)),
+        is_new=is_new or starts_from_nothing(config),
+        has_scale=description.traits.has_scale_and_bias,
+        total_steps=total_steps,
+    )
+    decision = peak_rate(config, facts)
+    log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)
+    changes: dict[str, float] = {"learning_rate": decision.value}
+    if (
+        description.traits.has_two_models
+        and config.optimizer.head_learning_rate is None
+    ):
+        changes["head_learning_rate"] = max(HEAD, decision.value)
+        log.info(
+            "head_learning_rate: %g (auto; the projections of the two towers are new)",
+            changes["head_learning_rate"],
+        )
+    return config.changed(**changes)
+
+
+def _is_tuned(folder: Path) -> bool:
+    """Return whether the folder is that of an embedding model: it names a pooling, and has learned from pairs."""
+    return any(
+        (one / "modules.json").is_file() for one in (folder, folder.parent)
+    ) and not _is_pretrained(folder)
+
+
+def _is_pretrained(folder: Path) -> bool:
+    """Return whether a run of vembed without a loss over pairs wrote the folder, such as one on the next token.
+
+    It saves the layout of an embedding model as every run does."""
+    config = folder.parent / "config.yaml"
+    if folder.name != "final" or not config.is_file():
+        return False
+    written = yaml.safe_load(config.read_text("utf-8"))
+    return (
+        isinstance(written, dict)
+        and written.get("loss") == "none"
+        and not written.get("losses")
+    )
+
+
+def has_initial_norms(model: nn.Module) -> bool:
+    """Return True if every norm has its initial weights, ones and zeros, which no trained model has."""
+    weights = [
+        one
+        for module in model.modules()
+        if "Norm" in type(module).__name__
+        for one in _norm_weights(module)
+    ]
+    return bool(weights) and all(bool((one == value).all()) for one, value in weights)
+
+
+def _norm_weights(module: nn.Module) -> Iterable[tuple[torch.Tensor, float]]:
+    for name, value in module.named_parameters(recurse=False):
+        if value.device.type != "meta":
+            yield value.detach(), 0.0 if name == "bias" else 1.0
+
+
+def _what(config: TrainConfig, embedder: EmbeddingModel) -> What:
+    if wants_adapters(config):
+        return "adapters"
+    names = [
+        name
+        for name, parameter in embedder.named_parameters()
+        if parameter.requires_grad
+    ]
+    return "head" if names and all(is_head(name) for name in names) else "weights"
+
+
+OPERATIONS = 6.0
+"""Floating-point operations of a parameter for each token, forward and backward."""
+COMPARED_EXAMPLES = 8
+"""Examples whose inputs are counted, and compared."""
+FARTHEST = {True: 1e-2, False: 1e-4}
+"""Largest 1 - cosine of an embedding by compiled and by plain layers: in 16 bits, and in float32."""
+
+Inputs = list[tuple[Modality, dict[str, Tensor]]]
+
+
+def some_inputs(data: RunData) -> list[tuple[Item, Kind]]:
+    """Return the inputs of the first examples, the same on every rank."""
+    found: list[tuple[Item, Kind]] = []
+    for number in range(min(COMPARED_EXAMPLES, len(data.examples))):
+        example = data.examples[number]
+        found.append((example.query, "query"))
+        found += [(one, "document") for one in (*example.positives, *example.negatives)]
+    return found
+
+
+def decide_compilation(
+    config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session
+) -> None:
+    """Decide `torch_compile: auto` by the arithmetic of the run, and log it where there is a choice."""
+    placement = session.placement
+    if config.model.torch_compile == "auto" and session.device.type == "cuda":
+        features = featuriser.features(some_inputs(data))
+        tokens = sum(one.length for one in features) / max(
+            min(COMPARED_EXAMPLES, len(data.examples)), 1
+        )
+        num_examples = data.total_steps * data.examples_per_step
+        size = placement.size or measure(config)
+        session.placement = placement.for_work(
+            OPERATIONS * size.total * tokens * num_examples
+        )
+    if config.model.torch_compile == "auto" and session.device.type != "cuda":
+        return
+    log.info("compiled layers: %s", session.placement.compilation)
+
+
+def check_compiled(
+    model: nn.Module,
+    embedder: EmbeddingModel,
+    featuriser: Featuriser,
+    items: Sequence[tuple[Item, Kind]],
+    session: Session,
+) -> None:
+    """Compare compiled with plain layers, where `auto` has compiled them; where they differ, or do not compile, plain
+    layers are used, with a warning. Collective."""
+    if (
+        session.config.model.torch_compile != "auto"
+        or not session.placement.compilation.value
+    ):
+        return
+    layers = layers_of(embedder.backbone)
+    problem = difference(
+        model, layers, inputs_of(featuriser, items, session.device), session
+    )
+    # All processes decide alike: compiled and plain layers round differently.
+    if not collectives.max_ints([int(problem is not None)])[0]:
+        return
+    reason = f"auto: {problem or 'another process could not compile them'}"
+    log.warning("compiled layers: false (%s)", reason)
+    for layer in layers:
+        layer._compiled_call_impl = None
+    session.placement = replace(session.placement, compilation=Decision(False, reason))
+
+
+def inputs_of(
+    featuriser: Featuriser, items: Sequence[tuple[Item, Kind]], device: torch.device
+) -> Inputs:
+    """Return the tensors of one micro-batch with all modalities among the items."""
+    features = featuriser.features(items)
+    found: Inputs = []
+    for modality in featuriser.description.modalities:
+        chosen = [one for one in features if one.modality == modality] or [
+            featuriser.dummy(modality)
+        ]
+        batch = {
+            name: tensor.to(device)
+            for name, tensor in featuriser.joined(chosen).items()
+        }
+        found.append((modality, featuriser.finished(batch)))
+    return found
+
+
+def difference(
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Inputs, session: Session
+) -> str | None:
+    """Return what is wrong with the compiled layers; None: they give the embeddings of plain layers, and compile in
+    the backward pass too. Leaves no gradients. Collective under FSDP."""
+    from torch._dynamo.exc import TorchDynamoException  # imports the compiler
+
+    was_training = model.training
+    compiled = [layer._compiled_call_impl for layer in layers]
+    # The gradients of this check are dropped, so FSDP need not sum them over the processes.
+    set_gradient_sync(model, False)
+    try:
+        # Dropout would make the two differ.
+        model.eval()
+        with torch.no_grad():
+            found = [one.float() for one in model(inputs)]
+            for layer in layers:
+                layer._compiled_call_impl = None
+            plain = [one.float() for one in model(inputs)]
+            for layer, call in zip(layers, compiled, strict=True):
+                layer._compiled_call_impl = call
+        model.train()
+        outputs = [one for one in model(inputs) if one.requires_grad]
+        if outputs:
+            torch.autograd.backward([one.float().sum() for one in outputs])
+    except TorchDynamoException as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
+    finally:
+        for layer, call in zip(layers, compiled, strict=True):
+            layer._compiled_call_impl = call
+        discard_passes(model)
+        model.train(was_training)
+    cosines = [
+        functional.cosine_similarity(*pair, dim=1)
+        for pair in zip(found, plain, strict=True)
+    ]
+    farthest = max(float((1 - one).max()) for one in cosines)
+    if farthest <= FARTHEST[session.placement.computes_in_half]:
+        return None
+    return f"compiled layers give other embeddings (1 - cosine is {farthest:.1e})"
+
 
 SAMPLE = 2048
 """Number of documents whose embeddings determine the principal directions."""

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from vembed.data.feeding import MicroBatch, ModelInputs, row_index
-from vembed.data.microbatches import LockstepSplit
-from vembed.data.rank_batch import RankBatch
+from vembed.data.batching.feeding import MicroBatch, ModelInputs, row_index
+from vembed.data.batching.microbatches import LockstepSplit
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.models.bf16 import holding_copies
 from vembed.models.families.table import Modality
@@ -32,11 +32,15 @@ from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gath
 from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, AuxiliaryLosses, Parts
-from vembed.training.budget import Budget
-from vembed.training.embedding_exchange import Counts, loss_exchange, part_of
+from vembed.training.budget import Budget, MemoryGuard, OutOfMemory
+from vembed.training.exchange import (
+    Column,
+    Counts,
+    gather_columns,
+    loss_exchange,
+    part_of,
+)
 from vembed.training.frozen import BatchInputs, InputSource
-from vembed.training.gathered_columns import Column, gather_columns
-from vembed.training.shortage import MemoryGuard, OutOfMemory
 from vembed.training.timing import PhaseTimer
 
 

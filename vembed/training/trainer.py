@@ -15,7 +15,7 @@ from typing import Any
 
 from vembed.config.loading import save_config
 from vembed.config.schema import TrainConfig
-from vembed.data.rank_batch import RankBatch
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import Stopped
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
@@ -24,23 +24,28 @@ from vembed.parallel.memory import fsdp_print_memory_usage
 from vembed.parallel.parameters import log_parameter_summary
 from vembed.parallel.session import Session
 from vembed.progress import duration
-from vembed.training.auxiliary_figures import AuxiliaryFigures
 from vembed.training.auxiliary_losses import AuxiliaryLosses
-from vembed.training.budget import find_budget
-from vembed.training.checkpoint import Checkpointer
-from vembed.training.configured import configured_hooks
-from vembed.training.console import SetupLines, log_scores
-from vembed.training.data_watch import DataWatch
-from vembed.training.diagnostics import Diagnostics, log_line
-from vembed.training.finish import check_embeddings, save_final
+from vembed.training.budget import MemoryGuard, OutOfMemory, find_budget
+from vembed.training.checkpoint.checkpointer import Checkpointer, whole_model_writer
+from vembed.training.final import check_embeddings, save_final
 from vembed.training.frozen import log_use
-from vembed.training.hooks import Evaluation, Hook, Hooks, StepReport
+from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
+from vembed.training.hooks.checks import DataWatch, Watch
+from vembed.training.hooks.configured import configured_hooks
+from vembed.training.hooks.display import Profile, ProgressBar, SetupLines
+from vembed.training.hooks.evaluations import QueryRecord, TaskScores
+from vembed.training.hooks.metrics import (
+    AuxiliaryFigures,
+    Diagnostics,
+    LossesBySource,
+    LossesByTerm,
+    Metrics,
+    StepCurves,
+    log_line,
+)
 from vembed.training.identity import identity_of, require_same_data
 from vembed.training.interrupts import EvaluationStopped, Interrupts
-from vembed.training.logs import Metrics, Outlets, ProgressBar
-from vembed.training.loop_state import LoopState
-from vembed.training.profiling import Profile
-from vembed.training.query_record import QueryRecord
+from vembed.training.run_log import Outlets, log_scores
 from vembed.training.schedule import Schedule
 from vembed.training.setup import (
     build_parts,
@@ -50,15 +55,9 @@ from vembed.training.setup import (
     open_data,
     open_stream,
 )
-from vembed.training.shortage import MemoryGuard, OutOfMemory
-from vembed.training.source_losses import LossesBySource, LossesByTerm
 from vembed.training.step import ContrastiveStep
-from vembed.training.step_curves import StepCurves
-from vembed.training.task_scores import TaskScores
 from vembed.training.timing import RunClock
-from vembed.training.update import Update, synchronise
-from vembed.training.watch import Watch
-from vembed.training.whole_model import whole_model_writer
+from vembed.training.update import LoopState, Update, synchronise
 
 log = logging.getLogger("vembed")
 

@@ -4,7 +4,8 @@ rank."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -120,3 +121,38 @@ class Update:
             is_finite,
             is_overflow=could_scale and not is_finite and math.isfinite(loss),
         )
+
+
+@dataclass
+class LoopState:
+    """State of the loop. Every rank holds the same."""
+
+    step: int = 0
+    """Number of optimizer steps taken."""
+    num_skipped: int = 0
+    """Number of steps skipped because of non-finite values."""
+    skipped_in_a_row: int = 0
+    """Number of the last steps that were skipped, float16 overflows aside."""
+    best: float | None = None
+    best_step: int | None = None
+    best_scores: dict[str, float] = field(default_factory=dict)
+    held_step: int | None = None
+    """Step whose checkpoint `final/` gets if a guard falls, and its scores."""
+    held_scores: dict[str, float] = field(default_factory=dict)
+    fell: str | None = None
+    """Reason why a guard ended the run."""
+    scale: GradientScale = field(default_factory=GradientScale)
+    before: dict[str, float] = field(default_factory=dict)
+    """Scores before the first step."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Newest scores, and the step at which they were measured."""
+    scored_step: int | None = None
+    seconds: float = 0.0
+    """Training time so far, over all resumed parts."""
+    hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """State of each hook that has one, by its name. Written when the state is saved."""
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any]) -> LoopState:
+        """Return the state that a checkpoint holds."""
+        return cls(**{**saved, "scale": GradientScale(**saved["scale"])})

@@ -24,11 +24,12 @@ from vembed.models.precision import saved_dtype
 from vembed.models.rounded import store_rounded
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
-from vembed.training import checkpoint_schema, integrity
-from vembed.training.averaging import averages_of, put_averages
-from vembed.training.checkpoint import read_state
-from vembed.training.state import quieten_torch, restore
-from vembed.training.storage import CheckpointReader
+from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import schema as checkpoint_schema
+from vembed.training.checkpoint.checkpointer import read_state
+from vembed.training.checkpoint.storage import CheckpointReader
+from vembed.training.checkpoint.tensors import quieten_torch, restore
+from vembed.training.hooks.averaging import averages_of, put_averages
 
 log = logging.getLogger("vembed")
 

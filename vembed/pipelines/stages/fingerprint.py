@@ -12,7 +12,7 @@ from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources, listed_guards, needed_teachers
 from vembed.data.file_content import add_content
-from vembed.training.resume import MAY_CHANGE
+from vembed.training.checkpoint.resume import MAY_CHANGE
 
 PART = 2**20
 """Bytes that are read at the beginning, in the middle and at the end of a large file."""

@@ -356,7 +356,7 @@ class _Stage:
             for key, value, _ in _pairs(self.given.overrides)
             if key == "model_name"
         ]
-        own = shared_layer(self.given.source).given.get("model_name")
+        own = shared_layer(self.given.source).values.get("model_name")
         if not given and own is None:
             raise UserError(
                 f"{self.road.source}: stage {self.step.name}: no step before it leaves a model, and the config has no "

@@ -223,7 +223,7 @@ def _run(
     search: Search, number: int, values: Mapping[str, Any], trial: Any
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
-    from vembed.training.callbacks import STOP, EvaluationInfo
+    from vembed.training.hooks.callbacks import STOP, EvaluationInfo
     from vembed.training.run import train
 
     folder = search.folder / f"trial-{number}"

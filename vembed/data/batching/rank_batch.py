@@ -1,0 +1,198 @@
+"""Rank batch: a rank's part of the global batch, with features of its distinct inputs and rows of indices."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from vembed.data.batching.schedule import BatchSchedule, rank_rows
+from vembed.data.distinct import distinct
+from vembed.data.examples import Example, Item, Kind
+from vembed.data.features import Features, Featuriser
+
+AHEAD = 2
+"""Number of batches that each worker prepares ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """A rank's part of a global batch. Indices point into `features`, which holds each distinct input once."""
+
+    epoch: int
+    batch_in_epoch: int
+    features: list[Features]
+    query: np.ndarray
+    """[R] index of the query of each row; there is one row per (query, positive) pair."""
+    positive: np.ndarray
+    example: np.ndarray
+    """[R] position of each row's example in the global batch."""
+    negative: np.ndarray
+    """[H] index of each occurrence of a hard negative."""
+    negative_example: np.ndarray
+    scores: np.ndarray | None
+    num_inputs: int
+    """Number of inputs before the removal of duplicates."""
+    num_examples: int
+    where: list[str]
+    """File and line of each example, for messages."""
+    items: list[Item] = field(default_factory=list)
+    """The input of each of the features; teachers are asked about it."""
+    source: int = 0
+    """Number of the source that the first example of the global batch comes from."""
+    negative_scores: np.ndarray | None = None
+    """[H] score of each hard negative, where the data have one for all of them."""
+
+    @property
+    def useful_tokens(self) -> int:
+        """Return the tokens and patches of the distinct inputs, without padding."""
+        return sum(feature.length for feature in self.features)
+
+
+def make_rank_batch(
+    examples: Sequence[Example],
+    first: int,
+    epoch: int,
+    number: int,
+    featuriser: Featuriser,
+) -> RankBatch:
+    """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch."""
+    items: list[tuple[Item, Kind]] = []
+    rows: list[tuple[int, int, int]] = []
+    negatives: list[tuple[int, int]] = []
+    scores: list[float] = []
+    negative_scores: list[float] = []
+    # Numbered over the global batch, so that all ranks name an example alike.
+    for number_in_batch, example in enumerate(examples, start=first):
+        query = len(items)
+        items.append((example.query, "query"))
+        for positive in example.positives:
+            rows.append((query, len(items), number_in_batch))
+            items.append((positive, "document"))
+        for negative in example.negatives:
+            negatives.append((len(items), number_in_batch))
+            items.append((negative, "document"))
+        scores.extend(example.scores or ())
+        negative_scores.extend(example.negative_scores or ())
+    # By key, not by text: a text as query and as document differs if the model has prompts.
+    features, where_to = distinct(
+        featuriser.features(items), key=lambda feature: feature.key
+    )
+    row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
+    negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
+    return RankBatch(
+        epoch=epoch,
+        batch_in_epoch=number,
+        features=features,
+        query=where_to[row_table[:, 0]],
+        positive=where_to[row_table[:, 1]],
+        example=row_table[:, 2],
+        negative=where_to[negative_table[:, 0]],
+        negative_example=negative_table[:, 1],
+        scores=_one_each(scores, len(rows)),
+        num_inputs=len(items),
+        num_examples=len(examples),
+        where=[example.where for example in examples],
+        items=[
+            items[position][0]
+            for position in np.unique(where_to, return_index=True)[1].tolist()
+        ],
+        negative_scores=_one_each(negative_scores, len(negatives)),
+    )
+
+
+def _one_each(values: list[float], count: int) -> np.ndarray | None:
+    """The values as an array, if there is one for each; None otherwise."""
+    return (
+        np.asarray(values, dtype=np.float64)
+        if values and len(values) == count
+        else None
+    )
+
+
+class Examples(Protocol):
+    """Examples by number."""
+
+    def __getitem__(self, index: int, /) -> Example: ...
+
+
+class RankBatchStream:
+    """Rank batches of one rank in order, from any starting point, prepared ahead by threads."""
+
+    def __init__(
+        self,
+        store: Examples,
+        batch_schedule: BatchSchedule,
+        featuriser: Featuriser,
+        rank: int,
+        world_size: int,
+        num_workers: int,
+        pair: Callable[[int, int], Example] | None = None,
+    ) -> None:
+        """`pair`: the example of a labelled source with another one as its positive."""
+        self.store = store
+        self.batch_schedule = batch_schedule
+        self.featuriser = featuriser
+        self.rank = rank
+        self.world_size = world_size
+        self.num_workers = num_workers
+        self.pair = pair
+
+    def rank_batch(self, batch_number: int) -> RankBatch:
+        """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
+        epoch, number = divmod(batch_number, self.batch_schedule.steps_per_epoch)
+        indices = self.batch_schedule.batch(epoch, number)
+        own = rank_rows(len(indices), self.rank, self.world_size)
+        positives = (
+            None if self.pair is None else self.batch_schedule.positives(epoch, number)
+        )
+        if self.pair is None or positives is None:
+            examples = [self.store[int(index)] for index in indices[own]]
+        else:
+            examples = [
+                self.pair(int(one), int(mate))
+                for one, mate in zip(indices[own], positives[own], strict=True)
+            ]
+        source = self.batch_schedule.source_of(int(indices[0]))
+        return replace(
+            make_rank_batch(examples, own.start, epoch, number, self.featuriser),
+            source=source,
+        )
+
+    def sample(self, num_batches: int = 4) -> list[Features]:
+        """Return the features of the first batches, for the measurement of memory."""
+        return [
+            feature
+            for number in range(num_batches)
+            for feature in self.rank_batch(number).features
+        ]
+
+    def from_batch(self, first: int, end: int) -> Iterator[RankBatch]:
+        """Yield the rank batches first .. end-1, in order."""
+        if self.num_workers == 0:
+            yield from map(self.rank_batch, range(first, end))
+            return
+        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="vembed-data")
+        waiting: deque[Future[RankBatch]] = deque()
+        try:
+            for number in range(first, end):
+                waiting.append(pool.submit(self.rank_batch, number))
+                # Bounded: batches ahead hold token ids and rows in memory.
+                if len(waiting) > AHEAD * self.num_workers:
+                    yield self._taken(waiting)
+            while waiting:
+                yield self._taken(waiting)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _taken(self, waiting: deque[Future[RankBatch]]) -> RankBatch:
+        """Return the first batch. Its images, and those of the next one, are decoded while the step computes."""
+        batch = waiting.popleft().result()
+        self.featuriser.decode_ahead(batch.features)
+        if waiting and waiting[0].done() and waiting[0].exception() is None:
+            self.featuriser.decode_ahead(waiting[0].result().features)
+        return batch

@@ -1,0 +1,62 @@
+"""Folders of images by class: class/picture.jpg, as records of labelled images."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from vembed.data.cache import short_hash
+from vembed.data.images.files import IMAGE_SUFFIXES
+from vembed.data.messages import listed
+from vembed.errors import UserError
+
+SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test"})
+
+
+def is_class_folder(folder: Path) -> bool:
+    """Return whether a folder has subfolders with images, and no images itself."""
+    entries = sorted(folder.iterdir())
+    return not any(_is_image(one) for one in entries) and any(
+        next(_images(one), None) is not None for one in entries if one.is_dir()
+    )
+
+
+def class_records(folder: Path, cache: Path) -> Path:
+    """Return a file with a record for each image of a class folder, in the cache folder: its path and its class."""
+    classes = sorted(
+        one.name
+        for one in folder.iterdir()
+        if one.is_dir() and next(_images(one), None) is not None
+    )
+    if splits := [name for name in classes if name.lower() in SPLITS]:
+        raise UserError(
+            f"{folder} holds {listed(classes)}, and {splits[0]} is the name of a split, not of a class: give "
+            f"{folder / splits[0]} itself, and other splits as val_data_path"
+        )
+    records = [
+        {"image": str(image.relative_to(folder)), "label": name}
+        for name in classes
+        for image in _images(folder / name)
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    path = cache / "class_folders" / f"{short_hash(str(folder.absolute()), text)}.jsonl"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    return path
+
+
+def _images(folder: Path) -> Iterator[Path]:
+    return (one for one in sorted(folder.rglob("*")) if _is_image(one))
+
+
+def _is_image(path: Path) -> bool:
+    return (
+        path.suffix.lower() in IMAGE_SUFFIXES
+        and not path.name.startswith(".")
+        and path.is_file()
+    )

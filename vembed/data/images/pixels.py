@@ -1,0 +1,202 @@
+"""Pixels: images processed by the model's own image processor, decoded on demand and cached."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from vembed.cores import num_cores
+from vembed.data.examples import ImageRef
+from vembed.data.images.decoders import Decoders, Decoding
+from vembed.data.images.files import image_name, load_image
+from vembed.data.images.picture_bytes import PIXELS, Arrays, OwnCode
+from vembed.data.images.pixel_recipe import Processed, find_recipe
+from vembed.errors import UserError
+from vembed.models.families.backbones import read_config
+from vembed.models.families.description import ModelDescription
+from vembed.models.processors import load_image_processor
+
+CONVOLUTION_STRIDE = 32
+"""Total stride in pixels of a convolutional network whose config has no patch size."""
+
+
+def blank_image(width: int = 32, height: int = 32) -> ImageRef:
+    """Return a small grey image, for ranks without inputs left."""
+    encoded = io.BytesIO()
+    Image.new("RGB", (width, height), (128, 128, 128)).save(encoded, "PNG")
+    return ImageRef(data=encoded.getvalue())
+
+
+class Pixels:
+    """Processed images with an LRU cache of `cache_bytes`. Gradient Cache runs every micro-batch twice; the second pass
+    reads cached images, which are kept as bytes."""
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        *,
+        cache_bytes: int,
+        decoders: int | None = None,
+    ) -> None:
+        """`decoders`: images that are decoded at once; None: one per core of this process."""
+        self._processor = load_image_processor(description)
+        self._recipe = find_recipe(self._processor)
+        config = read_config(
+            Path(description.image_source or description.source),
+            trust_remote_code=description.trust_remote_code,
+        ).to_dict()
+        self._patch_size = _patch_size(config.get("vision_config", config))
+        self._first = (
+            OwnCode(self._processor, {}) if self._recipe is None else self._recipe.first
+        )
+        self._kept: OrderedDict[ImageRef, Arrays] = OrderedDict()
+        self._cache_bytes = self._bytes_left = cache_bytes
+        self._num_decoders = decoders or num_cores()
+        first = (
+            self._first
+        )  # not this object, which the decoders' threads would keep alive
+        self.decoders = Decoders(
+            lambda image: first(load_image(image)), first, self._num_decoders
+        )
+        self._decoding: dict[ImageRef, Decoding] = {}
+        self._bytes_of_one = 0
+        """Of the last image that was made."""
+        self._lock = threading.Lock()
+
+    @property
+    def merge_size(self) -> int:
+        """Patches along each side that a vision-language model merges into one token."""
+        return int(self._processor.merge_size)
+
+    def stack(self, images: Sequence[ImageRef]) -> Processed:
+        """Return the images' tensors, concatenated along the first dimension. `finished` gives what the model takes."""
+        made = self._all(images)
+        # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
+        return {
+            name: torch.from_numpy(np.concatenate([one[name] for one in made]))
+            for name in made[0]
+        }
+
+    def finished(self, stacked: Processed) -> Processed:
+        """Return the stacked tensors as the model takes them: bytes become numbers, on the device where they are."""
+        if self._recipe is None or stacked[PIXELS].dtype != torch.uint8:
+            return stacked
+        return self._recipe.finished(stacked)
+
+    def decode_ahead(self, images: Sequence[ImageRef]) -> None:
+        """Begin to decode images, each in a task of its own. No more than half of the cache is decoded ahead: what is
+        not read yet would push out what is."""
+        with self._lock:
+            most = max(
+                self._cache_bytes // (2 * max(self._bytes_of_one, 1)),
+                2 * self._num_decoders,
+            )
+            wanted = dict.fromkeys(
+                one
+                for one in images
+                if one not in self._kept and one not in self._decoding
+            )
+            chosen = list(wanted)[: max(most - len(self._decoding), 0)]
+            self._decoding.update(
+                zip(chosen, self.decoders.start(chosen) if chosen else [], strict=True)
+            )
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        with self._lock:
+            self._kept.clear()
+            self._bytes_left = self._cache_bytes
+
+    @cached_property
+    def num_patches(self) -> int:
+        """Positions that an image tower computes for one image of any size."""
+        wide, high = (self.alone(blank_image(*size)) for size in ((64, 48), (48, 64)))
+        shape = wide[PIXELS].shape
+        if shape != high[PIXELS].shape:
+            raise UserError(
+                "the model's image processor gives images of different sizes, and vembed needs one size: set crop_size "
+                "and do_center_crop in preprocessor_config.json"
+            )
+        if "spatial_shapes" in wide:  # already patches, padded to a fixed number
+            return int(shape[1])
+        # One class token and the patch grid.
+        return 1 + (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
+
+    def num_vision_tokens(self, image: ImageRef, width: int, height: int) -> int:
+        """Return the number of tokens of an image of this size in a vision-language model."""
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width)
+        except ValueError as error:
+            raise UserError(
+                f"{image_name(image)}, {width} x {height} pixels, cannot be used: {error}"
+            ) from error
+        return int(patches) // self.merge_size**2
+
+    def alone(self, image: ImageRef) -> Processed:
+        """Return the tensors of one image as the model takes them, decoded in the calling thread."""
+        return self.finished(
+            {
+                name: torch.from_numpy(one)
+                for name, one in self._first(load_image(image)).items()
+            }
+        )
+
+    def _all(self, images: Sequence[ImageRef]) -> list[Arrays]:
+        """Return what was made of each image, and keep it."""
+        self.decode_ahead(images)
+        with self._lock:
+            found = [
+                self._kept.get(image) or self._decoding.get(image) for image in images
+            ]
+        made, seen = [], []
+        try:
+            for image, one in zip(images, found, strict=True):
+                seen.append(image)
+                # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
+                begun = self.decoders.start([image])[0] if one is None else one
+                made.append(
+                    self.decoders.wait(begun) if isinstance(begun, Decoding) else begun
+                )
+        finally:
+            self._keep(seen, made)
+        return made
+
+    def _keep(self, images: Sequence[ImageRef], made: Sequence[Arrays]) -> None:
+        """Move images to the newest end of the cache. One more image than `made` has failed."""
+        with self._lock:
+            for image in images:
+                self._decoding.pop(image, None)
+            for image, arrays in zip(images, made, strict=False):
+                if image in self._kept:
+                    self._kept.move_to_end(image)
+                    continue
+                self._kept[image] = arrays
+                self._bytes_of_one = _size(arrays)
+                self._bytes_left -= self._bytes_of_one
+            while self._bytes_left < 0:
+                _, oldest = self._kept.popitem(last=False)
+                self._bytes_left += _size(oldest)
+
+
+def _size(arrays: Arrays) -> int:
+    return sum(array.nbytes for array in arrays.values())
+
+
+def _patch_size(config: dict[str, Any]) -> int:
+    """Return the side of a patch in pixels. For a network that halves its resolution at each stage (ConvNeXt), of the
+    last stage."""
+    patch_size, stages = config.get("patch_size"), config.get("depths") or [0]
+    return (
+        CONVOLUTION_STRIDE
+        if patch_size is None
+        else int(patch_size) * 2 ** (len(stages) - 1)
+    )

@@ -1,0 +1,1 @@
+"""Additions to the training loop: one file per family of hooks."""

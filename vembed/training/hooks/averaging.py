@@ -1,0 +1,120 @@
+"""WeightAverage: an exponential moving average of the trained weights, which evaluations and final/ use (`ema`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from vembed.errors import UserError
+from vembed.models.names import plain_name
+from vembed.parallel.parameters import reshard
+from vembed.training.hooks.base import Hook, Run, StepReport
+
+
+class WeightAverage(Hook):
+    """The average of the trained weights. Each rank averages what it holds: its copy or its shards."""
+
+    name = "ema"
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.num_updates = 0
+        self._trained: dict[str, Tensor] = {}
+        self._averages: dict[str, Tensor] = {}
+
+    @override
+    def on_build(self, run: Run) -> None:
+        model = run.parts.model
+        if FullyShardedDataParallel.fsdp_modules(model):
+            raise UserError(
+                f"ema: {self.decay} cannot average the flat parameters of FSDP1: use fsdp_version: 2, or leave ema out"
+            )
+        self._model = model
+        self._trained = {
+            plain_name(name): one
+            for name, one in model.named_parameters()
+            if one.requires_grad
+        }
+        # float32, since small changes of a 16-bit average would be rounded away.
+        self._averages = {
+            name: one.detach().clone().float() for name, one in self._trained.items()
+        }
+
+    @override
+    def on_step(self, report: StepReport) -> None:
+        if not report.outcome.applied:
+            return
+        self.num_updates += 1
+        # A short run must not keep its start for ever: the decay grows with the number of updates.
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        with torch.no_grad():
+            for name, average in self._averages.items():
+                local = _local(average)
+                # On shards or copies alike: the average of a shard is the shard of the average.
+                local.lerp_(_local(self._trained[name]).to(local.dtype), 1 - decay)
+
+    @override
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        return self._averaged()
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates}
+
+    @override
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.num_updates = int(state["num_updates"])
+
+    @override
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._averages
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        reshard(self._model)  # what is still gathered would keep the trained weights
+        kept = {
+            name: _local(one).detach().clone() for name, one in self._trained.items()
+        }
+        self._put({name: _local(one) for name, one in self._averages.items()})
+        try:
+            yield
+        finally:
+            reshard(self._model)
+            self._put(kept)
+
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                _local(parameter).copy_(values[name])
+
+
+def averages_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return room for the averages of a model's trained weights, by the names that they have in a checkpoint."""
+    trained = {
+        plain_name(name): one
+        for name, one in model.named_parameters()
+        if one.requires_grad
+    }
+    return {
+        f"{WeightAverage.name}.{name}": torch.zeros_like(one, dtype=torch.float32)
+        for name, one in trained.items()
+    }
+
+
+def put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
+    """Put the averages of a checkpoint into a model, as evaluations of the run and `final/` had them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(averages[f"{WeightAverage.name}.{plain_name(name)}"])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

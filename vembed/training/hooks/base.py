@@ -1,0 +1,281 @@
+"""Hook: an addition to the training loop that needs no change of the loop, and `Hooks`, all those of a run.
+
+The order of calls in a run, each on every rank:
+
+    on_build                            model, loss and optimizer exist; nothing is restored yet
+    load_state                          only in a resumed run; the tensors of `tensors` are filled already
+    on_start                            before the first evaluation and the first step
+      on_epoch, before_step             before the batches of a step are read
+      on_step                           after the optimizer step
+      figures, on_log                   with each logged step
+      evaluation_weights, on_evaluation with each evaluation
+      state, tensors                    with each checkpoint
+    on_finish                           after the last evaluation, before the weights of final/ are chosen
+    evaluation_weights                  again, while final/ is written
+    close                               at the end, also after an error
+
+A method that communicates (a collective, a forward pass of a sharded model) must do so on every rank. Reasons to end
+the run may differ between the ranks: the loop collects them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vembed.config.rhythm import Rhythm
+from vembed.config.schema import TrainConfig
+from vembed.data.batching.rank_batch import RankBatch, RankBatchStream
+from vembed.errors import UserError
+from vembed.evaluation.query_results import QueryResults
+from vembed.parallel.session import Session
+from vembed.training.interrupts import Interrupts
+from vembed.training.setup import RunData, RunModel
+from vembed.training.step import BatchResult, ContrastiveStep
+from vembed.training.update import LoopState, Outcome
+
+log = logging.getLogger("vembed")
+
+
+class Run(Protocol):
+    """Parts of the trainer that a hook may use."""
+
+    config: TrainConfig
+    session: Session
+    data: RunData
+    parts: RunModel
+    state: LoopState
+    rhythm: Rhythm
+    """Intervals of evaluations, checkpoints and log lines."""
+    step: ContrastiveStep
+    """Built after `on_build`."""
+    stream: RankBatchStream
+    """Built after `on_build`. Its `store` gives the examples of the batches."""
+    interrupts: Interrupts
+    hooks: Hooks
+    """All hooks of the run."""
+
+    def restart_stream(self) -> None:
+        """Drop the batches that were prepared ahead, since a hook has changed the examples."""
+        ...
+
+
+@dataclass
+class StepReport:
+    """Result of one optimizer step, as the hooks see it."""
+
+    step: int
+    """Number of the step, counted from 1."""
+    epoch: float
+    """Epochs done after the step."""
+    batches: list[tuple[RankBatch, BatchResult]] = field(default_factory=list)
+    """This rank's part of each global batch of the step (several with gradient accumulation)."""
+    outcome: Outcome = field(init=False)
+    """Loss of the step, gradient norm, and whether the weights were updated. The same on every rank."""
+    learning_rate: float = field(init=False)
+
+    def add(self, rank_batch: RankBatch, result: BatchResult) -> None:
+        """Add one global batch. Of the embeddings, only those of the last one are kept in memory."""
+        if self.batches:
+            # The embeddings of the batches before are of no more use, and as large as those of this one.
+            before, earlier = self.batches[-1]
+            self.batches[-1] = before, earlier.without_embeddings()
+        self.batches.append((rank_batch, result))
+
+    @property
+    def loss_share(self) -> Tensor:
+        """This rank's part of the loss of the step, float64: the mean over its global batches."""
+        total = torch.zeros((), dtype=torch.float64, device=self.embeddings.device)
+        for _, result in self.batches:
+            total += result.loss_share / len(self.batches)
+        return total
+
+    @property
+    def embeddings(self) -> Tensor:
+        """This rank's embeddings of the last global batch."""
+        return self.batches[-1][1].embeddings
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of the weights after a step (0: before training). The same on every rank."""
+
+    step: int
+    epoch: float
+    scores: dict[str, float]
+    metric: str
+    """Key of the score that decides which checkpoint is best."""
+    is_best: bool
+    queries: QueryResults | None = None
+    """Results of each query of retrieval data."""
+
+
+class Hook:
+    """Base class of hooks. Every method does nothing; override those that are needed."""
+
+    name = ""
+    """Key of the hook's state in checkpoints. A hook with `state` or `tensors` needs one of its own."""
+
+    def on_build(self, run: Run) -> None:
+        """Allocate what depends on the model. `run.parts` and `run.data` exist."""
+
+    def on_start(self, run: Run) -> None:
+        """Begin the run, new or resumed (`run.state.step` steps are done)."""
+
+    def on_epoch(self, epoch: int) -> None:
+        """Prepare an epoch (counted from 0), before its first batch is used. Not called for the rest of an epoch that a
+        resumed run begins with. After a change of the examples call `run.restart_stream()`."""
+
+    def before_step(self, step: int) -> None:
+        """Prepare a step (counted from 1)."""
+
+    def on_step(self, report: StepReport) -> str | None:
+        """Take note of a step. Return a reason to end the run after it, or None."""
+        del report
+        return None
+
+    def figures(self, report: StepReport) -> Mapping[str, Any]:
+        """Return figures for the log line and metrics.jsonl."""
+        del report
+        return {}
+
+    def on_log(self, values: Mapping[str, Any]) -> None:
+        """Take note of the figures of a logged step, those of all hooks together."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> str | None:
+        """Take note of an evaluation. Return a reason to end the run, or None."""
+        del evaluation
+        return None
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model holds the weights to evaluate and to write to final/ (an average of the
+        trained ones, for example). At its exit the trained weights are back."""
+        return nullcontext()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for checkpoints, as JSON values."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over the state of a checkpoint."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return tensors for checkpoints by name: plain ones, equal on every rank, or DTensors. They are filled in
+        place when a checkpoint that holds them is loaded."""
+        return {}
+
+    def on_finish(self, run: Run) -> None:
+        """End the run's training. The weights in the model are those of the last step."""
+
+    def close(self) -> None:
+        """Release files and threads. Called once, also after an error."""
+
+
+class Hooks:
+    """All hooks of a run, called in their order."""
+
+    def __init__(self, hooks: Sequence[Hook]) -> None:
+        self._all = list(hooks)
+        names = [hook.name for hook in self._all if hook.name]
+        assert len(names) == len(set(names)), f"two hooks have the same name: {names}"
+
+    def on_build(self, run: Run) -> None:
+        """Call `on_build` of each."""
+        for hook in self._all:
+            hook.on_build(run)
+
+    def on_start(self, run: Run) -> None:
+        """Call `on_start` of each."""
+        for hook in self._all:
+            hook.on_start(run)
+
+    def before_step(self, step: int, new_epoch: int | None) -> None:
+        """Call `on_epoch` of each, if the step begins an epoch, and `before_step` of each."""
+        if new_epoch is not None:
+            for hook in self._all:
+                hook.on_epoch(new_epoch)
+        for hook in self._all:
+            hook.before_step(step)
+
+    def on_step(self, report: StepReport) -> bool:
+        """Call `on_step` of each. Return whether one of this rank's hooks has a reason to end the run, and log it."""
+        # All are called, also after one has given a reason: some communicate.
+        return _say([(hook, hook.on_step(report)) for hook in self._all])
+
+    def figures(self, report: StepReport) -> dict[str, Any]:
+        """Return the figures of all hooks."""
+        found: dict[str, Any] = {}
+        for hook in self._all:
+            found |= hook.figures(report)
+        return found
+
+    def on_log(self, values: Mapping[str, Any]) -> None:
+        """Call `on_log` of each."""
+        for hook in self._all:
+            hook.on_log(values)
+
+    def on_evaluation(self, evaluation: Evaluation) -> bool:
+        """Call `on_evaluation` of each. Return as `on_step` does."""
+        return _say([(hook, hook.on_evaluation(evaluation)) for hook in self._all])
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Hold the contexts of all hooks open."""
+        with ExitStack() as stack:
+            for hook in self._all:
+                stack.enter_context(hook.evaluation_weights())
+            yield
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Return the state of each hook that has one, by its name."""
+        found = {hook.name: hook.state() for hook in self._all}
+        assert all(name for name, state in found.items() if state), (
+            "a hook with a state needs a name"
+        )
+        return {name: state for name, state in found.items() if state}
+
+    def load_states(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Give each hook the state that a checkpoint holds for it."""
+        for hook in self._all:
+            if hook.name in states:
+                try:
+                    hook.load_state(states[hook.name])
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    raise UserError(
+                        f"the checkpoint's state of the hook {hook.name} cannot be used ({type(error).__name__}: "
+                        f"{error}); resume from an earlier checkpoint, or start anew in another output_dir"
+                    ) from error
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of all hooks for a checkpoint."""
+        return {
+            f"{hook.name}.{name}": tensor
+            for hook in self._all
+            for name, tensor in hook.tensors().items()
+        }
+
+    def on_finish(self, run: Run) -> None:
+        """Call `on_finish` of each."""
+        for hook in self._all:
+            hook.on_finish(run)
+
+    def close(self) -> None:
+        """Call `close` of each in reverse order, all of them even if one fails."""
+        with ExitStack() as stack:
+            for hook in self._all:
+                stack.callback(hook.close)
+
+
+def _say(answers: Sequence[tuple[Hook, str | None]]) -> bool:
+    reasons = [
+        (type(hook).__name__, reason) for hook, reason in answers if reason is not None
+    ]
+    for kind, reason in reasons:
+        log.info("%s ends the run: %s", kind, reason)
+    return bool(reasons)

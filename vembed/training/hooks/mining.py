@@ -1,0 +1,147 @@
+"""EpochMiner: hard negatives that the run's own model mines between epochs (`mine`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from vembed.config.negatives import EpochMining
+from vembed.data.examples import Example, Item, Kind
+from vembed.errors import UserError
+from vembed.inference.encoding import encode_rank_items
+from vembed.mining.own_model import OwnMiner
+from vembed.progress import duration
+from vembed.training.hooks.base import Hook, Run, StepReport
+
+log = logging.getLogger("vembed")
+
+FOLDER = "mining"
+"""Folder of the vectors inside output_dir, while a mining is under way."""
+
+
+class MinedExamples:
+    """The examples of a run with the negatives of the newest mining."""
+
+    def __init__(self, miner: OwnMiner, numbers_EN: Tensor) -> None:
+        """`numbers_EN`: documents of each example, -1 where there are fewer. It is read anew for each example."""
+        self._miner, self._numbers = miner, numbers_EN
+
+    def __getitem__(self, index: int) -> Example:
+        return self._miner.example(index, self._numbers[index].tolist())
+
+
+class EpochMiner(Hook):
+    """Mines before epochs. The negatives are a tensor of the checkpoints, so that a resumed run has the same."""
+
+    name = "mine"
+
+    def __init__(self, options: EpochMining) -> None:
+        self._options = options
+        self._epoch: int | None = None
+        self._figures: dict[str, float] = {}
+
+    @override
+    def on_build(self, run: Run) -> None:
+        examples = run.data.examples
+        if any(labels is not None for labels in examples.labels):
+            raise UserError(
+                "mine needs pairs of queries and documents, and the data are texts or images with labels"
+            )
+        self._run = run
+        self._miner = OwnMiner(run.config, self._options, examples, run.session)
+        self._numbers = torch.full(
+            (len(examples), self._options.num_negatives), -1, dtype=torch.int64
+        )
+        for line in (self._miner.documents.summary(), *self._miner.notes):
+            log.info("mine: %s", line)
+
+    @override
+    def on_start(self, run: Run) -> None:
+        # The stream has begun with the examples as they are in the data; a resumed run has its negatives already.
+        run.stream.store = MinedExamples(self._miner, self._numbers)
+        run.restart_stream()
+
+    @override
+    def on_epoch(self, epoch: int) -> None:
+        is_due = (
+            epoch % self._options.every_epochs == 0 if epoch else self._options.at_start
+        )
+        if not is_due:
+            return
+        began = time.monotonic()
+        found = self._miner.mine(
+            self._encode, Path(self._run.config.run.output_dir) / FOLDER, epoch
+        )
+        mined = torch.from_numpy(found.documents)
+        there = mined >= 0
+        is_known = (mined[:, :, None] == self._numbers[:, None, :]).any(dim=2)
+        num_mined = int(there.sum())
+        share_new = int((there & ~is_known).sum()) / max(num_mined, 1)
+        # In place: the stream and the checkpoints hold this tensor.
+        self._numbers.copy_(mined)
+        self._epoch = epoch
+        self._run.restart_stream()  # batches of this epoch were prepared with the earlier negatives
+        seconds = time.monotonic() - began
+        self._figures = {
+            "mine/negatives": num_mined / max(len(mined), 1),
+            "mine/score": found.mean_score,
+            "mine/new": share_new,
+            "mine/seconds": seconds,
+        }
+        log.info(
+            "mine: before epoch %d, %s negatives for %s examples (mean score %.4f, %.1f%% new, %s examples got fewer "
+            "than %d); took %s%s",
+            epoch + 1,
+            f"{num_mined:,d}",
+            f"{len(mined):,d}",
+            found.mean_score,
+            100 * share_new,
+            f"{found.num_short:,d}",
+            self._options.num_negatives,
+            duration(seconds),
+            f"; {found.note}" if found.note else "",
+        )
+
+    @override
+    def figures(self, report: StepReport) -> Mapping[str, Any]:
+        del report
+        return self._figures
+
+    @override
+    def on_log(self, values: Mapping[str, Any]) -> None:
+        del values
+        self._figures = {}  # each mining is logged once
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "documents": self._miner.fingerprint}
+
+    @override
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state["documents"] != self._miner.fingerprint:
+            raise ValueError("the documents that are mined have changed")
+        self._epoch = state["epoch"]
+
+    @override
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"negatives": self._numbers}
+
+    def _encode(self, items: Sequence[tuple[Item, Kind]]) -> np.ndarray:
+        run = self._run
+        towers = run.parts.source.towers
+        return encode_rank_items(
+            run.parts.model,
+            run.parts.featuriser,
+            items,
+            session=run.session,
+            between=run.interrupts.check,
+            kept=towers if towers.stores else None,
+        )

@@ -1,0 +1,345 @@
+"""Logging of a run: the console, training_log.txt and their failures. Only rank 0 logs, unless debug is on."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO, cast
+
+from rich.console import Console
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.evaluation.report.record import scores_line
+
+log = logging.getLogger("vembed")
+
+
+class ResilientStream:
+    """Console stream that survives its reader (a closed terminal, a pipe into `head`). Later lines are discarded."""
+
+    def __init__(self, target: TextIO) -> None:
+        self.target = target
+        self.encoding = target.encoding
+        self.is_closed = False
+
+    def write(self, text: str) -> int:
+        """Write to the target, or discard the text once the target is closed."""
+        try:
+            return self.target.write(text)
+        except OSError:
+            self._turn_away()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush the target, unless it is closed."""
+        try:
+            self.target.flush()
+        except OSError:
+            self._turn_away()
+
+    def isatty(self) -> bool:
+        """Return whether the target is a terminal."""
+        return self.target.isatty()
+
+    def fileno(self) -> int:
+        """Return the target's file descriptor."""
+        return self.target.fileno()
+
+    def _turn_away(self) -> None:
+        """Redirect the descriptor to the null device, so that later flushes, and Python's own at exit, do not fail."""
+        self.is_closed = True
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        with suppress(OSError, ValueError):
+            os.dup2(nothing, self.target.fileno())
+        os.close(nothing)
+
+
+class LogFile(logging.FileHandler):
+    """Log file that survives a full disk. The failure is reported once on the console; the file then lacks lines.
+
+    Until `begin`, lines are held in memory: a start that is refused writes nothing.
+    """
+
+    is_told = False
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
+        self._held: list[str] | None = []
+
+    def begin(self) -> None:
+        """Open the file and write the lines so far."""
+        self.acquire()
+        try:
+            held, self._held = self._held, None
+            if held is not None:
+                self.stream = self._open()
+                self.stream.write("".join(f"{line}\n" for line in held))
+                self.stream.flush()
+        finally:
+            self.release()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, or hold it."""
+        if self._held is None:
+            super().emit(record)
+        else:
+            self._held.append(self.format(record))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - Python's name
+        """Report a line that could not be written. Called by logging."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.is_told:
+            self.is_told = True
+            log.warning(
+                "%s: %s; lines are missing in it until there is room",
+                self.baseFilename,
+                error.strerror,
+            )
+
+    def close(self) -> None:
+        """Close the file, even if buffered lines could not be written."""
+        with suppress(OSError):
+            super().close()
+
+
+class LineFile:
+    """File of complete lines. Lines that do not fit on a full disk are kept and written when there is room."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting: list[bytes] = []
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, line: str) -> None:
+        """Append a line, after any pending ones, and flush them to disk."""
+        was_waiting = bool(self.waiting)
+        self.waiting.append(line.encode() + b"\n")
+        data = b"".join(self.waiting)
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            written = 0
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), size)  # remove the incomplete line
+            if not was_waiting:
+                log.warning(
+                    "%s: %s; its lines wait in memory until there is room",
+                    self.path,
+                    error.strerror,
+                )
+            return
+        if was_waiting:
+            log.info(
+                "%s: %d lines that waited are written", self.path, len(self.waiting)
+            )
+        self.waiting = []
+
+    def sync(self) -> None:
+        """Flush what is written to the disk."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system without it
+                log.warning("%s: %s", self.path, error.strerror)
+
+    def close(self) -> None:
+        """Flush the file to the disk and close it. Lines still pending are lost and counted."""
+        self.sync()
+        if self.waiting:
+            log.error(
+                "%s: %d lines found no room and are lost", self.path, len(self.waiting)
+            )
+        self._file.close()
+
+
+HEADLINE = {"is_headline": True}
+"""Extra of records that the console shows during the set-up too."""
+TRAINING = {"is_headline": True, "ends_setup": True}
+"""Extra of the last record of the set-up."""
+ALWAYS_SHOWN = frozenset({"checkpointer", "resume", "interrupts"})
+"""Modules whose lines tell what happens to earlier results; shown during the set-up too."""
+ALWAYS_DETAIL = frozenset({"memory", "parameters", "sharding"})
+"""Modules whose lines only the log file and `console: verbose` have."""
+SHORT = "short_form"
+"""Attribute of records with a shorter text for the console."""
+COLUMNS = 100
+"""Length of the lines on steps and evaluations on the console."""
+STYLES = {
+    logging.WARNING: "yellow",
+    logging.ERROR: "bold red",
+    logging.CRITICAL: "bold red",
+}
+
+
+class ConsoleHandler(logging.Handler):
+    """Handler that writes above the progress bar on a terminal, and plain lines into a file or pipe."""
+
+    def __init__(
+        self, console: Console, stream: ResilientStream, mode: str = "verbose"
+    ) -> None:
+        """`mode`: the option `console`."""
+        super().__init__()
+        self.console = console
+        self.stream = stream
+        self.mode = mode
+        self._is_setup = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line, if it is shown."""
+        if not self._is_shown(record):
+            return
+        was_closed = self.stream.is_closed
+        if self.mode != "verbose" and SHORT in record.__dict__:
+            record = copy(record)
+            record.msg, record.args = record.__dict__[SHORT], ()
+        line = self.format(record)
+        if record.levelno >= logging.WARNING:
+            line = f"{record.levelname.lower()}: {line}"
+        self.console.print(
+            line,
+            style=STYLES.get(record.levelno),
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )  # rich leaves the colours out where the stream is no terminal
+        if self.stream.is_closed and not was_closed:
+            log.warning("the console is closed; the run continues and logs to its file")
+
+    def _is_shown(self, record: logging.LogRecord) -> bool:
+        if "ends_setup" in record.__dict__:
+            self._is_setup = False
+        if self.mode == "verbose" or record.levelno >= logging.WARNING:
+            return True
+        if self.mode == "quiet" or record.module in ALWAYS_DETAIL:
+            return False
+        return (
+            not self._is_setup
+            or "is_headline" in record.__dict__
+            or record.module in ALWAYS_SHOWN
+        )
+
+
+def log_scores(
+    when: str,
+    scores: dict[str, float],
+    before: dict[str, float],
+    metric: str,
+    ending: str,
+) -> None:
+    """Log an evaluation: all main scores in the log file, and what fits into a line on the console."""
+    short = (
+        scores_line(when, scores, before, metric, columns=COLUMNS - len(ending))
+        + ending
+    )
+    log.info(
+        "%s%s", scores_line(when, scores, before, metric), ending, extra={SHORT: short}
+    )
+
+
+def config_console(config: TrainConfig) -> str:
+    """Return the console's mode: a run with `debug` shows everything."""
+    return "verbose" if config.logging.debug else config.logging.console
+
+
+SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "CREDENTIAL")
+"""Substrings of environment variable names. The values of matching variables are never logged."""
+MIN_SECRET_LENGTH = 8
+
+
+class SafeFormatter(logging.Formatter):
+    """Formatter that replaces the values of secret environment variables, in messages and tracebacks."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__(pattern, "%Y-%m-%d %H:%M:%S")
+        self.secrets = [
+            value
+            for name, value in os.environ.items()  # what is secret is known by the variable that holds it
+            if any(mark in name.upper() for mark in SECRET_MARKS)
+            and len(value) >= MIN_SECRET_LENGTH
+        ]
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line with secrets replaced."""
+        line = super().format(record)
+        for secret in self.secrets:
+            line = line.replace(secret, "***")
+        return line
+
+
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Console and log file of a run."""
+
+    console: Console
+    file: LogFile | None
+    """The log file, on rank 0."""
+
+    def begin(self) -> None:
+        """Write the log file from here on, with the lines so far. Raise UserError if it cannot be written to."""
+        if self.file is not None:
+            _begin(self.file)
+
+
+@contextmanager
+def run_logging(config: TrainConfig, rank: int) -> Iterator[Outlets]:
+    """Send the lines of logger "vembed" to the console and the run's files while the with-block runs."""
+    output = Path(config.run.output_dir)
+    plain = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
+    handlers: list[logging.Handler] = []
+    file: LogFile | None = None
+    # Python has no stdout where the caller has closed it.
+    stream = ResilientStream(sys.stdout or io.StringIO())
+    console = Console(file=cast(TextIO, stream), quiet=rank != 0)
+    if rank == 0:
+        screen = ConsoleHandler(console, stream, config_console(config))
+        screen.setFormatter(SafeFormatter("%(message)s"))
+        screen.setLevel(logging.INFO)
+        file = LogFile(output / config.logging.log_file)
+        file.setFormatter(plain)
+        file.setLevel(logging.DEBUG if config.logging.debug else logging.INFO)
+        handlers += [screen, file]
+    if config.logging.debug:
+        own = LogFile(output / "logs" / f"rank-{rank}.log")
+        own.setFormatter(plain)
+        _begin(own)  # it is read when a start hangs
+        handlers.append(own)
+    before = log.level, log.propagate
+    log.setLevel(logging.DEBUG if config.logging.debug else logging.INFO)
+    log.propagate = False
+    for handler in handlers:
+        log.addHandler(handler)
+    if not handlers:
+        log.addHandler(logging.NullHandler())
+    try:
+        yield Outlets(console, file)
+    finally:
+        for handler in list(log.handlers):
+            log.removeHandler(handler)
+            handler.close()
+        log.setLevel(before[0])
+        log.propagate = before[1]
+
+
+def _begin(file: LogFile) -> None:
+    path = Path(file.baseFilename)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file.begin()
+    except OSError as error:
+        raise UserError(
+            f"output_dir: {path} cannot be written to ({error.strerror}); give a folder that every process may write "
+            "to, on a disk with room"
+        ) from error
