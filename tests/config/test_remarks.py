@@ -11,10 +11,10 @@ import torch
 import vembed
 from tests import tiny
 from tests.config.effects import build, given, lines_of, resolve
+from vembed.cli.commands import doctor
 from vembed.errors import UserError
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
-from vembed.tools import doctor
 from vembed.training.budget import Budget, advice
 
 CPU = torch.device("cpu")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from vembed.config.entries import (
     DataSource,
     Dtype,
-    FamilyName,
     Fraction,
     Frozen,
     Guard,
@@ -28,6 +27,8 @@ from vembed.config.entries import (
 )
 from vembed.config.negatives import EpochMining
 from vembed.errors import UserError
+from vembed.models.families.table import FamilyName
+from vembed.models.poolings import PoolingName, pooling_text
 
 
 class Section(Frozen):
@@ -39,7 +40,7 @@ class ModelSection(Section, title="model"):
 
     model_name: str
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
-    model_family: Literal["auto", FamilyName] = "auto"
+    model_family: Literal["auto"] | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files; the log gives the reason."""
     model_revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
@@ -80,8 +81,9 @@ class ModelSection(Section, title="model"):
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
     """Maximum length of a text in tokens; longer texts are truncated. Default: the model's own limit, at most 512."""
-    pooling: Literal["auto", "cls", "mean", "last", "weighted_mean", "max"] = "auto"
-    """Pooling of token vectors into one embedding. `auto`: from the model's own files, otherwise by family."""
+    pooling: Literal["auto"] | PoolingName = Field(
+        default="auto", description=pooling_text()
+    )
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own; an empty string means none."""
     document_prompt: str | None = None
@@ -92,7 +94,8 @@ class ModelSection(Section, title="model"):
     """Vision-language models: largest image area in pixels; larger images are reduced. Default: the model's own."""
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
-    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for."""
+    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for. Has no
+    effect with gradient checkpointing where texts are packed (`padding_free`)."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Default: true with `strategy: fsdp`,
     except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise false."""
@@ -641,3 +644,12 @@ def section_titles() -> dict[str, str]:
         for option in section.model_fields:
             titles[option] = title
     return titles
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config file, in which all options stand flat."""
+    fields: dict[str, Any] = {}
+    for name, field in option_fields().items():
+        fields[name] = (field.annotation, field)
+    model = create_model("TrainConfig", __base__=Frozen, **fields)
+    return model.model_json_schema()

@@ -23,11 +23,11 @@ from vembed.data_tools.audit.checks import (
     lengths,
     scripts,
 )
+from vembed.data_tools.audit.page import render
 from vembed.data_tools.audit.ranks import RankChecks
 from vembed.data_tools.init.data_page import sections
 from vembed.data_tools.init.sections import Section
 from vembed.errors import UserError
-from vembed.mining.audit_page import render
 from vembed.mining.candidates import CandidateStore
 from vembed.mining.config import AuditConfig, MineConfig
 from vembed.mining.mine import Inputs, Log, open_session, read_inputs, work_folder

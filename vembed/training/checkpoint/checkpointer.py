@@ -766,11 +766,9 @@ def whole_model_writer(
             merge = config.adapters.save_merged
             save_model(
                 checkpoint / MODEL_FOLDER,
-                embedder.description,
-                embedder.backbone,
-                embedder.head,
+                embedder,
                 weights,
-                dtype=saved_dtype(config, embedder.description),
+                dtype=saved_dtype(config.run.save_dtype, embedder.description),
                 merge_adapters=merge,
             )
 
