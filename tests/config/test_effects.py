@@ -148,8 +148,8 @@ BUILT: dict[str, Row] = {
         lambda one: one.layers()[0].gradient_checkpointing,
         True,
     ),
-    "use_mrl": ("mrl", lambda one: tuple(one.trainer.parts.loss.mrl_dims), (16, 8)),
-    "mrl_dims": ("many", lambda one: tuple(one.trainer.parts.loss.mrl_dims), (16, 8)),
+    "use_mrl": ("mrl", lambda one: tuple(one.trainer.parts.loss.sizes.dims), (16, 8)),
+    "mrl_dims": ("many", lambda one: tuple(one.trainer.parts.loss.sizes.dims), (16, 8)),
     "mrl_projection": (
         "mrl",
         lambda one: one.trainer.parts.embedder.mrl_projection is not None,

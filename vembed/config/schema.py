@@ -158,8 +158,9 @@ class DataSection(Section, title="data"):
     val_split: (
         Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None
     ) = None
-    """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. All examples of a
-    query and of its near-duplicates go to one side; which side depends on the seed and the texts alone."""
+    """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. Examples with equal
+    or nearly equal queries or documents go to one side; which side depends on the seed and the texts alone. All
+    documents of the data are searched."""
     column_mapping: dict[str, str] | None = None
     """Names in your file -> names that vembed reads, e.g. {question: query, answer: positive}."""
     retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"

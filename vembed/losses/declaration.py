@@ -134,9 +134,9 @@ class FixedTemperature(Loss):
     """Base class of losses on similarities divided by a temperature."""
 
     temperature: PositiveFloat = 0.05
-    """Divisor of the similarities. Smaller values weight hard negatives more. If left out: the default of the loss,
-    and with loss: infonce what the model's files name (CLIP, SigLIP). A learned one starts here if the option is given,
-    otherwise from the value in the model's files or the default."""
+    """Divisor of the similarities. Smaller values weight hard negatives more. If left out: the default of the loss (0.1
+    for cosent and angle), and with loss: infonce what the model's files name (CLIP, SigLIP). A learned one starts here if
+    the option is given, otherwise from the value in the model's files or the default."""
 
 
 class Temperature(FixedTemperature):

@@ -182,7 +182,7 @@ class NoLoss(Loss):
     """Zero, for runs that train by the model's own losses alone."""
 
     name = "none"
-    summary = "nothing: the model's own losses alone train it"
+    summary = "the losses of the model itself alone train it"
     records = "texts"
     negatives = "unread"
 
