@@ -246,7 +246,7 @@ def test_beir_folder_in_parquet(tmp_path, is_of_hub):
         ),
         again,
     )
-    with pytest.raises(UserError, match=rf"{again.name}, row 2: _id d1 occurs twice"):
+    with pytest.raises(UserError, match=rf"{again.name}:2: _id d1 occurs twice"):
         opened(place)
 
 

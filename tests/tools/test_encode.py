@@ -213,7 +213,7 @@ def test_rows_that_are_no_rows_are_left_out(tmp_path, name, content, bad):
     path.write_text(content)
     with pytest.raises(
         UserError,
-        match=f"cannot be encoded, mend them, .*\n  .*{name}, row 2: the number of cells is",
+        match=f"cannot be encoded, fix them, .*\n  .*{name}:2: the number of cells is",
     ):
         run_encode(model, str(path), str(target))
     run_encode(model, str(path), str(target), on_bad_record="skip")
@@ -313,7 +313,7 @@ def test_an_empty_file_gives_no_rows(tmp_path, suffix):
         (
             "a.csv.gz",
             gzip.compress(b'text\none\n""\n', mtime=0),
-            r"a\.csv\.gz, row 2: none of the fields",
+            r"a\.csv\.gz:2: none of the fields",
         ),
         (
             "a.jsonl.xz",
@@ -393,7 +393,7 @@ def test_an_empty_cell_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("Nr,Frage\n1,one\n2,\n")
     with pytest.raises(
         UserError,
-        match=r"a\.csv, row 2: Frage is empty, and every row has to give one embedding",
+        match=r"a\.csv:2: Frage is empty, and every row has to give one embedding",
     ):
         run_encode(
             str(shared(tiny_bert_st)),
@@ -496,7 +496,7 @@ def damaged(pictures, tmp_path):
 def test_images_that_cannot_be_read_are_named_together(damaged, tmp_path, monkeypatch):
     """In the first chunk before the model is loaded, later when the first of them is met."""
     (damaged / "worse.png").write_bytes(b"nothing")
-    said = r"2 inputs cannot be encoded, mend them, or leave them out by --on-bad-record skip:\n  image .*bad\.jpg is "
+    said = r"2 inputs cannot be encoded, fix them, or leave them out by --on-bad-record skip:\n  image .*bad\.jpg is "
     with pytest.raises(
         UserError, match=said + r"broken.*\n  image .*worse\.png is none"
     ):

@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from vembed.config.schema import TrainConfig
+from vembed.data.documents import ID_FIELDS
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
@@ -23,7 +24,6 @@ from vembed.models.families.table import Pooling
 from vembed.parallel.session import start_session
 from vembed.progress import ProgressReport, duration
 from vembed.tools.encode_input import (
-    ID_COLUMNS,
     ITEM_COLUMNS,
     BadInputs,
     Format,
@@ -127,7 +127,7 @@ def run_encode(
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
         rows = rows_of(input, input_format)
-        wanted = (*ID_COLUMNS, *keep, *([column] if column else ITEM_COLUMNS))
+        wanted = (*ID_FIELDS, *keep, *([column] if column else ITEM_COLUMNS))
         lines = InputLines(input, session, rows, wanted, CHUNK_LINES)
         bad = BadInputs(session, skips=on_bad_record == "skip")
         given: Format = "jsonl" if rows else input_format

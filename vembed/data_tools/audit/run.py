@@ -12,6 +12,7 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.data.columns import judgement_column, unread_judgement
+from vembed.data.example_store import Records
 from vembed.data.examples import Example
 from vembed.data.messages import joined, listed
 from vembed.data.overlap import find_overlap, warnings_of
@@ -35,7 +36,7 @@ from vembed.mining.config import AuditConfig, MineConfig
 from vembed.mining.mine import Inputs, Say, open_session, read_inputs
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
-from vembed.mining.record_tables import FileTable, Rows, open_rows
+from vembed.mining.record_tables import Rows, open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 from vembed.saving.durability import replace_text
@@ -67,7 +68,7 @@ def data_sections(
     examples = _Examples(data)
     read = [*inputs.summary()]
     for table in inputs.rows.tables:
-        if isinstance(table, FileTable):
+        if isinstance(table, Records):
             read += [f"left out: {problem}" for problem in joined(table.index.problems)]
             if table.index.unused:
                 read.append(f"{table.name}: not used: {listed(table.index.unused)}")
@@ -253,11 +254,11 @@ def _bad_records(rows: Rows, num_examples: int, words: str) -> list[Finding]:
     problems = [
         problem
         for table in rows.tables
-        if isinstance(table, FileTable)
+        if isinstance(table, Records)
         for problem in table.index.problems
     ]
     count = sum(
-        table.index.num_bad for table in rows.tables if isinstance(table, FileTable)
+        table.index.num_bad for table in rows.tables if isinstance(table, Records)
     )
     if not count:
         return []
@@ -284,7 +285,7 @@ def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
     found = []
     for table in rows.tables:
         if (
-            not isinstance(table, FileTable)
+            not isinstance(table, Records)
             or table.index.labels is not None
             or table.index.counts.scored
         ):
