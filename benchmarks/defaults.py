@@ -38,8 +38,8 @@ from benchmarks.collections_here import COLLECTIONS, Collection
 from benchmarks.defaults_table import print_tables
 from benchmarks.tiny_models import INITIAL, MODELS, made
 from benchmarks.train import machine
+from vembed.cli.commands.demo import demo_model
 from vembed.config.rhythm import epochs_for
-from vembed.tools.demo import demo_model
 
 Options = dict[str, Any]
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scale import write_data
+from vembed.cli.commands.demo import demo_model
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.feeding import Feeder
@@ -36,7 +37,6 @@ from vembed.models.embedding_model import build_model
 from vembed.models.families.decisions import describe
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
-from vembed.tools.demo import demo_model
 from vembed.training import step
 from vembed.training.budget import Budget, MemoryGuard
 from vembed.training.exchange import Column, gather_columns
@@ -146,9 +146,10 @@ def measure(
     schedule = BatchSchedule([len(store)], rows * world_size, 0)
     found: dict[str, list[float]] = defaultdict(list)
     with start_session(resolve_run(config, env={})) as session:
-        description = describe(config)
+        description = describe(config.model)
         model = session.prepare(
-            build_model(config, description), description.layer_classes
+            build_model(description, config.model, config.adapters),
+            description.layer_classes,
         )
         featuriser = Featuriser(description)
         stream = RankBatchStream(

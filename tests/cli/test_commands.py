@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_help_loads_nothing_heavy(process: Command) -> None:
     code = (
-        "import sys\nfrom vembed.cli import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom vembed.cli.main import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'pydantic', 'numpy', 'yaml'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
     done = process("-c", code)
@@ -108,7 +108,7 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
         "translated: lr: 2e-05 -> learning_rate: 2e-05 (cfg.yaml, line 7)",
         "strategy: fsdp",
         "fsdp: version 2, FULL_SHARD, TRANSFORMER_BASED_WRAP (configs/accelerate_fsdp.yaml)",
-        "gradient checkpointing: true (default with use_fsdp: true)",
+        "gradient checkpointing: true (default with strategy: fsdp)",
         "world size: 4 = 4 process(es) (num_processes)",
         "global batch: 64 = 4 x 16 examples",
         "data: data/train.jsonl (not here: a name on the Hub, or a path that is missing)",
@@ -409,7 +409,7 @@ def test_the_entry_point_works_as_a_file_of_a_checkout(
         ignore=shutil.ignore_patterns("__pycache__"),
     )
     shutil.copytree(ROOT / "configs", "checkout/configs")
-    verb = Path("checkout/vembed/tools/train_command.py")
+    verb = Path("checkout/vembed/cli/commands/train.py")
     verb.write_text(
         verb.read_text().replace("would run: ", "would run, says the checkout: ")
     )

@@ -11,11 +11,11 @@ import pytest
 
 from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_bert, tiny_clip
+from vembed.cli.commands import init_memory
 from vembed.config.loading import load_config
 from vembed.data_tools.init import columns, values
 from vembed.data_tools.init.columns import guess
 from vembed.data_tools.init.values import is_english
-from vembed.tools import init_memory
 
 GERMAN = (
     "Drucker",
@@ -329,7 +329,7 @@ def test_the_data_of_a_config_on_one_page(
         in done.out
     )
     assert "2 examples have one of their positives among their negatives" in done.out
-    assert "pairs: 1 different, 1 repetitions" in done.out
+    assert "pairs: 1 different, 1 repetition" in done.out
     done = vembed(
         "data", f"model_name={shared(tiny_bert)}", "data_path=[train.jsonl, val.jsonl]"
     )

@@ -18,6 +18,7 @@ from rich.console import Console
 import vembed
 from tests import tiny
 from tests.losses.batches import SIZES, make_batch
+from vembed.cli.commands.train import resolve_launch
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.data.examples import ImageRef, Item
@@ -26,7 +27,6 @@ from vembed.models.families.backbones import layers_of
 from vembed.models.quantized import is_quantized
 from vembed.parallel.launch import rank_environments
 from vembed.parallel.session import start_session
-from vembed.tools.train_command import resolve_launch
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.interrupts import Interrupts
 from vembed.training.run_log import Outlets
@@ -346,7 +346,7 @@ GROUPS: dict[str, Options] = {
         "gradient_cache_chunk_size": 3,
         "max_steps": None,
         "epochs": 2.0,
-        "warmup_ratio": 0.5,
+        "warmup_steps": 0.5,
         "optim": "sgd",
         "scale_learning_rate": "linear",
         "base_batch_size": 3,

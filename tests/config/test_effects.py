@@ -317,7 +317,6 @@ BUILT: dict[str, Row] = {
         "mrl",
     ),
     "layer_lr_decay": ("many", lambda one: one.group("layer.0.")["initial_lr"], 0.125),
-    "warmup_ratio": ("other", lambda one: one.trainer.schedule.warmup_steps > 3, True),
     "warmup_steps": ("many", lambda one: one.trainer.schedule.warmup_steps, 3),
     "lr_scheduler_type": ("many", lambda one: one.trainer.schedule.kind, "cosine"),
     "max_grad_norm": ("many", lambda one: one.trainer.update.max_grad_norm, 0.75),
@@ -510,7 +509,10 @@ def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
         "reason": "one process",
         "source": "default",
     }
-    assert decisions["gradient checkpointing"]["reason"] == "default without use_fsdp"
+    assert (
+        decisions["gradient checkpointing"]["reason"]
+        == "default without strategy: fsdp"
+    )
     assert set(decisions) == {
         "strategy",
         "gradient checkpointing",
@@ -776,7 +778,7 @@ IN_A_FILE = {
     "fsdp_state_dict_type": ("FULL_STATE_DICT", "FULL_STATE_DICT"),
     "fsdp_cpu_ram_efficient_loading": (False, "false"),
     "fsdp_sync_module_states": (False, "false"),
-    "fsdp_activation_checkpointing": (True, "true"),
+    "gradient_checkpointing": (True, "true"),
 }
 
 
@@ -797,7 +799,7 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
     env = {name.upper(): text for name, (_, text) in IN_A_FILE.items()}
     env |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16"}
     said = resolve_run(
-        {**base, **values, "use_fsdp": True, "mixed_precision": "fp16"}, env={}
+        {**base, **values, "strategy": "fsdp", "mixed_precision": "fp16"}, env={}
     )
     by_file = resolve_run(
         {**base, "accelerate_config": str(tmp_path / "own.yaml")}, env={}

@@ -187,12 +187,12 @@ def test_key_given_twice(write_config: WriteConfig) -> None:
         write_config("seed: 1\nseed: 2\n")
     )
     twice = '{"seed": 1,\n"epochs": 1,\n"seed": 2%s}'
-    assert "a.json, line 3: 'seed' is given twice" in error_of(
+    assert "a.json, line 3: 'seed' is already given in line 1" in error_of(
         write_config(twice % "", name="a.json", needed="")
     )
     # Which of three the second one is, the reader does not know.
     inner = ', "training": {"seed": 3}'
-    assert "a.json: 'seed' is given twice" in error_of(
+    assert "'seed' is already given in line" in error_of(
         write_config(twice % inner, name="a.json", needed="")
     )
     assert "not valid TOML" in error_of(
@@ -202,10 +202,7 @@ def test_key_given_twice(write_config: WriteConfig) -> None:
 
 def test_one_option_under_two_names(write_config: WriteConfig) -> None:
     message = error_of(write_config("lr: 1e-5\nlearning_rate: 2e-5\n"))
-    assert (
-        "learning_rate: 2e-05 and lr: 1e-05 (cfg.yaml, line 3) both set learning_rate"
-        in message
-    )
+    assert "lr: 1e-05 (cfg.yaml, line 3) both set learning_rate" in message
     assert (
         load_config(
             write_config("lr: 1e-5\nlearning_rate: 1.0e-5\n")

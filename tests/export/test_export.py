@@ -16,24 +16,28 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import vembed
+from tests.files.saving import save
 from tests.tiny import (
     shared,
     texts,
+    tiny_bert,
     tiny_bert_st,
     tiny_qwen3_vl,
     tiny_siglip,
     tiny_siglip2,
 )
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
 from vembed.export import gguf_format, onnx_format, onnx_images
 from vembed.export.check import NUM_TEXTS, distances, smaller, texts_to_compare
-from vembed.export.exporting import MOST_STUDENT_EXAMPLES, student_texts
+from vembed.export.exporting import MOST_STUDENT_EXAMPLES, export_model, student_texts
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.safetensors_format import SafetensorsFormat
-from vembed.inference.serve.encoder import open_encoder
+from vembed.export.servers import server_refusal
+from vembed.inference.embedder import Embedder
+from vembed.inference.serve.encoder import ServedInput, open_encoder
 
 QUERY_PROMPT = "red green: "
 
@@ -505,15 +509,18 @@ def test_a_static_student(tmp_path: Path) -> None:
 
 def test_an_export_is_served_in_its_runtime(exported: Path) -> None:
     encoder = open_encoder(str(exported))
-    given = ["red", "a small bird in the garden"]
     model = vembed.Embedder(model_folder())
-    for kind in ("query", None):
-        vectors, num_tokens = encoder.encode(given, kind)
-        wanted = (
-            model.encode(given, "query") if kind else model.encode(given, prompt="")
-        )
-        np.testing.assert_allclose(vectors, wanted, atol=1e-6)
-        assert num_tokens > 8 and encoder.max_length == model.description.max_length
+    inputs = [ServedInput("red", "query"), ServedInput("a small bird in the garden")]
+    wanted = [
+        model.encode("red", "query"),
+        model.encode("a small bird in the garden", prompt=""),
+    ]
+    vectors, num_tokens = encoder.encode(inputs)
+    np.testing.assert_allclose(vectors, wanted, atol=1e-6)
+    assert sum(num_tokens) > 8 and encoder.max_length == model.description.max_length
+    ids = encoder.reader.token_ids("red", "query")
+    by_ids, _ = encoder.encode([ServedInput(ids)])
+    np.testing.assert_allclose(by_ids, wanted[:1], atol=1e-6)
     with pytest.raises(UserError, match="runs on the CPU at its own size"):
         open_encoder(str(exported), truncate_dim=8)
 
@@ -650,3 +657,15 @@ def test_the_check_reads_no_more_of_a_corpus_than_it_compares() -> None:
     )
     part = smaller(data)
     assert part is not None and (len(part.queries), len(part.documents)) == (500, 2_000)
+
+
+def test_a_server_that_cannot_pool_as_the_model_is_refused(tmp_path):
+    folder = save(shared(tiny_bert), tmp_path / "model", pooling="max")
+    with pytest.raises(UserError, match="max"):
+        export_model(
+            str(folder), tmp_path / "tei", "safetensors", check=False, server="tei"
+        )
+    assert not (tmp_path / "tei").exists()
+    description = Embedder(folder).description
+    assert server_refusal("llama.cpp", description) is not None
+    assert server_refusal("infinity", description) is None

@@ -32,7 +32,7 @@ from tests.parity.engine import (
     worst_error,
 )
 from tests.tiny_tokenizers import texts, wordpiece_tokenizer
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session

@@ -96,7 +96,9 @@ def test_wandb_hears_of_two_sharded_processes_from_process_0_alone(
             "tags": ["fsdp", "multi-node"],
         }
     }
-    options = settings(tmp_path, max_steps=2, val_data_path=None, use_fsdp=True, **said)
+    options = settings(
+        tmp_path, max_steps=2, val_data_path=None, strategy="fsdp", **said
+    )
     options["report_to"] = ["wandb"]
     first, second = run_ranks(train_with_a_tracker, 2, options, process_group=False)
     assert (first[0], first[-1], second) == (

@@ -264,7 +264,11 @@ class Torchao(types.ModuleType):
 
 def sharded(tmp_path, model_name, version):
     config = config_for(
-        tmp_path, model_name=model_name, use_fsdp=True, fsdp_version=version, **OPTIONS
+        tmp_path,
+        model_name=model_name,
+        strategy="fsdp",
+        fsdp_version=version,
+        **OPTIONS,
     )
     with start_session(config) as session:
         model, loss = (

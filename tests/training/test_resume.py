@@ -10,9 +10,9 @@ import pytest
 from tests.training.test_checkpoint import starting
 from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
+from vembed.cli.commands.resume_table import updated
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
-from vembed.tools.resume_table import updated
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.resume import (
     JUDGES,
@@ -79,7 +79,7 @@ def test_another_runs_checkpoint_needs_a_folder_of_its_own(tmp_path):
 
 MUST_STAY = """
     model_name model_revision pooling query_prompt max_length use_lora lora_r use_mrl mrl_dims freeze torch_dtype
-    mixed_precision seed loss temperature bidirectional negatives_from learning_rate optim weight_decay warmup_ratio
+    mixed_precision seed loss temperature bidirectional negatives_from learning_rate optim weight_decay warmup_steps
     lr_scheduler_type gradient_accumulation_steps no_duplicates max_negatives max_train_examples column_mapping
     scale_learning_rate head_learning_rate max_grad_norm
 """
@@ -273,6 +273,6 @@ def test_a_run_cuts_its_own_metrics(tmp_path):
 
 
 def test_the_page_says_of_every_option_whether_it_may_change():
-    """`python -m vembed.tools.resume_table` writes the table."""
+    """`python -m vembed.cli.commands.resume_table` writes the table."""
     page = Path(__file__).parents[2] / "docs" / "resume.md"
     assert page.read_text(encoding="utf-8") == updated(page.read_text(encoding="utf-8"))

@@ -210,7 +210,7 @@ def test_under_fsdp_the_advice_named_what_does_not_go_there(
     options: dict[str, Any], ranks: RankInfo, wanted: str, absent: str
 ) -> None:
     config = TrainConfig(
-        model_name=str(shared(tiny_bert)), data_path="-", use_fsdp=True, **options
+        model_name=str(shared(tiny_bert)), data_path="-", strategy="fsdp", **options
     )
     placement = place(
         resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100

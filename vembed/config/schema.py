@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from vembed.config.entries import (
     DataSource,
     Dtype,
-    FamilyName,
     Fraction,
     Frozen,
     Guard,
@@ -27,6 +26,9 @@ from vembed.config.entries import (
     Teacher,
 )
 from vembed.config.negatives import EpochMining
+from vembed.errors import UserError
+from vembed.models.families.table import FamilyName
+from vembed.models.poolings import PoolingName, pooling_text
 
 
 class Section(Frozen):
@@ -38,7 +40,7 @@ class ModelSection(Section, title="model"):
 
     model_name: str
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
-    model_family: Literal["auto", FamilyName] = "auto"
+    model_family: Literal["auto"] | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files; the log gives the reason."""
     model_revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
@@ -79,8 +81,9 @@ class ModelSection(Section, title="model"):
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
     """Maximum length of a text in tokens; longer texts are truncated. Default: the model's own limit, at most 512."""
-    pooling: Literal["auto", "cls", "mean", "last", "weighted_mean", "max"] = "auto"
-    """Pooling of token vectors into one embedding. `auto`: from the model's own files, otherwise by family."""
+    pooling: Literal["auto"] | PoolingName = Field(
+        default="auto", description=pooling_text()
+    )
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own; an empty string means none."""
     document_prompt: str | None = None
@@ -91,9 +94,10 @@ class ModelSection(Section, title="model"):
     """Vision-language models: largest image area in pixels; larger images are reduced. Default: the model's own."""
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
-    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for."""
+    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for. Has no
+    effect with gradient checkpointing where texts are packed (`padding_free`)."""
     gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, a third more time. Default: true with `use_fsdp: true`,
+    """Recompute activations in the backward pass: less memory, a third more time. Default: true with `strategy: fsdp`,
     except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise false."""
 
 
@@ -151,8 +155,9 @@ class DataSection(Section, title="data"):
     val_split: (
         Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None
     ) = None
-    """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. All examples of a
-    query and of its near-duplicates go to one side; which side depends on the seed and the texts alone."""
+    """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. Examples with equal
+    or nearly equal queries or documents go to one side; which side depends on the seed and the texts alone. All
+    documents of the data are searched."""
     column_mapping: dict[str, str] | None = None
     """Names in your file -> names that vembed reads, e.g. {question: query, answer: positive}."""
     retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"
@@ -185,6 +190,15 @@ class DataSection(Section, title="data"):
     num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images; 0: none."""
+
+    def sources(self) -> list[DataSource]:
+        """Return an entry for each source of `data_path`."""
+        paths = self.data_path if isinstance(self.data_path, list) else [self.data_path]
+        sources = []
+        for path in paths:
+            source = DataSource(path=path) if isinstance(path, str) else path
+            sources.append(source)
+        return sources
 
 
 class ObjectiveSection(Section, title="loss"):
@@ -292,6 +306,21 @@ class BatchSection(Section, title="batch"):
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`, `lora_towers`)."""
 
+    def rows_per_process(self, world_size: int) -> int:
+        """Return the rows of a process in a batch. Raise UserError for a remainder."""
+        rows = self.global_batch_size
+        if rows is None:
+            return self.batch_size
+        if rows % world_size:
+            below = rows // world_size * world_size
+            above = f"{below + world_size:,d}"
+            near = f"{below:,d} or {above}" if below else above
+            raise UserError(
+                f"global_batch_size: {rows:,d} cannot be divided among "
+                f"{world_size:,d} processes: use {near}, or another number of processes"
+            )
+        return rows // world_size
+
 
 class OptimizerSection(Section, title="optimizer"):
     """Optimizer, learning rate and length of the run."""
@@ -326,10 +355,9 @@ class OptimizerSection(Section, title="optimizer"):
     a composed model with `learning_rate: auto`."""
     layer_lr_decay: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0
     """Factor on the learning rate per layer below the last one. 1: the same rate for all layers."""
-    warmup_ratio: Fraction = 0.1
-    """Fraction of all steps in which the learning rate rises to its peak."""
-    warmup_steps: NonNegativeInt | None = None
-    """Steps in which the learning rate rises to its peak; replaces `warmup_ratio`."""
+    warmup_steps: NonNegativeInt | Fraction = 0.1
+    """Steps in which the learning rate rises to its peak. A number with a decimal point, such as 0.1, is a share of all
+    steps (also `warmup_ratio`)."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """Decay of the learning rate after the warm-up. constant: no decay."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -345,10 +373,9 @@ class ParallelSection(Section, title="parallel"):
     """Processes, devices and sharding."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded. `auto`: by size; see the log."""
-    use_fsdp: bool = False
-    """Same as `strategy: fsdp`, with the options of `configs/accelerate_fsdp.yaml`. An explicit false rules FSDP out
-    under `strategy: auto` too."""
+    """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded, with the options of
+    `configs/accelerate_fsdp.yaml`. `auto`: by size; see the log. Also `use_fsdp: true` for fsdp; `use_fsdp: false` rules
+    sharding out."""
     accelerate_config: str | None = None
     """Accelerate YAML or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
     config override it, and values that `accelerate launch` sets do too."""
@@ -366,8 +393,6 @@ class ParallelSection(Section, title="parallel"):
     between machines."""
     fsdp_offload_params: bool | None = None
     """Keep parameters, gradients and optimizer state in host memory between uses."""
-    fsdp_cpu_offload: bool | None = None
-    """Alias of `fsdp_offload_params`; the two must not contradict each other."""
     fsdp_auto_wrap_policy: (
         Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None
     ) = None
@@ -395,8 +420,6 @@ class ParallelSection(Section, title="parallel"):
     """FSDP1 only: limit the number of concurrent all-gathers. FSDP2 always does."""
     fsdp_use_orig_params: bool | None = None
     """FSDP1 only: keep the original parameters visible (needed for LoRA). FSDP2 always does."""
-    fsdp_activation_checkpointing: bool | None = None
-    """Alias of `gradient_checkpointing`, with or without FSDP; the two must not contradict each other."""
     fsdp_state_dict_type: (
         Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"] | None
     ) = None
@@ -405,8 +428,6 @@ class ParallelSection(Section, title="parallel"):
     """Only rank 0 reads the weights and sends the others their shards."""
     fsdp_sync_module_states: bool | None = None
     """FSDP1: broadcast the weights of rank 0 at the start."""
-    fsdp_mixed_precision: bool | None = None
-    """false: FSDP computes in the dtype of the parameters, whatever `mixed_precision` is."""
     fsdp_param_dtype: Dtype | None = None
     """Dtype of the gathered parameters and thus of computation; it overrides `mixed_precision`. Default: from
     `mixed_precision`."""
@@ -443,6 +464,13 @@ class EvaluationSection(Section, title="evaluation"):
     """Cut-offs of nDCG, MRR, Recall and MAP."""
     eval_batch_tokens: Literal["auto"] | PositiveInt = "auto"
     """Padded tokens per micro-batch in evaluation."""
+
+    def listed_guards(self) -> list[Guard]:
+        """Return an entry for each of `guards`."""
+        guards = []
+        for guard in self.guards or []:
+            guards.append(Guard(path=guard) if isinstance(guard, str) else guard)
+        return guards
 
 
 class LoggingSection(Section, title="logging"):
@@ -616,3 +644,12 @@ def section_titles() -> dict[str, str]:
         for option in section.model_fields:
             titles[option] = title
     return titles
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config file, in which all options stand flat."""
+    fields: dict[str, Any] = {}
+    for name, field in option_fields().items():
+        fields[name] = (field.annotation, field)
+    model = create_model("TrainConfig", __base__=Frozen, **fields)
+    return model.model_json_schema()

@@ -51,12 +51,14 @@ class Schedule:
         self.total_steps = total_steps
         self.multiplier = lr_multiplier(config, examples_per_step)
         self.peak = rate_of(config) * self.multiplier
-        if config.optimizer.warmup_steps is not None:
-            self.warmup_steps, why = config.optimizer.warmup_steps, "warmup_steps"
+        warmup = config.optimizer.warmup_steps
+        if isinstance(warmup, int):
+            self.warmup_steps = warmup
+            why = "warmup_steps"
         else:
-            # Rounded up, so that a ratio above 0 warms up in short runs too.
-            self.warmup_steps = math.ceil(config.optimizer.warmup_ratio * total_steps)
-            why = f"warmup_ratio {config.optimizer.warmup_ratio:g} of {total_steps:,d} steps"
+            # Rounded up, so that a share above 0 warms up in short runs too.
+            self.warmup_steps = math.ceil(warmup * total_steps)
+            why = f"warmup_steps {warmup:g} of {total_steps:,d} steps"
         fall = (
             "stays there"
             if self.kind == "constant"

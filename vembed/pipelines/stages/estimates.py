@@ -15,7 +15,7 @@ from vembed.progress import duration
 from vembed.training.fingerprints import of_model
 
 if TYPE_CHECKING:
-    from vembed.tools.plan import Prediction
+    from vembed.cli.commands.plan import Prediction
 
 Predict = Callable[[TrainArguments], "Prediction"]
 Show = Callable[["Prediction"], None]
@@ -63,7 +63,7 @@ def road_table(road: Road, arguments: TrainArguments, env: Mapping[str, str]) ->
             raise UserError(
                 f"no files of {config.model.model_name} here; `vembed plan` looks further"
             )
-        from vembed.tools.plan import predict  # imports torch
+        from vembed.cli.commands.plan import predict  # imports torch
 
         return predict(one, env)
 
@@ -177,7 +177,7 @@ def _between(step: Step, newest: Prediction | None) -> Estimate:
         )
     if newest is None:
         return Estimate(step, UNKNOWN)
-    from vembed.tools.hours import encoding_seconds
+    from vembed.cli.commands.hours import encoding_seconds
 
     # Weights in float32.
     memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
@@ -186,8 +186,8 @@ def _between(step: Step, newest: Prediction | None) -> Estimate:
         options.get("data_path"), options.get("corpus_path"), options.get("data")
     )
     times = [
-        encoding_seconds(newest.placement, newest.size, newest.speed_alone, one)
-        for one in places
+        encoding_seconds(newest.placement, newest.size, newest.speed_alone, place)
+        for place in places
     ]
     known = [one for one in times if one is not None]
     if len(known) < len(times) or not known:
@@ -207,4 +207,6 @@ def _places(*values: Any) -> list[str]:
         for one in (value if isinstance(value, list) else [value])
         if one is not None
     ]
-    return [str(one["path"] if isinstance(one, Mapping) else one) for one in entries]
+    return [
+        str(entry["path"] if isinstance(entry, Mapping) else entry) for entry in entries
+    ]

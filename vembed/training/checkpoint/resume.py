@@ -94,11 +94,11 @@ def forget_finished(output_dir: Path) -> None:
 METRICS = "metrics.jsonl"
 
 _LENGTH_AND_MACHINES = """
-    epochs max_steps max_train_minutes strategy use_fsdp accelerate_config num_processes num_machines
-    dist_timeout_minutes fsdp_version fsdp_sharding_strategy fsdp_offload_params fsdp_cpu_offload
+    epochs max_steps max_train_minutes strategy accelerate_config num_processes num_machines
+    dist_timeout_minutes fsdp_version fsdp_sharding_strategy fsdp_offload_params
     fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_wrap_embeddings
     fsdp_reshard_after_forward fsdp_backward_prefetch fsdp_forward_prefetch fsdp_limit_all_gathers
-    fsdp_use_orig_params fsdp_activation_checkpointing fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
+    fsdp_use_orig_params fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
     fsdp_sync_module_states
 """
 _MEMORY_AND_SPEED = """

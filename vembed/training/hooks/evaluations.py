@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from vembed.config.entries import Guard
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import listed_guards
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.query_results import EMBEDDED, named, write_content
@@ -81,7 +80,7 @@ class Guards(Hook):
     def __init__(self, config: TrainConfig) -> None:
         self._data: list[tuple[str, Guard, EvalData]] = [
             (one.label, one, open_eval_data(config, one.path))
-            for one in listed_guards(config)
+            for one in config.evaluation.listed_guards()
         ]
         self._before: dict[str, float] = {}
 

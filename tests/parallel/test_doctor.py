@@ -1,0 +1,199 @@
+"""`vembed doctor`: facts in the documents' order, a self-test with pass or fail, and the checklist of a config."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import command
+from tests.harness import rank_outcomes
+from tests.tiny import shared, tiny_bert
+from vembed.cli.commands import doctor, selftest
+
+FACTS = [
+    r"vembed doctor",
+    r"={50}",
+    r"Found \d+ GPU\(s\)",
+    r"CUDA available: (True|False)",
+    r"CUDA devices: \d+",
+    r"NCCL available: (True|False)",
+    r"NCCL version: (\d+\.\d+\S*|not available)",
+    r"bf16: ",
+    r"flash-attn: ",
+    r"bitsandbytes: ",
+    r"\* FSDP initialized with 2 processes .*: pass",
+    r"Loading model with FSDP\.\.\.",
+    r"\* Model loaded successfully with FSDP .*: pass",
+    r"Testing basic operations\.\.\.",
+    r"\* forward: .*: pass",
+    r"\* backward: .*: pass",
+    r"\* gradient cache: .*: pass",
+    r"\* bf16: .*: pass",
+    r"\* packed attention: .*: pass",
+    r"\* step: .*: pass",
+    r"\* gather: .*: pass",
+    r"\* save: .*: pass",
+    r"\* load: .*: pass",
+    r"\* weight edit: .*: pass",
+    r"Testing FSDP-aware memory management\.\.\.",
+    r"Rank 0, (GPU \d+: Allocated|CPU: RSS): ",
+    r"Rank 1, (GPU \d+: Allocated|CPU: RSS): ",
+    r"Total across 2 processes: ",
+    r"\* memory: .*: pass",
+    r"Self-test: pass",
+    r"1\. GPUs visible: .*: pass",
+    r"2\. strategy: fsdp, FSDP2 FULL_SHARD, TRANSFORMER_BASED_WRAP .*fsdp needed: no \(.*: pass",
+    r"3\. batch: 64 per process, in micro-batches .*: pass",
+    r"4\. gradient checkpointing: on .*: pass",
+    r"5\. memory: 34,688 parameters need .*: pass",
+    r"6\. dtypes: masters float32, .*: pass",
+    r"7\. (gloo|NCCL): .*: pass",
+    r"8\. weights: .* has its weights, whole: pass",
+]
+
+
+@pytest.mark.promise("A02", "A04", "A05", "A20", "A21", "B23", "D45")
+def test_facts_self_test_and_checklist_in_order(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nuse_fsdp: true\nbatch_size: 64\n"
+    )
+    done = command("doctor", str(config), "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    lines = iter(done.stdout.splitlines())
+    for fact in FACTS:
+        assert any(re.match(fact, line) for line in lines), fact
+
+
+def self_test_with_a_fault() -> str:
+    selftest.TOLERANCE = -1.0
+    sys.stdout = io.StringIO()
+    with pytest.raises(SystemExit) as caught:
+        selftest.main()
+    assert caught.value.code == 1
+    return sys.stdout.getvalue()
+
+
+@pytest.mark.promise("A20")
+def test_a_fault_is_named_with_its_rank_and_ends_the_self_test() -> None:
+    first, second = rank_outcomes(self_test_with_a_fault, 2, process_group=False)
+    for rank, outcome in enumerate((first, second)):
+        assert outcome.error is None
+        last = outcome.result.splitlines()[-1]
+        assert re.fullmatch(
+            rf"\* forward: FAIL on rank {rank}: RuntimeError: embeddings differ from those of one process by \S+",
+            last,
+        )
+
+
+@pytest.mark.promise("A20")
+def test_one_process_is_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert selftest.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("* Started with 1 process, so nothing is sharded")
+    assert lines[-1].startswith("* memory: ") and lines[-1].endswith(": pass")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            "mixed_precision: fp16\n",
+            "1. GPUs visible: none, the run computes on the CPU: FAIL",
+        ),
+        (
+            "strategy: single\n",
+            "2. strategy: strategy: single, but 2 processes were started",
+        ),
+        (
+            "batch_size: 64\nuse_gradient_cache: false\n",
+            "3. batch: 64 per process at once",
+        ),
+        (
+            "use_fsdp: true\ngradient_checkpointing: false\n",
+            "4. gradient checkpointing: off (gradient_checkpointing): FAIL",
+        ),
+    ],
+)
+@pytest.mark.promise("D45")
+def test_a_point_that_fails_makes_exit_code_1(
+    options: str,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\n{options}"
+    )
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    assert doctor.run_doctor(str(config), 2) == 1
+    failed = [
+        one for one in capsys.readouterr().out.splitlines() if one.endswith(": FAIL")
+    ]
+    assert any(one.startswith(line.removesuffix(": FAIL")) for one in failed)
+
+
+def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(
+        shared(tiny_bert), model, ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model_name: {model}\ndata_path: train.jsonl\nstrategy: ddp\n")
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
+    assert doctor.run_doctor(str(config), 2) == 1
+    said = capsys.readouterr().out
+    assert (
+        f"8. weights: {model} has no .safetensors file" in said
+        and "fsdp needed: no (a whole copy takes" in said
+    )
+    monkeypatch.setattr(doctor, "memory_of_a_process", lambda *_: 400_000)
+    assert doctor.run_doctor(str(config), 2) == 1
+    (line,) = [
+        one for one in capsys.readouterr().out.splitlines() if one.startswith("2. ")
+    ]
+    assert "fsdp needed: yes (a whole copy takes" in line and line.endswith(
+        "on several processes): FAIL"
+    )
+    (model / "model.safetensors").touch()
+    assert doctor.run_doctor(str(config), 2) == 1
+    assert (
+        "8. weights: " in (said := capsys.readouterr().out)
+        and "is not a safetensors file" in said
+    )
+
+
+def test_a_failed_self_test_makes_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_: 1)
+    assert doctor.run_doctor(None, 2) == 1
+    assert "Self-test: FAIL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("instructions", "said"),
+    [("AVX512-BF16", r"bf16: yes \(.*AVX512-BF16"), (None, "bf16: emulated, and slow")],
+)
+def test_bf16_of_a_cpu_is_said_as_it_is(
+    instructions: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "bf16_instructions", lambda: instructions)
+    [line] = [one for one in doctor.describe_machine() if one.startswith("bf16")]
+    assert re.match(said, line)

@@ -1,0 +1,434 @@
+"""`vembed init`: a commented starter config for a data file, whose columns and sizes are looked at, and a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from vembed.cli.commands.demo import demo_model
+from vembed.config.loading import load_config, one_line_yaml
+from vembed.config.options import join_words, nearest
+from vembed.data.columns import Columns
+from vembed.data.conversations import as_fields, is_conversation
+from vembed.data.examples import BadRecord
+from vembed.data.images.files import IMAGE_SUFFIXES
+from vembed.data.records import Mode
+from vembed.data_tools.init import values
+from vembed.data_tools.init.columns import confirm, doubts_about, guess, is_terminal
+from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
+from vembed.data_tools.init.values import is_english
+from vembed.errors import UserError
+from vembed.models.families.table import FAMILIES, Family
+
+GUESSED = "# GUESSED, please check: "
+"""Beginning of a line about a guess."""
+CHECK = "# CHECK: "
+"""Beginning of a line about something that may be wrong."""
+SMALLEST_SCORED = 200
+"""Scored pairs from which a tenth can be held out."""
+DEMO = "demo"
+"""Name for --model: all-MiniLM-L6-v2 from the demo's package, without a network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Findings in the data file."""
+
+    sample: FileSample
+    mapping: dict[str, str]
+    loss: str
+    about: str
+    """One line on the records."""
+    guesses: dict[str, str]
+    """Columns that were guessed -> why."""
+    queries: list[str]
+    documents: list[str]
+    doubts: list[str] = field(default_factory=list)
+    """Sentences on what may be wrong with the data, for the user to check."""
+
+
+def run_init(
+    family: str,
+    data: str = "train.jsonl",
+    output: str = "vembed.yaml",
+    *,
+    model: str | None = None,
+    val_data: str | None = None,
+    mapping: Mapping[str, str] | None = None,
+    force: bool = False,
+) -> Path:
+    """Write the config. Raise UserError if the file exists already or the data file cannot be used for training.
+
+    `mapping`: columns that the user names; only the others are guessed.
+    """
+    path = Path(output)
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(
+            f"--output {output}: a starter config is YAML: give a name that ends in .yaml"
+        )
+    if path.exists() and not force:
+        raise UserError(
+            f"{output} exists already: give another --output, or --force to overwrite it"
+        )
+    kind = FAMILIES.get(family)
+    if kind is None:
+        near = nearest(family, FAMILIES)
+        hint = (
+            f", did you mean {near!r}?"
+            if near
+            else f": give one of {join_words(list(FAMILIES))}"
+        )
+        raise UserError(f"--family {family!r} is not known{hint}")
+    data, about = _in_utf8(data, force)
+    val_data, about_val = (None, "") if val_data is None else _in_utf8(val_data, force)
+    text = (
+        starter(kind, data, model=model, val_data=val_data, mapping=mapping)
+        + about
+        + about_val
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror}") from None
+    # Read as `vembed train` will read it: what is written here is never refused there.
+    load_config(path)
+    for line in text.splitlines():
+        if line.startswith((CHECK, GUESSED)):
+            sys.stderr.write(f"note: {line.removeprefix(CHECK).removeprefix('# ')}\n")
+    return path
+
+
+def _in_utf8(data: str, force: bool) -> tuple[str, str]:
+    """Return the file to train on, of one that is not UTF-8 a copy that is, and a comment on it for the config."""
+    made = utf8_copy(Path(data), force=force)
+    if made is None:
+        return data, ""
+    copy, encoding = made
+    sys.stderr.write(
+        f"note: {data} is not UTF-8; {copy} is a copy that is, read as {encoding}: check its letters\n"
+    )
+    return (
+        str(copy),
+        f"\n# GUESSED, please check its letters: {copy} is a copy of {data} in UTF-8, read as {encoding}\n",
+    )
+
+
+def starter(
+    family: Family,
+    data: str,
+    *,
+    model: str | None = None,
+    val_data: str | None = None,
+    mapping: Mapping[str, str] | None = None,
+) -> str:
+    """Return the text of the config."""
+    kind = family.starter
+    if Path(data).is_dir() and any(
+        path.suffix.lower() in IMAGE_SUFFIXES for path in Path(data).iterdir()
+    ):
+        raise UserError(
+            f"--data {data} is a folder of images, which says nothing of what belongs together: give a file whose "
+            'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
+        )
+    looked = look_at(
+        read_sample(Path(data)),
+        data,
+        mapping or {},
+        cast(Mode, kind.retrieval_mode or "auto"),
+    )
+    name = str(demo_model()) if model == DEMO else model or kind.model_name
+    about = kind.about
+    if (
+        model is None
+        and kind.multilingual is not None
+        and not is_english([*looked.queries, *looked.documents])
+    ):
+        name, about = (
+            kind.multilingual,
+            f"{kind.about} of many languages: the texts are not English",
+        )
+    facts = values.model_facts(name)
+    lines = [
+        "# A starter config for vembed. Train with:   vembed train <this file>",
+        "# What the data are:                        vembed data <this file>",
+        "# What it comes to:                         vembed config <this file>",
+        "# Every option, with its default and meaning: docs/options.md, or `vembed schema` for your editor.",
+        "",
+        _line("model_name", name, f"a name on the Hub or a local folder ({about})"),
+    ]
+    if kind.image_model_name:
+        lines += [
+            _line("model_family", family.name, "two towers"),
+            _line("image_model_name", kind.image_model_name, "images"),
+        ]
+    lines += _data_lines(family, looked, data, val_data, facts)
+    lines += _training_lines(family, looked, val_data, facts)
+    if facts is not None:
+        from vembed.cli.commands.init_memory import (
+            memory_lines,  # imported late: torch takes seconds
+        )
+
+        lines += memory_lines("\n".join(lines))
+    else:
+        lines += [
+            "",
+            f"# Memory: not planned, since {name} is not on this machine; once it is, `vembed plan <this file>`",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _data_lines(
+    family: Family,
+    looked: Looked,
+    data: str,
+    val_data: str | None,
+    facts: values.ModelFacts | None,
+) -> list[str]:
+    kind = family.starter
+    lines = [
+        "",
+        f"# Data: {looked.about}",
+        _line(
+            "data_path",
+            data,
+            "JSONL, CSV, TSV, Parquet, a folder of `datasets`, a Hub name",
+        ),
+    ]
+    if looked.mapping:
+        lines.append(
+            _line(
+                "column_mapping",
+                looked.mapping,
+                "names in your file: names that vembed reads",
+            )
+        )
+        lines += [
+            f"{GUESSED}{column} is the {looked.mapping[column]} ({why})"
+            for column, why in looked.guesses.items()
+        ]
+    lines += [f"{CHECK}{doubt}" for doubt in looked.doubts]
+    share = _held_out(looked, val_data)
+    if val_data:
+        lines.append(
+            _line("val_data_path", val_data, "scored before, during and after training")
+        )
+    elif share is not None:
+        lines.append(
+            _line(
+                "val_split",
+                share,
+                "share of the queries held out, scored before and after",
+            )
+        )
+    else:
+        lines.append(
+            "# val_data_path: val.jsonl        # as data_path, or a BEIR-style folder; scored before and after"
+        )
+    if kind.retrieval_mode is not None:
+        lines.append(
+            _line(
+                "retrieval_mode",
+                kind.retrieval_mode,
+                "plain strings are paths of images",
+            )
+        )
+    if not family.reads_only_text:
+        lines.append(
+            "# image_root: images              # where relative image paths start; default: beside the data file"
+        )
+    if kind.max_length is not None:
+        lengths = values.measure([*looked.queries, *looked.documents], facts)
+        limit = None if facts is None else facts.max_length
+        lines.append(
+            _line(
+                "max_length",
+                values.fitting_length(lengths, limit, kind.max_length),
+                _said(lengths, limit),
+            )
+        )
+    if family.reads_only_text:
+        lines.append(
+            '# query_prompt: "query: "         # put before every query; default: what the model brings along'
+        )
+    return lines
+
+
+def _held_out(looked: Looked, val_data: str | None) -> float | None:
+    """Return the share of the data that becomes validation data."""
+    num_records = looked.sample.num_records
+    # A correlation needs more pairs, and different scores among them.
+    is_enough = looked.loss == "infonce" or num_records >= SMALLEST_SCORED
+    return values.held_out_share(num_records) if is_enough and not val_data else None
+
+
+def _training_lines(
+    family: Family,
+    looked: Looked,
+    val_data: str | None,
+    facts: values.ModelFacts | None,
+) -> list[str]:
+    kind = family.starter
+    num_records = looked.sample.num_records
+    held_out = _held_out(looked, val_data) or 0.0
+    num_train = int(num_records * (1 - held_out))
+    batch = values.fitting_batch(num_train, kind.batch_size)
+    epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
+    total = max(num_train // batch, 1) * epochs if num_train else 0
+    between = values.steps_between(total)
+    lines = [
+        "",
+        "# Training",
+        _line(
+            "loss",
+            looked.loss,
+            "infonce: pairs; cosent: pairs with scores; triplet: given negatives",
+        ),
+    ]
+    if looked.loss in ("infonce", "cosent"):
+        own = None if facts is None else facts.temperature
+        why = (
+            "smaller: harder"
+            if own is None
+            else "as this model was trained; smaller: harder"
+        )
+        lines.append(_line("temperature", own or kind.temperature, why))
+    many = (
+        f"{num_train:,d} examples: {total:,d} steps in all"
+        if total
+        else "passes over the data"
+    )
+    lines += [
+        _line(
+            "batch_size",
+            batch,
+            "examples per process; memory is bounded by micro-batches, so larger is fine",
+        ),
+        _line("epochs", epochs, many),
+        _line(
+            "learning_rate",
+            kind.learning_rate or "auto",
+            "auto: by what is trained; the log says which and why",
+        ),
+    ]
+    if kind.use_lora:
+        lines.append(
+            _line("use_lora", True, "train small adapters instead of all weights")
+        )
+    lines += [
+        "# use_mrl: true                   # Matryoshka: embeddings that can be cut to fewer numbers",
+        "# use_fsdp: true                  # shard a large model over several GPUs",
+        "",
+        "# Output",
+        _line(
+            "output_dir",
+            "output",
+            "settings, logs, checkpoints, the model in final/, report.html",
+        ),
+    ]
+    if between is None:
+        lines += [
+            "# eval_steps: 100                 # evaluate during training (needs validation data)",
+            "# save_steps: 100                 # write checkpoints to go on from with --resume",
+        ]
+    else:
+        is_scored = bool(val_data or held_out)
+        lines += [
+            _line("eval_steps", between, "evaluate during training")
+            if is_scored
+            else f"# eval_steps: {between}".ljust(32)
+            + "  # evaluate during training (needs validation data)",
+            _line(
+                "save_steps", between, "write checkpoints to go on from with --resume"
+            ),
+        ]
+    return lines
+
+
+def look_at(
+    sample: FileSample, data: str, given: Mapping[str, str], mode: Mode = "auto"
+) -> Looked:
+    """Return what the first records show. `given`: columns that the user names."""
+    sample = replace(sample, records=[_fields(record) for record in sample.records])
+    if not sample.records:
+        return Looked(
+            sample,
+            dict(given),
+            "infonce",
+            "not looked at (no file of that name here)",
+            {},
+            [],
+            [],
+        )
+    names = sample.columns
+    for name in given:
+        if name not in names:
+            near = nearest(name, names)
+            hint = f", did you mean {near!r}?" if near else ""
+            raise UserError(
+                f"{data} has no column {name!r}{hint} (it has {', '.join(names)})"
+            )
+    layout = Columns(given).layout(names)
+    has = {
+        "query": layout.query or layout.query_image,
+        "positive": layout.positive or layout.positive_image,
+    }
+    missing = [role for role, name in has.items() if name is None]
+    found = guess(sample.records, missing, layout.columns())
+    # Asked only where each missing part has a column to choose from.
+    mapping = (
+        confirm(found, missing)
+        if missing and len(found.candidates) >= len(missing) and is_terminal()
+        else None
+    )
+    guesses = found.reasons if mapping is None else {}
+    mapping = {**given, **(found.mapping if mapping is None else mapping)}
+    layout = Columns(mapping).layout(names)
+    if layout.problem:
+        raise UserError(f"{data}: {layout.problem}, or with --query and --positive")
+    scored = layout.score is not None and not layout.negatives
+    first = len(sample.records)
+    many = f"{'about ' if sample.is_estimate else ''}{sample.num_records:,d} records"
+    about = f"{many}; the first {first:,d} records have {', '.join(layout.columns())}"
+    queries = _texts(sample, (layout.query,))
+    documents = _texts(sample, (layout.positive, *layout.negatives))
+    loss = "cosent" if scored else "infonce"
+    doubts = doubts_about(sample, data, mapping, loss, mode)
+    return Looked(sample, mapping, loss, about, guesses, queries, documents, doubts)
+
+
+def _fields(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record of conversations; other records, and those that cannot be read, as they are."""
+    try:
+        return as_fields(record) if is_conversation(record) else record
+    except BadRecord:
+        return record
+
+
+def _texts(sample: FileSample, names: Sequence[str | None]) -> list[str]:
+    found = (
+        text
+        for record in sample.records
+        for name in names
+        for text in texts_of(record.get(name or ""))
+    )
+    return [text for text in found if text is not None]
+
+
+def _said(lengths: values.Lengths | None, limit: int | None) -> str:
+    most = f"; this model reads {limit:,d}" if limit is not None else ""
+    if lengths is None:
+        return f"tokens; longer texts are cut{most}"
+    how = (
+        "measured"
+        if lengths.is_measured
+        else "estimated from the characters, the model is not here"
+    )
+    return f"tokens; 99 % of the texts have at most {lengths.full:,d} ({how}), the longest {lengths.longest:,d}{most}"
+
+
+def _line(name: str, value: Any, comment: str) -> str:
+    return f"{name}: {one_line_yaml(value)}".ljust(32) + f"  # {comment}"

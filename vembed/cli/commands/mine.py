@@ -1,0 +1,314 @@
+"""`vembed mine`, `judge`, `audit` and `generate`: their words, several processes, and what a dry run prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vembed.config.entries import Frozen
+from vembed.errors import UserError
+from vembed.mining.config import (
+    BM25,
+    AuditConfig,
+    GenerateConfig,
+    JudgeConfig,
+    MineConfig,
+)
+from vembed.mining.options import describe_options, load_options
+
+Verb = Literal["mine", "judge", "audit", "generate"]
+Give = Callable[[Any], object]
+PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
+WIDTH = 110
+"""Columns of the help text."""
+LAUNCH_FLAGS = {
+    "nproc": "num_processes",
+    "num-machines": "num_machines",
+    "machine-rank": "machine_rank",
+}
+
+
+def ignore(result: Any) -> None:
+    """Take a result that nobody asked for."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """Arguments after the verb, sorted."""
+
+    config: str | None
+    overrides: tuple[str, ...]
+    num_processes: int = 1
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    is_dry_run: bool = False
+
+    def again(self) -> list[str]:
+        """The config and options as words, for the processes that are started."""
+        return [*([self.config] if self.config else []), *self.overrides]
+
+
+def parse_words(verb: str, words: Sequence[str]) -> Words:
+    """Sort the words: a config file, key=value, --key value, and what starts several processes."""
+    config: str | None = None
+    overrides: list[str] = []
+    numbers: dict[str, int] = {}
+    ip, port, is_dry_run = None, None, False
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            if PAIR.match(word):
+                overrides.append(word)
+            elif config is None:
+                config = word
+            else:
+                raise UserError(
+                    f"unexpected {word} beside the config {config}: options are key=value or --key value"
+                )
+            continue
+        name, has_value, value = word[2:].partition("=")
+        if name == "dry-run":
+            is_dry_run = True
+            continue
+        if not has_value:
+            if not rest:
+                raise UserError(f"{word} needs a value")
+            value = rest.pop(0)
+        if name in LAUNCH_FLAGS:
+            numbers[LAUNCH_FLAGS[name]] = _whole(word, value)
+        elif name == "main-process-ip":
+            ip = value
+        elif name == "main-process-port":
+            port = _whole(word, value)
+        else:
+            overrides.append(f"{name.replace('-', '_')}={value}")
+    if config is None and not overrides:
+        raise UserError(
+            f"which config? Give its file, or key=value: `vembed {verb} --help` lists the options"
+        )
+    return Words(
+        config,
+        tuple(overrides),
+        main_process_ip=ip,
+        main_process_port=port,
+        is_dry_run=is_dry_run,
+        **numbers,
+    )
+
+
+def make_data(verb: Verb, about: str, words: Sequence[str], give: Give = ignore) -> int:
+    """Run a verb with its words, or print its help. `give` gets the result; nothing in a dry run."""
+    kind, run = VERBS[verb]
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(options_help(verb, about, kind))
+        return 0
+    return run(words, give)
+
+
+def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
+    """Return the text of `--help`."""
+    lines = [
+        f"Usage: vembed {verb} [CFG] [KEY=VALUE | --KEY VALUE] ...",
+        "",
+        about,
+        "",
+        "Flags: --dry-run, --json [FILE.json], --nproc N; on several machines also --num-machines N, --machine-rank R,",
+        "--main-process-ip ADDRESS and --main-process-port PORT.",
+        "",
+        "Options, in the config file or as words:",
+    ]
+    for name, default, text in describe_options(kind):
+        lines.append(f"  {name} ({default})")
+        lines += textwrap.wrap(
+            text, WIDTH, initial_indent="      ", subsequent_indent="      "
+        )
+    return "\n".join(lines) + "\n"
+
+
+def start_others(verb: str, words: Words, give: Give) -> int | None:
+    """Start the verb on several processes and return its exit code; None where this is one of them, or the only one.
+    `give` gets the result of the first one."""
+    # LOCAL_RANK: started by `run_ranks` below, with the same words.
+    if os.environ.get("LOCAL_RANK") or (
+        words.num_processes == 1 and words.num_machines == 1
+    ):
+        return None
+    if words.num_machines > 1 and words.main_process_ip is None:
+        raise UserError(
+            f"--num-machines {words.num_machines} needs --main-process-ip, the address of machine 0, and a "
+            "--machine-rank for each"
+        )
+    from vembed.parallel.launch import rank_environments, run_ranks
+
+    environments = rank_environments(
+        words.num_processes,
+        num_machines=words.num_machines,
+        machine_rank=words.machine_rank,
+        main_process_ip=words.main_process_ip,
+        main_process_port=words.main_process_port,
+    )
+    command = [sys.executable, "-m", "vembed", verb, *words.again()]
+    if give is ignore:
+        return run_ranks(command, environments)
+    # By a file: what the ranks print is for the user.
+    with tempfile.TemporaryDirectory(prefix="vembed-json-") as folder:
+        result = Path(folder) / "result.json"
+        code = run_ranks([*command, "--json", str(result)], environments)
+        if result.is_file():  # on the first machine
+            give(json.loads(result.read_text(encoding="utf-8")))
+        return code
+
+
+def check_mine(words: Sequence[str]) -> None:
+    """Raise UserError for words that `vembed mine` would refuse."""
+    load_options(MineConfig, None, parse_words("mine", words).overrides)
+
+
+def run_mine(words: Sequence[str], give: Give = ignore) -> int:
+    """`vembed mine`."""
+    parsed = parse_words("mine", words)
+    config = load_options(MineConfig, parsed.config, parsed.overrides)
+    if parsed.is_dry_run:
+        sys.stdout.write(describe_mining(config, parsed))
+        return 0
+    from vembed.mining.mine import check_config
+
+    check_config(config)
+    if (code := start_others("mine", parsed, give)) is not None:
+        return code
+    from vembed.mining.mine import mine
+
+    give(mine(config, say=speak))
+    return 0
+
+
+def run_judge(words: Sequence[str], give: Give = ignore) -> int:
+    """`vembed judge`."""
+    parsed = parse_words("judge", words)
+    config = load_options(JudgeConfig, parsed.config, parsed.overrides)
+    from vembed.mining.output import check_output
+
+    target = check_output(config.output_path)
+    if parsed.is_dry_run:
+        from vembed.data_tools.judge import read_negatives
+
+        _, pairs = read_negatives(config)
+        judges = [
+            f"judge {one.model}{f' at {one.base_url}' if one.base_url else ''}"
+            for one in config.judges
+        ]
+        sys.stdout.write(
+            "\n".join([pairs.summary(), *judges, f"would write: {target}"]) + "\n"
+        )
+        return 0
+    if (code := start_others("judge", parsed, give)) is not None:
+        return code
+    from vembed.data_tools.judge import judge
+
+    give(judge(config, say=speak))
+    return 0
+
+
+def run_audit(words: Sequence[str], give: Give = ignore) -> int:
+    """`vembed audit`."""
+    parsed = parse_words("audit", words)
+    config = load_options(AuditConfig, parsed.config, parsed.overrides)
+    from vembed.data_tools.audit.run import check_audit, mining_config
+
+    page = check_audit(config)
+    if parsed.is_dry_run:
+        from vembed.mining.mine import read_inputs
+
+        sys.stdout.write(
+            "\n".join(
+                [*read_inputs(mining_config(config)).summary(), f"would write: {page}"]
+            )
+            + "\n"
+        )
+        return 0
+    if (code := start_others("audit", parsed, give)) is not None:
+        return code
+    from vembed.data_tools.audit.run import audit
+
+    give(audit(config, say=speak))
+    return 0
+
+
+def run_generate(words: Sequence[str], give: Give = ignore) -> int:
+    """`vembed generate`."""
+    parsed = parse_words("generate", words)
+    config = load_options(GenerateConfig, parsed.config, parsed.overrides)
+    from vembed.mining.output import check_output
+
+    target = check_output(config.output_path)
+    if parsed.is_dry_run:
+        values = config.model_dump(mode="json", exclude_unset=True)
+        lines = [
+            *(f"{name}: {value}" for name, value in values.items()),
+            f"would write: {target}",
+        ]
+        sys.stdout.write("\n".join(lines) + "\n")
+        return 0
+    if (code := start_others("generate", parsed, give)) is not None:
+        return code
+    from vembed.data_tools.generate.run import generate
+
+    give(generate(config, say=speak))
+    return 0
+
+
+def describe_mining(config: MineConfig, words: Words) -> str:
+    """Return the output of a dry run: the options, what the data hold, and what would be done. No model is loaded."""
+    from vembed.mining.mine import check_config, read_inputs, work_folder
+
+    target = check_config(config)
+    inputs = read_inputs(config)
+    lines = [
+        f"{name}: {value}"
+        for name, value in config.model_dump(mode="json", exclude_unset=True).items()
+    ]
+    lines += ["", *inputs.summary()]
+    for retriever in config.all_retrievers():
+        what = "indexed" if retriever.model == BM25 else "encoded"
+        lines.append(
+            f"{retriever.model}: {len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries {what}"
+        )
+    folder = work_folder(config)
+    lines.append(
+        f"{folder}: {'is there, and what fits is used again' if folder.exists() else 'would be made'}"
+    )
+    lines.append(f"processes: {words.num_processes * words.num_machines}")
+    lines.append(f"would write: {target}")
+    return "\n".join(lines) + "\n"
+
+
+def speak(line: str) -> None:
+    """Print a line of the log."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+VERBS: dict[Verb, tuple[type[Frozen], Callable[[Sequence[str], Give], int]]] = {
+    "mine": (MineConfig, run_mine),
+    "judge": (JudgeConfig, run_judge),
+    "audit": (AuditConfig, run_audit),
+    "generate": (GenerateConfig, run_generate),
+}
+"""Config and command of each verb."""
+
+
+def _whole(flag: str, text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"{flag} must be a whole number, but is {text}")
+    return int(text)

@@ -1,0 +1,47 @@
+"""The table of docs/resume.md: for every option, whether a resumed run may change it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vembed.config.options import all_options
+from vembed.training.checkpoint.resume import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
+
+BEGIN, END = (
+    "<!-- options: written by python -m vembed.cli.commands.resume_table -->",
+    "<!-- end of options -->",
+)
+
+
+def resume_table() -> str:
+    """Return the table as Markdown, one section of options per row."""
+    sections: dict[str, tuple[list[str], list[str]]] = {}
+    for name, option in all_options().items():
+        may, must = sections.setdefault(option.section, ([], []))
+        (may if name in MAY_CHANGE else must).append(f"`{name}`{_note(name)}")
+    lines = ["| options of | may change | must stay |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {', '.join(may)} | {', '.join(must)} |"
+        for name, (may, must) in sections.items()
+    ]
+    return "\n".join(lines)
+
+
+def updated(page: str) -> str:
+    """Return the page with its table replaced."""
+    before, _, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{resume_table()}\n\n{END}{after}"
+
+
+def _note(name: str) -> str:
+    if name in JUDGES:
+        return " (the best score starts anew)"
+    if name in BATCH:
+        return " (the examples per step stay)"
+    return " (the content stays)" if name in BY_CONTENT else ""
+
+
+if __name__ == "__main__":
+    path = Path("docs/resume.md")
+    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")

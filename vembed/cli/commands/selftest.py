@@ -1,0 +1,301 @@
+"""Self-test of `vembed doctor`, run by each process: a small model through every part of a sharded run."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
+
+from vembed.config.schema import ModelSection, TrainConfig
+from vembed.models import packing
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.description import ModelDescription
+from vembed.parallel import collectives, memory, parameters
+from vembed.parallel.environment import read_rank_info
+from vembed.parallel.session import Session, start_session
+
+TIMEOUT_MINUTES = 0.5
+TOLERANCE = 1e-4
+TOLERANCE_BF16 = 0.05
+LAYER = "LlamaDecoderLayer"
+HIDDEN = 64
+EDITED = "backbone.layers.0.mlp.down_proj.weight"
+
+
+def main() -> int:
+    """Run all checks. Rank 0 prints one line each; any rank prints its failures."""
+    rank_info = read_rank_info()
+    with tempfile.TemporaryDirectory() as folder:
+        with check("start", rank_info.rank) as found:
+            small_config().save_pretrained(folder)
+            config = TrainConfig(
+                model_name=folder,
+                data_path="unused",
+                use_fsdp=True,
+                mixed_precision="no",
+                dist_timeout_minutes=TIMEOUT_MINUTES,
+            )
+            session = start_session(config)
+            total = collectives.sum_ints([1])[0]
+            found.append(_started(session, total))
+            if total != rank_info.world_size:
+                raise RuntimeError(
+                    f"{total} processes answered instead of {rank_info.world_size}"
+                )
+        with session:
+            _run(session, Path(folder) / "model.safetensors")
+    return 0
+
+
+def _run(session: Session, path: Path) -> None:
+    rank, world_size = session.rank, session.world_size
+    _say(rank, "Loading model with FSDP...")
+    with check("shard", rank) as found:
+        whole = small_model().to(session.device)
+        model = session.prepare(small_model(), (LAYER,))
+        held = (
+            parameters.local_bytes(model)["parameters"]
+            / parameters.local_bytes(whole)["parameters"]
+        )
+        # A tenth more: shards are padded to equal sizes.
+        if held > 1.1 / world_size:
+            raise RuntimeError(
+                f"this process holds {held:.0%} of the model, which should be 1/{world_size}"
+            )
+        found.append(
+            f"* Model loaded successfully with FSDP ({held:.0%} of it on each process)"
+        )
+    _say(rank, "Testing basic operations...")
+    with check("forward", rank) as found:
+        output = model(_inputs(rank, session.device))[0]
+        _compare(
+            output.detach(),
+            whole(_inputs(rank, session.device))[0].detach(),
+            "embeddings",
+        )
+        found.append("* forward: embeddings equal those of the whole model")
+    with check("backward", rank) as found:
+        # Times world_size: FSDP and all_reduce_gradients average over ranks, and the whole model sums over all inputs.
+        (output.square().sum() * world_size).backward()
+        if session.strategy != "fsdp":
+            collectives.all_reduce_gradients(model.parameters())
+        for other in range(world_size):
+            whole(_inputs(other, session.device))[0].square().sum().backward()
+        ours, theirs = (
+            parameters.global_grad_norm(model),
+            parameters.global_grad_norm(whole),
+        )
+        _compare(ours, theirs, "gradient norms")
+        found.append(
+            f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs"
+        )
+    with check("gradient cache", rank) as found:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            cached = model(_inputs(rank, session.device))[0]
+        # The gradient of the sum of squares at the cached embeddings, as Gradient Cache gives it to the second forward
+        # pass.
+        model(_inputs(rank, session.device))[0].backward(2 * world_size * cached)
+        if session.strategy != "fsdp":
+            collectives.all_reduce_gradients(model.parameters())
+        _compare(
+            parameters.global_grad_norm(model),
+            theirs,
+            "gradient norms with Gradient Cache",
+        )
+        found.append("* gradient cache: two forward passes give the same gradient")
+    with check("bf16", rank) as found:
+        found.append(_try_bf16(whole, session.device))
+    with check("packed attention", rank) as found:
+        found.append(_try_packed_attention(session.device))
+    with check("step", rank) as found:
+        for one in (model, whole):
+            torch.optim.AdamW(one.parameters(), lr=1e-3).step()
+        found.append("* step: AdamW on shards")
+    with check("gather", rank) as found:
+        state = parameters.full_state_dict(model)
+        if rank == 0:
+            for name, value in whole.state_dict().items():
+                _compare(state[name], value.cpu(), name)
+        rows = collectives.all_gather_rows(
+            torch.full((rank, 2), float(rank), device=session.device)
+        )
+        if rows.shape[0] != sum(range(world_size)):
+            raise RuntimeError(
+                f"{rows.shape[0]} rows were gathered instead of {sum(range(world_size))}"
+            )
+        found.append(
+            "* gather: the full weights equal those of one process; uneven rows arrive in order"
+        )
+    with check("save", rank) as found:
+        if rank == 0:
+            save_file(state, path)
+        collectives.barrier()
+        found.append("* save: full weights written by rank 0, the others took part")
+    with check("load", rank) as found:
+        if rank == 0:
+            fresh = small_model()
+            fresh.load_state_dict(load_file(path))
+            expected = whole(_inputs(0, session.device))[0].detach().cpu()
+            _compare(fresh(_inputs(0))[0].detach(), expected, "embeddings")
+        collectives.barrier()
+        found.append(
+            "* load: the saved weights give the same embeddings in one process"
+        )
+    with check("weight edit", rank) as found:
+        parameters.edit_weight(model, EDITED, _project_out)
+        edited = parameters.full_state_dict(model)
+        if rank == 0:
+            _compare(edited[EDITED], _project_out(state[EDITED]), EDITED)
+        collectives.barrier()
+        found.append(
+            "* weight edit: W - v v^T W on shards equals it on the whole weight"
+        )
+    _say(rank, "Testing FSDP-aware memory management...")
+    with check("memory", rank) as found:
+        memory.fsdp_empty_cache()
+        found.extend(memory.memory_lines())
+        found.append("* memory: measured on every process, caches emptied together")
+
+
+def _try_bf16(model: nn.Module, device: torch.device) -> str:
+    """Compare embeddings under autocast with those in float32."""
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(
+        including_emulation=False
+    ):
+        return "* bf16: not tried, this GPU has none"
+    with torch.no_grad():
+        wide = model(_inputs(0, device))[0]
+        with torch.autocast(device.type, torch.bfloat16):
+            narrow = model(_inputs(0, device))[0]
+    _compare(narrow, wide, "embeddings in bf16", TOLERANCE_BF16)
+    return "* bf16: embeddings are those of float32, to its precision"
+
+
+def _try_packed_attention(device: torch.device) -> str:
+    """Compare attention over texts end to end with attention over each of them."""
+    reason = packing.why_padded(
+        ModelSection(model_name="-"), small_config(), device, half=True
+    )
+    if reason is not None:
+        return f"* packed attention: not tried ({reason}); texts are padded"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 4, 8, 16, generator=draw).to(device, dtype) for _ in range(3)
+    )
+    boundaries = packing.Packed(
+        torch.tensor([0, 5, 8], dtype=torch.int32, device=device), 5
+    )
+    packed, _ = packing.attention(
+        nn.Identity(), query, key, value, None, packed=boundaries
+    )
+    single = []
+    for part in (slice(0, 5), slice(5, 8)):
+        parts = [one[:, :, part].float() for one in (query, key, value)]
+        single.append(
+            nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2])
+        )
+    _compare(
+        packed.float(),
+        torch.cat(single, dim=2).transpose(1, 2),
+        "packed attention",
+        TOLERANCE_BF16,
+    )
+    return "* packed attention: the same for texts end to end as for each alone"
+
+
+def small_config() -> LlamaConfig:
+    """Return the config of a tiny Llama."""
+    return LlamaConfig(
+        vocab_size=512,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+
+
+def small_model() -> EmbeddingModel:
+    """Return the tiny Llama as an embedder, identical on every process."""
+    description = ModelDescription(
+        family="text_decoder",
+        source="",
+        embedding_dim=HIDDEN,
+        hidden_dim=HIDDEN,
+        pooling="mean",
+        modalities=("text",),
+        layer_classes=(LAYER,),
+        max_length=64,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        backbone: nn.Module = LlamaModel(small_config())
+    return EmbeddingModel(description, backbone)
+
+
+@contextmanager
+def check(name: str, rank: int) -> Iterator[list[str]]:
+    """Print the check's result on rank 0, or the failure on the rank where it happens, which then exits."""
+    found: list[str] = []
+    try:
+        yield found
+    except Exception as error:
+        _say(0, f"* {name}: FAIL on rank {rank}: {type(error).__name__}: {error}")
+        raise SystemExit(1) from error
+    for line in found[:-1]:
+        _say(rank, line)
+    _say(rank, f"{found[-1]}: pass")
+
+
+def _started(session: Session, total: int) -> str:
+    if session.strategy == "fsdp":
+        return f"* FSDP initialized with {total} processes ({torch.distributed.get_backend()}, {session.device.type})"
+    return (
+        f"* Started with {total} process, so nothing is sharded ({session.device.type})"
+    )
+
+
+def _inputs(
+    rank: int, device: torch.device | str = "cpu"
+) -> list[tuple[str, dict[str, Tensor]]]:
+    ids = (torch.arange(3 * (5 + rank)) * 37 % 512).view(3, 5 + rank).to(device)
+    return [("text", {"input_ids": ids, "attention_mask": torch.ones_like(ids)})]
+
+
+def _project_out(weight: Tensor) -> Tensor:
+    direction = nn.functional.normalize(
+        torch.arange(1.0, weight.shape[0] + 1), dim=0
+    ).to(weight)
+    return weight - torch.outer(direction, direction @ weight)
+
+
+def _compare(
+    ours: Tensor, theirs: Tensor, what: str, tolerance: float | None = None
+) -> None:
+    difference = float((ours - theirs).abs().max())
+    if not difference <= (TOLERANCE if tolerance is None else tolerance) * max(
+        1.0, float(theirs.abs().max())
+    ):
+        raise RuntimeError(
+            f"{what} differ from those of one process by {difference:.3g}"
+        )
+
+
+def _say(rank: int, line: str) -> None:
+    if rank == 0:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

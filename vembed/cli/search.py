@@ -1,0 +1,55 @@
+"""Verb of the `vembed` command that searches for better options: tune."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vembed.cli.support import JsonOutput, end, json_result
+
+
+def tune(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CFG", help="The config to start from, with validation data."
+        ),
+    ],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
+    trials: Annotated[
+        int,
+        typer.Option(min=1, help="Trials in all, those of an earlier start included."),
+    ] = 20,
+    options: Annotated[
+        str, typer.Option(help="Options to search, as learning_rate,temperature.")
+    ] = "",
+    output: Annotated[
+        str, typer.Option(help="Folder of the search, in which it goes on.")
+    ] = "tune",
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=0, help="Trials at once. 0: one for each GPU.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Show the options, their ranges and the trials."
+        ),
+    ] = False,
+    json_file: JsonOutput = None,
+) -> None:
+    """Search for better values of a few options, and write the best config as YAML."""
+
+    def call() -> int:
+        from vembed.pipelines.tuning.option_search import Search, run_tune
+
+        names = tuple(name.strip() for name in options.split(",") if name.strip())
+        search = Search(
+            config, tuple(overrides or ()), Path(output), trials, names, seed
+        )
+        with json_result(json_file) as give:
+            return run_tune(search, nproc=nproc, is_dry_run=dry_run, give=give)
+
+    end(call)
