@@ -168,9 +168,7 @@ def test_memory_of_an_index(tmp_path: Path) -> None:
     store = open_path(path)
     index = store._sources[0].index
     assert (
-        sum(array.nbytes for array in (index.numbers, index.lines))
-        / len(store)
-        <= 16
+        sum(array.nbytes for array in (index.numbers, index.lines)) / len(store) <= 16
     )
     assert isinstance(index.numbers, np.ndarray)
 

@@ -14,7 +14,6 @@ import numpy as np
 from vembed.data.documents import document_id, document_item, open_document_reader
 from vembed.data.examples import BadRecord, Example, ImageRef, Item
 from vembed.data.images.files import ImageRoot
-from vembed.data.messages import listed
 from vembed.data.near_duplicates import casefolded
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import texts_path

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from vembed.cli.commands.table_rows import is_table, open_table, table_rows
+from vembed.cli.commands.table_rows import is_table, open_table, row_line, table_rows
 from vembed.config.options import nearest
 from vembed.config.user_folders import cache_folder
 from vembed.data.documents import (
@@ -162,14 +162,9 @@ class InputLines:
                 and self.rows_of is not None
                 and holds_images(self.rows_of)
             ):
-                records = (
-                    {"id": name, "image": name} for name in images_in(self.rows_of)
-                )
                 file = (
-                    json.dumps(record, ensure_ascii=False).encode(
-                        errors="surrogateescape"
-                    )
-                    for record in records
+                    row_line(number, {"id": name, "image": name})
+                    for number, name in enumerate(images_in(self.rows_of), 1)
                 )
             elif self.session.is_main and self.rows_of is not None:
                 file = table_rows(self.path, self.columns)
@@ -347,11 +342,6 @@ class InputParser:
             self.format = "jsonl" if line.lstrip()[0] in '{"' else "text"
         if self.format == "text":
             return Row(number, Item(text=line))
-        if line.startswith("[") and number == 1 and not self.of_rows:
-            raise UserError(
-                f"{where} begins a JSON array, and vembed encode reads one record per line: write JSON Lines (in "
-                "pandas df.to_json(path, orient='records', lines=True))"
-            )
         try:
             value = json.loads(line)
         except ValueError as error:
@@ -360,10 +350,11 @@ class InputParser:
             ) from error
         except RecursionError as error:
             raise BadRecord(f"{where} is nested too deeply to be read") from error
-        if self.of_rows and isinstance(
-            value, str
-        ):  # the reason why the row cannot be read
-            raise BadRecord(f"{where}: {value}")
+        if self.of_rows:
+            place, value = value
+            where = f"{self.source}:{place}"
+            if isinstance(value, str):  # the reason why the row cannot be read
+                raise BadRecord(f"{where}: {value}")
         identity = None
         if isinstance(value, dict):
             identity = document_id(value)

@@ -46,7 +46,7 @@ class JsonLines(TextFormat):
     @classmethod
     def open(cls, path: Path) -> Format:
         """Return the reader of a file: as an array if it is one."""
-        return JsonArray(path) if _is_array(path) else cls(path)
+        return JsonArray(path) if is_array(path) else cls(path)
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -235,7 +235,7 @@ class JsonArray(JsonLines):
         )
 
 
-def _is_array(path: Path) -> bool:
+def is_array(path: Path) -> bool:
     """Return whether a file is one JSON array, and not lines of which the first is a list that is no record."""
     with path.open("rb") as file:
         head = file.read(PIECE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
