@@ -42,7 +42,7 @@ class Step:
         nothing."""
         # Names of options of the steps between mean other things: `output_path` of a mining is a file.
         return (
-            given_in(self.block, option)
+            option_in(self.block, option)
             if self.kind == "train"
             else self.block.get(option)
         )
@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Road:
+class Pipeline:
     """The steps of a config in order."""
 
     source: str
@@ -91,7 +91,7 @@ class Road:
         return None
 
 
-def given_in(keys: Mapping[str, Node], option: str) -> Node | None:
+def option_in(keys: Mapping[str, Node], option: str) -> Node | None:
     """Return the value of an option among keys, under any of its names; None where it is not there."""
     for key, node in keys.items():
         if option_of(key) == option:
@@ -104,20 +104,20 @@ def given_in(keys: Mapping[str, Node], option: str) -> Node | None:
     return None
 
 
-def read_road(
+def read_pipeline(
     source: str | Path | Mapping[str, Any], root: str | None = None
-) -> Road | None:
+) -> Pipeline | None:
     """Return the steps of a config file or dict; None where it has no stages. `root`: instead of its output_dir."""
     if isinstance(source, Mapping):
         tree, name = tree_of_mapping(source), "the config"
     else:
         tree, name = read_tree(Path(source)), str(source)
-    return road_of(dict(tree.value), name, root)
+    return pipeline_of(dict(tree.value), name, root)
 
 
-def road_of(
+def pipeline_of(
     keys: Mapping[str, Node], name: str, root: str | None = None
-) -> Road | None:
+) -> Pipeline | None:
     """Return the steps of the keys of a config; None where it has no stages."""
     if STAGES not in keys and TRAINING_STAGES not in keys:
         return None
@@ -126,13 +126,13 @@ def road_of(
             f"{name}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one"
         )
     if root is None:
-        named = given_in(keys, "output_dir")
+        named = option_in(keys, "output_dir")
         root = DEFAULT_ROOT if named is None else str(named.plain())
     steps: list[Step] = []
     for number, (given, block) in enumerate(_blocks(keys, name), start=1):
         step = _step(given, block, number, name, [one.name for one in steps])
         steps.append(step)
-    return Road(name, root, tuple(steps))
+    return Pipeline(name, root, tuple(steps))
 
 
 def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
@@ -140,14 +140,17 @@ def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
     what the steps before it give it. None where the config has no `stages:`."""
     if STAGES not in keys:
         return None
-    road = road_of(keys, name)
-    assert road is not None
+    pipeline = pipeline_of(keys, name)
+    assert pipeline is not None
     blocks: dict[str, Node] = {}
-    for step in road.steps:
+    for step in pipeline.steps:
         if step.kind != "train":
             continue
         block = dict(step.block)
-        before, mined = road.model_before(step.name), road.mined_before(step.name)
+        before, mined = (
+            pipeline.model_before(step.name),
+            pipeline.mined_before(step.name),
+        )
         # A training stage right before is found by those who read the blocks, and named as the place of the model.
         implied = before is not None and (
             step.start is not None or before.kind != "train"
@@ -155,11 +158,11 @@ def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
         # What the block says itself holds.
         if before is not None and implied and step.given("model_name") is None:
             block["model_name"] = Node(
-                str(road.folder(before.name) / "final"), keys[STAGES].line
+                str(pipeline.folder(before.name) / "final"), keys[STAGES].line
             )
         if mined is not None and step.given("data_path") is None:
             block["data_path"] = Node(
-                str(road.folder(mined.name) / MINED), keys[STAGES].line
+                str(pipeline.folder(mined.name) / MINED), keys[STAGES].line
             )
         blocks[step.name] = Node(block, keys[STAGES].line)
     return Node(blocks, keys[STAGES].line)
