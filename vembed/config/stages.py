@@ -37,7 +37,7 @@ class Step:
         """True if the step leaves a model in `final/` of its folder."""
         return self.kind in ("train", "merge")
 
-    def given(self, option: str) -> Node | None:
+    def option(self, option: str) -> Node | None:
         """Return what the step says itself for an option, a training under any of its names; None where it says
         nothing."""
         # Names of options of the steps between mean other things: `output_path` of a mining is a file.
@@ -64,9 +64,9 @@ class Pipeline:
     def folder(self, name: str) -> Path:
         """Return the folder of a step."""
         for step in self.steps:
-            own = step.given("output_dir") if step.name == name else None
-            if own is not None:
-                return Path(str(own.plain()))
+            folder = step.option("output_dir") if step.name == name else None
+            if folder is not None:
+                return Path(str(folder.plain()))
         return Path(self.root, name)
 
     def before(self, name: str) -> list[Step]:
@@ -76,10 +76,14 @@ class Pipeline:
 
     def model_before(self, name: str) -> Step | None:
         """Return the step whose model one starts from; None: from the config's own."""
-        step = next(one for one in self.steps if one.name == name)
+        by_name = {step.name: step for step in self.steps}
+        step = by_name[name]
         if step.start is not None:
-            return next(one for one in self.steps if one.name == step.start)
-        return next((one for one in reversed(self.before(name)) if one.has_model), None)
+            return by_name[step.start]
+        for earlier in reversed(self.before(name)):
+            if earlier.has_model:
+                return earlier
+        return None
 
     def mined_before(self, name: str) -> Step | None:
         """Return the mining step whose data a training stage gets: the last one since the stage before."""
@@ -129,8 +133,9 @@ def pipeline_of(
         named = option_in(keys, "output_dir")
         root = DEFAULT_ROOT if named is None else str(named.plain())
     steps: list[Step] = []
-    for number, (given, block) in enumerate(_blocks(keys, name), start=1):
-        step = _step(given, block, number, name, [one.name for one in steps])
+    for number, (step_name, block) in enumerate(_blocks(keys, name), start=1):
+        earlier = [step.name for step in steps]
+        step = _step(step_name, block, number, name, earlier)
         steps.append(step)
     return Pipeline(name, root, tuple(steps))
 
@@ -156,11 +161,11 @@ def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
             step.start is not None or before.kind != "train"
         )
         # What the block says itself holds.
-        if before is not None and implied and step.given("model_name") is None:
+        if before is not None and implied and step.option("model_name") is None:
             block["model_name"] = Node(
                 str(pipeline.folder(before.name) / "final"), keys[STAGES].line
             )
-        if mined is not None and step.given("data_path") is None:
+        if mined is not None and step.option("data_path") is None:
             block["data_path"] = Node(
                 str(pipeline.folder(mined.name) / MINED), keys[STAGES].line
             )
@@ -182,16 +187,16 @@ def _blocks(
         return [(known, dict(block.value)) for known, block in node.value.items()]
     if not isinstance(node.value, list) or not node.value:
         raise UserError(f"{name}, line {node.line}: {STAGES} must be a list of stages")
-    found: list[tuple[str | None, dict[str, Node]]] = []
-    for number, one in enumerate(node.value, start=1):
-        if not isinstance(one, dict):
+    blocks: list[tuple[str | None, dict[str, Node]]] = []
+    for number, entry in enumerate(node.value, start=1):
+        if not isinstance(entry, dict):
             raise UserError(
                 f"{name}, line {node.line}: stage {number} of {STAGES} must hold options"
             )
-        block = dict(tree_of_mapping(one).value)
-        given = block.pop("name", None)
-        found.append((None if given is None else str(given.plain()), block))
-    return found
+        block = dict(tree_of_mapping(entry).value)
+        step_name = block.pop("name", None)
+        blocks.append((None if step_name is None else str(step_name.plain()), block))
+    return blocks
 
 
 def _mines_within(node: Node) -> bool:
@@ -200,7 +205,7 @@ def _mines_within(node: Node) -> bool:
 
 
 def _step(
-    given: str | None,
+    given_name: str | None,
     block: dict[str, Node],
     number: int,
     name: str,
@@ -215,7 +220,9 @@ def _step(
     if kinds == ["mine"] and _mines_within(block["mine"]):
         kinds = []
     kind: Kind = kinds[0] if kinds else "train"
-    step_name = given or (f"{kind}{number}" if kind == "train" else f"{kind}-{number}")
+    step_name = given_name or (
+        f"{kind}{number}" if kind == "train" else f"{kind}-{number}"
+    )
     if step_name in earlier:
         raise UserError(
             f"{name}: two stages are called {step_name}; give each a name of its own"

@@ -91,7 +91,7 @@ def estimates(
             found.append(_between(step, newest))
             continue
         one = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
-        if before is not None and step.given("model_name") is None:
+        if before is not None and step.option("model_name") is None:
             one = replace(
                 one, overrides=(*one.overrides, f"model_name={models[before.name]}")
             )
@@ -149,7 +149,7 @@ def _data_before_mining(pipeline: Pipeline, step: Step) -> str | None:
     mined = pipeline.mined_before(step.name)
     if (
         mined is None
-        or step.given("data_path") is not None
+        or step.option("data_path") is not None
         or (pipeline.folder(mined.name) / MINED).is_file()
     ):
         return None

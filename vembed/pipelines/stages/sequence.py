@@ -195,7 +195,7 @@ class _Stage:
         mined = self.pipeline.mined_before(self.step.name)
         start = (
             None
-            if before is None or self.step.given("model_name") is not None
+            if before is None or self.step.option("model_name") is not None
             else known[before.name]
         )
         found = of_training(
@@ -396,10 +396,10 @@ class _Stage:
             any(option == "output_dir" for option, _, _ in pairs)
             and self.step.kind == "train"
         ):
-            if before is not None and self.step.given("model_name") is None:
+            if before is not None and self.step.option("model_name") is None:
                 kept.append(f"model_name={self.pipeline.folder(before.name) / 'final'}")
             mined = self.pipeline.mined_before(self.step.name)
-            if mined is not None and self.step.given("data_path") is None:
+            if mined is not None and self.step.option("data_path") is None:
                 kept.append(f"data_path={self.pipeline.folder(mined.name) / MINED}")
             kept.append(f"output_dir={self.folder}")
         if not any(option == "resume" for option, _, _ in pairs):
