@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="vembed",
-    help="Fine-tune text, image and multimodal embedding models: one YAML in, a model and an evaluation report out.",
+    help="Fine-tune text, image and multimodal embedding models from one YAML file.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -147,7 +147,7 @@ def eval(
     compressed: Annotated[
         str | None,
         typer.Option(
-            help="Also score int8 and binary documents; the picture of quality against bytes (.png, .svg)."
+            help="Also score int8 and binary documents, and draw quality against bytes (.png, .svg)."
         ),
     ] = None,
     column_mapping: ColumnMapping = "",
@@ -199,7 +199,7 @@ def encode(
         str,
         typer.Argument(
             metavar="INPUT",
-            help="Texts (one per line), JSONL, a table or a folder of images; - is standard input.",
+            help="Texts (one per line), JSONL, a table or a folder of images. - is standard input.",
         ),
     ],
     output: Annotated[
@@ -215,7 +215,7 @@ def encode(
     keep: Annotated[
         str,
         typer.Option(
-            help="Columns to write beside the vectors, as id,title; for .npy to NAME.kept.jsonl."
+            help="Columns to write beside the vectors, as id,title. For .npy to NAME.kept.jsonl."
         ),
     ] = "",
     input_format: Annotated[str, typer.Option(help="auto, jsonl or text.")] = "auto",
@@ -457,7 +457,7 @@ app.command(cls=JsonCommand, rich_help_panel=RUNS)(start_commands.card)
 
 @app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=SETUP)
 def config(words: Words = None) -> None:
-    """Print the resolved config, with where each value comes from; fails if a file is missing."""
+    """Print the resolved config, with where each value comes from. Fails if a file is missing."""
 
     def call() -> int:
         from vembed.cli.commands.show_config import show_config
@@ -475,7 +475,7 @@ def schema(
     form: Annotated[
         str,
         typer.Option(
-            "--format", help="json, for editors; or markdown, the page of options."
+            "--format", help="json, for editors, or markdown, the page of options."
         ),
     ] = "json",
 ) -> None:

