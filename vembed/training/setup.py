@@ -213,7 +213,7 @@ def some_inputs(data: RunData) -> list[tuple[Item, Kind]]:
 def decide_compilation(
     config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session
 ) -> None:
-    """Decide `torch_compile: auto` by the arithmetic of the run, and log it where there is a choice."""
+    """Decide `torch_compile: auto` by the arithmetic of the run."""
     placement = session.placement
     if config.model.torch_compile == "auto" and session.device.type == "cuda":
         features = featuriser.features(some_inputs(data))
@@ -225,9 +225,23 @@ def decide_compilation(
         session.placement = placement.for_work(
             OPERATIONS * size.total * tokens * num_examples
         )
-    if config.model.torch_compile == "auto" and session.device.type != "cuda":
-        return
-    log.info("compiled layers: %s", session.placement.compilation)
+
+
+def log_compilation(
+    config: TrainConfig, embedder: EmbeddingModel, session: Session
+) -> None:
+    """Log whether the layers of the model are compiled, where there is a choice."""
+    asked = config.model.torch_compile
+    decision = session.placement.compilation
+    layers = layers_of(embedder.backbone)
+    if decision.value and not any(layer._compiled_call_impl for layer in layers):
+        option = "auto" if asked == "auto" else "torch_compile: true has no effect"
+        reason = f"{option}: layers with gradient checkpointing and packed texts cannot be compiled"
+        session.placement = replace(
+            session.placement, compilation=Decision(False, reason)
+        )
+    if asked != "auto" or session.device.type == "cuda":
+        log.info("compiled layers: %s", session.placement.compilation)
 
 
 def check_compiled(
@@ -423,6 +437,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         compiles=session.placement.compilation.value,
         meta=session.builds_empty,
     )
+    log_compilation(config, embedder, session)
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
     config = _tempered(with_rate(config, embedder, session, data.total_steps), scale)
     if session.device.type == "cpu" and session.fsdp is None:
