@@ -422,16 +422,16 @@ def plan(words: Words = None) -> None:
         from vembed.cli.commands.plan import predict, run_plan, show
         from vembed.parallel.hardware import read_hardware
         from vembed.pipelines.stages.estimates import plan_stages
-        from vembed.pipelines.stages.sequence import road_of_arguments
+        from vembed.pipelines.stages.sequence import pipeline_of_arguments
 
         with json_result(json_file) as give:
             results: list[Any] = []
             hardware = read_hardware(gpu, memory)
-            road = road_of_arguments(arguments)
-            if road is None:
+            pipeline = pipeline_of_arguments(arguments)
+            if pipeline is None:
                 return run_plan(arguments, hardware=hardware, give=give)
             code = plan_stages(
-                road,
+                pipeline,
                 arguments,
                 partial(predict, hardware=hardware),
                 partial(show, give=results.append),
@@ -553,28 +553,28 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
     arguments = parse_train_arguments(rest)
     from vembed.cli.commands.train import run_train
     from vembed.pipelines.stages.sequence import (
+        pipeline_of_arguments,
         results_of,
-        road_of_arguments,
         run_stages,
     )
 
-    road = road_of_arguments(arguments)
+    pipeline = pipeline_of_arguments(arguments)
     with json_result(json_file) as give:
-        if road is None:
+        if pipeline is None:
             return run_train(
                 arguments,
                 starts_processes=starts_processes,
                 give=give if json_file else None,
             )
         code = run_stages(
-            road,
+            pipeline,
             arguments,
             run_process,
             checked_words,
             starts_processes=starts_processes,
         )
         if code == 0 and json_file and not arguments.is_dry_run:
-            give(results_of(road))
+            give(results_of(pipeline))
         return code
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vembed.config.aliases import BLOCKS, target_of
-from vembed.config.options import all_options, nearest, shown
+from vembed.config.options import all_options, nearest, quoted
 from vembed.config.spelling import BOOLS
 from vembed.errors import UserError
 
@@ -245,7 +245,7 @@ class _Parser:
             pair = value if has_value else self._value(word)
             if not PAIR.match(pair):
                 raise UserError(
-                    f"--set {shown(pair)}: it sets an option, as --set batch_size=16"
+                    f"--set {quoted(pair)}: it sets an option, as --set batch_size=16"
                 )
             self.overrides.append(pair)
         elif key == "config":
@@ -322,7 +322,7 @@ class _Parser:
     def _take_config(self, word: str) -> None:
         if self.config is not None:
             raise UserError(
-                f"unexpected {shown(word)} beside the config {shown(self.config)}: options are key=value or --key value"
+                f"unexpected {quoted(word)} beside the config {quoted(self.config)}: options are key=value or --key value"
             )
         self.config = word
 
@@ -332,6 +332,6 @@ class _Parser:
             return None
         if not text.isdecimal() or len(text) > 5:
             raise UserError(
-                f"--{key.replace('_', '-')} must be a whole number, but is {shown(text)}"
+                f"--{key.replace('_', '-')} must be a whole number, but is {quoted(text)}"
             )
         return int(text)
