@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests import tiny
-from tests.distributed.steps import build, config_of
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.files.test_text_models import TEXTS, assert_same
 from tests.harness import result_of, run_cases
+from tests.parallel.steps import build, config_of
 from vembed.parallel.parameters import full_state_dict
 from vembed.parallel.session import start_session
 from vembed.saving.files import save_model
@@ -27,9 +27,7 @@ def save_sharded(source: str, directory: str, options: dict[str, Any]) -> str:
         model = session.prepare(built, built.description.layer_classes)
         weights = full_state_dict(model)
         if session.is_main:
-            save_model(
-                directory, built.description, built.backbone, built.head, weights
-            )
+            save_model(directory, built, weights)
         session.barrier()
         return session.strategy
 

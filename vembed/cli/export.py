@@ -52,15 +52,15 @@ def export(
     precision: Annotated[
         str,
         typer.Option(
-            help="float32, float16, bfloat16 or int8. Default: float32; of safetensors that of the file."
+            help="float32, float16, bfloat16 or int8. Default: float32, for safetensors that of the file."
         ),
     ] = "",
     check: Annotated[
         bool | None,
         typer.Option(
             "--check/--no-check",
-            help="Compare 200 texts through the export and the model; refuse an export that differs. "
-            "Default: yes, but a plain copy is not loaded; --check without --format takes safetensors.",
+            help="Compare 200 texts through the export and the model, and refuse an export that differs. "
+            "Default: yes, but a plain copy is not loaded. --check without --format takes safetensors.",
         ),
     ] = None,
     data: CheckData = None,
@@ -138,13 +138,20 @@ def serve(
         ),
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0: of every network.")
+        str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")
     ] = 8080,
     served_name: Annotated[
         str | None, typer.Option(help="Name of the model. Default: that of its folder.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VEMBED_API_KEY",
+            help="Key that clients must send. Other users see arguments: set VEMBED_API_KEY.",
+        ),
     ] = None,
     device: Annotated[
         str | None,
@@ -157,7 +164,7 @@ def serve(
 ) -> None:
     """Serve embeddings over HTTP: OpenAI's /v1/embeddings and TEI's /embed.
 
-    The vectors are those of `vembed.Embedder`. The server has no authentication.
+    The vectors are those of `vembed.Embedder`.
     """
 
     def call() -> None:
@@ -170,6 +177,7 @@ def serve(
                 host=host,
                 port=port,
                 served_name=served_name,
+                api_key=api_key,
                 device=device,
                 truncate_dim=truncate_dim,
                 trust_remote_code=trust_remote_code,
@@ -204,8 +212,8 @@ def check_server(
 
     def call() -> None:
         from vembed.cli.commands.model_argument import usable_model
-        from vembed.export.server_check import check_address
-        from vembed.export.server_check import check_server as run_check
+        from vembed.export.servers import check_address
+        from vembed.export.servers import check_server as run_check
 
         check_address(url, model)
         with json_result(json_file) as give, usable_model(model) as found:
@@ -215,7 +223,7 @@ def check_server(
                 data=data,
                 served_name=served_name,
                 tolerance=tolerance,
-                say=lambda line: sys.stdout.write(line + "\n"),
+                log=lambda line: sys.stdout.write(line + "\n"),
             )
             give(
                 {
@@ -251,7 +259,7 @@ def push(
         ),
     ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the files; send nothing.")
+        bool, typer.Option("--dry-run", help="List the files and send nothing.")
     ] = False,
     json_file: JsonOutput = None,
 ) -> None:

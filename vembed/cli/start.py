@@ -24,13 +24,13 @@ def init(
         str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")
     ] = "text_encoder",
     data: Annotated[
-        str, typer.Option(help="Training data; its first records are looked at.")
+        str, typer.Option(help="Training data. Its first records are read.")
     ] = "train.jsonl",
     val_data: Annotated[str | None, typer.Option(help="Validation data.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Hub name or folder; demo: that of `vembed demo`. Default: a good one of that kind."
+            help="Hub name or folder. demo: that of `vembed demo`. Default: a good one of that kind."
         ),
     ] = None,
     query: Annotated[
@@ -131,9 +131,9 @@ def report(
     """Write report.html and report.md of a run, also of one that was stopped or killed."""
 
     def call() -> None:
+        from vembed.evaluation.report.comparison import run_json
         from vembed.evaluation.report.record import read_run
         from vembed.evaluation.report.report import write_report
-        from vembed.evaluation.report.several_runs import run_json
 
         with json_result(json_file) as give:
             path = write_report(run)
@@ -148,7 +148,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RUN",
-            help="Folders of runs, finished or not; the first is the baseline.",
+            help="Folders of runs, finished or not. The first is the baseline.",
         ),
     ],
     output: Annotated[
@@ -160,8 +160,12 @@ def compare(
     """Compare several runs on one page: curves, scores with intervals, settings that differ, queries won and lost."""
 
     def call() -> None:
-        from vembed.evaluation.report.several_page import score_lines, write_comparison
-        from vembed.evaluation.report.several_runs import as_json, read_several
+        from vembed.evaluation.report.comparison import (
+            as_json,
+            read_several,
+            score_lines,
+            write_comparison,
+        )
 
         found = read_several(runs)
         with json_result(json_file) as give:

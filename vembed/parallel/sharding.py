@@ -184,9 +184,7 @@ def _float32_units(model: nn.Module, accelerator: Accelerator) -> list[nn.Module
         torch.bfloat16,
         torch.float16,
     )
-    return (
-        model.float32_parts() if is_narrow and isinstance(model, EmbeddingModel) else []
-    )
+    return model.heads() if is_narrow and isinstance(model, EmbeddingModel) else []
 
 
 def _shard_by_fsdp1(
@@ -422,7 +420,7 @@ def _hand_out(
     }
     set_model_state_dict(
         model,
-        {name: one for name, one in parameters.items() if name in sharded},
+        {name: parameter for name, parameter in parameters.items() if name in sharded},
         options=StateDictOptions(
             full_state_dict=True, broadcast_from_rank0=True, strict=False
         ),

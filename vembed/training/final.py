@@ -150,7 +150,7 @@ def _save(
         if learned is not None:
             embedder.write_scale_and_bias(*learned, weights)
         store_rounded(embedder, weights)
-        dtype = saved_dtype(config, embedder.description)
+        dtype = saved_dtype(config.run.save_dtype, embedder.description)
         log.info(
             "weights: stored %s (save_dtype: %s)",
             f"in {dtype}" if dtype else "as they are held",
@@ -158,9 +158,7 @@ def _save(
         )
         save_model(
             directory,
-            embedder.description,
-            embedder.backbone,
-            embedder.head,
+            embedder,
             weights,
             dtype=dtype,
             merge_adapters=config.adapters.save_merged,

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.models.names import plain_name
 from vembed.models.quantized import quieten_bitsandbytes
@@ -28,7 +29,6 @@ log = logging.getLogger("vembed")
 _LAYER = re.compile(r"^(?:.*?\.)?(?:layers?|blocks?|h)\.\d+\.")
 """Layers by their name, where the model's own structure does not tell them."""
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)\.")
-_HEAD = re.compile(r"^(head|loss)\.|(^|\.)(text_projection|visual_projection)\.")
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -43,6 +43,8 @@ class TrainedParameter:
     """Shape of the whole parameter, not of a shard."""
     learning_rate: float
     decays: bool
+    is_head: bool
+    """True for parameters of the loss, of heads and of projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +107,15 @@ def trained_parameters(
         if config.optimizer.head_learning_rate is None
         else config.optimizer.head_learning_rate
     )
+    heads = head_prefixes(model)
     trained = []
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
         # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
         shape = shapes.get(id(parameter), parameter.shape)
-        if is_head(name):
+        is_head = name.startswith(heads)
+        if is_head:
             rate = head_rate
         else:
             # What belongs to no layer (norms behind the last one) has depth 0: the full rate.
@@ -123,6 +127,7 @@ def trained_parameters(
                 shape,
                 rate,
                 decays=len(shape) > 1 and not name.endswith("bias"),
+                is_head=is_head,
             )
         )
     if not trained:
@@ -134,9 +139,13 @@ def trained_parameters(
     return trained
 
 
-def is_head(name: str) -> bool:
-    """Return True for a parameter of heads, projections and learned scales."""
-    return _HEAD.search(name) is not None
+def head_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return the beginnings of the names of parameters of the loss, of heads and of projections."""
+    names = ["loss."]
+    for module in model.modules():
+        if isinstance(module, EmbeddingModel):
+            names += [f"{name}." for name in module.head_names()]
+    return tuple(names)
 
 
 def _depths(names: Sequence[str], model: nn.Module) -> dict[str, int]:
@@ -399,7 +408,7 @@ def _summary(
 
     decaying = [one for one in trained if one.decays]
     still = [one for one in trained if not one.decays]
-    heads = [one for one in trained if is_head(one.name)]
+    heads = [one for one in trained if one.is_head]
     apart = (
         f"{count(decaying)}, none on {count(still)} (biases, norms, scalars)"
         if still

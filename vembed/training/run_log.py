@@ -19,6 +19,7 @@ from rich.console import Console
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.record import scores_line
+from vembed.saving.masking import MASK, secret_variables
 
 log = logging.getLogger("vembed")
 
@@ -254,28 +255,18 @@ def config_console(config: TrainConfig) -> str:
     return "verbose" if config.logging.debug else config.logging.console
 
 
-SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "CREDENTIAL")
-"""Substrings of environment variable names. The values of matching variables are never logged."""
-MIN_SECRET_LENGTH = 8
-
-
 class SafeFormatter(logging.Formatter):
     """Formatter that replaces the values of secret environment variables, in messages and tracebacks."""
 
     def __init__(self, pattern: str) -> None:
         super().__init__(pattern, "%Y-%m-%d %H:%M:%S")
-        self.secrets = [
-            value
-            for name, value in os.environ.items()  # what is secret is known by the variable that holds it
-            if any(mark in name.upper() for mark in SECRET_MARKS)
-            and len(value) >= MIN_SECRET_LENGTH
-        ]
+        self.secrets = secret_variables()
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line with secrets replaced."""
         line = super().format(record)
         for secret in self.secrets:
-            line = line.replace(secret, "***")
+            line = line.replace(secret, MASK)
         return line
 
 

@@ -48,7 +48,7 @@ from vembed.parallel.parameters import discard_passes, num_parameters, set_gradi
 from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
 from vembed.training.frozen import InputSource, open_stores
-from vembed.training.optimizer import build_optimizer, is_head
+from vembed.training.optimizer import build_optimizer, head_prefixes
 
 log = logging.getLogger("vembed")
 
@@ -178,14 +178,16 @@ def _norm_weights(module: nn.Module) -> Iterable[tuple[torch.Tensor, float]]:
 
 
 def _what(config: TrainConfig, embedder: EmbeddingModel) -> What:
-    if wants_adapters(config):
+    if wants_adapters(config.adapters):
         return "adapters"
     names = [
         name
         for name, parameter in embedder.named_parameters()
         if parameter.requires_grad
     ]
-    return "head" if names and all(is_head(name) for name in names) else "weights"
+    heads = head_prefixes(embedder)
+    only_heads = all(name.startswith(heads) for name in names)
+    return "head" if names and only_heads else "weights"
 
 
 OPERATIONS = 6.0
@@ -211,7 +213,7 @@ def some_inputs(data: RunData) -> list[tuple[Item, Kind]]:
 def decide_compilation(
     config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session
 ) -> None:
-    """Decide `torch_compile: auto` by the arithmetic of the run, and log it where there is a choice."""
+    """Decide `torch_compile: auto` by the arithmetic of the run."""
     placement = session.placement
     if config.model.torch_compile == "auto" and session.device.type == "cuda":
         features = featuriser.features(some_inputs(data))
@@ -223,9 +225,23 @@ def decide_compilation(
         session.placement = placement.for_work(
             OPERATIONS * size.total * tokens * num_examples
         )
-    if config.model.torch_compile == "auto" and session.device.type != "cuda":
-        return
-    log.info("compiled layers: %s", session.placement.compilation)
+
+
+def log_compilation(
+    config: TrainConfig, embedder: EmbeddingModel, session: Session
+) -> None:
+    """Log whether the layers of the model are compiled, where there is a choice."""
+    asked = config.model.torch_compile
+    decision = session.placement.compilation
+    layers = layers_of(embedder.backbone)
+    if decision.value and not any(layer._compiled_call_impl for layer in layers):
+        option = "auto" if asked == "auto" else "torch_compile: true has no effect"
+        reason = f"{option}: layers with gradient checkpointing and packed texts cannot be compiled"
+        session.placement = replace(
+            session.placement, compilation=Decision(False, reason)
+        )
+    if asked != "auto" or session.device.type == "cuda":
+        log.info("compiled layers: %s", session.placement.compilation)
 
 
 def check_compiled(
@@ -358,7 +374,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         config.optimizer.epochs == "auto" and config.optimizer.max_steps is None
     )
     # Only then is the model looked at: a checkpoint of another model is to be refused first.
-    has_scale = is_decided_here and describe(config).traits.has_scale_and_bias
+    has_scale = is_decided_here and describe(config.model).traits.has_scale_and_bias
     epochs = passes(config, len(sets.examples), has_scale=has_scale)
     if is_decided_here:
         log.info("epochs: %g (auto; %s)", epochs.value, epochs.reason)
@@ -385,9 +401,16 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
-    description = describe(config)
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
     log.info("model: %s", description.summary())
-    for line in without_effect(config, description):
+    values = config.options()
+    user_options = {name: values[name] for name in config.given if name in values}
+    for line in without_effect(description, user_options):
         log.info("%s", line)
     if data.evaluation is not None:
         check_metric(config, data.evaluation, description)
@@ -402,8 +425,11 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
     # Before the model: compiled layers are chosen while it is built.
     decide_compilation(config, data, featuriser, session)
     embedder = build_model(
-        config,
         description,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
         device=session.model_device,
         computes_on=session.device,
         compute_dtype=session.placement.compute_dtype,
@@ -411,6 +437,7 @@ def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunMode
         compiles=session.placement.compilation.value,
         meta=session.builds_empty,
     )
+    log_compilation(config, embedder, session)
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
     config = _tempered(with_rate(config, embedder, session, data.total_steps), scale)
     if session.device.type == "cpu" and session.fsdp is None:

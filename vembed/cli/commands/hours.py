@@ -149,7 +149,7 @@ def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
     batch = per_step // config.batch.gradient_accumulation_steps
     train = num_examples * (1.0 - (config.data.val_split or 0.0))
     epochs = passes(
-        config, int(train), has_scale=describe(config).traits.has_scale_and_bias
+        config, int(train), has_scale=describe(config.model).traits.has_scale_and_bias
     ).value
     return max(
         math.ceil(epochs * (train // batch) / config.batch.gradient_accumulation_steps),
@@ -184,7 +184,7 @@ def _forward_operations(size: ModelSize, length: float) -> float:
 
 def data_size(config: TrainConfig) -> DataSize | None:
     """Return the sizes of the training data; None where it is not here, or is not text alone."""
-    description = describe(config)
+    description = describe(config.model)
     if description.modalities == ("image",):
         return None
     tokenizer: Any = load_tokenizer(description)

@@ -16,7 +16,9 @@ from typing import Any, get_args
 import numpy as np
 
 from vembed.data.cache import short_hash
+from vembed.data.documents import document_id
 from vembed.data.examples import Item
+from vembed.data.near_duplicates import casefolded
 from vembed.data_tools.generate.kinds import pairs_of
 from vembed.data_tools.generate.writers import (
     TextWriter,
@@ -26,11 +28,10 @@ from vembed.data_tools.generate.writers import (
     writer_identity,
 )
 from vembed.errors import UserError
-from vembed.evaluation.corpus import record_id
 from vembed.mining.candidates import CandidateStore
 from vembed.mining.config import DataOptions, GenerateConfig, MineConfig, ModelFreeKind
-from vembed.mining.documents import CorpusFile, content_key, normalised
-from vembed.mining.mine import Say, open_session, read_inputs
+from vembed.mining.documents import CorpusFile, content_key
+from vembed.mining.mine import Log, open_session, read_inputs
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import open_rows
@@ -60,8 +61,8 @@ class _Place:
     """Position of a document."""
 
     file: int
-    start: int
-    size: int
+    number: int
+    """Of its record in the file."""
     key: int
 
 
@@ -70,9 +71,9 @@ def generate(
     overrides: Sequence[str] = (),
     *,
     session: Session | None = None,
-    say: Say | None = None,
+    say: Log | None = None,
 ) -> GenerateResult:
-    """Make pairs from documents as a YAML file, a dict or a GenerateConfig says. Collective, as `mine`."""
+    """Make pairs from documents with the options of a YAML file, a dict or a `GenerateConfig`. Collective, as `mine`."""
     config = load_options(GenerateConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
@@ -180,7 +181,7 @@ class _Generator:
         prompts: list[tuple[str, dict[str, Any], str]] = []
         for number in range(block * BLOCK, min((block + 1) * BLOCK, len(self.places))):
             record, item = self._read(self.places[number])
-            identity = record_id(record)
+            identity = document_id(record)
             own: dict[str, Any] = {} if identity is None else {"document_id": identity}
             if self._free or not self._written:
                 # By content: a document gets the same pairs wherever it stands in the files.
@@ -240,7 +241,7 @@ class _Generator:
 
     def _read(self, place: _Place) -> tuple[Any, Item]:
         file = self._files[place.file]
-        record = file.reader.read(place.start, place.size)
+        record = file.reader.read(place.number)
         return record, file.item(record)
 
 
@@ -271,16 +272,16 @@ def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]
     found: dict[int, _Place] = {}
     problems: list[str] = []
     for number, file in enumerate(files):
-        for start, size, line, record in file.reader.scan():
+        for place, line, record in file.reader.rows():
             try:
                 key = file.item(record).key()
             except UserError as error:
                 problems.append(f"{file.reader.where(line)}: {error}")
                 continue
-            found.setdefault(key, _Place(number, start, size, key))
+            found.setdefault(key, _Place(number, place, key))
     if problems and config.on_bad_record == "stop":
         raise UserError(
-            f"{len(problems):,d} documents cannot be used, mend them, or set on_bad_record: skip to leave them out:\n  "
+            f"{len(problems):,d} documents cannot be used, fix them, or set on_bad_record: skip to leave them out:\n  "
             + "\n  ".join(problems[:10])
         )
     places = list(found.values())
@@ -318,8 +319,8 @@ def _distinct(
         if "query" not in row:
             left_out[str(row["kind"])] += 1
             continue
-        query, positive = normalised(str(row["query"])), json.dumps(row["positive"])
-        if query == normalised(str(row["positive"])):
+        query, positive = casefolded(str(row["query"])), json.dumps(row["positive"])
+        if query == casefolded(str(row["positive"])):
             left_out["the query is the document"] += 1
         elif (query, positive) in seen:
             left_out["a pair that is there already"] += 1

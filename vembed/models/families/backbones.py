@@ -29,13 +29,15 @@ from vembed.models.custom.classes import trusted_class
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families.model_settings import (
     LIBRARY_ERRORS,
+    check_attention,
     check_config,
     check_fit,
     first_sentence,
 )
 from vembed.models.families.static_model import STATIC_TYPE, StaticConfig, StaticModel
-from vembed.models.families.table import Family, Pooling
+from vembed.models.families.table import Family
 from vembed.models.families.weight_files import read_object, read_tensors
+from vembed.models.poolings import MODEL_POOLING
 
 ENCODER_ONLY = {
     "t5": "T5EncoderModel",
@@ -83,6 +85,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
         raise UserError(
             f"{folder} has no config.json; give the folder of a Transformers model"
         )
+    check_attention(folder, trust_remote_code=trust_remote_code)
     own = read_own_config(folder, trust_remote_code=trust_remote_code)
     if own is not None:
         return own
@@ -226,7 +229,7 @@ def is_bidirectional(config: PretrainedConfig) -> bool:
     )
 
 
-def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[Pooling, str]:
+def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
     """Return an image encoder's default pooling and the reason.
 
     Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
@@ -235,7 +238,7 @@ def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[Pooling, str]
         return "cls", "the module gives one vector for each input"
     if config.model_type in _POOLED_BY_MEAN:
         return (
-            "own",
+            MODEL_POOLING,
             "a convolutional network's mean over positions, behind its layer norm",
         )
     if not shape.has_class_token:

@@ -46,7 +46,7 @@ from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.precision import saved_dtype
 from vembed.parallel import collectives
-from vembed.parallel.meeting import require_equal
+from vembed.parallel.launch_check import require_equal
 from vembed.parallel.parameters import full_state_dict
 from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session
@@ -766,11 +766,9 @@ def whole_model_writer(
             merge = config.adapters.save_merged
             save_model(
                 checkpoint / MODEL_FOLDER,
-                embedder.description,
-                embedder.backbone,
-                embedder.head,
+                embedder,
                 weights,
-                dtype=saved_dtype(config, embedder.description),
+                dtype=saved_dtype(config.run.save_dtype, embedder.description),
                 merge_adapters=merge,
             )
 

@@ -104,7 +104,7 @@ def setup_lines(run: Run) -> list[str]:
         f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
         f"parameters ({share}), at most {description.max_length:,d} tokens",
         f"data: {len(data.examples):,d} examples of {sources:,d} source{'s' if sources > 1 else ''}; {evaluation}",
-        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs:.3g} epochs), learning rate "
+        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs:.3g} epoch{'' if epochs == 1 else 's'}), learning rate "
         f"{config.optimizer.learning_rate:g}, loss {config.objective.loss}",
         f"device: {session.device}, {session.world_size} process{'es' if session.world_size > 1 else ''}, strategy "
         f"{session.strategy}{why}, mixed precision {session.mixed_precision}",

@@ -95,11 +95,9 @@ class PushBest(Hook):
         embedder, config = parts.embedder, run.config
         folder = save_model(
             Path(config.run.output_dir) / FOLDER,
-            embedder.description,
-            embedder.backbone,
-            embedder.head,
+            embedder,
             weights,
-            dtype=saved_dtype(config, embedder.description),
+            dtype=saved_dtype(config.run.save_dtype, embedder.description),
             merge_adapters=config.adapters.save_merged,
             card=card_of(config, run.data, run.state),
         )

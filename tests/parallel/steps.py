@@ -1,0 +1,265 @@
+"""One training step on tiny models, under any strategy and in one process, for tests that compare the two."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tests.built import described, model_of
+from vembed.config.loading import resolve_run
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import ImageRef, Item
+from vembed.data.features import Featuriser
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.parallel import collectives, parameters
+from vembed.parallel.session import start_session
+
+NUM_MICRO_BATCHES = 2
+
+
+@dataclass
+class Result:
+    """What one rank saw."""
+
+    norm: float
+    clipped_norm: float
+    weights: dict[str, Tensor]
+    """Of the whole model after a step of SGD with learning rate 1, so that they show the gradient; rank 0 alone."""
+    summary: dict[str, int]
+    bytes: dict[str, int]
+    lines: list[str]
+    strategy: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def listen() -> list[str]:
+    """From here on, the lines of the vembed log, until somebody listens again: a rank runs several cases."""
+    handler, log = Lines(), logging.getLogger("vembed")
+    for earlier in [one for one in log.handlers if isinstance(one, Lines)]:
+        log.removeHandler(earlier)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    return handler.lines
+
+
+def config_of(folder: Any, **options: Any) -> TrainConfig:
+    return TrainConfig(model_name=str(folder), data_path="unused.jsonl", **options)
+
+
+def parts_of(
+    featuriser: Featuriser, rank: int, micro_batch: int
+) -> list[tuple[str, dict[str, Tensor]]]:
+    """The inputs of one forward: different on every rank, with different lengths, all modalities together."""
+    draw = np.random.default_rng(1000 * rank + micro_batch)
+    parts = []
+    for modality in featuriser.description.modalities:
+        if modality == "image":
+            pixels = draw.integers(0, 255, (2, 24, 24, 3), dtype=np.uint8)
+            items = [Item(images=(ImageRef(data=_png(one)),)) for one in pixels]
+        else:
+            words = ["red", "green", "house", "river", "string", "value"]
+            items = [
+                Item(text=" ".join(draw.choice(words, 2 + rank + one)))
+                for one in range(2 + rank % 2)
+            ]
+        features = featuriser.features([(item, "document") for item in items])
+        parts.append((modality, featuriser.collate(features)))
+    return parts
+
+
+def share_of_loss(outputs: list[Tensor]) -> Tensor:
+    """A sum over rows, whose gradient over all ranks is the sum of theirs, as that of L is."""
+    terms = [
+        (one * torch.linspace(-1, 1, one.numel(), dtype=one.dtype).view_as(one)).sum()
+        for one in outputs
+    ]
+    return torch.stack(terms).sum()
+
+
+def cast(
+    parts: list[tuple[str, dict[str, Tensor]]], dtype: torch.dtype
+) -> list[tuple[str, dict[str, Tensor]]]:
+    return [
+        (
+            modality,
+            {
+                key: one.to(dtype) if one.is_floating_point() else one
+                for key, one in inputs.items()
+            },
+        )
+        for modality, inputs in parts
+    ]
+
+
+def build(
+    config: TrainConfig, *, dtype: torch.dtype, meta: bool = False, edit: Any = None
+) -> tuple[Any, Featuriser]:
+    description = described(config)
+    recompute = resolve_run(config).recomputation.value
+    model: EmbeddingModel = model_of(
+        config, description, recompute=recompute, meta=meta
+    )
+    if edit is not None:
+        edit(model)
+    return model.to(dtype) if dtype == torch.float64 else model, Featuriser(description)
+
+
+def sharded_step(
+    config: TrainConfig,
+    options: dict[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    edit: Any = None,
+) -> Result:
+    """Runs on every rank. `options`: local_world_size, and pattern: "cache" runs all micro-batches without grad before,
+    "kept" runs all forwards before the first backward, "gathered" keeps parameters gathered between micro-batches,
+    "each" reduces gradients after each micro-batch."""
+    options = options or {}
+    pattern = options.get("pattern")
+    os.environ["LOCAL_WORLD_SIZE"] = str(
+        options.get("local_world_size", os.environ["WORLD_SIZE"])
+    )
+    lines = listen()
+    with start_session(config) as session:
+        built, featuriser = build(
+            config, dtype=dtype, meta=session.builds_empty, edit=edit
+        )
+        was_meta = sum(one.is_meta for one in built.parameters())
+        model = session.prepare(built, built.description.layer_classes)
+        summary = parameters.log_parameter_summary(model)
+        forward_parts = [
+            cast(parts_of(featuriser, session.rank, one), dtype)
+            for one in range(NUM_MICRO_BATCHES)
+        ]
+        if pattern == "cache":
+            with torch.no_grad():
+                for parts in forward_parts:
+                    model(parts)
+        parameters.set_gradient_sync(model, False)
+        kept = [model(parts) for parts in forward_parts] if pattern == "kept" else None
+        for number, parts in enumerate(forward_parts):
+            last = number == NUM_MICRO_BATCHES - 1
+            parameters.set_gradient_sync(model, last or pattern == "each")
+            if pattern == "gathered":
+                parameters.set_keep_gathered(model, not last)
+            outputs = kept[number] if kept is not None else model(parts)
+            (share_of_loss(outputs) * session.world_size).backward()
+        collectives.reset_collective_counts()
+        if session.strategy == "ddp":
+            collectives.all_reduce_gradients(model.parameters())
+        norm = float(parameters.global_grad_norm(model))
+        optimizer = torch.optim.SGD(
+            [one for one in model.parameters() if one.requires_grad],
+            lr=1.0,
+            momentum=0.9,
+        )
+        optimizer.step()
+        parameters.clip_gradients(model.parameters(), 0.25)
+        clipped = float(parameters.global_grad_norm(model))
+        return Result(
+            norm=norm,
+            clipped_norm=clipped,
+            weights=parameters.full_state_dict(model),
+            summary=summary,
+            bytes=parameters.local_bytes(model, optimizer),
+            lines=lines,
+            strategy=session.strategy,
+            facts={
+                "was_meta": was_meta,
+                "dtypes": sorted(
+                    {(str(one.dtype), one.requires_grad) for one in model.parameters()}
+                ),
+                "with_gradient": sorted(
+                    parameters.plain_name(n)
+                    for n, p in model.named_parameters()
+                    if p.grad is not None
+                ),
+                "kind": type(model).__name__,
+            },
+        )
+
+
+def whole_step(
+    config: TrainConfig,
+    num_ranks: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    edit: Any = None,
+) -> Result:
+    """The same in one process without a session: every rank's micro-batches one after the other."""
+    model, featuriser = build(config, dtype=dtype, edit=edit)
+    for rank in range(num_ranks):
+        for number in range(NUM_MICRO_BATCHES):
+            share_of_loss(
+                model(cast(parts_of(featuriser, rank, number), dtype))
+            ).backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(gradients))
+    torch.optim.SGD(
+        [one for one in model.parameters() if one.requires_grad], lr=1.0
+    ).step()
+    size = sum(one.numel() * one.element_size() for one in model.parameters())
+    total = sum(one.numel() for one in model.parameters())
+    trained = sum(
+        one.numel() * one.element_size()
+        for one in model.parameters()
+        if one.grad is not None
+    )
+    return Result(
+        norm=norm,
+        clipped_norm=norm / 4,
+        weights={name: value.clone() for name, value in model.state_dict().items()},
+        summary={
+            "total": total,
+            "trainable": sum(
+                one.numel() for one in model.parameters() if one.requires_grad
+            ),
+        },
+        bytes={"parameters": size, "gradients": trained, "optimizer": trained},
+        lines=[],
+        strategy="none",
+    )
+
+
+def check_against_one_process(results: list[Result], whole: Result) -> None:
+    for result in results:
+        assert result.norm == pytest.approx(whole.norm, rel=1e-10)
+        assert result.clipped_norm == pytest.approx(whole.norm / 4, rel=1e-10)
+        assert result.summary["total"] == whole.summary["total"]
+        assert result.summary["trainable"] == whole.summary["trainable"]
+    assert set(results[0].weights) == set(whole.weights)
+    for name, value in whole.weights.items():
+        torch.testing.assert_close(
+            results[0].weights[name],
+            value,
+            rtol=1e-9,
+            atol=1e-9,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+    assert all(result.weights == {} for result in results[1:])
+
+
+def _png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,111 @@
+"""Batch norms over two processes against one: shared by sync_batchnorm, and a warning where they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness import run_ranks
+from tests.measure import gradient_errors
+from tests.parallel.steps import config_of, listen
+from tests.tiny import shared, tiny_bert
+from vembed.parallel import collectives
+from vembed.parallel.batch_norms import share_batch_norms
+from vembed.parallel.session import start_session
+
+INPUTS = torch.randn(7, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+Found = tuple[float, dict[str, Tensor], dict[str, Tensor]]
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    norms = (
+        nn.BatchNorm2d(4),
+        nn.BatchNorm1d(6, momentum=None),
+        nn.BatchNorm1d(2, affine=False),
+    )
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        norms[0],
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(36, 6),
+        norms[1],
+        nn.Linear(6, 2),
+        norms[2],
+    ).double()
+
+
+def step(model: nn.Module, inputs: Tensor) -> float:
+    outputs = model(inputs.double())
+    loss = (outputs.sigmoid() * torch.linspace(-1, 1, outputs.shape[1])).sum() / len(
+        INPUTS
+    )
+    loss.backward()
+    return float(loss.detach())
+
+
+def found_in(model: nn.Module, loss: float) -> Found:
+    gradients = {
+        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+    }
+    return loss, gradients, {name: one.double() for name, one in model.named_buffers()}
+
+
+def on_ranks(folder: str, sync: bool) -> tuple[Found, list[str]]:
+    """One step on uneven parts of the inputs: 5 and 2 images."""
+    lines = listen()
+    with start_session(
+        config_of(folder, strategy="ddp", sync_batchnorm=sync)
+    ) as session:
+        model = session.prepare(small_network())
+        loss = step(model, INPUTS[:5] if session.rank == 0 else INPUTS[5:])
+        collectives.all_reduce_gradients(model.parameters(), average=False)
+        return found_in(model, collectives.sum_scalars([loss])[0]), [
+            one for one in lines if "batch norms" in one
+        ]
+
+
+@pytest.mark.promise("C05")
+def test_shared_batch_norms_are_those_of_one_process() -> None:
+    model = small_network().train()
+    loss, gradients, buffers = found_in(model, step(model, INPUTS))
+    for (found, gradients_found, buffers_found), lines in run_ranks(
+        on_ranks, 2, str(shared(tiny_bert)), True, process_group=False
+    ):
+        assert found == pytest.approx(loss, rel=1e-12)
+        assert max(gradient_errors(gradients_found, gradients).values()) < 1e-12
+        for name, buffer in buffers.items():
+            torch.testing.assert_close(
+                buffers_found[name], buffer, rtol=1e-12, atol=1e-14, msg=name
+            )
+        assert lines in (
+            ["sync_batchnorm: 3 batch norms share their statistics among processes"],
+            [],
+        )
+
+
+def test_batch_norms_that_are_not_shared_are_said_to_break_parity() -> None:
+    model = small_network().train()
+    loss = step(model, INPUTS)
+    (one, (line,)), (other, _) = run_ranks(
+        on_ranks, 2, str(shared(tiny_bert)), False, process_group=False
+    )
+    assert one[0] == other[0] != pytest.approx(loss, rel=1e-3)
+    assert line.startswith(
+        "batch norms: 3, each over the micro-batch of one process, so losses and gradients depend"
+    )
+    assert line.endswith("sync_batchnorm: true shares their statistics")
+
+
+def test_on_gpus_they_become_torchs_own_and_without_any_nothing_happens() -> None:
+    model = small_network()
+    assert share_batch_norms(model, torch.device("cuda"), shared=True) == 3
+    assert [type(module).__name__ for module in model.modules()].count(
+        "SyncBatchNorm"
+    ) == 3
+    plain: Any = nn.Linear(2, 2)
+    assert share_batch_norms(plain, torch.device("cpu"), shared=True) == 0

@@ -1,0 +1,85 @@
+"""Projections and heads compute in float32 under every strategy, although the units beside them compute in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness import run_ranks
+from tests.parallel.steps import build, config_of, parts_of, share_of_loss
+from tests.tiny import shared, tiny_bert, tiny_clip
+from vembed.parallel import parameters
+from vembed.parallel.session import start_session
+
+MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "head": (tiny_bert, {"use_mrl": True, "mrl_dims": [16, 8], "mrl_projection": True}),
+    "projections": (tiny_clip, {}),
+    "frozen": (
+        tiny_clip,
+        {"use_lora": True, "torch_dtype": "bfloat16", "lora_towers": "text"},
+    ),
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
+    "fsdp2": {"use_fsdp": True},
+}
+
+
+def seen(strategy: str) -> dict[str, tuple[set[torch.dtype], set[torch.dtype], float]]:
+    """On every rank, for each model: dtypes inside of heads and projections, of their gradients, and the norm."""
+    found = {}
+    configs = {
+        name: config_of(
+            shared(make), mixed_precision="bf16", **STRATEGIES[strategy], **options
+        )
+        for name, (make, options) in MODELS.items()
+    }
+    with start_session(configs["head"]) as session:
+        for name, config in configs.items():
+            built, featuriser = build(
+                config, dtype=torch.float32, meta=session.builds_empty
+            )
+            dtypes: set[torch.dtype] = set()
+
+            def note(
+                module: nn.Module,
+                given: tuple[Tensor],
+                output: Tensor,
+                dtypes: Any = dtypes,
+            ) -> None:
+                dtypes.update(
+                    one.dtype
+                    for one in (*given, output, *module.parameters(recurse=False))
+                )
+
+            for part in built.heads():
+                for module in part.modules():
+                    if isinstance(module, nn.Linear):
+                        module.register_forward_hook(note)
+            model = session.prepare(built, built.description.layer_classes)
+            share_of_loss(model(parts_of(featuriser, session.rank, 0))).backward()
+            gradients = {
+                one.grad.dtype for one in model.parameters() if one.grad is not None
+            }
+            norm = (
+                float(parameters.global_grad_norm(model)) if strategy != "ddp" else 1.0
+            )
+            found[name] = dtypes, gradients, norm
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_heads_were_computed_in_bfloat16_where_the_model_is_sharded(
+    strategy: str,
+) -> None:
+    for found in run_ranks(seen, 2, strategy, process_group=False):
+        for name, (dtypes, gradients, norm) in found.items():
+            assert dtypes == {torch.float32}, name
+            assert gradients == {torch.float32}, name
+            assert norm > 0.0, name

@@ -1,0 +1,182 @@
+"""Ranks that hang: the others name them, and what they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.harness import rank_outcomes
+from tests.parallel.steps import config_of, listen
+from tests.tiny import shared, tiny_bert
+from vembed.parallel import collectives, heartbeat, session
+from vembed.parallel.heartbeat import (
+    Beat,
+    HangReport,
+    HeartbeatTable,
+    LastBeat,
+    find_hanging_ranks,
+)
+from vembed.parallel.rendezvous import Limit
+
+HERE = Beat(
+    step=7,
+    calls=10,
+    waits=True,
+    place="agree (training/interrupts.py:90)",
+    host="a",
+    pid=1,
+)
+LOOP = Beat(
+    step=7, calls=9, waits=False, place="collate (my/hook.py:3)", host="b", pid=2
+)
+
+
+def message(seen: dict[int, LastBeat], own: Beat = HERE) -> HangReport | None:
+    return find_hanging_ranks(0, own, seen, now=100.0, waited=40.0)
+
+
+def test_a_rank_outside_of_collectives_is_named_with_its_place() -> None:
+    found = message({1: LastBeat(HERE, 99.0), 2: LastBeat(LOOP, 99.0)})
+    assert found == HangReport(
+        (2,),
+        (
+            "rank 0 has waited 40 s, in step 7, at agree (training/interrupts.py:90), for rank 2 (b, process 2), "
+            "which is in step 7, at collate (my/hook.py:3)"
+        ),
+    )
+
+
+def test_a_rank_without_signs_of_life_is_named() -> None:
+    found = message({1: LastBeat(HERE, 60.0), 2: LastBeat(HERE, 99.0)})
+    assert found is not None and found.ranks == (1,)
+    assert (
+        "for rank 1 (a, process 1), which has given no sign of life for 40 s; it was in step 7, at "
+        in found.text
+    )
+
+
+def test_among_ranks_that_all_wait_the_one_behind_is_named_and_otherwise_none() -> None:
+    assert message({1: LastBeat(HERE, 99.0)}) is None
+    found = message(
+        {1: LastBeat(HERE, 99.0), 2: LastBeat(replace(HERE, calls=8), 99.0)}
+    )
+    assert found is not None and found.ranks == (2,)
+
+
+def test_a_rank_that_loops_does_not_accuse_those_that_wait_for_it() -> None:
+    assert message({1: LastBeat(HERE, 99.0)}, own=LOOP) is None
+
+
+def test_only_ranks_that_stand_still_are_answered_with_a_name() -> None:
+    board = HeartbeatTable()
+    assert board.take(1, LOOP, 0.0) is None and board.take(0, HERE, 1.0) is None
+    found = board.take(0, HERE, heartbeat.STILL_SECONDS)
+    assert found is not None and found.ranks == (1,)
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_datagrams_of_others_are_passed_over(host: str) -> None:
+    server, ended = heartbeat._listening(host), threading.Event()
+    board = HeartbeatTable()
+    thread = threading.Thread(
+        target=board.serve, args=(server, "word", ended), daemon=True
+    )
+    thread.start()
+    client = heartbeat._connected("127.0.0.1", server.getsockname()[1])
+    for content in (
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"token": "word"}',
+        b'{"token": "other", "rank": 0}',
+    ):
+        client.send(content)
+    client.send(
+        json.dumps(
+            {"token": "word", "rank": 1, "record": {"step": 3}, "waited": 0}
+        ).encode()
+    )
+    assert client.recv(100) == b"null"
+    client.close()
+    ended.set()
+    thread.join(3)
+    assert not thread.is_alive()
+
+
+def loop_for_ever() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def in_a_run(folder: str, stops: int, loops: int) -> list[str]:
+    """One rank is halted, another loops in Python, and the others go into a collective."""
+    rank = int(os.environ["RANK"])
+    # A report counts for STILL_SECONDS and a beat: long enough for threads that a busy machine lets wait.
+    heartbeat.BEAT_SECONDS, heartbeat.STILL_SECONDS, heartbeat.SILENT_SECONDS = (
+        0.1,
+        1.5,
+        1.5,
+    )
+    heartbeat.FIRST_LINE_SECONDS = 1.6
+    session.Limit = lambda _: Limit(
+        1.0
+    )  # the short limit is for collectives; a busy machine may start ranks slowly
+    lines = listen()
+    try:
+        with session.start_session(
+            config_of(folder, dist_timeout_minutes=3.5 / 60)
+        ) as one:
+            one.heartbeats.step = 7
+            while (
+                rank and one.heartbeats._answered is None
+            ):  # a rank that rank 0 has not heard of is not named
+                time.sleep(0.01)
+            one.barrier()
+            if rank == stops:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if rank == loops:
+                loop_for_ever()
+            collectives.sum_ints([rank])
+    except Exception as error:
+        return [
+            f"{type(error).__name__}: {error}",
+            *(line for line in lines if "has waited" in line),
+        ]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stops", "loops", "waits"), [(3, 2, 1, 0), (2, 0, -1, 1)]
+)
+def test_the_rank_that_hangs_is_named_and_not_the_one_that_noticed(
+    ranks: int, stops: int, loops: int, waits: int
+) -> None:
+    # Rank 0 keeps the store: once among those that wait, once halted itself.
+    folder = str(shared(tiny_bert))
+    outcomes = rank_outcomes(
+        in_a_run, ranks, folder, stops, loops, process_group=False, wait_for=[waits]
+    )
+    error, *lines = outcomes[waits].result
+    assert re.match(
+        rf"RunError: rank {waits} has waited \d+ s, in step 7, at in_a_run \(.*\), for rank ",
+        error,
+    )
+    if stops:
+        assert re.search(
+            r"for rank 1 \(.*, process \d+\), which is in step 7, at loop_for_ever \(",
+            error,
+        )
+        assert re.search(
+            r"and for rank 2 \(.*\), which has given no sign of life for \d+ s; it was ",
+            error,
+        )
+        assert lines and "for rank 1 (" in lines[0], "a line while it waits"
+    else:
+        assert "for rank 0" in error

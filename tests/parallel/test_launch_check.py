@@ -1,0 +1,219 @@
+"""Ranks that were started differently: every option of the schema, files, versions and launches, in one pair of
+processes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import torch.distributed as dist
+
+import vembed
+from tests.harness import run_ranks
+from tests.tiny import shared, tiny_bert
+from vembed.config.loading import resolve_run
+from vembed.config.ranks import BY_CONTENT, MAY_DIFFER
+from vembed.config.resolved import ResolvedRun
+from vembed.config.schema import option_fields
+from vembed.errors import UserError
+from vembed.parallel import launch_check, rendezvous
+from vembed.parallel.environment import read_rank_info
+from vembed.parallel.rendezvous import Limit
+from vembed.training.identity import facts_of
+
+
+def another(annotation: Any, value: Any) -> Any:
+    """Another value of an option, of its type or near it."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    choices = [one for one in _words(annotation) if one != value]
+    if choices:
+        return choices[0]
+    if isinstance(value, list):
+        return [*value, *value, "more"]
+    return "another"
+
+
+def _words(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    if get_origin(annotation) is UnionType or get_args(annotation):
+        return [word for part in get_args(annotation) for word in _words(part)]
+    return []
+
+
+def changed(run: ResolvedRun, name: str) -> ResolvedRun:
+    field = option_fields()[name]
+    value = another(field.annotation, run.config.options()[name])
+    return replace(run, config=run.config.changed(**{name: value}))
+
+
+def sentence(number: int, facts: dict[str, Any], **launch: Any) -> str | None:
+    """Return the message of one meeting to this rank, in a part of the store of its own."""
+    ranks = read_rank_info()
+    store = dist.PrefixStore(f"meeting-{number}", STORE[0])
+    try:
+        launch_check.check_launch(
+            store, ranks, Limit(1), {"num_machines": 1, **launch}, lambda _: facts
+        )
+    except UserError as error:
+        return str(error)
+    return None
+
+
+STORE: list[Any] = []
+
+
+def all_meetings(folder: str) -> dict[str, str | None]:
+    """Each option in turn with another value on rank 1, then files, versions, launches and runs."""
+    warnings.simplefilter("ignore")  # pydantic's, on values of other types
+    rank, base = int(os.environ["RANK"]), Path(folder)
+    launch_check.REFUSAL_SECONDS = 1.0
+    launch_check.versions = cache(
+        launch_check.versions
+    )  # which reads all sources at each meeting
+    STORE[:] = [rendezvous.connect(read_rank_info(), Limit(1))]
+    run = resolve_run(
+        {
+            "model_name": f"{folder}/model",
+            "data_path": f"{folder}/a.jsonl",
+            "max_steps": 5,
+        }
+    )
+    said: dict[str, str | None] = {}
+    for number, name in enumerate(option_fields()):
+        said[name] = sentence(number, facts_of(changed(run, name) if rank else run))
+
+    def other(name: str, **options: Any) -> dict[str, Any]:
+        return facts_of(
+            replace(
+                run,
+                config=run.config.changed(**{name: options[name]} if rank else {}),
+            )
+        )
+
+    said["same data elsewhere"] = sentence(
+        1000, other("data_path", data_path=str(base / "copy.jsonl"))
+    )
+    said["other order"] = sentence(
+        1001, other("data_path", data_path=str(base / "b.jsonl"))
+    )
+    said["missing data"] = sentence(
+        1002, other("data_path", data_path=str(base / "none.jsonl"))
+    )
+    said["other model"] = sentence(
+        1003, other("model_name", model_name=str(base / "other"))
+    )
+    said["machines"] = sentence(1004, {}, num_machines=2 + rank)
+    versions = launch_check.versions
+    launch_check.versions = lambda: {
+        **versions(),
+        **({"torch's version": "1.0"} if rank else {}),
+    }
+    said["version"] = sentence(1005, {})
+    launch_check.versions = versions
+    os.environ["SLURM_JOB_ID"] = str(rank)
+    said["job"] = sentence(1006, {})
+    del os.environ["SLURM_JOB_ID"]
+    os.environ["VEMBED_RUN_ID"] = f"run-{rank}"
+    said["run"] = sentence(1007, {})
+    del os.environ["VEMBED_RUN_ID"]
+    if rank == 0:
+        os.environ["VEMBED_RUN_ID"] = "friday"
+    said["run given once"] = sentence(1009, {})
+    os.environ.pop("VEMBED_RUN_ID", None)
+    os.environ["VEMBED_LAUNCH_ID"] = f"launch-{rank}"
+    said["launch"] = sentence(1010, {})
+    del os.environ["VEMBED_LAUNCH_ID"]
+    said["alike"] = sentence(1008, facts_of(run))
+    STORE[0].add("done", 1)
+    rendezvous.poll(
+        Limit(1), lambda: STORE[0].add("done", 0) == 2
+    )  # rank 0 keeps the store
+    return said
+
+
+@pytest.fixture(scope="module")
+def meetings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    folder = tmp_path_factory.mktemp("meeting")
+    lines = ['{"query": "a", "positive": "b"}\n', '{"query": "c", "positive": "d"}\n']
+    for name, content in (("a", lines), ("copy", lines), ("b", lines[::-1])):
+        (folder / f"{name}.jsonl").write_text("".join(content))
+    (folder / "model").symlink_to(shared(tiny_bert))
+    (folder / "other").symlink_to(shared(tiny_bert, hidden=16))
+    return run_ranks(all_meetings, 2, str(folder), process_group=False)
+
+
+def test_every_rank_hears_the_same(meetings: list[dict[str, str | None]]) -> None:
+    assert [
+        name for name, said in meetings[0].items() if said != meetings[1][name]
+    ] == []
+    assert meetings[0]["alike"] is None
+
+
+@pytest.mark.parametrize("name", option_fields())
+def test_every_option_is_compared_or_may_differ_for_a_reason(
+    name: str, meetings: list[dict[str, str | None]]
+) -> None:
+    said = meetings[0][name]
+    if name in MAY_DIFFER:
+        assert said is None and MAY_DIFFER[name]
+        return
+    assert said is not None and said.startswith(
+        f"the processes of this run were not started alike: {name} is "
+    )
+    assert " on rank 0 (" in said and " on rank 1 (" in said and "\n" not in said
+
+
+def test_lists_of_options_name_options() -> None:
+    assert set(MAY_DIFFER) | set(BY_CONTENT) <= set(option_fields())
+    assert not set(MAY_DIFFER) & set(BY_CONTENT)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("other order", "data_path is "),
+        ("missing data", "none.jsonl on rank 1"),
+        ("other model", "model_name is "),
+        ("machines", "num_machines is 2 on rank 0"),
+        ("version", "torch's version is "),
+        ("job", "belong to different runs (SLURM_JOB_ID 0 and 1)"),
+        ("run", "belong to different runs (VEMBED_RUN_ID run-0 and run-1)"),
+        ("run given once", "the run id is friday on rank 0 ("),
+        ("launch", "belong to different runs (VEMBED_LAUNCH_ID launch-0 and launch-1)"),
+    ],
+)
+def test_files_versions_and_launches_are_compared(
+    what: str, named: str, meetings: list[dict[str, str | None]]
+) -> None:
+    assert named in str(meetings[0][what])
+
+
+def test_the_same_data_in_another_place_are_the_same(
+    meetings: list[dict[str, str | None]],
+) -> None:
+    assert meetings[0]["same data elsewhere"] is None
+
+
+def test_checkouts_of_one_version_are_told_apart_by_their_sources(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "a.py").write_text("x = 1")
+    before = launch_check.sources_digest(tmp_path)
+    (tmp_path / "a.pyc").write_text("of no account")
+    assert launch_check.sources_digest(tmp_path) == before
+    (tmp_path / "inner" / "a.py").write_text("x = 2")
+    assert launch_check.sources_digest(tmp_path) != before
+    assert launch_check.versions()["vembed's version"].startswith(
+        f"{vembed.__version__} (sources "
+    )

@@ -1,0 +1,140 @@
+"""Memory lines with a real sum over the ranks, peaks that start anew, and both without a process group."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+import resource
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.commands import CODE, command
+from tests.harness import run_ranks
+from tests.parallel.steps import listen
+from vembed.parallel import collectives, memory
+
+LINE = re.compile(r"Rank (\d+), CPU: RSS: (\d+\.\d\d)GB, Peak: (\d+\.\d\d)GB$")
+
+
+def hold_and_print() -> tuple[list[str], list[str]]:
+    """Rank 1 holds 300 MiB more than rank 0, so that one rank's value times the number of ranks is not the sum."""
+    lines = listen()
+    held = np.ones(300 * 2**17 * collectives.rank())
+    returned = memory.fsdp_print_memory_usage("after loading")
+    assert held.size == 300 * 2**17 * collectives.rank()
+    memory.fsdp_empty_cache()
+    return returned, lines
+
+
+@pytest.mark.promise("A19", "B11", "B30")
+def test_total_is_a_real_sum() -> None:
+    (lines, logged), (others, logged_by_other) = run_ranks(hold_and_print, 2)
+    assert logged == lines == others
+    assert logged_by_other == []
+    found = [LINE.search(line) for line in lines[:2]]
+    assert [int(match[1]) for match in found if match] == [0, 1]
+    used = [float(match[2]) for match in found if match]
+    assert used[1] - used[0] > 0.25
+    total = re.fullmatch(
+        r"after loading: Total across 2 processes: RSS: (\S+)GB, Peak: (\S+)GB",
+        lines[2],
+    )
+    assert total
+    assert float(total[1]) == pytest.approx(sum(used), abs=0.011)
+    assert float(total[2]) == pytest.approx(
+        sum(float(match[3]) for match in found if match), abs=0.011
+    )
+
+
+@pytest.mark.promise("B10", "B29", "B31")
+def test_peak_starts_anew_between_phases() -> None:
+    block = np.ones(200 * 2**17)
+    del block
+    high = memory.memory_snapshot(torch.device("cpu"))["peak_gb"]
+    memory.fsdp_empty_cache()
+    low = memory.memory_snapshot(torch.device("cpu"))
+    assert low["peak_gb"] < high - 0.1
+    assert low["peak_gb"] >= low["rss_gb"]
+
+
+def clear_together() -> tuple[float, float, float, float]:
+    """Rank 1 comes late. Return when this rank came and went, and the memory before and after, freed memory kept."""
+    memory.keep_freed_memory()
+    blocks = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
+    del blocks
+    before = memory.memory_snapshot(torch.device("cpu"))["rss_gb"]
+    if collectives.rank() == 1:
+        time.sleep(0.3)
+    came = time.monotonic()
+    memory.fsdp_empty_cache()
+    return (
+        came,
+        time.monotonic(),
+        before,
+        memory.memory_snapshot(torch.device("cpu"))["rss_gb"],
+    )
+
+
+@pytest.mark.promise("B10", "B29")
+def test_ranks_wait_for_each_other_and_give_back_what_they_keep() -> None:
+    found = run_ranks(clear_together, 2)
+    assert min(went for _, went, _, _ in found) >= max(came for came, _, _, _ in found)
+    if platform.libc_ver()[0] == "glibc":
+        assert all(before - after > 0.15 for _, _, before, after in found)
+
+
+@pytest.mark.promise("B10")
+def test_lines_reach_standard_output_where_nobody_logs() -> None:
+    program = "import vembed; vembed.fsdp_empty_cache(); vembed.fsdp_print_memory_usage('start: ')"
+    done = command(program, module=CODE)
+    first, second = done.stdout.splitlines()
+    assert LINE.match(first.removeprefix("start: "))
+    assert second.startswith("start: Total across 1 processes: RSS: ")
+
+
+@pytest.mark.promise("A21")
+def test_gpu_line_has_the_words_of_the_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures = {
+        "device": "cuda:3",
+        "allocated_gb": 1.234,
+        "reserved_gb": 2.344,
+        "peak_gb": 3.45,
+    }
+    monkeypatch.setattr(memory, "memory_snapshot", lambda _: figures)
+    logging.getLogger("vembed").addHandler(logging.NullHandler())
+    lines = memory.fsdp_print_memory_usage()
+    assert lines == [
+        "Rank 0, GPU 3: Allocated: 1.23GB, Reserved: 2.34GB, Peak: 3.45GB",
+        "Total across 1 processes: Allocated: 1.23GB, Reserved: 2.34GB, Peak: 3.45GB",
+    ]
+
+
+def faults_of_large_blocks() -> int:
+    """Page faults of blocks of 16 MB that come and go, in a process of their own."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        blocks = [torch.ones(2**22) for _ in range(4)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def kept_and_not(_: str) -> tuple[int, int]:
+    as_ever = faults_of_large_blocks()
+    assert memory.keep_freed_memory()
+    faults_of_large_blocks()
+    return as_ever, faults_of_large_blocks()
+
+
+def test_what_a_step_frees_serves_the_next_step() -> None:
+    if platform.libc_ver()[0] != "glibc":
+        assert not memory.keep_freed_memory()
+        return
+    ((as_ever, kept),) = run_ranks(kept_and_not, 1, "", process_group=False)
+    assert as_ever > 100
+    assert kept < as_ever / 10

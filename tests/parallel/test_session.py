@@ -1,0 +1,675 @@
+"""How processes find each other, what each decides, and that every one of them ends well."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+from tests.commands import command
+from tests.harness import rank_outcomes, run_ranks
+from tests.parallel.steps import (
+    check_against_one_process,
+    config_of,
+    listen,
+    sharded_step,
+    whole_step,
+)
+from tests.tiny import shared, tiny_bert, tiny_dinov2
+from vembed.config.loading import resolve_run
+from vembed.config.resolved import Decision
+from vembed.errors import UserError
+from vembed.models.families import model_files
+from vembed.parallel import collectives, launch_check, session
+from vembed.parallel.devices import enable_expandable_segments, matmul_precision
+from vembed.parallel.environment import RankInfo, read_rank_info
+from vembed.parallel.estimate import GIB, ModelSize, measure, optimizer_bytes
+from vembed.parallel.launch import free_port
+from vembed.parallel.network import interface_to
+from vembed.parallel.placement import Placement, choose_precision, place
+from vembed.parallel.rendezvous import Limit
+
+CPU = torch.device("cpu")
+GROUP = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+SHORT = 3 / 60
+"""dist_timeout_minutes of collectives that a rank never joins: three seconds."""
+
+
+# ---- the launcher's variables ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.promise("B26")
+def test_no_variables_mean_one_process() -> None:
+    assert read_rank_info({}) == RankInfo(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False
+    )
+
+
+@pytest.mark.promise("A10", "C26")
+def test_variables_have_torchs_meaning() -> None:
+    assert read_rank_info(GROUP | {"LOCAL_WORLD_SIZE": "1"}) == RankInfo(
+        1, 2, 1, 1, launched=True
+    )
+
+
+@pytest.mark.parametrize("name", GROUP)
+@pytest.mark.promise("C26")
+def test_a_missing_variable_is_named(name: str) -> None:
+    env = {key: value for key, value in GROUP.items() if key != name}
+    with pytest.raises(UserError, match=rf"^{name} is not set although ") as caught:
+        read_rank_info(env)
+    assert all(f"{key}={value}" in str(caught.value) for key, value in env.items())
+
+
+@pytest.mark.promise("A10")
+def test_nodes_counted_as_processes_are_refused() -> None:
+    with pytest.raises(
+        UserError,
+        match="RANK=2 must be between 0 and WORLD_SIZE - 1 = 1: RANK is the number of the pro",
+    ):
+        read_rank_info(GROUP | {"RANK": "2"})
+    with pytest.raises(UserError, match="WORLD_SIZE='two' is not a whole number"):
+        read_rank_info(GROUP | {"WORLD_SIZE": "two"})
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_growing_segments_are_asked_for_unless_the_user_says_otherwise() -> None:
+    env: dict[str, str] = {}
+    enable_expandable_segments(env)
+    assert env == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        own = {name: "max_split_size_mb:64"}
+        enable_expandable_segments(own)
+        assert own == {name: "max_split_size_mb:64"}
+
+
+def test_float32_products_are_as_exact_as_before_afterwards() -> None:
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(KeyError), matmul_precision("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+        with matmul_precision("highest"):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+        raise KeyError
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.promise("C23", "D15")
+def test_precision_on_the_cpu() -> None:
+    def chosen(**options: Any) -> tuple[str, str]:
+        made = choose_precision(
+            resolve_run(config_of("unused", **options), env={}).asked_precision(
+                sharded=True
+            ),
+            CPU,
+        )
+        return made.value, made.reason
+
+    assert chosen() == ("no", "auto: the CPU computes in the dtype of the weights")
+    assert chosen(mixed_precision="bf16") == ("bf16", "mixed_precision: bf16")
+    assert chosen(fsdp_param_dtype="bfloat16") == ("bf16", "fsdp_param_dtype: bfloat16")
+    assert chosen(fsdp_param_dtype="float32", mixed_precision="bf16") == (
+        "no",
+        "fsdp_param_dtype: float32",
+    )
+    for option in ({"mixed_precision": "fp16"}, {"fsdp_param_dtype": "float16"}):
+        with pytest.raises(UserError, match=r"(fp16|float16) needs a GPU"):
+            chosen(**option)
+
+
+SMALL = ModelSize(1000, 1000, 4000.0, 4000.0, 400, 2, 8, 16, 64)
+LARGE = ModelSize(
+    8 * GIB, 8 * GIB, 32.0 * GIB, 32.0 * GIB, GIB // 8, 32, 4096, 16384, 512
+)
+
+
+def placed(
+    size: ModelSize, num_ranks: int = 2, memory: int = 80 * GIB, **options: Any
+) -> Placement:
+    run = resolve_run(config_of("unused", **options), env={})
+    return place(run, RankInfo(0, num_ranks, 0, num_ranks), CPU, memory, lambda _: size)
+
+
+@pytest.mark.promise("B33", "C02")
+def test_auto_chooses_by_size_and_says_why() -> None:
+    small = placed(SMALL, memory=GIB)
+    assert (small.strategy.value, small.fsdp, small.num_shards) == ("ddp", None, 1)
+    assert small.strategy.reason == (
+        "auto: 1,000 parameters need 0.00GB for weights, gradients and optimizer, 0% of the 1.0GB of a process, "
+        "so each process can hold a copy"
+    )
+    large = placed(LARGE)
+    assert (large.strategy.value, large.num_shards) == ("fsdp", 2)
+    assert "8,589,934,592 parameters need 128.00GB" in large.strategy.reason
+    assert "160% of the 80.0GB of a process, more than 50%" in large.strategy.reason
+
+
+@pytest.mark.promise("B21", "D03")
+def test_advice_where_fsdp_is_pointless() -> None:
+    small = placed(SMALL, strategy="fsdp")
+    assert small.strategy.value == "fsdp"
+    assert small.advice is not None
+    assert small.advice.startswith("FSDP is not needed here: 1,000 parameters need")
+    assert placed(LARGE, strategy="fsdp").advice is None
+
+
+@pytest.mark.promise("A01", "C34")
+def test_one_process_with_fsdp_runs_whole_with_one_line() -> None:
+    alone = placed(LARGE, 1, strategy="fsdp")
+    assert (alone.strategy.value, alone.fsdp) == ("single", None)
+    assert alone.strategy.reason == (
+        "FSDP needs at least two processes; training unsharded"
+    )
+
+
+def test_single_with_several_processes_is_refused() -> None:
+    with pytest.raises(
+        UserError, match="strategy: single, but 2 processes were started"
+    ):
+        placed(SMALL, strategy="single")
+
+
+def test_options_without_effect_on_these_processes_are_said() -> None:
+    notes = placed(
+        SMALL,
+        fsdp_min_num_params=5,
+        fsdp_auto_wrap_policy="SIZE_BASED_WRAP",
+        num_processes=4,
+    ).notes
+    assert [note.partition(" (")[0] for note in notes] == [
+        "fsdp_auto_wrap_policy: SIZE_BASED_WRAP",
+        "fsdp_min_num_params: 5",
+        "num_processes: 4",
+    ]
+    assert all(" has no effect: " in note for note in notes)
+    assert (
+        placed(
+            LARGE, fsdp_min_num_params=5, fsdp_auto_wrap_policy="SIZE_BASED_WRAP"
+        ).notes
+        == ()
+    )
+
+
+def test_the_estimate_counts_weights_gradients_and_optimizer() -> None:
+    def states(**options: Any) -> tuple[float, int]:
+        config = config_of(shared(tiny_bert), **options)
+        size = measure(config)
+        return size.weight_bytes + size.gradient_bytes + optimizer_bytes(
+            config, size
+        ), size.total
+
+    whole, total = states()
+    assert whole == pytest.approx(
+        16 * total, rel=0.04
+    )  # poolers and the like are not trained
+    assert states(optim="adamw_8bit")[0] == pytest.approx(10.1 * total, rel=0.04)
+    assert states(optim="sgd")[0] == pytest.approx(8 * total, rel=0.04)
+    adapted, with_adapters = states(use_lora=True, lora_r=1)
+    assert 4 * total < adapted < 4 * with_adapters + 12 * (with_adapters - total) + 1
+    assert states(use_qlora=True, use_lora=True, lora_r=1)[0] < adapted
+
+
+def test_the_estimate_of_an_adapter_saved_alone_counts_the_weights_below_it(
+    tmp_path: Path,
+) -> None:
+    folder = shared(tiny_bert)
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(folder), "r": 4})
+    )
+    (tmp_path / "adapter_model.safetensors").touch()
+    alone, whole = (
+        measure(config_of(one, use_lora=True, lora_r=4)) for one in (tmp_path, folder)
+    )
+    assert alone == whole
+
+
+def test_the_revision_of_the_text_model_is_not_asked_of_the_image_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, str | None] = {}
+    folders = {"org/text": shared(tiny_bert), "org/image": shared(tiny_dinov2)}
+
+    def download(name: str, *, revision: str | None = None, **_: Any) -> str:
+        asked[name] = revision
+        return str(folders[name])
+
+    monkeypatch.setattr(model_files, "snapshot_download", download)
+    options = {
+        "image_model_name": "org/image",
+        "composed_dim": 8,
+        "model_revision": "v2",
+    }
+    assert measure(config_of("org/text", **options)).total > 0
+    assert asked == {"org/text": "v2", "org/image": None}
+
+
+# ---- start and end ---------------------------------------------------------------------------------------------------
+
+
+def whole_life(folder: str) -> dict[str, Any]:
+    before = dict(os.environ)
+    lines = listen()
+    seen: dict[str, Any] = {}
+    with session.start_session(
+        config_of(folder, dist_timeout_minutes=7, debug=True)
+    ) as one:
+        group = dist.group.WORLD
+        assert group is not None
+        seen["timeout"] = group._get_backend(CPU).options._timeout.total_seconds()
+        seen["debug"] = str(dist.get_debug_level())
+        seen["facts"] = (
+            one.rank,
+            one.world_size,
+            one.strategy,
+            str(one.device),
+            one.is_main,
+            one.mixed_precision,
+        )
+        model = nn.Linear(3, 3)
+        model.weight.data.fill_(one.rank + 1)
+        seen["weight"] = float(one.prepare(model).state_dict()["weight"].mean())
+        one.barrier()
+    seen["ended"] = not dist.is_initialized()
+    seen["same_environment"] = dict(os.environ) == before
+    seen["lines"] = list(lines)
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    with (
+        pytest.raises(ZeroDivisionError) as error,
+        session.start_session(config_of(folder, strategy="ddp")),
+    ):
+        seen["again"] = collectives.sum_ints([1])
+        raise ZeroDivisionError
+    seen["note"] = error.value.__notes__
+    seen["ended_by_error"] = not dist.is_initialized()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        session.start_session(config_of(folder, strategy="ddp")),
+    ):
+        raise KeyboardInterrupt
+    seen["ended_by_interrupt"] = not dist.is_initialized()
+    return seen
+
+
+@pytest.mark.promise("A17", "B27", "B28")
+def test_a_session_starts_says_so_and_ends_the_group_whatever_happens() -> None:
+    results = run_ranks(whole_life, 2, str(shared(tiny_bert)), process_group=False)
+    for rank, seen in enumerate(results):
+        assert seen["timeout"] == 7 * 60
+        assert seen["debug"].endswith("DETAIL")
+        assert seen["facts"] == (rank, 2, "ddp", "cpu", rank == 0, "no")
+        assert seen["weight"] == 1.0
+        assert seen["again"] == [2]
+        assert seen["note"] == [f"rank {rank} of 2"]
+        assert (
+            seen["ended"]
+            and seen["ended_by_error"]
+            and seen["ended_by_interrupt"]
+            and seen["same_environment"]
+        )
+        assert (
+            "processes: 2, 2 of them on this machine; backend: gloo (no GPU); a collective waits 7 minutes at most"
+            in seen["lines"]
+        )
+
+
+def one_process(folder: str) -> tuple[Any, ...]:
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
+        del os.environ[name]
+    lines = listen()
+    os.environ["ACCELERATE_USE_FSDP"] = "true"  # as `accelerate launch` leaves it
+    os.environ["FSDP_VERSION"] = "2"
+    with session.start_session(config_of(folder, strategy="fsdp")) as one:
+        model = one.prepare(nn.Linear(3, 3))
+        return (
+            one.strategy,
+            one.fsdp,
+            type(model).__name__,
+            dist.is_initialized(),
+            lines,
+        )
+
+
+@pytest.mark.promise("A01", "B12")
+def test_plain_process_with_fsdp() -> None:
+    kind, fsdp, name, initialised, lines = run_ranks(
+        one_process, 1, str(shared(tiny_bert)), process_group=False
+    )[0]
+    assert (kind, fsdp, name, initialised) == ("single", None, "Linear", False)
+    assert sum("FSDP needs at least two" in line for line in lines) == 1
+
+
+SEVERAL_SESSIONS = """
+import os, sys, time
+from vembed.config.schema import TrainConfig
+from vembed.parallel import collectives
+from vembed.parallel.session import start_session
+
+for number in range(3):
+    if number and os.environ["RANK"] == "0":
+        time.sleep(0.5)  # the other one is first at the next meeting, where the store still has the last addresses
+    config = TrainConfig(model_name="none", data_path="none", strategy="ddp", dist_timeout_minutes=1)
+    with start_session(config):
+        sys.stdout.write(f"SUM {collectives.sum_scalars([1.0])[0]}\\n")
+"""
+
+
+def test_one_launch_holds_several_sessions(tmp_path: Path) -> None:
+    (tmp_path / "sessions.py").write_text(SEVERAL_SESSIONS)
+    words = ["--standalone", "--nproc-per-node=2", str(tmp_path / "sessions.py")]
+    done = command(*words, module="torch.distributed.run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("SUM 2.0") == 6
+
+
+def short_session(folder: str) -> int:
+    with session.start_session(config_of(folder, strategy="ddp")) as one:
+        (found,) = collectives.sum_ints([1])
+        if one.rank == 0:
+            time.sleep(0.3)
+        return found
+
+
+def sessions_in_turn(folder: str) -> int:
+    sums = 0
+    for _ in range(3):
+        sums += short_session(folder)
+        gc.collect()  # ends what the session held, also in circles
+    return sums
+
+
+def test_a_rank_may_come_to_the_next_meeting_before_rank_0_has_left_the_last_session() -> (
+    None
+):
+    """Both are at one address: the store of the last session is still there, and would end while they meet."""
+    assert run_ranks(
+        sessions_in_turn, 2, str(shared(tiny_bert)), process_group=False
+    ) == [6, 6]
+
+
+def alone_under_torchrun(folder: str) -> tuple[str, bool]:
+    with session.start_session(config_of(folder, strategy="fsdp")) as one:
+        one.prepare(nn.Linear(3, 3))
+    return one.strategy, dist.is_initialized()
+
+
+@pytest.mark.promise("A11")
+def test_one_process_under_torchrun_ends_well_too() -> None:
+    assert run_ranks(
+        alone_under_torchrun, 1, str(shared(tiny_bert)), process_group=False
+    ) == [("single", False)]
+
+
+OFFLOADED = {
+    "use_fsdp": True,
+    "fsdp_offload_params": True,
+    "gradient_checkpointing": False,
+}
+
+
+def alone_but_offloaded(folder: str) -> Any:
+    """What a single GPU with fsdp_offload_params does, on the CPU."""
+    original = session.place
+    session.place = lambda *args, **options: replace(
+        original(*args, **options),
+        strategy=Decision("fsdp", "test"),
+        fsdp=resolve_run(config_of(folder, **OFFLOADED)).fsdp,
+    )
+    return sharded_step(config_of(folder, **OFFLOADED))
+
+
+def test_one_process_can_be_a_group_of_its_own() -> None:
+    folder = str(shared(tiny_bert))
+    result = run_ranks(alone_but_offloaded, 1, folder, process_group=False)
+    check_against_one_process(
+        result, whole_step(config_of(folder, gradient_checkpointing=False), 1)
+    )
+
+
+def test_a_state_that_another_trainer_left_is_replaced() -> None:
+    """Trainers of Transformers leave theirs, and Accelerate refuses to change its precision."""
+    Accelerator(cpu=True, mixed_precision="no")
+    with session.start_session(
+        config_of(str(shared(tiny_bert)), mixed_precision="bf16")
+    ) as one:
+        assert one.accelerator.mixed_precision == "bf16"
+
+
+# ---- others that fail ------------------------------------------------------------------------------------------------
+
+
+def wait_for_others(folder: str, misfortune: str) -> str:
+    began = time.monotonic()
+    session.Limit = lambda _: Limit(
+        1.0
+    )  # the short limit is for collectives; a busy machine may start ranks slowly
+    with session.start_session(
+        config_of(folder, strategy="ddp", dist_timeout_minutes=SHORT)
+    ) as one:
+        one.barrier()
+        if one.rank == 1:
+            if misfortune == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if misfortune == "raises":
+                raise ValueError("no more paper")
+            time.sleep(60)
+        try:
+            collectives.all_gather_rows(torch.ones(2, 2))
+        except RuntimeError as error:
+            assert time.monotonic() - began < 20
+            return "\n".join(error.__notes__)
+    return "nothing happened"
+
+
+@pytest.mark.parametrize("misfortune", ["killed", "raises", "hangs"])
+@pytest.mark.promise("C30", "E33")
+def test_the_others_end_in_time_and_name_rank_and_collective(misfortune: str) -> None:
+    outcomes = rank_outcomes(
+        wait_for_others,
+        2,
+        str(shared(tiny_bert)),
+        misfortune,
+        process_group=False,
+        wait_for=[0],
+    )
+    assert (
+        outcomes[0].result == "rank 0 of 2, in the collective all_gather_ints (call 1)"
+    )
+    if misfortune == "killed":
+        assert outcomes[1].exitcode == -signal.SIGKILL
+    if misfortune == "raises":
+        assert outcomes[1].error is not None
+        assert "no more paper" in outcomes[1].error
+
+
+def wait_for_nobody(folder: str) -> str:
+    os.environ["WORLD_SIZE"] = "2"
+    launch_check.REFUSAL_SECONDS = 0.1
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        session.start_session(config_of(folder, dist_timeout_minutes=1 / 60))
+    assert time.monotonic() - began < 20
+    return str(caught.value)
+
+
+def test_a_process_that_never_arrives_is_an_error_with_the_address() -> None:
+    (message,) = run_ranks(
+        wait_for_nobody, 1, str(shared(tiny_bert)), process_group=False
+    )
+    assert message.startswith("Rank 0 did not find all 2 processes at 127.0.0.1:")
+    assert "MASTER_ADDR, MASTER_PORT and WORLD_SIZE and a RANK of its own" in message
+
+
+def between_machines(folder: str) -> tuple[str | None, str | None, list[str]]:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    lines = listen()
+    with session.start_session(config_of(folder, strategy="ddp")) as one:
+        one.barrier()
+        during = os.environ.get("GLOO_SOCKET_IFNAME")
+    return (
+        during,
+        os.environ.get("GLOO_SOCKET_IFNAME"),
+        [line for line in lines if line.startswith("network: ")],
+    )
+
+
+def test_between_machines_gloo_takes_the_interface_that_leads_to_machine_0() -> None:
+    """By itself it takes the address of the machine's own name, which Debian maps to loopback."""
+    loopback = interface_to("127.0.0.1", 29500)
+    assert loopback is not None and loopback.startswith("lo")
+    assert interface_to("nowhere.invalid", 29500) is None
+    message = [
+        f"network: interface {loopback} (it leads to 127.0.0.1; GLOO_SOCKET_IFNAME names another)"
+    ]
+    for found in run_ranks(
+        between_machines, 2, str(shared(tiny_bert)), process_group=False
+    ):
+        assert found == (loopback, None, message)
+
+
+def started_by_hand(
+    folder: str, per_machine: int
+) -> tuple[list[str], list[int] | None]:
+    """The five variables that docs/multi-node.md names, on machines that have `per_machine` processes each."""
+    machine, local = divmod(int(os.environ["RANK"]), per_machine)
+    del os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_RANK"] = str(local)
+    launch_check.machine_name = lambda: f"machine {machine}"
+    lines = listen()
+    with session.start_session(
+        config_of(folder, strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD")
+    ) as one:
+        mesh = one.accelerator.torch_device_mesh
+        message = [
+            line.partition(";")[0]
+            for line in lines
+            if line.startswith(("processes: ", "network: ", "HYBRID"))
+        ]
+        return message, None if mesh is None else list(mesh.shape)
+
+
+def test_processes_started_by_hand_count_those_of_their_machine() -> None:
+    folder, loopback = str(shared(tiny_bert)), interface_to("127.0.0.1", 29500)
+    network = f"network: interface {loopback} (it leads to 127.0.0.1"
+    found = run_ranks(started_by_hand, 4, folder, 2, process_group=False)
+    assert found == [([network, "processes: 4, 2 of them on this machine"], [2, 2])] * 4
+    same = (
+        "HYBRID_SHARD: with 1 machine(s) of 2 process(es) it is the same as FULL_SHARD"
+    )
+    for message, _ in run_ranks(started_by_hand, 2, folder, 2, process_group=False):
+        assert message == ["processes: 2, 2 of them on this machine", same]
+    for outcome in rank_outcomes(started_by_hand, 3, folder, 2, process_group=False)[
+        :2
+    ]:
+        assert (
+            "equally many processes on every machine, but 2 of 3 are on this one"
+            in str(outcome.error)
+        )
+
+
+def test_machines_that_cannot_reach_each_other_are_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (
+        GROUP | {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth7"}
+    ).items():
+        monkeypatch.setenv(name, value)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: remote=[127.0.0.1]"
+        )
+
+    monkeypatch.setattr(session, "_met", lambda _, ranks, __: (dist.HashStore(), ranks))
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    with pytest.raises(
+        UserError,
+        match=r"set GLOO_SOCKET_IFNAME \(now eth7\).*remote=\[127\.0\.0\.1\]\)\.$",
+    ):
+        session.start_session(config_of(str(shared(tiny_bert))))
+
+
+def test_free_ports_differ() -> None:
+    found = {free_port() for _ in range(5)}
+    assert len(found) > 1
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(found) < first, (
+        "an outgoing connection may take one of the others before rank 0 listens"
+    )
+
+
+def timeouts_of_a_hybrid_mesh(folder: str) -> list[float]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
+    options = {
+        "use_fsdp": True,
+        "fsdp_sharding_strategy": "HYBRID_SHARD",
+        "dist_timeout_minutes": 7,
+    }
+    with session.start_session(config_of(folder, **options)) as one:
+        mesh = one.accelerator.torch_device_mesh
+        groups = [mesh.get_group(name) for name in mesh.mesh_dim_names]
+        assert dist.group.WORLD not in groups
+        return [
+            group._get_backend(CPU).options._timeout.total_seconds() for group in groups
+        ]
+
+
+def test_the_groups_of_a_hybrid_mesh_wait_as_long_as_all_others() -> None:
+    folder = str(shared(tiny_bert))
+    assert (
+        run_ranks(timeouts_of_a_hybrid_mesh, 4, folder, process_group=False)
+        == [[7 * 60] * 2] * 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [(RuntimeError, "abort"), (UserError, "destroy"), (None, "destroy")],
+)
+def test_a_failed_rank_waited_for_kernels_that_never_end(
+    error: type[Exception] | None,
+    ending: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With NCCL the group is aborted after a failure: destroying it waits for collectives that others never join."""
+    ended: list[str] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append("destroy"))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_abort_process_group", lambda: ended.append("abort")
+    )
+    one = session.start_session(config_of(shared(tiny_bert)))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with contextlib.suppress(RuntimeError, UserError), one:
+        if error is not None:
+            raise error("failed")
+    assert ended == [ending]

@@ -1,0 +1,290 @@
+"""Every way of sharing a model gives the gradient of one process, with about 1/N of it on each rank."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from tests.harness import result_of, run_cases, run_ranks
+from tests.parallel.steps import (
+    Result,
+    build,
+    check_against_one_process,
+    config_of,
+    listen,
+    parts_of,
+    sharded_step,
+    share_of_loss,
+    whole_step,
+)
+from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3, tiny_siglip
+from vembed.parallel import placement, session
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    # name: ranks, options of the config, options of the step
+    "ddp": (2, {"strategy": "ddp"}, {}),
+    "no_shard": (2, {"use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"}, {}),
+    "fsdp2": (2, {"use_fsdp": True}, {}),
+    "fsdp2_three_ranks": (3, {"use_fsdp": True}, {"pattern": "kept"}),
+    "fsdp2_cache": (2, {"use_fsdp": True}, {"pattern": "cache"}),
+    "fsdp2_gathered": (
+        2,
+        {"use_fsdp": True, "fsdp_forward_prefetch": True},
+        {"pattern": "gathered"},
+    ),
+    "fsdp2_reduces_each": (2, {"use_fsdp": True}, {"pattern": "each"}),
+    "fsdp1_reduces_each": (
+        2,
+        {"use_fsdp": True, "fsdp_version": 1},
+        {"pattern": "each"},
+    ),
+    "fsdp2_shard_grad_op": (
+        2,
+        {"use_fsdp": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        {"pattern": "kept"},
+    ),
+    "fsdp2_offload": (2, {"use_fsdp": True, "fsdp_offload_params": True}, {}),
+    "fsdp2_every_process_reads": (
+        2,
+        {"use_fsdp": True, "fsdp_cpu_ram_efficient_loading": False},
+        {},
+    ),
+    "fsdp2_hybrid": (
+        4,
+        {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD"},
+        {"local_world_size": 2},
+    ),
+    "fsdp2_no_wrap": (2, {"use_fsdp": True, "fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
+    "fsdp2_by_size": (
+        2,
+        {
+            "use_fsdp": True,
+            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+            "fsdp_min_num_params": 2000,
+        },
+        {},
+    ),
+    "fsdp1": (2, {"use_fsdp": True, "fsdp_version": 1}, {}),
+    "fsdp1_cache": (2, {"use_fsdp": True, "fsdp_version": 1}, {"pattern": "cache"}),
+    "fsdp1_shard_grad_op": (
+        2,
+        {
+            "use_fsdp": True,
+            "fsdp_version": 1,
+            "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+        },
+        {},
+    ),
+    "fsdp1_flat": (
+        2,
+        {"use_fsdp": True, "fsdp_version": 1, "fsdp_use_orig_params": False},
+        {},
+    ),
+    "fsdp1_by_size": (
+        2,
+        {
+            "use_fsdp": True,
+            "fsdp_version": 1,
+            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+            "fsdp_min_num_params": 2000,
+        },
+        {},
+    ),
+}
+
+
+def run_case(
+    folder: str, config_options: dict[str, Any], step_options: dict[str, Any]
+) -> Result:
+    return sharded_step(
+        config_of(folder, gradient_checkpointing=False, **config_options), step_options
+    )
+
+
+@cache
+def results_on(num_ranks: int) -> dict[str, Any]:
+    """All cases of so many ranks, in one start of them."""
+    folder = str(shared(tiny_bert, layers=3))
+    cases = {
+        name: (folder, *options)
+        for name, (ranks, *options) in CASES.items()
+        if ranks == num_ranks
+    }
+    return run_cases(run_case, num_ranks, cases, process_group=False)
+
+
+@cache
+def whole_of(folder: str, num_ranks: int) -> Result:
+    """The steps of so many ranks in one process."""
+    return whole_step(config_of(folder, gradient_checkpointing=False), num_ranks)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.promise(
+    "A23", "B01", "B05", "C07", "C08", "C24", "D10", "D27", "D38", "E01"
+)
+def test_gradient_is_that_of_one_process(name: str) -> None:
+    num_ranks = CASES[name][0]
+    whole = whole_of(str(shared(tiny_bert, layers=3)), num_ranks)
+    results: list[Result] = result_of(results_on(num_ranks), name)
+    check_against_one_process(results, whole)
+    if name == "no_shard":
+        assert (
+            "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"
+            in results[0].lines
+        )
+    copies = num_ranks if results[0].strategy == "ddp" else 1
+    shards = {"fsdp2_hybrid": 2}.get(name, num_ranks) if copies == 1 else 1
+    for result in results:
+        for kind, size in whole.bytes.items():
+            assert result.bytes[kind] == pytest.approx(size / shards, rel=0.1), kind
+
+
+def units_by_size(folder: str, size: int) -> tuple[Result, list[str]]:
+    options = {
+        "use_fsdp": True,
+        "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+        "fsdp_min_num_params": size,
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run_case(folder, options, {})
+    return result, [
+        str(one.message)
+        for one in caught
+        if "returned a view tensor" in str(one.message)
+    ]
+
+
+def test_units_by_size_are_no_bare_linear_layers_and_return_no_views() -> None:
+    folder = str(
+        shared(tiny_qwen3)
+    )  # its feed-forward blocks end in a linear layer, whose output is a view
+    found = run_ranks(units_by_size, 2, folder, 2000, process_group=False)
+    assert [warned for _, warned in found] == [[], []]
+    (units,) = (line for line in found[0][0].lines if line.startswith("FSDP2: "))
+    assert "Qwen3MLP" in units and "Linear" not in units
+    whole = whole_of(folder, 2)
+    check_against_one_process([result for result, _ in found], whole)
+
+
+def reduction(folder: str, limit: float) -> tuple[bool, list[str]]:
+    lines = listen()
+    placement.WHOLE_GRADIENTS_SHARE = limit
+    config = config_of(folder, strategy="fsdp")
+    with session.start_session(config) as one:
+        model, _ = build(config, dtype=torch.float32, meta=one.builds_empty)
+        one.prepare(model, model.description.layer_classes)
+        return one.reduces_each_micro_batch, [
+            line for line in lines if line.startswith("gradients: ")
+        ]
+
+
+def test_large_gradients_are_reduced_after_every_micro_batch() -> None:
+    folder = str(shared(tiny_bert, layers=3))
+    limits = {"once": (folder, 0.2), "every": (folder, 1e-9)}
+    results = run_cases(reduction, 2, limits, process_group=False)
+    for name, every in (("once", False), ("every", True)):
+        for reduces, (line,) in result_of(results, name):
+            assert reduces is every
+            assert line.startswith(
+                f"gradients: reduced {'after every micro-batch' if every else 'once per step'} (whole"
+            )
+
+
+def gathers_of_fsdp1(folder: str, strategy: str) -> tuple[set[str], int]:
+    """The strategies of the units, and how many gathers a forward and a backward pass take."""
+    config = config_of(
+        folder, strategy="fsdp", fsdp_version=1, fsdp_sharding_strategy=strategy
+    )
+    count = 0
+    original = dist.all_gather
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        return original(*args, **options)
+
+    with session.start_session(config) as one:
+        built, featuriser = build(config, dtype=torch.float32, meta=one.builds_empty)
+        model = one.prepare(built, built.description.layer_classes)
+        dist.all_gather = counted
+        for parts in (parts_of(featuriser, one.rank, number) for number in range(2)):
+            share_of_loss(model(parts)).backward()
+        dist.all_gather = original
+        return {
+            unit.sharding_strategy.name
+            for unit in FullyShardedDataParallel.fsdp_modules(model)
+        }, count
+
+
+def test_units_of_fsdp1_have_the_strategy_that_was_asked_for() -> None:
+    folder = str(shared(tiny_bert, layers=3))
+    cases = {name: (folder, name) for name in ("FULL_SHARD", "SHARD_GRAD_OP")}
+    results = run_cases(gathers_of_fsdp1, 2, cases, process_group=False)
+    found = {name: result_of(results, name)[0] for name in cases}
+    assert {name: units for name, (units, _) in found.items()} == {
+        name: {name} for name in found
+    }
+    assert found["SHARD_GRAD_OP"][1] < found["FULL_SHARD"][1], (
+        "parameters stay whole until the backward pass"
+    )
+
+
+def outputs_in(folder: str, dtype: str | None) -> tuple[str, float]:
+    config = config_of(
+        folder, strategy="fsdp", mixed_precision="bf16", fsdp_output_dtype=dtype
+    )
+    with session.start_session(config) as one:
+        built, featuriser = build(config, dtype=torch.float32, meta=one.builds_empty)
+        model = one.prepare(built, built.description.layer_classes)
+        (output,) = model(parts_of(featuriser, one.rank, 0))
+        output.float().sum().backward()
+        return str(output.dtype), float(output.detach().float().sum())
+
+
+def test_the_output_dtype_is_that_of_the_model_and_of_no_unit() -> None:
+    folder = str(shared(tiny_bert))
+    cases = {"plain": (folder, None), "narrow": (folder, "bfloat16")}
+    results = run_cases(outputs_in, 2, cases, process_group=False)
+    (plain, exact), (narrow, rounded) = (result_of(results, name)[0] for name in cases)
+    assert (plain, narrow) == ("torch.float32", "torch.bfloat16")
+    assert rounded == pytest.approx(exact, abs=0.2)
+
+
+FAMILIES = (tiny_qwen3, tiny_clip, tiny_siglip)
+
+
+@cache
+def families_on_ranks() -> dict[str, Any]:
+    """Every family under both versions of FSDP, in one start of the ranks."""
+    cases = {
+        f"{make.__name__}-{version}": (
+            str(shared(make)),
+            {"use_fsdp": True, "fsdp_version": version},
+            {},
+        )
+        for make in FAMILIES
+        for version in (1, 2)
+    }
+    return run_cases(run_case, 2, cases, process_group=False)
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.promise("B32")
+def test_other_families_shard_without_options_of_their_own(make: Any) -> None:
+    whole = whole_of(str(shared(make)), 2)
+    for version in (1, 2):
+        results: list[Result] = result_of(
+            families_on_ranks(), f"{make.__name__}-{version}"
+        )
+        check_against_one_process(results, whole)
+    assert any(
+        line.startswith("FSDP2: ") and " units (" in line for line in results[0].lines
+    )
