@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.schedule import BatchSchedule
 from vembed.tools.demo import demo_model
 from vembed.tools.demo_data import Pair, standard_library_pairs
 

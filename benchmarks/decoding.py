@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from tests.tiny import save_image_processor, tiny_vit
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.feeding import Feeder
-from vembed.data.images import load_image
-from vembed.data.pixels import Pixels, num_cores
-from vembed.data.rank_batch import RankBatchStream
+from vembed.data.images.files import load_image
+from vembed.data.images.pixels import Pixels, num_cores
 from vembed.losses.build import build_loss
 from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription

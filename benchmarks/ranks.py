@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.scale import write_data
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import RankBatchStream
-from vembed.data.sources import open_examples
 from vembed.losses import infonce
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model

@@ -18,10 +18,10 @@ from benchmarks.loss import measure
 from benchmarks.train import machine, train_once
 from benchmarks.worker import ask_once
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
-from vembed.data.rank_batch import RankBatchStream
-from vembed.data.sources import open_examples
 from vembed.models.families.decisions import describe
 from vembed.tools.demo import demo_model
 

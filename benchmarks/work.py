@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.cases import Case, rows_of
 from vembed.config.schema import TrainConfig
-from vembed.data import microbatches
+from vembed.data.batching import microbatches
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.models.families.decisions import describe

@@ -64,7 +64,7 @@ def init(
                 f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}\n"
             )
             return
-        from vembed.data.fetching import is_pattern
+        from vembed.data.formats.copies import is_pattern
         from vembed.tools.init import run_init
 
         mapping = column_mapping_of(column_mapping) or {}

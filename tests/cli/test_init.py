@@ -375,7 +375,10 @@ def test_a_config_gets_the_settings_that_memory_needs(
     monkeypatch.setattr(
         init_memory,
         "_memory",
-        lambda run: (needs[run.config.model.gradient_checkpointing] * 2**30, 4.0 * 2**30),
+        lambda run: (
+            needs[run.config.model.gradient_checkpointing] * 2**30,
+            4.0 * 2**30,
+        ),
     )
     assert vembed(*words).code == 0
     assert load_config("vembed.yaml").model.gradient_checkpointing is True

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from vembed.config.schema import TrainConfig
-from vembed.data.sources import ExampleStore, open_examples
+from vembed.data.example_store import ExampleStore, open_examples
 from vembed.errors import UserError
 
 RECORDS: list[dict[str, Any]] = [

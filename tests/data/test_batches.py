@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.data.batches import BatchSchedule, ContentKeys, rank_rows
+from vembed.data.batching.schedule import BatchSchedule, ContentKeys, rank_rows
 from vembed.errors import UserError
 
 

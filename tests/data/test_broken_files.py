@@ -56,8 +56,10 @@ def test_bad_lines_of_json(tmp_path: Path, line: str | bytes, message: str) -> N
 def test_a_line_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("readers", "delimited"):
-        monkeypatch.setattr(sys.modules[f"vembed.data.{module}"], "MAX_RECORD", 1000)
+    for module in ("json_files", "delimited"):
+        monkeypatch.setattr(
+            sys.modules[f"vembed.data.formats.{module}"], "MAX_RECORD", 1000
+        )
     good = '{"query": "a", "positive": "b"}'
     path = write_lines(
         tmp_path / "a.jsonl",

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.held_out import hold_out
-from vembed.data.sources import ExampleStore, open_examples
 from vembed.errors import UserError
 from vembed.evaluation.dataset import RetrievalData, from_examples, open_eval_data
 

@@ -10,9 +10,9 @@ import pytest
 from tests import tiny
 from tests.data.files import open_path
 from vembed.config.schema import TrainConfig
-from vembed.data import parquet_table
+from vembed.data.formats import parquet as parquet_table
+from vembed.data.formats.json_files import MAX_RECORD
 from vembed.data.processing import TextProcessing
-from vembed.data.readers import MAX_RECORD
 from vembed.errors import UserError
 from vembed.models.families.decisions import describe
 

@@ -21,8 +21,10 @@ from tests.data.files import (
     write_jsonl,
 )
 from tests.data.pictures import write
-from vembed.data import opening, parquet_table, sources
-from vembed.data.sources import open_examples
+from vembed.data import example_store as sources
+from vembed.data.example_store import open_examples
+from vembed.data.formats import opening
+from vembed.data.formats import parquet as parquet_table
 
 # ---- Parquet -------------------------------------------------------------------------------------------------------
 
@@ -218,7 +220,8 @@ def test_memory_of_an_index(tmp_path: Path) -> None:
 
 def test_reading_data_needs_no_torch() -> None:
     modules = ", ".join(
-        f"vembed.data.{name}" for name in ("sources", "batches", "microbatches")
+        f"vembed.data.{name}"
+        for name in ("example_store", "batching.schedule", "batching.microbatches")
     )
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

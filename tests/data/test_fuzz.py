@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 
 from tests.data.pictures import encoded
 from vembed.config.schema import TrainConfig
-from vembed.data import delimited, readers
-from vembed.data.sources import ExampleStore, open_examples
+from vembed.data.example_store import ExampleStore, open_examples
+from vembed.data.formats import delimited
+from vembed.data.formats import json_files as readers
 from vembed.errors import UserError
 
 NUM_INPUTS = int(os.environ.get("VEMBED_FUZZ", "500"))

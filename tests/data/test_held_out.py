@@ -11,10 +11,10 @@ import pytest
 from tests.data.files import config, write_jsonl
 from tests.data.pictures import write
 from tests.tiny import WORDS
+from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.held_out import hold_out, query_groups
 from vembed.data.normal_form import normal_text
 from vembed.data.overlap import Overlap, find_overlap, warnings_of
-from vembed.data.sources import ExampleStore, open_examples
 from vembed.errors import UserError
 
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.files import config
-from vembed.data.sources import ExampleStore, open_examples
+from vembed.data.example_store import ExampleStore, open_examples
 from vembed.errors import UserError
 
 RECORDS = [{"query": f"query {n}", "positive": f"answer {n}"} for n in range(7)]

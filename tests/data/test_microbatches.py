@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.data import microbatches
+from vembed.data.batching import microbatches
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=60)
 BUDGETS = st.integers(1, 5_000)

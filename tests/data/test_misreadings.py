@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.files import RECORDS, config, open_path, write_jsonl
-from vembed.data.sources import open_examples
+from vembed.data.example_store import open_examples
 from vembed.errors import UserError
 
 

@@ -13,14 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data.files import config
-from vembed.data import blocks, index, index_parts, index_worker, parquet_table, readers
+from vembed.data import first_pass as index
+from vembed.data import index_parts, index_worker
 from vembed.data.columns import Columns
-from vembed.data.images import ImageRoot
-from vembed.data.index import Index
+from vembed.data.example_store import open_examples
+from vembed.data.first_pass import Index
+from vembed.data.formats import base as blocks
+from vembed.data.formats import json_files as readers
+from vembed.data.formats import parquet as parquet_table
+from vembed.data.formats.json_files import JsonLines
+from vembed.data.images.files import ImageRoot
 from vembed.data.index_parts import index_part
-from vembed.data.readers import JsonLines
 from vembed.data.records import RecordFormat
-from vembed.data.sources import open_examples
 
 ROWS = [
     {
@@ -59,7 +63,7 @@ def indices(
         parts.append(len(some))
         return split(reader, form, some, **options)
 
-    monkeypatch.setattr("vembed.data.sources.build_index", kept)
+    monkeypatch.setattr("vembed.data.example_store.build_index", kept)
     monkeypatch.setattr(index, "in_processes", counted)
     for cores in (1, 2):
         monkeypatch.setattr(index_worker, "num_cores", lambda cores=cores: cores)

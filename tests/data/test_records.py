@@ -11,7 +11,7 @@ import pytest
 
 from vembed.data.columns import COLUMNS, Columns
 from vembed.data.examples import BadRecord, Example, ImageRef, Item
-from vembed.data.images import ImageRoot
+from vembed.data.images.files import ImageRoot
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from vembed.data.blocks import RecordBlock
+from vembed.data.formats.base import RecordBlock
 from vembed.data.row_blocks import RowBlock
 
 CJK = "\u4e2d\u6587"

@@ -25,8 +25,8 @@ from tests.data.files import (
 from tests.data.pictures import encoded, write
 from vembed.config.entries import DataSource
 from vembed.config.loading import load_config
+from vembed.data.example_store import open_examples
 from vembed.data.examples import ImageRef, Item
-from vembed.data.sources import open_examples
 from vembed.errors import UserError
 
 

@@ -23,10 +23,12 @@ import pytest
 
 from tests.data.files import open_path, refused
 from tests.data.test_parallel_pass import as_dict
-from vembed.data import direct_file, index, index_worker, parquet_table, unpacked_rows
+from vembed.data import direct_file, index_worker, unpacked_rows
+from vembed.data import first_pass as index
 from vembed.data.columns import Columns
 from vembed.data.direct_file import DirectFile
-from vembed.data.sources import ExampleStore
+from vembed.data.example_store import ExampleStore
+from vembed.data.formats import parquet as parquet_table
 
 NUM_ROWS = 500
 ROWS: list[dict[str, Any]] = [
@@ -98,7 +100,7 @@ def found(
         return made[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr("vembed.data.sources.build_index", kept)
+        patched.setattr("vembed.data.example_store.build_index", kept)
         store = open_path(path, on_bad_record="skip", **options)
     return store, as_dict(made[0]) if made else {}
 
@@ -291,7 +293,9 @@ def test_a_large_row_group_is_read_in_pieces(
 
 KILLED = """
 import os, signal, sys
-from vembed.data import index_worker, parquet_table, unpacked_rows
+from vembed.data import index_worker
+from vembed.data.formats import parquet as parquet_table
+from vembed.data import unpacked_rows
 from tests.data.files import open_path
 for name, value in dict(IN_MEMORY=1000, PART_BYTES=600, CHUNK_ROWS=64, TOGETHER_ROWS=7).items():
     setattr(parquet_table, name, value)

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from vembed.config.schema import TrainConfig
-from vembed.data import readers
 from vembed.data.examples import Example, Item, ReadAs
+from vembed.data.formats import json_files as readers
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import open_records
 from vembed.evaluation.corpus import Corpus, read_corpus

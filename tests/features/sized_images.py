@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from vembed.data.decode_worker import HALF_BYTES
-from vembed.data.decoders import Decoders
 from vembed.data.examples import ImageRef
-from vembed.data.images import load_image
-from vembed.data.picture_bytes import PIXELS, Arrays
+from vembed.data.images.decode_worker import HALF_BYTES
+from vembed.data.images.decoders import Decoders
+from vembed.data.images.files import load_image
+from vembed.data.images.picture_bytes import PIXELS, Arrays
 
 SECONDS = 60.0
 SLOW, LARGE, WRONG = (3, 5), (5, 3), (7, 7)

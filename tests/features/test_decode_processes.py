@@ -31,12 +31,12 @@ from tests.features.sized_images import (
     use_until_ready,
 )
 from tests.features.test_text_features import featuriser
-from vembed.data import decoders as module
-from vembed.data.decode_worker import HALF_BYTES
-from vembed.data.decoders import Decoders, Decoding
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.picture_bytes import PIXELS, FirstHalf
+from vembed.data.images import decoders as module
+from vembed.data.images.decode_worker import HALF_BYTES
+from vembed.data.images.decoders import Decoders, Decoding
+from vembed.data.images.picture_bytes import PIXELS, FirstHalf
 from vembed.errors import RunError, UserError
 
 
@@ -257,7 +257,7 @@ def test_a_processor_that_other_processes_do_not_find(
 PROGRAM = """
 import sys, time
 from tests.features.sized_images import Here, Sized, use_until_ready
-from vembed.data import decoders as module
+from vembed.data.images import decoders as module
 from vembed.data.examples import ImageRef
 module.WAITED_FOR = 1
 decoders = module.Decoders(Here(), Sized(), 2)

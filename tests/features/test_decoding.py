@@ -12,10 +12,10 @@ from PIL import Image
 from tests import tiny
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
-from vembed.data import pixels
+from vembed.data.batching.feeding import Feeder
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.feeding import Feeder
+from vembed.data.images import pixels
 from vembed.errors import UserError
 
 COUNT = 24

@@ -13,9 +13,9 @@ from tests import tiny
 from tests.data.pictures import encode, encoded
 from tests.features.test_text_features import featuriser
 from tests.files.saving import load_in_sentence_transformers, save, without_torchvision
-from vembed.data import pixels
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
+from vembed.data.images import pixels
 from vembed.errors import UserError
 
 CELL = 32 * 32

@@ -20,12 +20,13 @@ from tests import tiny
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
 from vembed.config.schema import TrainConfig
-from vembed.data import decoders, feeding
+from vembed.data.batching import feeding
+from vembed.data.batching.feeding import Feeder
 from vembed.data.features import Featuriser
-from vembed.data.feeding import Feeder
-from vembed.data.images import load_image
-from vembed.data.picture_bytes import PIXELS, OwnCode, Patching, Resizing
-from vembed.data.pixel_recipe import find_recipe
+from vembed.data.images import decoders
+from vembed.data.images.files import load_image
+from vembed.data.images.picture_bytes import PIXELS, OwnCode, Patching, Resizing
+from vembed.data.images.pixel_recipe import find_recipe
 from vembed.models.families.decisions import describe
 from vembed.models.processors import load_image_processor
 

@@ -9,7 +9,7 @@ from tests.harness import run_ranks
 from tests.mining.data import read_lines, write_lines
 from tests.mining.test_judges import endpoint, serve, tiny_reranker  # noqa: F401 - a fixture
 from vembed.config.schema import TrainConfig
-from vembed.data.sources import open_examples
+from vembed.data.example_store import open_examples
 from vembed.data_tools.judge import judge
 from vembed.errors import UserError
 from vembed.tools.mine_command import run_judge

@@ -23,7 +23,7 @@ from tests.mining.data import (
 from tests.tiny import texts
 from vembed import UserError, mine
 from vembed.config.schema import TrainConfig
-from vembed.data.sources import open_examples
+from vembed.data.example_store import open_examples
 
 
 @pytest.fixture

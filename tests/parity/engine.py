@@ -18,12 +18,12 @@ from tests.measure import gradient_errors
 from tests.tiny import shared, texts, tiny_bert
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.data import microbatches
-from vembed.data.batches import rank_rows
+from vembed.data.batching import microbatches
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import RankBatch, make_rank_batch
+from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import RankBatch, make_rank_batch
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model

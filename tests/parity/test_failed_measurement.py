@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from tests.parity.engine import Case, build, examples, full_gradients, worst_error
-from vembed.data.batches import rank_rows
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import make_rank_batch
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import make_rank_batch
+from vembed.data.batching.schedule import rank_rows
 from vembed.parallel import parameters
 from vembed.parallel.session import start_session
 from vembed.training.budget import MemoryGuard, PeakMeter, measure_demand

@@ -21,11 +21,11 @@ from tests.parity.engine import full_gradients, loss_gradients, worst_error
 from tests.tiny import shared, texts
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.data.batches import rank_rows
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import make_rank_batch
+from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import make_rank_batch
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel, build_model

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from tests.harness import run_ranks
 from tests.parity.engine import Case, build, examples
 from tests.tiny import shared, tiny_bert
-from vembed.data.batches import rank_rows
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import make_rank_batch
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import make_rank_batch
+from vembed.data.batching.schedule import rank_rows
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
 from vembed.training.budget import MemoryGuard

@@ -15,8 +15,8 @@ import pytest
 import vembed
 from tests import tiny
 from tests.data.pictures import encoded
-from vembed.data import decoders
 from vembed.data.examples import ImageRef
+from vembed.data.images import decoders
 from vembed.errors import UserError
 from vembed.training import setup
 from vembed.training.hooks.callbacks import StepInfo

@@ -10,8 +10,8 @@ import pytest
 import vembed
 from tests.tiny import shared, texts, tiny_bert
 from vembed.config.schema import TrainConfig
+from vembed.data.example_store import open_examples
 from vembed.data.in_memory import as_path
-from vembed.data.sources import open_examples
 from vembed.training.hooks.callbacks import EvaluationInfo, StepInfo
 
 WORDS = texts(64)

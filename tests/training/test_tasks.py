@@ -25,7 +25,7 @@ from vembed.config.terms import (
     task_names,
     task_numbers,
 )
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.schedule import BatchSchedule
 from vembed.data_tools.init.datasets import open_sets
 from vembed.losses.build import build_loss
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from vembed.data.batches import ContentKeys
-from vembed.data.index import Index
+from vembed.data.batching.schedule import ContentKeys
+from vembed.data.first_pass import Index
 from vembed.data.index_parts import Counts
 
 FORMAT = 8

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vembed.data.decoders import Decoders
 from vembed.data.examples import ImageRef, Item, Kind
-from vembed.data.picture_bytes import PIXELS
-from vembed.data.pixels import Pixels, blank_image
+from vembed.data.images.decoders import Decoders
+from vembed.data.images.picture_bytes import PIXELS
+from vembed.data.images.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example
 from vembed.data.normal_form import normal_key, normal_text
-from vembed.data.sources import ExampleStore
 from vembed.errors import UserError
 
 SHINGLE = 4

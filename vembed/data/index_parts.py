@@ -12,11 +12,11 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from vembed.data.blocks import BLOCK, Block, Found
-from vembed.data.class_batches import label_key
+from vembed.data.batching.class_batches import label_key
 from vembed.data.examples import BadRecord, Example, ImageRef, Item
-from vembed.data.images import check_image
-from vembed.data.readers import Part, Reader
+from vembed.data.formats.base import BLOCK, Block, Found
+from vembed.data.formats.json_files import Part, Reader
+from vembed.data.images.files import check_image
 from vembed.data.records import RecordFormat
 
 NUM_SHOWN = 10

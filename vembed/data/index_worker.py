@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from vembed.cores import num_cores
+from vembed.data.formats.json_files import Part, Reader
 from vembed.data.index_parts import PartIndex, index_part
 from vembed.data.pipe_messages import (
     command_of,
@@ -23,7 +24,6 @@ from vembed.data.pipe_messages import (
     output_for_answers,
     send,
 )
-from vembed.data.readers import Part, Reader
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from vembed.data.examples import Example, Item
-from vembed.data.images import IMAGE_PATH
+from vembed.data.images.files import IMAGE_PATH
 
 _LIST = re.compile(r"""\[\s*['"{].*['"}]\s*\]""", re.DOTALL)
 _OBJECT = re.compile(

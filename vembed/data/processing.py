@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from vembed.data.examples import ImageRef
-from vembed.data.images import image_size
-from vembed.data.pixels import Pixels
+from vembed.data.images.files import image_size
+from vembed.data.images.pixels import Pixels
 from vembed.data.prompts import ChatText
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config

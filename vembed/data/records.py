@@ -10,7 +10,6 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from vembed.config.terms import SCORED
-from vembed.data.blocks import Block
 from vembed.data.columns import INSIDE, Columns, Layout
 from vembed.data.conversations import POSITIVE_MESSAGES, as_fields, is_conversation
 from vembed.data.examples import (
@@ -21,7 +20,8 @@ from vembed.data.examples import (
     Item,
     has_lone_surrogate,
 )
-from vembed.data.images import ImageRoot
+from vembed.data.formats.base import Block
+from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed, shown
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]

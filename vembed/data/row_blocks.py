@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from vembed.data.blocks import Block
 from vembed.data.examples import BadRecord
+from vembed.data.formats.base import Block
 
 
 class RowBlock(Block):

@@ -8,8 +8,8 @@ from typing import Literal
 
 from vembed.config.user_folders import cache_folder
 from vembed.data.columns import Columns, judgement_column
-from vembed.data.opening import data_files, open_reader
-from vembed.data.readers import Reader
+from vembed.data.formats.json_files import Reader
+from vembed.data.formats.opening import data_files, open_reader
 from vembed.errors import UserError
 from vembed.evaluation.corpus import ID_FIELDS
 

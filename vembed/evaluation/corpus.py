@@ -16,7 +16,7 @@ from vembed.data.examples import (
     ReadAs,
     has_lone_surrogate,
 )
-from vembed.data.readers import Reader
+from vembed.data.formats.json_files import Reader
 from vembed.errors import UserError
 
 ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")

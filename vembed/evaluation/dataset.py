@@ -10,10 +10,10 @@ from typing import Literal
 
 from vembed.config.options import join_words
 from vembed.config.schema import TrainConfig
+from vembed.data.example_store import open_examples
 from vembed.data.examples import Example, Item, ReadAs
+from vembed.data.formats.json_files import Reader
 from vembed.data.messages import listed
-from vembed.data.readers import Reader
-from vembed.data.sources import open_examples
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import (
     QRELS_ENDINGS,

@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 from vembed.config.schema import TrainConfig
+from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Kind
-from vembed.data.sources import ExampleStore
 from vembed.data_tools.init.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data

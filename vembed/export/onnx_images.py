@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from vembed.data.images import load_image
+from vembed.data.images.files import load_image
 from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.export.check import ImageCheck, distances, length_error
 from vembed.export.formats import ExportJob

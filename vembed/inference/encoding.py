@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vembed.data.batching.feeding import Feeder, MicroBatch, ModalitySlice, row_index
+from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.distinct import distinct
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
-from vembed.data.feeding import Feeder, MicroBatch, ModalitySlice, row_index
-from vembed.data.microbatches import LockstepSplit
 from vembed.models.bf16 import holding_copies
 from vembed.models.families.table import Modality
 from vembed.parallel import collectives

@@ -23,11 +23,11 @@ from vembed.data.examples import (
     Item,
     has_lone_surrogate,
 )
-from vembed.data.images import ImageRoot
+from vembed.data.formats.json_files import Reader
+from vembed.data.formats.opening import open_reader
+from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed
 from vembed.data.normal_form import word_marks
-from vembed.data.opening import open_reader
-from vembed.data.readers import Reader
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import texts_path
 from vembed.evaluation.corpus import record_id, titled_text

@@ -10,15 +10,15 @@ import numpy as np
 
 from vembed.config.entries import DataSource
 from vembed.config.user_folders import cache_folder
-from vembed.data.blocks import Found
 from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord, Example
-from vembed.data.images import ImageRoot
-from vembed.data.index import build_index
+from vembed.data.first_pass import build_index
+from vembed.data.formats.base import Found
+from vembed.data.formats.json_files import Reader, TextFile
+from vembed.data.formats.opening import open_reader
+from vembed.data.images.files import ImageRoot
 from vembed.data.index_parts import NUM_SHOWN
 from vembed.data.messages import joined, listed
-from vembed.data.opening import open_reader
-from vembed.data.readers import Reader, TextFile
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import is_beir_folder, open_texts, qrels_files

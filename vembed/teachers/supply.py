@@ -20,8 +20,8 @@ from vembed.config.terms import (
     run_terms,
     takes_vectors,
 )
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.data.examples import Example
-from vembed.data.rank_batch import RankBatch
 from vembed.errors import UserError
 from vembed.losses.batch import LossBatch
 from vembed.losses.matryoshka import arithmetic_dtype

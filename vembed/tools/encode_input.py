@@ -15,13 +15,13 @@ from typing import Any, Literal
 from vembed.config.options import nearest
 from vembed.config.user_folders import cache_folder
 from vembed.data.examples import BadRecord, Item
-from vembed.data.fetching import CODECS, unpacked_copy
-from vembed.data.images import IMAGE_SUFFIXES, ImageRoot
+from vembed.data.formats.copies import CODECS, unpacked_copy
+from vembed.data.formats.opening import PACKED, WAYS_OUT, kind_of
+from vembed.data.formats.saved_datasets import is_saved_dataset
+from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
 from vembed.data.index_parts import IMAGE_THREADS, NUM_SHOWN, image_problem
 from vembed.data.messages import listed
-from vembed.data.opening import PACKED, WAYS_OUT, kind_of
 from vembed.data.records import described
-from vembed.data.tables import is_saved_dataset
 from vembed.errors import UserError
 from vembed.evaluation.corpus import titled_text
 from vembed.parallel import collectives

@@ -13,7 +13,7 @@ from vembed.config.options import join_words, nearest
 from vembed.data.columns import Columns
 from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import BadRecord
-from vembed.data.images import IMAGE_SUFFIXES
+from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.records import Mode
 from vembed.data_tools.init import values
 from vembed.data_tools.init.columns import confirm, doubts_about, guess, is_terminal

@@ -12,7 +12,7 @@ from typing import Literal, TextIO
 import numpy as np
 
 from vembed.config.schema import TrainConfig
-from vembed.data.sources import open_examples
+from vembed.data.example_store import open_examples
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
 from vembed.parallel.session import start_session

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.delimited import DelimitedFile
 from vembed.data.examples import BadRecord
-from vembed.data.opening import kind_of
-from vembed.data.tables import is_saved_dataset, saved_split
+from vembed.data.formats.delimited import DelimitedFile
+from vembed.data.formats.opening import kind_of
+from vembed.data.formats.saved_datasets import is_saved_dataset, saved_split
 from vembed.errors import UserError
 from vembed.mining.record_tables import AnyColumns
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from vembed.config.schema import TrainConfig
-from vembed.data.sources import open_examples
+from vembed.data.example_store import open_examples
 from vembed.errors import UserError
 
 END, PAD, MASK = "<|end|>", "<|pad|>", "<|mask|>"

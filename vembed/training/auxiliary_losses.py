@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vembed.config.schema import TrainConfig
-from vembed.data.feeding import row_index
-from vembed.data.rank_batch import RankBatch
+from vembed.data.batching.feeding import row_index
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import UserError
 from vembed.parallel import collectives
 

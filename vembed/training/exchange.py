@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.data.feeding import to_device
+from vembed.data.batching.feeding import to_device
 from vembed.losses.exchange import RingParts
 from vembed.parallel import collectives
 from vembed.parallel.ring import NeighbourRing

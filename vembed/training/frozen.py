@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
 from vembed.config.user_folders import cache_folder
-from vembed.data.feature_store import FeatureStore, size_of_all
-from vembed.data.features import Features
-from vembed.data.feeding import (
+from vembed.data.batching.feeding import (
     Feeder,
     MicroBatch,
     ModalitySlice,
@@ -26,6 +24,8 @@ from vembed.data.feeding import (
     row_index,
     to_device,
 )
+from vembed.data.feature_store import FeatureStore, size_of_all
+from vembed.data.features import Features
 from vembed.errors import UserError
 from vembed.inference.encoding import Between, split_in_step
 from vembed.models.embedding_model import FEATURES, EmbeddingModel

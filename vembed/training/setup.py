@@ -26,12 +26,12 @@ from vembed.config.sampling import parse_sampling
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import source_batch_sizes, task_numbers, with_temperature
 from vembed.cores import num_cores
-from vembed.data.batches import BatchSchedule
+from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
-from vembed.data.feeding import Feeder
-from vembed.data.rank_batch import RankBatchStream
-from vembed.data.sources import ExampleStore
 from vembed.data_tools.init.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from vembed.data.feeding import MicroBatch, ModelInputs, row_index
-from vembed.data.microbatches import LockstepSplit
-from vembed.data.rank_batch import RankBatch
+from vembed.data.batching.feeding import MicroBatch, ModelInputs, row_index
+from vembed.data.batching.microbatches import LockstepSplit
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.models.bf16 import holding_copies
 from vembed.models.families.table import Modality

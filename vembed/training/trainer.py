@@ -15,7 +15,7 @@ from typing import Any
 
 from vembed.config.loading import save_config
 from vembed.config.schema import TrainConfig
-from vembed.data.rank_batch import RankBatch
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import Stopped
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults

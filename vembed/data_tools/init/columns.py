@@ -20,7 +20,7 @@ from vembed.data.columns import (
     unread_prompt,
 )
 from vembed.data.examples import BadRecord
-from vembed.data.images import IMAGE_PATH, ImageRoot
+from vembed.data.images.files import IMAGE_PATH, ImageRoot
 from vembed.data.messages import shown
 from vembed.data.records import Mode, RecordFormat
 from vembed.data_tools.init.sample import FileSample

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_entries, task_names
+from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.held_out import hold_out, named
 from vembed.data.overlap import find_overlap, warnings_of
-from vembed.data.sources import ExampleStore, open_examples
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     EvalData,

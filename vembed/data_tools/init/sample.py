@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.user_folders import cache_folder
-from vembed.data.class_folders import class_records, is_class_folder
 from vembed.data.columns import Columns
-from vembed.data.delimited import DelimitedFile
-from vembed.data.fetching import CODECS, is_address, is_pattern, unpacked_copy
-from vembed.data.opening import data_files, files_of_pattern, unknown_ending
-from vembed.data.tables import is_saved_dataset, saved_split
+from vembed.data.formats.class_folders import class_records, is_class_folder
+from vembed.data.formats.copies import CODECS, is_address, is_pattern, unpacked_copy
+from vembed.data.formats.delimited import DelimitedFile
+from vembed.data.formats.opening import data_files, files_of_pattern, unknown_ending
+from vembed.data.formats.saved_datasets import is_saved_dataset, saved_split
 from vembed.errors import UserError
 from vembed.saving.durability import replace_text
 

@@ -7,7 +7,7 @@ import io
 from functools import lru_cache
 
 from vembed.data.examples import ImageRef
-from vembed.data.images import load_image
+from vembed.data.images.files import load_image
 from vembed.errors import UserError
 
 EDGE = 96

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from vembed.config.rhythm import Rhythm
 from vembed.config.schema import TrainConfig
-from vembed.data.rank_batch import RankBatch, RankBatchStream
+from vembed.data.batching.rank_batch import RankBatch, RankBatchStream
 from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
 from vembed.parallel.session import Session

@@ -14,8 +14,8 @@ from typing_extensions import override
 from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import losses_of
-from vembed.data.rank_batch import RankBatch
-from vembed.data.sources import ExampleStore
+from vembed.data.batching.rank_batch import RankBatch
+from vembed.data.example_store import ExampleStore
 from vembed.errors import RunError
 from vembed.parallel import collectives
 from vembed.training.checkpoint.folder import list_checkpoints

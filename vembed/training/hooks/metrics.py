@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import task_names
-from vembed.data.rank_batch import RankBatch
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import UserError
 from vembed.evaluation.report.pictures import picture_image, picture_svg
 from vembed.evaluation.report.plots import Curve, curve_svg, evaluations_svg

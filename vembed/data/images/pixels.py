@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 
 from vembed.cores import num_cores
-from vembed.data.decoders import Decoders, Decoding
 from vembed.data.examples import ImageRef
-from vembed.data.images import image_name, load_image
-from vembed.data.picture_bytes import PIXELS, Arrays, OwnCode
-from vembed.data.pixel_recipe import Processed, find_recipe
+from vembed.data.images.decoders import Decoders, Decoding
+from vembed.data.images.files import image_name, load_image
+from vembed.data.images.picture_bytes import PIXELS, Arrays, OwnCode
+from vembed.data.images.pixel_recipe import Processed, find_recipe
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription

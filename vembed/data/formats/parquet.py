@@ -15,11 +15,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.blocks import Block, Found
 from vembed.data.columns import Columns
-from vembed.data.readers import MAX_RECORD, Part
+from vembed.data.formats.base import Block, Found
+from vembed.data.formats.json_files import MAX_RECORD, Part
+from vembed.data.formats.saved_datasets import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    Rows,
+    blocks_of,
+    check_columns,
+)
 from vembed.data.row_blocks import first_line, row_values
-from vembed.data.tables import CHUNK_BYTES, CHUNK_ROWS, Rows, blocks_of, check_columns
 from vembed.data.unpacked_rows import RowRange, UnpackedRows
 from vembed.errors import UserError
 

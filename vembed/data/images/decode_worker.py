@@ -24,8 +24,8 @@ from typing import IO, Any
 import numpy as np
 
 from vembed.data.examples import ImageRef
-from vembed.data.images import load_image
-from vembed.data.picture_bytes import Arrays, FirstHalf
+from vembed.data.images.files import load_image
+from vembed.data.images.picture_bytes import Arrays, FirstHalf
 from vembed.data.pipe_messages import (
     command_of,
     environment,
@@ -79,7 +79,7 @@ class DecodeWorker:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             try:
                 self._process = subprocess.Popen(
-                    [*command_of("vembed.data.decode_worker"), str(area)],
+                    [*command_of("vembed.data.images.decode_worker"), str(area)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     pass_fds=[area],

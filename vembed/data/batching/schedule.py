@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from vembed.config.sampling import PROPORTIONAL, Sampling
-from vembed.data.arrangement import arrange, find_conflicts
-from vembed.data.class_batches import ClassBatches, random_bits
+from vembed.data.batching.arrangement import arrange, find_conflicts
+from vembed.data.batching.class_batches import ClassBatches, random_bits
 from vembed.errors import UserError
 
 EPOCHS_KEPT = 2

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vembed.data.cache import short_hash
-from vembed.data.images import IMAGE_SUFFIXES
+from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.messages import listed
 from vembed.errors import UserError
 

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from vembed.data.blocks import Block, Found, grouped
 from vembed.data.columns import Columns, refuse_repeated
 from vembed.data.examples import BadRecord
+from vembed.data.formats.base import Block, Found, grouped
+from vembed.data.formats.json_files import MAX_RECORD, Part
 from vembed.data.messages import listed
-from vembed.data.readers import MAX_RECORD, Part
 from vembed.data.row_blocks import RowBlock, first_line, row_values
 from vembed.data.watched_files import MappedFiles
 from vembed.errors import UserError

@@ -17,7 +17,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vembed.data.picture_bytes import PIXELS, FirstHalf, OwnCode, Patching, Resizing
+from vembed.data.images.picture_bytes import (
+    PIXELS,
+    FirstHalf,
+    OwnCode,
+    Patching,
+    Resizing,
+)
 
 _PROBES = ((64, 48), (48, 64), (211, 90))
 """Width and height of the test images: to be enlarged, to be reduced, and to be cropped."""

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vembed.data.blocks import Found
 from vembed.data.columns import Columns, guess_mapping, refuse_repeated
 from vembed.data.examples import BadRecord
-from vembed.data.readers import MAX_RECORD, TextFile
+from vembed.data.formats.base import Found
+from vembed.data.formats.json_files import MAX_RECORD, TextFile
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")

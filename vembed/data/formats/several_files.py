@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vembed.data.blocks import Block, Found
-from vembed.data.readers import Part, Reader
+from vembed.data.formats.base import Block, Found
+from vembed.data.formats.json_files import Part, Reader
 
 
 class SeveralFiles:

@@ -10,22 +10,27 @@ from pathlib import Path
 
 from vembed.config.places import is_hub_dataset, similar_path
 from vembed.data.cache import short_hash, stamp
-from vembed.data.class_folders import class_records, is_class_folder
 from vembed.data.columns import Columns
-from vembed.data.delimited import DelimitedFile
-from vembed.data.fetching import (
+from vembed.data.formats.class_folders import class_records, is_class_folder
+from vembed.data.formats.copies import (
     CODECS,
     fetched_copies,
     is_address,
     is_pattern,
     unpacked_copy,
 )
-from vembed.data.images import IMAGE_SUFFIXES
+from vembed.data.formats.delimited import DelimitedFile
+from vembed.data.formats.json_files import JsonArray, JsonLines, Reader
+from vembed.data.formats.parquet import ParquetTable
+from vembed.data.formats.saved_datasets import (
+    Role,
+    is_saved_dataset,
+    open_folder,
+    open_hub,
+)
+from vembed.data.formats.several_files import SeveralFiles
+from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.messages import ROOM, listed
-from vembed.data.parquet_table import ParquetTable
-from vembed.data.readers import JsonArray, JsonLines, Reader
-from vembed.data.several_files import SeveralFiles
-from vembed.data.tables import Role, is_saved_dataset, open_folder, open_hub
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vembed.data.decode_worker import HALF_BYTES, DecodeWorker, WorkerEnded
 from vembed.data.examples import ImageRef
-from vembed.data.images import image_name
-from vembed.data.picture_bytes import Arrays, FirstHalf
+from vembed.data.images.decode_worker import HALF_BYTES, DecodeWorker, WorkerEnded
+from vembed.data.images.files import image_name
+from vembed.data.images.picture_bytes import Arrays, FirstHalf
 from vembed.errors import RunError
 
 WAITED_FOR = 512

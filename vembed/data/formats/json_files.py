@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, NoReturn, Protocol
 
 import numpy as np
 
-from vembed.data.blocks import Block, Found, RecordBlock, grouped
 from vembed.data.examples import BadRecord
+from vembed.data.formats.base import Block, Found, RecordBlock, grouped
 from vembed.errors import UserError
 
 MAX_RECORD = 32 * 2**20

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vembed.data.batches import BatchSchedule, rank_rows
+from vembed.data.batching.schedule import BatchSchedule, rank_rows
 from vembed.data.distinct import distinct
 from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import Features, Featuriser

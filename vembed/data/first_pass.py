@@ -14,10 +14,10 @@ import numpy as np
 import xxhash
 
 from vembed.cores import num_cores
-from vembed.data.batches import ContentKeys
+from vembed.data.batching.schedule import ContentKeys
+from vembed.data.formats.json_files import Part, Reader
 from vembed.data.index_parts import NUM_SHOWN, Counts, PartIndex, index_part
 from vembed.data.index_worker import in_processes, num_workers
-from vembed.data.readers import Part, Reader
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.progress import duration

@@ -23,9 +23,9 @@ from vembed.config.terms import (
     source_config,
 )
 from vembed.config.user_folders import cache_folder
-from vembed.data.batches import ContentKeys
+from vembed.data.batching.class_batches import next_of_class
+from vembed.data.batching.schedule import ContentKeys
 from vembed.data.cache import IndexCache, short_hash
-from vembed.data.class_batches import next_of_class
 from vembed.data.columns import (
     LABEL,
     Columns,
@@ -36,15 +36,15 @@ from vembed.data.columns import (
 )
 from vembed.data.conversations import is_conversation
 from vembed.data.examples import BadRecord, Example, ReadAs
-from vembed.data.images import ImageRoot
-from vembed.data.index import Index, build_index
+from vembed.data.first_pass import Index, build_index
+from vembed.data.formats.json_files import Reader
+from vembed.data.formats.opening import open_reader
+from vembed.data.formats.saved_datasets import Role
+from vembed.data.images.files import ImageRoot
 from vembed.data.index_parts import NUM_SHOWN, content_keys
 from vembed.data.messages import joined, listed
-from vembed.data.opening import open_reader
 from vembed.data.plain_texts import taken_for_texts
-from vembed.data.readers import Reader
 from vembed.data.records import NO_NEGATIVE, RecordFormat
-from vembed.data.tables import Role
 from vembed.data.watched_files import FileStamp
 from vembed.errors import UserError
 

@@ -1,0 +1,1 @@
+"""Batches: which examples come together, and the tensors of their micro-batches."""

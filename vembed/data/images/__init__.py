@@ -1,0 +1,1 @@
+"""Images: files, decoding, and the pixels that a model takes."""
