@@ -155,6 +155,22 @@ class LoopState:
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State of each hook that has one, by its name. Written when the state is saved."""
 
+    def count_step(self, outcome: Outcome) -> None:
+        """Count an optimizer step, taken or skipped."""
+        self.step += 1
+        if outcome.applied:
+            self.skipped_in_a_row = 0
+            return
+        self.num_skipped += 1
+        if not outcome.is_overflow:
+            self.skipped_in_a_row += 1
+
+    def set_best(self, metric: str) -> None:
+        """Take the newest scores as the best."""
+        self.best = self.scores[metric]
+        self.best_step = self.step
+        self.best_scores = self.scores
+
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> LoopState:
         """Return the state that a checkpoint holds."""
