@@ -15,7 +15,6 @@ RUN pip install --no-cache-dir uv
 
 WORKDIR /opt/vembed
 COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY configs configs
 COPY vembed vembed
 # The usual wheels of torch on Linux bring CUDA's libraries.
 RUN case "$DEVICE" in \

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from vembed.cli.commands.demo import demo_model
+from vembed.cli.commands.demo_data import Pair, standard_library_pairs
 from vembed.data.batching.schedule import BatchSchedule
-from vembed.tools.demo import demo_model
-from vembed.tools.demo_data import Pair, standard_library_pairs
 
 SEED = 42
 MRL_DIMS = (384, 256, 128, 64)

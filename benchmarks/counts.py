@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases import CASES, Case, rows_of, write_rows
 from benchmarks.work import useful_work
+from vembed.cli.commands.demo import demo_model
 from vembed.config.schema import TrainConfig
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.models import modalities
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import collectives
-from vembed.tools.demo import demo_model
 from vembed.training.run import train
 from vembed.training.step import ContrastiveStep
 from vembed.training.update import Update

@@ -15,8 +15,8 @@ from typing import Any
 
 import vembed
 from benchmarks.train import machine
-from vembed.tools.demo import demo_model
-from vembed.tools.demo_data import (
+from vembed.cli.commands.demo import demo_model
+from vembed.cli.commands.demo_data import (
     Pair,
     split_by_module,
     standard_library_pairs,

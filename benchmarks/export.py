@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
+from vembed.cli.commands.demo import demo_model
+from vembed.cli.commands.demo_data import standard_library_pairs
 from vembed.export.exporting import export_model
 from vembed.export.onnx_format import OnnxReader
 from vembed.inference.embedder import Embedder
-from vembed.tools.demo import demo_model
-from vembed.tools.demo_data import standard_library_pairs
 
 Encode = Callable[[list[str]], np.ndarray]
 

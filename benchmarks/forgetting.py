@@ -14,7 +14,7 @@ from typing import Any
 import vembed
 from benchmarks.collections_here import docstrings, packages
 from benchmarks.train import machine
-from vembed.tools.demo import demo_model
+from vembed.cli.commands.demo import demo_model
 
 NUM_VAL = 200
 NUM_TEXTS = 256

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collections_here import PACKAGES
-from vembed.tools.demo import demo_model
-from vembed.tools.demo_data import Pair, split_by_module, standard_library_pairs
+from vembed.cli.commands.demo import demo_model
+from vembed.cli.commands.demo_data import Pair, split_by_module, standard_library_pairs
 
 NUM_NEGATIVES = 5
 BATCH_SIZE = 16

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import Case, rows_of
 from benchmarks.sides import run_vembed
-from vembed.tools.demo import demo_model
+from vembed.cli.commands.demo import demo_model
 from vembed.training.step import ContrastiveStep
 from vembed.training.update import Update
 

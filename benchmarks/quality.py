@@ -16,8 +16,12 @@ from benchmarks import distillation
 from benchmarks.cases import Case, Row
 from benchmarks.sides import SIDES
 from benchmarks.train import machine
-from vembed.tools.demo import demo_model
-from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
+from vembed.cli.commands.demo import demo_model
+from vembed.cli.commands.demo_data import (
+    split_by_module,
+    standard_library_pairs,
+    write_pairs,
+)
 
 CASE = Case("quality", 128, batch_size=64, steps=12)
 SIDES_BY_DEFAULT = ("vembed", "vembed-float32", "sentence-transformers")

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scale import write_data
+from vembed.cli.commands.demo import demo_model
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.feeding import Feeder
@@ -36,7 +37,6 @@ from vembed.models.embedding_model import build_model
 from vembed.models.families.decisions import describe
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
-from vembed.tools.demo import demo_model
 from vembed.training import step
 from vembed.training.budget import Budget, MemoryGuard
 from vembed.training.exchange import Column, gather_columns

@@ -17,13 +17,13 @@ from benchmarks.cases import CASES
 from benchmarks.loss import measure
 from benchmarks.train import machine, train_once
 from benchmarks.worker import ask_once
+from vembed.cli.commands.demo import demo_model
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.rank_batch import RankBatchStream
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
 from vembed.models.families.decisions import describe
-from vembed.tools.demo import demo_model
 
 LOSS_ROWS = (64, 1024, 8192, 65536)
 LOSS_DIM = 1024

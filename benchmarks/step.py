@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.cases import CASES, Case, rows_of, write_rows
 from benchmarks.train import compare, machine, table
 from benchmarks.worker import AGREEMENT_STEPS, ask_once
-from vembed.tools.demo import demo_model
+from vembed.cli.commands.demo import demo_model
 
 MODES: dict[str, dict[str, Any]] = {
     "graphs kept": {"use_gradient_cache": False},

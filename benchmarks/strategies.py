@@ -15,8 +15,12 @@ from typing import Any
 import yaml
 
 from benchmarks.train import machine
-from vembed.tools.demo import demo_model
-from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
+from vembed.cli.commands.demo import demo_model
+from vembed.cli.commands.demo_data import (
+    split_by_module,
+    standard_library_pairs,
+    write_pairs,
+)
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},

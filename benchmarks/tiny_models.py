@@ -17,9 +17,9 @@ import torch
 from tests.families.pictures import words_and_pictures
 from tests.families.scratch import small_clip
 from tests.tiny import WORDS
-from vembed.tools.demo import demo_model
-from vembed.tools.demo_data import standard_library_pairs
-from vembed.tools.train_tokenizer import train_tokenizer
+from vembed.cli.commands.demo import demo_model
+from vembed.cli.commands.demo_data import standard_library_pairs
+from vembed.cli.commands.train_tokenizer import train_tokenizer
 
 VOCABULARY = 4096
 NUM_PAIRS = 2000

@@ -8,6 +8,7 @@ import time
 import torch
 
 from benchmarks.cases import Case, rows_of
+from vembed.cli.commands.demo import demo_model
 from vembed.config.schema import TrainConfig
 from vembed.data.batching import microbatches
 from vembed.data.examples import Item, Kind
@@ -15,7 +16,6 @@ from vembed.data.features import Featuriser
 from vembed.models.families.decisions import describe
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.placement import Precision, precision_of_use
-from vembed.tools.demo import demo_model
 from vembed.training.budget import CPU_MICRO_BATCH_TOKENS
 
 

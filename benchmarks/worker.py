@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.cases import Case, model_without_dropout, rows_of
 from benchmarks.sides import ENCODERS, IN_FLOAT32, SIDES, FirstBatch, Trained
-from vembed.tools.demo import demo_model
+from vembed.cli.commands.demo import demo_model
 
 MARK = "ANSWER "
 Answer = dict[str, Any]

@@ -26,10 +26,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import vembed
+from vembed.cli.commands.demo_data import (
+    split_by_module,
+    standard_library_pairs,
+    write_pairs,
+)
+from vembed.cli.commands.train_tokenizer import train_tokenizer
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.rendezvous import Limit, connect
-from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
-from vembed.tools.train_tokenizer import train_tokenizer
 from vembed.training.hooks.callbacks import StepInfo
 from vembed.training.trainer import TrainResult
 

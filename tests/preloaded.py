@@ -45,11 +45,11 @@ MODULES = [
     "accelerate",
     "peft",
     "tests.tiny",
-    "vembed.cli",
-    "vembed.cli_support",
+    "vembed.cli.main",
+    "vembed.cli.support",
     "vembed.entrypoints.python_train",
     "vembed.pipelines.stages.sequence",
-    "vembed.tools.train_command",
+    "vembed.cli.commands.train",
     "vembed.training.run",
 ]
 

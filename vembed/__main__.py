@@ -1,6 +1,6 @@
 """Entry point of `python -m vembed`: the vembed command."""
 
-from vembed.cli import main
+from vembed.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -85,7 +85,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def require_regular(path: str | Path, option: str) -> None:
     """Raise UserError if a file that is to be written is a pipe, a device or a folder. `option` names it."""
     try:
-        mode = os.stat(path).st_mode
+        mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_ranks
-from vembed.cli import app, run_process
+from vembed.cli.main import app, run_process
 
 
 @dataclass(frozen=True)

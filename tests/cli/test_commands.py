@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_help_loads_nothing_heavy(process: Command) -> None:
     code = (
-        "import sys\nfrom vembed.cli import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom vembed.cli.main import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'pydantic', 'numpy', 'yaml'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
     done = process("-c", code)
@@ -409,7 +409,7 @@ def test_the_entry_point_works_as_a_file_of_a_checkout(
         ignore=shutil.ignore_patterns("__pycache__"),
     )
     shutil.copytree(ROOT / "configs", "checkout/configs")
-    verb = Path("checkout/vembed/tools/train_command.py")
+    verb = Path("checkout/vembed/cli/commands/train.py")
     verb.write_text(
         verb.read_text().replace("would run: ", "would run, says the checkout: ")
     )

@@ -11,11 +11,11 @@ import pytest
 
 from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_bert, tiny_clip
+from vembed.cli.commands import init_memory
 from vembed.config.loading import load_config
 from vembed.data_tools.init import columns, values
 from vembed.data_tools.init.columns import guess
 from vembed.data_tools.init.values import is_english
-from vembed.tools import init_memory
 
 GERMAN = (
     "Drucker",

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Command
 from tests.tiny import shared, texts, tiny_bert_st
-from vembed.cli_support import json_words
+from vembed.cli.support import json_words
 
 
 @pytest.fixture

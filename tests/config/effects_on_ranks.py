@@ -22,23 +22,23 @@ from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.decisions import describe
 from vembed.parallel.session import Session, start_session
-from vembed.training.checkpoint.checkpointer import whole_model_writer
+from vembed.training.final import ModelWriter, whole_model_writer
 from vembed.training.exchange import loss_exchange
 
-FSDP1 = {"use_fsdp": True, "fsdp_version": 1}
+FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
 SIZED = {
-    "use_fsdp": True,
+    "strategy": "fsdp",
     "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
     "fsdp_min_num_params": 900,
 }
 MANY_OF_FSDP2 = {
-    "use_fsdp": True,
+    "strategy": "fsdp",
     "fsdp_offload_params": True,
     "fsdp_transformer_layer_cls_to_wrap": "BertSelfOutput",
     "fsdp_wrap_embeddings": False,
     "fsdp_reshard_after_forward": True,
     "fsdp_forward_prefetch": True,
-    "fsdp_activation_checkpointing": False,
+    "gradient_checkpointing": False,
     "fsdp_state_dict_type": "FULL_STATE_DICT",
     "fsdp_cpu_ram_efficient_loading": False,
     "fsdp_output_dtype": "bfloat16",
@@ -47,10 +47,9 @@ CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a
     "auto": {},
     "ddp": {"strategy": "ddp", "mixed_precision": "bf16", "loss_exchange": "ring"},
     "fsdp": {"strategy": "fsdp"},
-    "fsdp2": {"use_fsdp": True},
+    "fsdp2": {"strategy": "fsdp"},
     "fsdp1": FSDP1,
     "hsdp_file": {"accelerate_config": "accelerate_fsdp_offload", "num_processes": 2},
-    "cpu_offload": {"use_fsdp": True, "fsdp_cpu_offload": True},
     "sized": SIZED,
     "large": {**SIZED, "fsdp_min_num_params": 6000},
     "decoder": {**FSDP1, "model_name": tiny.tiny_qwen3},
@@ -65,19 +64,14 @@ CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a
         "fsdp_sync_module_states": False,
         "fsdp_cpu_ram_efficient_loading": False,
     },
-    "wide": {
-        "use_fsdp": True,
-        "mixed_precision": "bf16",
-        "fsdp_mixed_precision": False,
-    },
-    "bf16": {"use_fsdp": True, "mixed_precision": "bf16"},
+    "bf16": {"strategy": "fsdp", "mixed_precision": "bf16"},
     "param": {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_param_dtype": "bfloat16",
         "dist_timeout_minutes": 7,
     },
     "reduce": {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_param_dtype": "bfloat16",
         "fsdp_reduce_dtype": "bfloat16",
     },
@@ -86,7 +80,6 @@ CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a
 ROWS: dict[str, tuple[str, str, Any, str]] = {
     # option: (case, what is seen, what it is, case without it)
     "strategy": ("fsdp", "kind", "FSDP2", "auto"),
-    "use_fsdp": ("fsdp2", "kind", "FSDP2", "auto"),
     "accelerate_config": ("hsdp_file", "offload", True, "fsdp2"),
     "loss_exchange": ("ddp", "loss exchange", "InRing", "auto"),
     "mixed_precision": ("ddp", "layer dtype", "torch.bfloat16", "auto"),
@@ -98,7 +91,6 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
         "fsdp1",
     ),
     "fsdp_offload_params": ("many_of_fsdp2", "offload", True, "fsdp2"),
-    "fsdp_cpu_offload": ("cpu_offload", "offload", True, "fsdp2"),
     "fsdp_auto_wrap_policy": ("sized", "has layers as units", False, "fsdp2"),
     "fsdp_min_num_params": ("sized", "more than 5 units", True, "large"),
     "fsdp_transformer_layer_cls_to_wrap": (
@@ -123,11 +115,10 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
     "fsdp_forward_prefetch": ("many_of_fsdp2", "forward prefetch", True, "fsdp2"),
     "fsdp_limit_all_gathers": ("all_of_fsdp1", "limits gathers", False, "fsdp1"),
     "fsdp_use_orig_params": ("flat", "original parameters", False, "decoder"),
-    "fsdp_activation_checkpointing": ("many_of_fsdp2", "recomputes", False, "fsdp2"),
+    "gradient_checkpointing": ("many_of_fsdp2", "recomputes", False, "fsdp2"),
     "fsdp_state_dict_type": ("many_of_fsdp2", "writes whole models", True, "fsdp2"),
     "fsdp_cpu_ram_efficient_loading": ("many_of_fsdp2", "one reads", False, "fsdp2"),
     "fsdp_sync_module_states": ("all_of_fsdp1", "syncs on GPUs", False, "fsdp1"),
-    "fsdp_mixed_precision": ("wide", "layer dtype", "torch.float32", "bf16"),
     "fsdp_param_dtype": ("param", "layer dtype", "torch.bfloat16", "fsdp2"),
     "fsdp_reduce_dtype": ("reduce", "reduce dtype", "torch.bfloat16", "param"),
     "fsdp_buffer_dtype": ("all_of_fsdp1", "buffer dtype", "torch.bfloat16", "fsdp1"),
@@ -197,9 +188,8 @@ def _facts(session: Session) -> dict[str, Any]:
     old_policy = (
         session.accelerator.state.fsdp_plugin.mixed_precision_policy if old else None
     )
-    writer = whole_model_writer(
-        run.config, session, embedder, model, build_loss(run.config)
-    )
+    components = SimpleNamespace(model=model, embedder=embedder)
+    writer = whole_model_writer(ModelWriter(run.config, session, components))  # type: ignore[arg-type]
     return {
         "kind": "FSDP1" if old else "FSDP2" if new else "copies",
         "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),

@@ -17,6 +17,8 @@ import vembed
 from tests import tiny
 from tests.distributed.steps import listen
 from tests.harness import run_ranks
+from vembed.cli.commands.doctor import checklist
+from vembed.cli.commands.train import Launch, describe_run, resolve_launch
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
@@ -29,15 +31,13 @@ from vembed.parallel.estimate import GIB, measure
 from vembed.parallel.parameters import local_bytes
 from vembed.parallel.placement import Placement, memory_of_a_process, place
 from vembed.parallel.session import start_session
-from vembed.tools.doctor import checklist
-from vembed.tools.train_command import Launch, describe_run, resolve_launch
 
 LORA: dict[str, Any] = {"use_lora": True, "lora_r": 2}
 QLORA: dict[str, Any] = {"use_qlora": True, "lora_r": 2, "model_name": tiny.tiny_qwen3}
 ONE: dict[str, Mapping[str, Any]] = {
     "single": {},
     "single_bf16": {"mixed_precision": "bf16"},
-    "single_though_fsdp": {"use_fsdp": True, "fsdp_min_num_params": 3},
+    "single_though_fsdp": {"strategy": "fsdp", "fsdp_min_num_params": 3},
     "single_lora": LORA,
     "single_qlora": QLORA,
 }
@@ -50,22 +50,22 @@ TWO: dict[str, Mapping[str, Any]] = {
         "gradient_checkpointing": True,
     },
     "ddp_lora": {"strategy": "ddp", **LORA},
-    "no_shard": {"use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"},
-    "never_fsdp": {"use_fsdp": False, "fsdp_activation_checkpointing": True},
-    "fsdp2": {"use_fsdp": True},
-    "fsdp2_grad_op": {"use_fsdp": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
-    "fsdp2_kept": {"use_fsdp": True, "fsdp_activation_checkpointing": False},
+    "no_shard": {"strategy": "fsdp", "fsdp_sharding_strategy": "NO_SHARD"},
+    "never_fsdp": {"strategy": "ddp", "gradient_checkpointing": True},
+    "fsdp2": {"strategy": "fsdp"},
+    "fsdp2_grad_op": {"strategy": "fsdp", "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    "fsdp2_kept": {"strategy": "fsdp", "gradient_checkpointing": False},
     "fsdp2_param": {
         "strategy": "fsdp",
         "fsdp_param_dtype": "bfloat16",
         "mixed_precision": "no",
     },
-    "fsdp2_offload": {"use_fsdp": True, "fsdp_cpu_offload": True},
-    "fsdp2_lora": {"use_fsdp": True, **LORA},
-    "fsdp2_qlora": {"use_fsdp": True, **QLORA},
-    "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
+    "fsdp2_offload": {"strategy": "fsdp", "fsdp_offload_params": True},
+    "fsdp2_lora": {"strategy": "fsdp", **LORA},
+    "fsdp2_qlora": {"strategy": "fsdp", **QLORA},
+    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
     "fsdp1_grad_op": {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_version": 1,
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
     },
@@ -84,7 +84,7 @@ TWO: dict[str, Mapping[str, Any]] = {
 }
 FOUR: dict[str, Mapping[str, Any]] = {
     "hsdp": {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_sharding_strategy": "HYBRID_SHARD",
         "num_processes": 2,
         "num_machines": 2,

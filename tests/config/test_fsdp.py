@@ -47,7 +47,7 @@ def refusal(write_config: WriteConfig, text: str) -> str:
 @pytest.mark.promise("B03")
 def test_off_by_default(write_config: WriteConfig) -> None:
     run = resolve_run(write_config(), env={})
-    assert run.config.parallel.use_fsdp is False
+    assert run.config.parallel.strategy == "auto"
     assert run.strategy.value == "auto"
 
 
@@ -330,15 +330,15 @@ def test_gradient_checkpointing(write_config: WriteConfig) -> None:
         made = resolve_run(write_config(text), env={}).recomputation
         return made.value, made.reason
 
-    assert decision("") == (False, "default without use_fsdp")
-    assert decision("use_fsdp: true\n") == (True, "default with use_fsdp: true")
+    assert decision("") == (False, "default without strategy: fsdp")
+    assert decision("use_fsdp: true\n") == (True, "default with strategy: fsdp")
     assert decision("use_fsdp: true\ngradient_checkpointing: false\n") == (
         False,
         "gradient_checkpointing",
     )
     assert decision("fsdp: {enabled: true, activation_checkpointing: false}\n") == (
         False,
-        "fsdp_activation_checkpointing",
+        "gradient_checkpointing",
     )
     assert decision("accelerate_config: single_node_fsdp\n") == (
         True,

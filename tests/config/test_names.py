@@ -90,16 +90,14 @@ def test_document_a_toml(write_config: WriteConfig) -> None:
     assert config.model.model_name == "meta-llama/Llama-2-7b-chat-hf"
     assert (
         config.batch.batch_size,
-        config.parallel.use_fsdp,
+        config.parallel.strategy,
         config.parallel.fsdp_sharding_strategy,
     ) == (
         4,
-        True,
+        "fsdp",
         "FULL_SHARD",
     )
-    assert (
-        config.parallel.fsdp_offload_params is config.parallel.fsdp_cpu_offload is False
-    )
+    assert config.parallel.fsdp_offload_params is False
     assert config.parallel.fsdp_auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
     assert (
         config.parallel.fsdp_transformer_layer_cls_to_wrap
@@ -135,17 +133,16 @@ def test_document_c_stage_one(
     config = resolve_run(write_config(MODULAR, needed=""), stage="stage1").config
     assert (
         config.parallel.strategy,
-        config.parallel.use_fsdp,
         config.parallel.num_machines,
         config.parallel.num_processes,
-    ) == ("fsdp", True, 1, 8)
+    ) == ("fsdp", 1, 8)
     assert (
         config.batch.batch_size,
         config.batch.gradient_accumulation_steps,
         config.parallel.sync_batchnorm,
     ) == (2, 4, False)
     assert (
-        config.parallel.fsdp_cpu_offload,
+        config.parallel.fsdp_offload_params,
         config.parallel.fsdp_sharding_strategy,
     ) == (
         False,
@@ -162,7 +159,7 @@ def test_document_c_stage_one(
         config.parallel.fsdp_limit_all_gathers,
         config.parallel.fsdp_use_orig_params,
     ) == (True, False)
-    assert config.parallel.fsdp_activation_checkpointing is True
+    assert config.model.gradient_checkpointing is True
     assert (config.logging.debug, config.logging.log_file) == (True, "training.log")
     assert (config.logging.wandb_project, config.logging.wandb_tags) == (
         "accfiy-fsdp",
@@ -203,7 +200,7 @@ def test_stage_two_starts_from_the_result_of_stage_one(
 )
 def test_document_e(write_config: WriteConfig) -> None:
     config = load_config(write_config(FREE, needed=""))
-    assert config.parallel.use_fsdp is True
+    assert config.parallel.strategy == "fsdp"
     assert (
         config.parallel.fsdp_sharding_strategy,
         config.parallel.fsdp_backward_prefetch,
@@ -220,10 +217,10 @@ def test_document_e(write_config: WriteConfig) -> None:
     )
     assert (
         config.parallel.fsdp_state_dict_type,
-        config.parallel.fsdp_mixed_precision,
+        config.model.mixed_precision,
     ) == (
         "FULL_STATE_DICT",
-        True,
+        "bf16",
     )
     assert (
         config.parallel.fsdp_param_dtype,
@@ -314,7 +311,7 @@ def test_document_e(write_config: WriteConfig) -> None:
         ("report_to: [tb, WandB]", "report_to", ["tensorboard", "wandb"]),
         ("report_to:", "report_to", []),
         ("fsdp: full_shard auto_wrap offload", "fsdp_offload_params", True),
-        ("fsdp: true", "use_fsdp", True),
+        ("fsdp: true", "strategy", "fsdp"),
         ("fsdp_config: single_node_fsdp", "accelerate_config", "single_node_fsdp"),
         ("fsdp: {version: 1}", "fsdp_version", 1),
         (
@@ -361,7 +358,7 @@ def test_what_was_translated_is_listed(write_config: WriteConfig) -> None:
     )
     assert resolved.translated == (
         "lr: 0.0001 -> learning_rate: 0.0001 (cfg.yaml, line 3)",
-        "fsdp.enabled: true -> use_fsdp: true (cfg.yaml, line 5)",
+        "fsdp.enabled: true -> strategy: fsdp (cfg.yaml, line 5)",
         "fsdp.backward_prefetch: none -> fsdp_backward_prefetch: NO_PREFETCH (cfg.yaml, line 6)",
     )
 

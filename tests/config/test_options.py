@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from vembed.cli.commands.options_page import options_page
 from vembed.config.options import all_options
 from vembed.config.schema import section_titles
-from vembed.tools.options_page import options_page
 
 ROOT = Path(__file__).parents[2]
 

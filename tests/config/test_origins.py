@@ -55,7 +55,7 @@ def test_the_file_overrides_the_launcher_and_the_command_line_the_file_and_both_
         "fsdp_version: 2\nfsdp_forward_prefetch: true\nmixed_precision: bf16\n"
     )
     resolved = resolve_run(file, env=LAUNCHER)
-    assert resolved.config.parallel.use_fsdp is True
+    assert resolved.config.parallel.strategy == "fsdp"
     assert resolved.config.parallel.fsdp_version == 2
     assert resolved.config.parallel.fsdp_transformer_layer_cls_to_wrap == [
         "BertLayer",
@@ -84,13 +84,11 @@ def test_one_switch_under_two_names_over_several_sources(
     resolved = resolve_run(
         file, ["fsdp-cpu-offload=true", "max_steps=5", "strategy=ddp"]
     )
-    assert resolved.config.parallel.fsdp_offload_params is None
-    assert resolved.config.parallel.fsdp_cpu_offload is True
+    assert resolved.config.parallel.fsdp_offload_params is True
     assert (
         resolved.config.optimizer.max_steps,
-        resolved.config.parallel.use_fsdp,
         resolved.config.parallel.strategy,
-    ) == (5, False, "ddp")
+    ) == (5, "ddp")
     assert (
         "max_steps: 5 (command line) overrides epochs: 3.0 (cfg.yaml, line 4)"
         in resolved.notes

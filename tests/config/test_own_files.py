@@ -6,7 +6,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.config.loading import load_config
 from vembed.config.parsing import parse_toml
 from vembed.errors import UserError

@@ -77,9 +77,7 @@ def test_what_the_presets_promise() -> None:
         True,
         True,
     ]
-    assert all(
-        file.fsdp["fsdp_activation_checkpointing"] for file in (single, multi, large)
-    )
+    assert all(file.fsdp["gradient_checkpointing"] for file in (single, multi, large))
     assert large.fsdp["fsdp_forward_prefetch"] is True
     assert (
         read_accelerate_file("accelerate_hsdp").fsdp["fsdp_sharding_strategy"]
@@ -128,7 +126,7 @@ def test_presets_travel_in_the_wheel(tmp_path: Path) -> None:
     ]
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "vembed", "configs"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "vembed"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(source / name)], check=True)
     subprocess.run([*build, str(tmp_path)], cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")

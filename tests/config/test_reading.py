@@ -202,10 +202,7 @@ def test_key_given_twice(write_config: WriteConfig) -> None:
 
 def test_one_option_under_two_names(write_config: WriteConfig) -> None:
     message = error_of(write_config("lr: 1e-5\nlearning_rate: 2e-5\n"))
-    assert (
-        "learning_rate: 2e-05 and lr: 1e-05 (cfg.yaml, line 3) both set learning_rate"
-        in message
-    )
+    assert "lr: 1e-05 (cfg.yaml, line 3) both set learning_rate" in message
     assert (
         load_config(
             write_config("lr: 1e-5\nlearning_rate: 1.0e-5\n")

@@ -11,10 +11,10 @@ import torch
 import vembed
 from tests import tiny
 from tests.config.effects import build, given, lines_of, resolve
+from vembed.cli.commands import doctor
 from vembed.errors import UserError
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
-from vembed.tools import doctor
 from vembed.training.budget import Budget, advice
 
 CPU = torch.device("cpu")
@@ -110,23 +110,23 @@ class OnTwoRanks:
             ["fsdp_offload"],
         ),
         (
-            {"use_fsdp": True},
+            {"strategy": "fsdp"},
             ["use_lora", "fsdp_offload_params"],
             ["gradient_checkpointing", "use_fsdp"],
         ),
-        ({"use_fsdp": True, "fsdp_cpu_offload": True}, ["use_lora"], ["offload"]),
+        ({"strategy": "fsdp", "fsdp_offload_params": True}, ["use_lora"], ["offload"]),
         (
             {"accelerate_config": "multi_node_fsdp"},
             ["use_lora"],
             ["offload", "gradient_checkpointing"],
         ),
         (
-            {"use_fsdp": True, "fsdp_activation_checkpointing": False},
+            {"strategy": "fsdp", "gradient_checkpointing": False},
             ["gradient_checkpointing"],
             [],
         ),
         (
-            {"use_fsdp": True, "use_lora": True},
+            {"strategy": "fsdp", "use_lora": True},
             ["use_qlora"],
             ["use_lora", "adamw_8bit"],
         ),

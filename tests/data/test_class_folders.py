@@ -10,11 +10,11 @@ from PIL import Image
 import vembed
 from tests.data.files import config
 from tests.tiny import shared, tiny_vit
+from vembed.cli.commands.encode_input import images_in
 from vembed.data.example_store import open_examples
 from vembed.data.formats.class_folders import is_class_folder
 from vembed.data_tools.init.sample import read_sample
 from vembed.errors import UserError
-from vembed.tools.encode_input import images_in
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from tests.commands import command
 from tests.harness import rank_outcomes
 from tests.tiny import shared, tiny_bert
-from vembed.tools import doctor, selftest
+from vembed.cli.commands import doctor, selftest
 
 FACTS = [
     r"vembed doctor",

@@ -136,7 +136,7 @@ def add_lora(model: Any) -> None:
 
 def lora_step(folder: str, version: int) -> Result:
     config = config_of(
-        folder, use_fsdp=True, fsdp_version=version, gradient_checkpointing=False
+        folder, strategy="fsdp", fsdp_version=version, gradient_checkpointing=False
     )
     return sharded_step(config, dtype=torch.float32, edit=add_lora)
 
@@ -207,7 +207,7 @@ def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 
     setattr(dist, name, reduce_scatter)
     with start_session(
-        config_of(folder, use_fsdp=True, gradient_checkpointing=False, **options)
+        config_of(folder, strategy="fsdp", gradient_checkpointing=False, **options)
     ) as session:
         model, featuriser = build(
             session.config, dtype=torch.float32, meta=session.builds_empty
@@ -282,7 +282,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters(
 def norms_in_bf16(folder: str, options: dict[str, Any]) -> list[float]:
     config = config_of(
         folder,
-        use_fsdp=True,
+        strategy="fsdp",
         mixed_precision="bf16",
         gradient_checkpointing=False,
         **options,
@@ -342,7 +342,9 @@ def test_a_forward_without_backward_costs_no_gradient(options: dict[str, Any]) -
 def prepared_weights(
     folder: str, efficient: bool
 ) -> tuple[int, int, dict[str, Tensor], bool]:
-    config = config_of(folder, use_fsdp=True, fsdp_cpu_ram_efficient_loading=efficient)
+    config = config_of(
+        folder, strategy="fsdp", fsdp_cpu_ram_efficient_loading=efficient
+    )
     with start_session(config) as session:
         model, _ = build(config, dtype=torch.float32, meta=session.builds_empty)
         real = sum(one.numel() for one in model.parameters() if not one.is_meta)

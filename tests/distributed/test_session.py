@@ -166,16 +166,16 @@ def test_auto_chooses_by_size_and_says_why() -> None:
 
 @pytest.mark.promise("B21", "D03")
 def test_advice_where_fsdp_is_pointless() -> None:
-    small = placed(SMALL, use_fsdp=True)
+    small = placed(SMALL, strategy="fsdp")
     assert small.strategy.value == "fsdp"
     assert small.advice is not None
     assert small.advice.startswith("FSDP is not needed here: 1,000 parameters need")
-    assert placed(LARGE, use_fsdp=True).advice is None
+    assert placed(LARGE, strategy="fsdp").advice is None
 
 
 @pytest.mark.promise("A01", "C34")
 def test_one_process_with_fsdp_runs_whole_with_one_line() -> None:
-    alone = placed(LARGE, 1, use_fsdp=True)
+    alone = placed(LARGE, 1, strategy="fsdp")
     assert (alone.strategy.value, alone.fsdp) == ("single", None)
     assert alone.strategy.reason == (
         "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
@@ -346,7 +346,7 @@ def one_process(folder: str) -> tuple[Any, ...]:
     lines = listen()
     os.environ["ACCELERATE_USE_FSDP"] = "true"  # as `accelerate launch` leaves it
     os.environ["FSDP_VERSION"] = "2"
-    with session.start_session(config_of(folder, use_fsdp=True)) as one:
+    with session.start_session(config_of(folder, strategy="fsdp")) as one:
         model = one.prepare(nn.Linear(3, 3))
         return (
             one.strategy,
@@ -415,7 +415,7 @@ def test_a_rank_may_come_to_the_next_meeting_before_rank_0_has_left_the_last_ses
 
 
 def alone_under_torchrun(folder: str) -> tuple[str, bool]:
-    with session.start_session(config_of(folder, use_fsdp=True)) as one:
+    with session.start_session(config_of(folder, strategy="fsdp")) as one:
         one.prepare(nn.Linear(3, 3))
     return one.strategy, dist.is_initialized()
 
@@ -564,7 +564,7 @@ def started_by_hand(
     meeting.machine_name = lambda: f"machine {machine}"
     lines = listen()
     with session.start_session(
-        config_of(folder, use_fsdp=True, fsdp_sharding_strategy="HYBRID_SHARD")
+        config_of(folder, strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD")
     ) as one:
         mesh = one.accelerator.torch_device_mesh
         said = [

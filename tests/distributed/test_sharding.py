@@ -177,7 +177,7 @@ def test_units_by_size_are_no_bare_linear_layers_and_return_no_views() -> None:
 def reduction(folder: str, limit: float) -> tuple[bool, list[str]]:
     lines = listen()
     placement.WHOLE_GRADIENTS_SHARE = limit
-    config = config_of(folder, use_fsdp=True)
+    config = config_of(folder, strategy="fsdp")
     with session.start_session(config) as one:
         model, _ = build(config, dtype=torch.float32, meta=one.builds_empty)
         one.prepare(model, model.description.layer_classes)
@@ -201,7 +201,7 @@ def test_large_gradients_are_reduced_after_every_micro_batch() -> None:
 def gathers_of_fsdp1(folder: str, strategy: str) -> tuple[set[str], int]:
     """The strategies of the units, and how many gathers a forward and a backward pass take."""
     config = config_of(
-        folder, use_fsdp=True, fsdp_version=1, fsdp_sharding_strategy=strategy
+        folder, strategy="fsdp", fsdp_version=1, fsdp_sharding_strategy=strategy
     )
     count = 0
     original = dist.all_gather
@@ -239,7 +239,7 @@ def test_units_of_fsdp1_have_the_strategy_that_was_asked_for() -> None:
 
 def outputs_in(folder: str, dtype: str | None) -> tuple[str, float]:
     config = config_of(
-        folder, use_fsdp=True, mixed_precision="bf16", fsdp_output_dtype=dtype
+        folder, strategy="fsdp", mixed_precision="bf16", fsdp_output_dtype=dtype
     )
     with session.start_session(config) as one:
         built, featuriser = build(config, dtype=torch.float32, meta=one.builds_empty)

@@ -28,7 +28,7 @@ OWN_WORDS = frozenset({"mine", "judge", "generate", "audit"})
 
 def cli_page() -> str:
     """Return the page as Markdown."""
-    from vembed.cli import app
+    from vembed.cli.main import app
 
     group: Any = typer.main.get_command(app)
     verbs = {

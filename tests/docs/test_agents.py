@@ -9,7 +9,7 @@ import typer
 
 from tests.docs.llms import FILE, llms_text
 from tests.docs.pages import ROOT
-from vembed.cli import app
+from vembed.cli.main import app
 
 PARSE_THEIR_OWN_WORDS = {
     "config",

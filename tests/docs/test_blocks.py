@@ -20,8 +20,10 @@ from torch.distributed.run import get_args_parser
 import vembed
 from tests import tiny
 from tests.docs.pages import ROOT, Block, blocks, commands
-from vembed.cli import app, checked_words, run_process
-from vembed.cli_support import json_words, taken_flags
+from vembed.cli.commands.mine import run_audit, run_generate, run_judge, run_mine
+from vembed.cli.commands.train import run_train
+from vembed.cli.main import app, checked_words, run_process
+from vembed.cli.support import json_words, taken_flags
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
@@ -31,8 +33,6 @@ from vembed.mining.config import GenerateConfig, JudgeConfig, MineConfig
 from vembed.mining.options import load_options
 from vembed.parallel.hardware import read_hardware
 from vembed.pipelines.stages.sequence import road_of_arguments, run_stages
-from vembed.tools.mine_command import run_audit, run_generate, run_judge, run_mine
-from vembed.tools.train_command import run_train
 
 KNOWN_ELSEWHERE = {
     "cd",

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from tests.docs.pages import PAGES, ROOT, anchors, links, spans, text_of
+from vembed.cli.commands.options_page import options_page
 from vembed.config.aliases import BLOCKS, target_of
 from vembed.config.negatives import EpochMining
 from vembed.data.columns import COLUMNS
 from vembed.mining.config import AuditConfig, GenerateConfig, MineConfig
-from vembed.tools.options_page import options_page
 
 NO_OPTIONS = {"compute_device", "num_processes", "kind", "restartPolicy"}
 """Keys in spans such as `compute_device: gpu` that are not options of ours."""

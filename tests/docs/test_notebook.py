@@ -17,7 +17,9 @@ def test_the_cells_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.setattr("vembed.tools.demo.demo_model", lambda: shared(tiny_bert_st))
+    monkeypatch.setattr(
+        "vembed.cli.commands.demo.demo_model", lambda: shared(tiny_bert_st)
+    )
     notebook = json.loads(
         (ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8")
     )

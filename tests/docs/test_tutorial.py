@@ -18,7 +18,7 @@ from tests.commands import start
 from tests.docs.pages import ROOT, blocks
 from tests.harness import LIMIT
 from tests.tiny import shared, tiny_bert_st
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.parallel.launch import free_port
 
 PAGE = ROOT / "docs" / "tutorial.md"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import vembed
 from tests.training.test_run import settings
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.evaluation.report.query_changes import path_of, read_queries
 
 

@@ -24,7 +24,7 @@ from tests.tiny import (
     tiny_siglip,
     tiny_siglip2,
 )
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData

@@ -9,7 +9,7 @@ import pytest
 
 import vembed
 from tests.tiny import tiny_bert_st
-from vembed.tools.export import run_export
+from vembed.cli.commands.export import run_export
 
 TEXTS = ["red", "a small bird in the garden"]
 PROMPT = "red green: "

@@ -13,7 +13,7 @@ from tests.tiny import shared, tiny_bert
 from tests.training.test_run import settings
 from vembed.parallel.launch import free_port
 
-WITH_PACKAGES = "import sys; sys.path.insert(0, sys.argv.pop(1)); from vembed.cli import main; main()"
+WITH_PACKAGES = "import sys; sys.path.insert(0, sys.argv.pop(1)); from vembed.cli.main import main; main()"
 """The command with a folder of packages that comes before the installed ones."""
 
 

@@ -10,13 +10,13 @@ from PIL import Image
 
 from tests.mining.data import documents, model, read_lines, write_lines
 from vembed import UserError, audit
+from vembed.cli.commands.mine import run_audit
 from vembed.config.loading import load_config
 from vembed.data_tools.init.data_page import as_html, sections
 from vembed.data_tools.init.datasets import open_sets
 from vembed.mining import minhash
 from vembed.mining.duplicates import ngrams
 from vembed.mining.minhash import near_pairs
-from vembed.tools.mine_command import run_audit
 
 LONG = "the quick way to sort a list of numbers in place without a copy of the list"
 

@@ -13,13 +13,13 @@ from tests.mining.data import documents, model, read_lines, write_lines
 from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
+from vembed.cli.commands.mine import run_generate
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import open_examples
 from vembed.data.examples import Item
 from vembed.data_tools.generate.kinds import docstring_function
 from vembed.data_tools.generate.writers import cleaned
 from vembed.errors import RunError
-from vembed.tools.mine_command import run_generate
 
 __all__ = ["serve"]
 

@@ -8,11 +8,11 @@ import pytest
 from tests.harness import run_ranks
 from tests.mining.data import read_lines, write_lines
 from tests.mining.test_judges import endpoint, serve, tiny_reranker  # noqa: F401 - a fixture
+from vembed.cli.commands.mine import run_judge
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import open_examples
 from vembed.data_tools.judge import judge
 from vembed.errors import UserError
-from vembed.tools.mine_command import run_judge
 
 GOOD = "a cat that sleeps"
 ROWS = [

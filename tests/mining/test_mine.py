@@ -543,7 +543,7 @@ def test_mistakes_are_one_sentence(options, changes, message):
 
 
 def test_the_command(options, tmp_path, monkeypatch, capsys):
-    from vembed.tools.mine_command import run_mine
+    from vembed.cli.commands.mine import run_mine
 
     monkeypatch.chdir(tmp_path)
     lines = [

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import vembed
 from tests import tiny
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.errors import UserError
 
 GONE = object()

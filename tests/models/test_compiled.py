@@ -26,7 +26,7 @@ from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
 from vembed.parallel.placement import COMPILED_RATE, Placement, place
 from vembed.parallel.session import start_session
-from vembed.training import setup as compiled
+from vembed.training import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 """The compiler looks at attributes of all tensors."""
@@ -129,7 +129,7 @@ def test_cpus_compile_only_where_asked() -> None:
 def test_a_dry_run_says_what_is_left_to_a_gpu() -> None:
     folder = str(tiny.shared(tiny.tiny_bert))
     lines = resolve_run(
-        TrainConfig(model_name=folder, data_path="-", use_fsdp=True), env={}
+        TrainConfig(model_name=folder, data_path="-", strategy="fsdp"), env={}
     ).left_to_gpus()
     assert [line.split(" where ")[0].split(" in runs")[0] for line in lines] == [
         "on a GPU gradient checkpointing is off",

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import vembed
 from tests import tiny
-from vembed.cli import app
+from vembed.cli.commands.export import run_export
+from vembed.cli.main import app
 from vembed.errors import UserError
 from vembed.mining.config import MineConfig, Retriever
 from vembed.mining.encoders import SentenceTransformersEncoder
 from vembed.mining.judges import load_judge
-from vembed.tools.export import run_export
 from vembed.weights.inputs import open_source
 
 

@@ -97,7 +97,7 @@ def _sharded_gradients(configs):
 @pytest.mark.parametrize("cases", [FULL, OTHERS], ids=["full", "others"])
 def test_gradients_of_two_shards_are_those_of_one_process(cases):
     configs = [
-        config_for(make, use_fsdp=True, mixed_precision="no", **options)
+        config_for(make, strategy="fsdp", mixed_precision="no", **options)
         for make, options in cases
     ]
     (first, second) = run_ranks(

@@ -21,7 +21,7 @@ from vembed.models.families.decisions import describe
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 
 NAMED_ELSEWHERE = {
-    "cli_start.py": "default of --family",
+    "cli/start.py": "default of --family",
     "config/rules.py": "rules between the values of two options",
     "config/entries.py": "values of the option model_family",
     "config/spelling.py": "name of a loss",

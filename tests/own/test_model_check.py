@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.docs.pages import ROOT
-from vembed.cli import app
-from vembed.tools.model_check import check_model
+from vembed.cli.commands.check_class import check_model
+from vembed.cli.main import app
 
 FREE = f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
 SMALL = {

@@ -32,7 +32,7 @@ from tests.parity.engine import (
     worst_error,
 )
 from tests.tiny_tokenizers import texts, wordpiece_tokenizer
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
@@ -154,7 +154,7 @@ def on_ranks(place: Path, strategy: str) -> Found:
         for case in CASES:
             config = config_of(case, place, **more)
             gradients, result = step_on_rank(
-                case, config, session, AuxiliaryLosses(config)
+                case, config, session, AuxiliaryLosses(config.objective)
             )
             found.gradients.append(gradients)
             found.auxiliary.append(dict(result.auxiliary))

@@ -76,7 +76,7 @@ def steps_after(
 ) -> list[tuple[tuple[float, float], dict[str, Tensor], dict[str, Tensor]]]:
     """On every rank, for each failure: the demand, and the gradients of two steps after it."""
     case = Case("budget", num_examples=6)
-    config = case.config(folder, use_fsdp=True, gradient_checkpointing=False)
+    config = case.config(folder, strategy="fsdp", gradient_checkpointing=False)
     found = []
     with start_session(config) as session:
         for failure in FAILURES:

@@ -40,7 +40,7 @@ def step_between_machines() -> tuple[list[dict[str, Any]], int]:
     _fsdp_collectives.dist = counting  # type: ignore[attr-defined]
     try:
         config = BY_NAME["clip"].config(
-            use_fsdp=True, fsdp_sharding_strategy="HYBRID_SHARD"
+            strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD"
         )
         return on_ranks([config]), counting.count
     finally:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import vembed
 from tests.publish.hub_server import TOKEN, Hub, running_hub
 from tests.tiny import shared, texts, tiny_bert
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.config.options import all_options
 from vembed.saving.publication import DATA_OPTIONS
 

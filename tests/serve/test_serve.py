@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 
 import vembed
 from tests.tiny import shared, tiny_bert_st, tiny_vit
-from vembed.cli import app
+from vembed.cli.commands.serve import run_serve
+from vembed.cli.main import app
 from vembed.errors import UserError
 from vembed.inference.serve.encoder import ModelEncoder, TextEncoder, open_encoder
 from vembed.inference.serve.server import EmbeddingServer
-from vembed.tools.serve_command import run_serve
 
 TEXTS = ["red", "a small bird in the garden"]
 

@@ -16,7 +16,7 @@ from tests.guides import STAGE_ONE
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_bert_st
 from tests.weights.variants import pairs
-from vembed.cli import run_process
+from vembed.cli.main import run_process
 from vembed.config.stages import read_road
 from vembed.errors import UserError
 from vembed.pipelines.stages.requirements import check_requirements
@@ -586,7 +586,7 @@ def test_a_stage_that_mines_within_is_a_training():
 
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
     monkeypatch.setattr(
-        "vembed.tools.train_command.run_ranks", None
+        "vembed.cli.commands.train.run_ranks", None
     )  # all in this process
     records = [
         json.loads(line) for line in Path("train.jsonl").read_text().splitlines()

@@ -7,11 +7,8 @@ import pytest
 import yaml
 
 from vembed import UserError
-from vembed.config.schema import TrainConfig
-from vembed.evaluation.report.record import Evaluation, RunRecord
-from vembed.evaluation.report.summary import RunSummary
-from vembed.tools import demo
-from vembed.tools.demo import (
+from vembed.cli.commands import demo
+from vembed.cli.commands.demo import (
     FULL,
     before_and_after,
     demo_model,
@@ -19,12 +16,15 @@ from vembed.tools.demo import (
     free_folder,
     run_demo,
 )
-from vembed.tools.demo_data import (
+from vembed.cli.commands.demo_data import (
     Pair,
     split_by_module,
     standard_library_pairs,
     write_pairs,
 )
+from vembed.config.schema import TrainConfig
+from vembed.evaluation.report.record import Evaluation, RunRecord
+from vembed.evaluation.report.summary import RunSummary
 
 
 @pytest.fixture(scope="module")

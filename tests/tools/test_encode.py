@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
-from vembed.cli import app
+from vembed.cli.commands import encode
+from vembed.cli.commands.encode import run_encode
+from vembed.cli.main import app
 from vembed.inference.quantization import quantized, ranges_of
-from vembed.tools import encode
-from vembed.tools.encode import run_encode
 
 TEXTS = [
     "red cat",
@@ -501,7 +501,7 @@ def test_images_that_cannot_be_read_are_named_together(damaged, tmp_path, monkey
         UserError, match=said + r"broken.*\n  image .*worse\.png is none"
     ):
         run_encode("no model", str(damaged), str(tmp_path / "out.npy"))
-    monkeypatch.setattr("vembed.tools.encode_input.FIRST_LINES", 1)
+    monkeypatch.setattr("vembed.cli.commands.encode_input.FIRST_LINES", 1)
     with pytest.raises(
         UserError, match=said + r"broken.*\n  image .*worse\.png is none"
     ):
@@ -643,7 +643,7 @@ def test_vectors_in_fewer_bits(texts, tmp_path, monkeypatch):
         small = np.load(tmp_path / "small.npy")
         assert small.dtype == dtype
         np.testing.assert_array_equal(small, quantized(full, precision))
-    monkeypatch.setattr("vembed.tools.encode.CHUNK_LINES", 2)
+    monkeypatch.setattr("vembed.cli.commands.encode.CHUNK_LINES", 2)
     run_encode(folder, str(texts), str(tmp_path / "chunks.npy"), precision="int8")
     expected_levels = quantized(full, "int8", ranges_of(full[:2]))
     off = np.abs(np.load(tmp_path / "chunks.npy").astype(int) - expected_levels)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tests.tiny import shared, tiny_bert_st
 from vembed import Embedder, UserError, evaluate
-from vembed.tools.evaluate_command import run_evaluate
+from vembed.cli.commands.evaluate import run_evaluate
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ import torch
 import vembed
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
+from vembed.cli.commands.export import run_export
+from vembed.cli.commands.plan import run_plan
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
@@ -22,8 +24,6 @@ from vembed.models.families.decisions import describe
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import measure
 from vembed.parallel.placement import Placement, place
-from vembed.tools.export import run_export
-from vembed.tools.plan import run_plan
 
 
 def placed(num_ranks: int = 1, **options: Any) -> Placement:
@@ -48,7 +48,7 @@ def test_plan_counts_parameters_and_divides_them() -> None:
     need = alone.predict(size)
     assert need.optimizer == 2 * need.gradients == 8 * size.trained
     assert alone.predict(size, recomputes=True).activations < need.activations
-    sharded = placed(4, use_fsdp=True).predict(size)
+    sharded = placed(4, strategy="fsdp").predict(size)
     assert (
         sharded.weights == need.weights / 4 and sharded.optimizer == need.optimizer / 4
     )
@@ -59,7 +59,9 @@ def test_plan_counts_parameters_and_divides_them() -> None:
         "which fits in a fifth of the memory"
     )
     assert (
-        placed(4, use_fsdp=True, fsdp_reshard_after_forward=True).predict(size).gathered
+        placed(4, strategy="fsdp", fsdp_reshard_after_forward=True)
+        .predict(size)
+        .gathered
         < sharded.gathered
     )
 
@@ -69,7 +71,7 @@ def test_plan_left_out_the_copies_of_weights_in_bfloat16() -> None:
     size = measure(wide.run.config)
     assert (
         wide.predict(size).copies == 0
-        and placed(2, use_fsdp=True, mixed_precision="bf16").predict(size).copies == 0
+        and placed(2, strategy="fsdp", mixed_precision="bf16").predict(size).copies == 0
     )
     model = build_model(narrow.run.config, describe(narrow.run.config))
     model.compute_in_bf16()

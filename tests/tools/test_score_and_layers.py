@@ -20,11 +20,11 @@ from tests.tiny import (
 )
 from tests.weights.variants import pairs
 from vembed import Embedder, UserError, evaluate
+from vembed.cli.commands import encode, score
+from vembed.cli.commands.encode import run_encode, session_config
+from vembed.cli.commands.evaluate import run_evaluate
+from vembed.cli.commands.score import run_score
 from vembed.parallel.session import start_session
-from vembed.tools import encode, score
-from vembed.tools.encode import run_encode, session_config
-from vembed.tools.evaluate_command import run_evaluate
-from vembed.tools.score import run_score
 
 TEXTS = [
     "red cat",

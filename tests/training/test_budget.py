@@ -57,12 +57,16 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     session: Any = SimpleNamespace(
-        placement=placement, device=placement.device, fsdp=None, local_world_size=1
+        config=config,
+        placement=placement,
+        device=placement.device,
+        fsdp=None,
+        local_world_size=1,
     )
     optimizer = torch.optim.AdamW(model.parameters())
     longest: Any = [SimpleNamespace(length=size.max_length)]
     found = budget.find_budget(
-        config, model, Featuriser(model.description), session, longest, optimizer
+        config.batch, model, Featuriser(model.description), session, longest, optimizer
     )
     assert (found.micro_batch_tokens, found.kept_graph_tokens) == placement.tokens(
         placement.demand(size), size.max_length
@@ -115,14 +119,14 @@ def test_the_measured_graph_was_never_freed(tmp_path: Path) -> None:
 
 
 def test_recomputation_and_gradient_cache_were_both_on() -> None:
-    by_default = placed(8, use_fsdp=True).recomputation
+    by_default = placed(8, strategy="fsdp").recomputation
     assert (
         not by_default.value
         and "fit without it, and Gradient Cache bounds the graphs" in by_default.reason
     )
-    assert placed(8, use_fsdp=True, gradient_checkpointing=True).recomputation.value
-    assert placed(8, use_fsdp=True, use_gradient_cache=False).recomputation.value
-    small = placed(8, memory=90 * 2**20, use_fsdp=True).recomputation
+    assert placed(8, strategy="fsdp", gradient_checkpointing=True).recomputation.value
+    assert placed(8, strategy="fsdp", use_gradient_cache=False).recomputation.value
+    small = placed(8, memory=90 * 2**20, strategy="fsdp").recomputation
     assert small.value and "without it only" in small.reason
 
 

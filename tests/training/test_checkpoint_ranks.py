@@ -90,7 +90,7 @@ def full_disk_on_one(output_dir, async_save):
             resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
         run.train().save()
         run.checkpointer.wait()
-        run.checkpointer.config = run.config.changed(**{"on_save_error": "stop"})
+        run.checkpointer.run = run.config.changed(on_save_error="stop").run
         with pytest.raises(RunError) as caught:
             run.train().save().checkpointer.wait()
         run.checkpointer.verify(run.checkpointer.path_of(1))
@@ -119,7 +119,7 @@ def timeout_of_the_second_group(output_dir):
     )
     with (
         start_session(config) as session,
-        Checkpointer(config, session) as checkpointer,
+        Checkpointer(config.run, session) as checkpointer,
     ):
         return checkpointer._group._get_backend(
             torch.device("cpu")
@@ -137,12 +137,12 @@ def two_folders(output_dir):
     with start_session(config_for(output_dir, strategy="ddp")) as session:
         own = output_dir / f"rank-{session.rank}"
         with pytest.raises(UserError) as not_shared:
-            Run(session, own).checkpointer.find()
+            Run(session, own).resume()
         blocked = output_dir / "file" if session.rank else output_dir
         with pytest.raises(UserError) as not_writable:
-            Run(session, blocked / "run").checkpointer.find()
+            Run(session, blocked / "run").resume()
         with pytest.raises(UserError) as nothing_there:
-            Run(session, output_dir / "run", resume=True).checkpointer.find()
+            Run(session, output_dir / "run", resume=True).resume()
     return str(not_shared.value), str(not_writable.value), str(nothing_there.value)
 
 

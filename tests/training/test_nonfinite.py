@@ -18,7 +18,9 @@ class Breaks(Hook):
 
     def on_start(self, run):
         self.weight = next(
-            one for name, one in run.parts.model.named_parameters() if self.part in name
+            one
+            for name, one in run.components.model.named_parameters()
+            if self.part in name
         )
 
     def _break(self):

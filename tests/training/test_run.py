@@ -293,7 +293,7 @@ def test_non_finite_loss_stops_and_names_the_examples(tmp_path: Path) -> None:
                 tmp_path,
                 learning_rate=1e30,
                 max_grad_norm=0,
-                warmup_ratio=0.0,
+                warmup_steps=0.0,
                 val_data_path=None,
             )
         )

@@ -131,7 +131,7 @@ def test_sharded_with_whole_models_in_checkpoints(tmp_path: Path) -> None:
         model_name=half(tmp_path),
         max_steps=2,
         save_steps=1,
-        use_fsdp=True,
+        strategy="fsdp",
         eval_before=False,
     )
     options |= {"fsdp_state_dict_type": "FULL_STATE_DICT", "mixed_precision": "no"}

@@ -13,7 +13,8 @@ from vembed.training.schedule import Schedule, lr_factor
 
 
 def schedule_of(tmp_path, total_steps=10, examples=32, **options):
-    return Schedule(config_for(tmp_path, **options), total_steps, examples)
+    config = config_for(tmp_path, **options).optimizer
+    return Schedule(config, config.learning_rate, total_steps, examples)
 
 
 def test_linear_rises_to_the_peak_and_falls_towards_zero():
@@ -104,9 +105,9 @@ def test_scaling_with_the_batch_is_off_by_default_and_logged(tmp_path, caplog):
 
 
 def test_warmup_in_steps_or_as_a_ratio(tmp_path, caplog):
-    assert schedule_of(tmp_path, total_steps=15, warmup_ratio=0.1).warmup_steps == 2
+    assert schedule_of(tmp_path, total_steps=15, warmup_steps=0.1).warmup_steps == 2
     assert schedule_of(tmp_path, total_steps=15, warmup_steps=7).warmup_steps == 7
-    assert schedule_of(tmp_path, total_steps=15, warmup_ratio=0.0).warmup_steps == 0
+    assert schedule_of(tmp_path, total_steps=15, warmup_steps=0.0).warmup_steps == 0
     assert not [
         record for record in caplog.records if record.levelno >= logging.WARNING
     ]

@@ -106,7 +106,7 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
         "report_to": [],
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
-        "warmup_ratio": 0.0,
+        "warmup_steps": 0.0,
         "output_dir": str(folder / "out"),
         **more,
     }
@@ -135,7 +135,6 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -
         tmp_path,
         output_dir=str(tmp_path / "two"),
         strategy="fsdp",
-        use_fsdp=True,
         save_steps=3,
     )
     run_ranks(train, 2, {**sharded, "max_steps": 3}, process_group=False)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests import tiny
 from tests.commands import command, start
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, UserError

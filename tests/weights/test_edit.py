@@ -12,7 +12,7 @@ from tests.harness import result_of, run_cases, run_ranks
 from tests.tiny import shared, tiny_clip, tiny_distilbert, tiny_qwen3_st
 from tests.weights.bilingual import bilingual_model, bilingual_texts
 from vembed import Embedder, UserError
-from vembed.cli import app
+from vembed.cli.main import app
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
 from vembed.weights.directions import directions, erasure, linear_probe, projection

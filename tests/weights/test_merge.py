@@ -16,10 +16,10 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_bert_st, tiny_qwen3_st
 from tests.weights.variants import pairs, variant
 from vembed import UserError
-from vembed.cli import app
+from vembed.cli.commands.export import run_export
+from vembed.cli.main import app
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
-from vembed.tools.export import run_export
 from vembed.weights import methods
 from vembed.weights.merge import merge
 

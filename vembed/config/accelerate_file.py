@@ -89,7 +89,7 @@ ENVIRONMENT = {
     "FSDP_USE_ORIG_PARAMS": "fsdp_use_orig_params",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "fsdp_cpu_ram_efficient_loading",
     "FSDP_SYNC_MODULE_STATES": "fsdp_sync_module_states",
-    "FSDP_ACTIVATION_CHECKPOINTING": "fsdp_activation_checkpointing",
+    "FSDP_ACTIVATION_CHECKPOINTING": "gradient_checkpointing",
 }
 """Map from the launcher's environment variables to the options that they set."""
 
@@ -115,10 +115,8 @@ class AccelerateFile:
 
 
 def presets_folder() -> Path:
-    """Return the folder of the presets: inside the installed package, or configs/ of a checkout."""
-    package = Path(vembed.__file__).parent
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
+    """Return the folder of the presets."""
+    return Path(vembed.__file__).parent / "configs"
 
 
 TRAINING_CONFIGS = ("free_transformer",)
@@ -244,7 +242,7 @@ def launcher_options(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]
                 raise UserError(
                     f"{variable}={env[variable]}, set by accelerate launch: {error}"
                 ) from None
-    options["use_fsdp"] = True
+    options["strategy"] = "fsdp"
     # As Accelerate itself does where the variable is missing.
     version = options.setdefault("fsdp_version", 1)
     reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "").lower()
@@ -270,13 +268,13 @@ def launcher_options(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]
         options.pop("fsdp_min_num_params", None)
     unsaid = [
         name
-        for name in ("fsdp_forward_prefetch", "fsdp_activation_checkpointing")
+        for name in ("fsdp_forward_prefetch", "gradient_checkpointing")
         if options.get(name) is False
     ]
     for name in unsaid:
         del options[name]
     said = ", ".join(
-        f"{name}: {value}" for name, value in options.items() if name != "use_fsdp"
+        f"{name}: {value}" for name, value in options.items() if name != "strategy"
     )
     notes = [f"FSDP options set by accelerate launch: {said}"]
     defaults += [f"{name}: false" for name in unsaid]
@@ -400,7 +398,8 @@ def _fsdp_options(block: Node, source: str, notes: list[str]) -> dict[str, Any]:
             "fsdp_sharding_strategy", value
         ) in (all_options()["fsdp_sharding_strategy"].choices):
             name = "fsdp_sharding_strategy"  # Accelerate's spelling for FSDP1
-        if not isinstance(name, str) or not name.startswith("fsdp_"):
+        is_known = name == "gradient_checkpointing" or str(name).startswith("fsdp_")
+        if not isinstance(name, str) or not is_known:
             names = [option for option in all_options() if option.startswith("fsdp_")]
             near = nearest(key if key.startswith("fsdp_") else f"fsdp_{key}", names)
             raise UserError(

@@ -12,7 +12,7 @@ Setting = tuple[str, Any]
 """An option and its value."""
 
 
-class Unsure(str):
+class WeakDefault(str):
     """Option name in a `Setting` that applies only if nothing else sets the option: `bf16: false`."""
 
     __slots__ = ()
@@ -34,7 +34,7 @@ ALIASES: dict[str, str] = {
     "pooling": "pooling_mode pooling_method",
     "query_prompt": "query_instruction query_prefix query_instruction_for_retrieval",
     "document_prompt": "document_prefix document_instruction passage_prompt passage_prefix passage_instruction",
-    "gradient_checkpointing": "use_gradient_checkpointing",
+    "gradient_checkpointing": "use_gradient_checkpointing fsdp_activation_checkpointing activation_checkpointing",
     # head, adapters
     "use_mrl": "use_matryoshka",
     "mrl_dims": "matryoshka_dims",
@@ -74,8 +74,7 @@ ALIASES: dict[str, str] = {
     "num_processes": "devices nproc nproc_per_node num_gpus gpus",
     "num_machines": "num_nodes nnodes",
     "fsdp_sharding_strategy": "sharding_strategy",
-    "fsdp_offload_params": "offload_params",
-    "fsdp_cpu_offload": "cpu_offload",
+    "fsdp_offload_params": "offload_params fsdp_cpu_offload cpu_offload",
     "fsdp_auto_wrap_policy": "auto_wrap_policy",
     "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap fsdp_transformer_cls_to_wrap",
     "fsdp_reshard_after_forward": "reshard_after_forward",
@@ -83,7 +82,6 @@ ALIASES: dict[str, str] = {
     "fsdp_forward_prefetch": "forward_prefetch",
     "fsdp_limit_all_gathers": "limit_all_gathers",
     "fsdp_use_orig_params": "use_orig_params",
-    "fsdp_activation_checkpointing": "activation_checkpointing",
     "fsdp_state_dict_type": "state_dict_type",
     "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
     "fsdp_sync_module_states": "sync_module_states",
@@ -109,7 +107,7 @@ def _flag(
     def settings(value: Any) -> list[Setting]:
         if as_bool(value):
             return [(option, when_true)]
-        return [] if when_false is None else [(Unsure(option), when_false)]
+        return [] if when_false is None else [(WeakDefault(option), when_false)]
 
     return settings
 
@@ -146,10 +144,30 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _warmup_ratio(value: Any) -> list[Setting]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ValueError("must be a number from 0 to 1")
+    return [("warmup_steps", float(value))]
+
+
+def _shard_switch(value: Any) -> list[Setting]:
+    if as_bool(value):
+        return [("strategy", "fsdp")]
+    return [(WeakDefault("strategy"), "ddp")]
+
+
+def _fsdp_mixed_precision(value: Any) -> list[Setting]:
+    if as_bool(value):
+        return [("mixed_precision", "bf16")]
+    return [("mixed_precision", "no")]
+
+
 def _fsdp_switch(value: Any) -> list[Setting]:
     """Parse `fsdp: true`, or Transformers' `fsdp: "full_shard auto_wrap offload"`."""
     if isinstance(value, bool) or str(value).lower() in ("", "true", "false"):
-        return [("use_fsdp", as_bool(value or False))]
+        return _shard_switch(value or False)
     words: dict[str, Setting] = {
         "full_shard": ("fsdp_sharding_strategy", "FULL_SHARD"),
         "shard_grad_op": ("fsdp_sharding_strategy", "SHARD_GRAD_OP"),
@@ -163,7 +181,7 @@ def _fsdp_switch(value: Any) -> list[Setting]:
         raise ValueError(
             f"must be true, false, or some of the words {', '.join(words)}"
         )
-    return [("use_fsdp", True), *(words[word] for word in str(value).lower().split())]
+    return [("strategy", "fsdp"), *(words[word] for word in str(value).lower().split())]
 
 
 WANDB = "use_wandb"
@@ -188,6 +206,9 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "gather_across_devices": _flag("negatives_from", "all_ranks", "own_rank"),
     "ddp_timeout": lambda value: [("dist_timeout_minutes", _number(value) / 60)],
     "fsdp": _fsdp_switch,
+    "use_fsdp": _shard_switch,
+    "fsdp_mixed_precision": _fsdp_mixed_precision,
+    "warmup_ratio": _warmup_ratio,
     "use_wandb": _wandb_switch,
 }
 """Aliases whose values must be converted."""
@@ -216,7 +237,7 @@ BLOCKS: dict[str, dict[str, Target]] = {
     "mrl": {"enabled": "use_mrl"},
     "matryoshka": {"enabled": "use_mrl", "dims": "mrl_dims", "weights": "mrl_weights"},
     "distributed": {},
-    "fsdp": {"enabled": "use_fsdp", "config": "accelerate_config"},
+    "fsdp": {"enabled": _shard_switch, "config": "accelerate_config"},
     "fsdp_config": {},
     "evaluation": {"steps": "eval_steps", "metric": "eval_metric", "ks": "eval_ks"},
     "eval": {"data": "val_data_path"},

@@ -39,6 +39,12 @@ FamilyName = Literal[
 """Names of the model families. `vembed/models/families/table.py` has a record for each."""
 
 
+class NamesFiles(str):
+    """Mark of an option that names files or folders, in the metadata of its type: model, data or code."""
+
+    __slots__ = ()
+
+
 class Form(str):
     """Words for the values that a text may have, in the metadata of its type."""
 

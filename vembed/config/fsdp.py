@@ -92,7 +92,7 @@ def resolve_fsdp(
     `values`: the fsdp_* options that somebody has given, the preset's included; `source`: what they start from.
     """
     version: Literal[1, 2] = values.get("fsdp_version", 2)
-    offload = _offload(values, source)
+    offload = bool(values.get("fsdp_offload_params"))
     sharding, reshard = _sharding(values, version)
     precision, why = _precision(config, values)
     _check(config, values, version)
@@ -119,30 +119,13 @@ def resolve_fsdp(
         sync_module_states=values.get("fsdp_sync_module_states", True),
         mixed_precision=precision,
         precision_reason=why,
-        param_dtype=None
-        if values.get("fsdp_mixed_precision") is False
-        else values.get("fsdp_param_dtype"),
+        param_dtype=values.get("fsdp_param_dtype"),
         reduce_dtype=values.get("fsdp_reduce_dtype", "float32"),
         buffer_dtype=values.get("fsdp_buffer_dtype", "float32"),
         output_dtype=values.get("fsdp_output_dtype", "float32"),
         source=source,
     )
     return settings, _without_effect(config, values, version)
-
-
-def _offload(values: Mapping[str, Any], source: str) -> bool:
-    # Both values only if the two switches differ.
-    said = {
-        bool(values[name])
-        for name in ("fsdp_offload_params", "fsdp_cpu_offload")
-        if name in values
-    }
-    if len(said) == 2:
-        raise UserError(
-            f"fsdp_offload_params: {values['fsdp_offload_params']} and fsdp_cpu_offload: {values['fsdp_cpu_offload']} "
-            f"are one switch and contradict each other (in {source} or the training config): keep one of them"
-        )
-    return said == {True}
 
 
 def _sharding(values: Mapping[str, Any], version: int) -> tuple[Sharding, bool]:
@@ -239,8 +222,6 @@ def _precision(
     config: TrainConfig, values: Mapping[str, Any]
 ) -> tuple[AskedPrecision, str]:
     """Return the precision of a sharded model's arithmetic, and why: the most specific option first."""
-    if values.get("fsdp_mixed_precision") is False:
-        return "no", "fsdp_mixed_precision: false"
     if dtype := values.get("fsdp_param_dtype"):
         return PRECISION_OF_DTYPE[dtype], f"fsdp_param_dtype: {dtype}"
     if config.model.mixed_precision != "auto":
@@ -248,8 +229,6 @@ def _precision(
             config.model.mixed_precision,
             f"mixed_precision: {config.model.mixed_precision}",
         )
-    if values.get("fsdp_mixed_precision") is True:
-        return "bf16", "fsdp_mixed_precision: true"
     return "auto", "auto"
 
 

@@ -21,16 +21,17 @@ from vembed.config.fsdp import FSDP1_ONLY, FSDP2_ONLY
 from vembed.config.layers import (
     COMMAND_LINE,
     RESULT_OF,
-    SAME_SWITCH,
-    Given,
+    SLOTS,
     Layer,
     Level,
+    OptionValue,
     command_line_layer,
     file_layer,
     launcher_layer,
     over_the_stage,
-    own_preset,
+    slot_of,
     source_layers,
+    user_preset_layers,
 )
 from vembed.config.options import all_options
 from vembed.config.output_folder import expand_output_dir
@@ -39,22 +40,13 @@ from vembed.config.resolved import DEFAULT, ResolvedRun, decide
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
-UNSAID = ("use_fsdp", "temperature")
-"""Options that are not written to config.yaml unless somebody has given them: `use_fsdp: false` rules FSDP out, and a
-given temperature is where a learned one starts, in place of the model's own."""
-
 DEFAULT_PRESET = "accelerate_fsdp"
 """Base of the FSDP options if no file is named."""
+CODE_OPTIONS = ("model_class", "wrap_policy")
+"""Options that name a class or function in a file."""
+PATH_OPTIONS = ("data_path", "val_data_path", "image_root", *CODE_OPTIONS)
 
 Source = str | Path | Mapping[str, Any] | TrainConfig
-
-DECIDED_BY = {
-    "global_batch_size": "batch_size",
-    "warmup_steps": "warmup_ratio",
-    "max_steps": "epochs",
-    "gradient_cache_chunk_size": "micro_batch_tokens",
-}
-"""Map from an option to the one that it makes meaningless. The second is not written to config.yaml."""
 
 
 def load_config(
@@ -71,111 +63,124 @@ def resolve_run(
     stage: str | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> ResolvedRun:
-    """Resolve a run from all its sources. The strongest first: the command line, the training config (a stage's block
-    before the rest), what `accelerate launch` has set, the Accelerate file that is named, the defaults."""
+    """Resolve a run from all its sources.
+
+    The strongest first: the command line, the training config (a stage's block before the
+    rest), what `accelerate launch` has set, the Accelerate file that is named, the defaults.
+    """
     if isinstance(source, ResolvedRun):
         if not overrides:
             return source
         source = source.config
-    command_line, chosen = command_line_layer(overrides)
+    file_path = Path(source) if isinstance(source, str | Path) else None
     notes: list[str] = []
-    configs = source_layers(source, stage or chosen)
-    if isinstance(source, str | Path):
+    command_line, chosen_stage = command_line_layer(overrides)
+    configs = source_layers(source, stage or chosen_stage)
+    if file_path is not None:
+        # Before the layers are merged, since the Accelerate file is read for that.
         for layer in configs:
-            # This path first: the Accelerate file is read below, before the layers are merged.
-            _beside_the_file(layer.given, ("accelerate_config",), Path(source), notes)
-    configs += own_preset(source, [command_line, *reversed(configs)])
+            _find_beside_file(layer.values, ("accelerate_config",), file_path, notes)
+    strongest_first = [command_line, *reversed(configs)]
+    configs += user_preset_layers(source, strongest_first)
     launcher, launcher_notes = launcher_layer(env)
     file, weaker, stronger = _accelerate_layers(configs, command_line, launcher)
-    notes += [*(file.notes if file is not None else ()), *launcher_notes]
+    if file is not None:
+        notes += file.notes
+    notes += launcher_notes
     # Weakest first: in `_merge` a later layer wins.
     layers = [*weaker, launcher, *configs, *stronger, command_line]
-    problems = [sentence for layer in layers for _, sentence in sorted(layer.problems)]
-    given = _merge(layers, notes)
-    _imply(given, problems)
-    notes += _moved_stage(given)
-    if isinstance(source, str | Path):
-        _beside_the_file(
-            given,
-            ("data_path", "val_data_path", "image_root", *CODE),
-            Path(source),
-            notes,
-        )
-    own = given.get("model_class")
-    if own is not None and own.value and "model_name" not in given:
-        given["model_name"] = replace(own, option="model_name")
-    _expand_output_dir(given, env, notes, problems)
-    refused = set().union(*(layer.refused for layer in layers))
-    for name, option in all_options().items():
-        if option.is_required and name not in given and name not in refused:
-            if source == {}:
-                problems.append(
-                    f"{name} is missing: give a config file, or {name}=... ({option.accepts})"
-                )
-            else:
-                place = source if isinstance(source, str | Path) else "the config"
-                problems.append(
-                    f"{place}: {name} is missing: add `{name}: ...` ({option.accepts})"
-                )
+    problems = []
+    translated: list[str] = []
+    for layer in layers:
+        problems += [sentence for _, sentence in sorted(layer.problems)]
+        translated += layer.translated
+    values = _merge(layers, notes)
+    _add_implied_options(values, problems)
+    notes += _moved_stage_notes(values)
+    if file_path is not None:
+        _find_beside_file(values, PATH_OPTIONS, file_path, notes)
+    _expand_output_dir(values, env, notes, problems)
+    problems += _missing_options(source, layers, values)
     if problems:
         raise _user_error(problems)
-    # The default preset is no part of the config: nobody has named it, and `decide` uses it only where FSDP is on.
-    named = {name: one for name, one in given.items() if one.level > Level.PRESET}
-    config = TrainConfig(**{name: one.value for name, one in named.items()})
-    problems = [
-        broken.text({name: one.where for name, one in named.items()})
-        for broken in rules.violations(config)
-    ]
+    # Nobody has named the default preset. `decide` uses it only where FSDP is on.
+    named = {}
+    for name, value in values.items():
+        if value.level > Level.PRESET:
+            named[name] = value
+    config = TrainConfig(**{name: value.value for name, value in named.items()})
+    places = {name: value.place for name, value in named.items()}
+    problems = [violation.text(places) for violation in rules.violations(config)]
     if problems:
         raise _user_error(problems)
+    origins = dict.fromkeys(all_options(), DEFAULT)
+    for name, value in named.items():
+        origins[name] = value.source
+    # `weaker` is empty only beside a launcher with FSDP options.
+    base = launcher.name if _shards(launcher) else weaker[0].name
     return decide(
         config,
-        given,
-        origins={
-            name: named[name].source if name in named else DEFAULT
-            for name in all_options()
-        },
-        translated=tuple(line for layer in layers for line in layer.translated),
+        values,
+        origins=origins,
+        translated=tuple(translated),
         notes=[*notes, *rules.remarks(config)],
         file=file,
-        # `weaker` is empty only beside a launcher with FSDP options (`_accelerate_layers`).
-        base=launcher.name if "use_fsdp" in launcher.given else weaker[0].name,
+        base=base,
         env=env,
     )
+
+
+def _shards(launcher: Layer) -> bool:
+    strategy = launcher.values.get("strategy")
+    return strategy is not None and strategy.value == "fsdp"
 
 
 def _accelerate_layers(
     configs: Sequence[Layer], command_line: Layer, launcher: Layer
 ) -> tuple[AccelerateFile | None, list[Layer], list[Layer]]:
-    """Return the Accelerate file that is named, the layers that it gives below the training config, and those above.
+    """Return the named Accelerate file, the layers of it below the config, and those above.
 
-    Where nobody names one, FSDP starts from the default preset, unless `accelerate launch` has brought FSDP options.
+    Where nobody names a file, FSDP starts from the default preset, unless `accelerate
+    launch` has brought FSDP options.
     """
-    naming = next(
-        (
-            layer
-            for layer in (command_line, *reversed(configs))
-            if "accelerate_config" in layer.given
-        ),
-        None,
-    )
-    name = naming.given["accelerate_config"].value if naming is not None else None
-    file = None if name is None else read_accelerate_file(name)
-    named = [] if file is None else [file_layer(file, Level.FILE)]
-    above = (
-        [over_the_stage(named[0], configs[-1])]
-        if naming is command_line and named and len(configs) > 1
-        else []
-    )
-    if "use_fsdp" in launcher.given or (
-        file is not None and file.distribution == "fsdp"
-    ):
-        return file, named, above
-    return (
-        file,
-        [file_layer(read_accelerate_file(DEFAULT_PRESET), Level.PRESET), *named],
-        above,
-    )
+    naming = None
+    for layer in (command_line, *reversed(configs)):
+        if naming is None and "accelerate_config" in layer.values:
+            naming = layer
+    name = None if naming is None else naming.values["accelerate_config"].value
+    file = None
+    weaker: list[Layer] = []
+    stronger: list[Layer] = []
+    if name is not None:
+        file = read_accelerate_file(name)
+        weaker = [file_layer(file, Level.FILE)]
+        if naming is command_line and len(configs) > 1:
+            stronger = [over_the_stage(weaker[0], configs[-1])]
+    is_base_known = file is not None and file.distribution == "fsdp"
+    if not is_base_known and not _shards(launcher):
+        preset = file_layer(read_accelerate_file(DEFAULT_PRESET), Level.PRESET)
+        weaker = [preset, *weaker]
+    return file, weaker, stronger
+
+
+def _missing_options(
+    source: Source, layers: Sequence[Layer], values: Mapping[str, OptionValue]
+) -> list[str]:
+    refused: set[str] = set()
+    for layer in layers:
+        refused |= layer.refused
+    problems = []
+    for name, option in all_options().items():
+        if not option.is_required or name in values or name in refused:
+            continue
+        if source == {}:
+            way_out = f"give a config file, or {name}=... ({option.accepts})"
+            problems.append(f"{name} is missing: {way_out}")
+        else:
+            place = source if isinstance(source, str | Path) else "the config"
+            way_out = f"add `{name}: ...` ({option.accepts})"
+            problems.append(f"{place}: {name} is missing: {way_out}")
+    return problems
 
 
 def require_earlier_stage(resolved: ResolvedRun) -> None:
@@ -196,17 +201,22 @@ def render(
     *,
     only_given: bool = False,
 ) -> str:
-    """Return the config as YAML, in the order of the schema, with the origins as comments. `only_given`: without the
-    options that have their default."""
+    """Return the config as YAML, in the order of the schema, with the origins as comments.
+
+    `only_given`: without the options that have their default.
+    """
     values = config.to_dict()
-    for kept, dropped in DECIDED_BY.items():
-        if values[kept] is not None:
-            del values[dropped]
-    lines, section = [], ""
+    # Of two options for one thing, only the one that counts.
+    for name, replaced in SLOTS.items():
+        if values[name] is not None and not name.startswith("fsdp_"):
+            del values[replaced]
+    if "temperature" not in config.given:
+        # A learned temperature starts from the model's own, unless this option is given.
+        del values["temperature"]
+    lines: list[str] = []
+    section = ""
     for name, option in all_options().items():
         if name not in values or (values[name] is None and option.default is None):
-            continue
-        if name in UNSAID and name not in config.given:
             continue
         if only_given and origins is not None and origins[name] == DEFAULT:
             continue
@@ -250,208 +260,167 @@ def _user_error(problems: Sequence[str]) -> UserError:
     return UserError("\n".join([first, *(f"also: {problem}" for problem in others)]))
 
 
-def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, Given]:
-    """Let the stronger layers, which come later, override the weaker ones, and note each value that loses."""
-    version = next(
-        (
-            one.given["fsdp_version"].value
-            for one in reversed(layers)
-            if "fsdp_version" in one.given
-        ),
-        2,
-    )
-    merged: dict[str, Given] = {}
+def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
+    """Let the stronger layers, which come later, override the weaker ones.
+
+    Each value that loses gets a note.
+    """
+    version = 2
     for layer in layers:
-        for new in _of_version(layer, version, notes):
-            # A stronger source also displaces the other spelling of the same switch (SAME_SWITCH).
-            rivals = [
-                new.option,
-                *(
-                    other
-                    for pair in SAME_SWITCH
-                    for other in pair
-                    if new.option in pair
-                ),
-            ]
-            for name in dict.fromkeys(rivals):
-                old = merged.get(name)
-                if old is None or (
-                    name != new.option
-                    and (name in layer.given or _agree(new.value, old.value))
-                ):
+        if "fsdp_version" in layer.values:
+            version = layer.values["fsdp_version"].value
+    merged: dict[str, OptionValue] = {}
+    for layer in layers:
+        for new in _values_of_version(layer, version, notes):
+            old = merged.get(new.option)
+            # `auto` leaves an option to what the file or the launcher says.
+            if old is not None and new.value == "auto" and old.level < Level.CONFIG:
+                continue
+            for name in list(merged):
+                old = merged[name]
+                if slot_of(name) != slot_of(new.option):
                     continue
-                if new.value == "auto" and old.level < Level.CONFIG:
-                    break  # `auto` leaves it to what the file or the launcher says
-                is_other_source = name != new.option or old.level != new.level
-                if (
-                    old.value != new.value
-                    and old.level > Level.PRESET
-                    and is_other_source
-                ):
+                is_same_option = name == new.option
+                if not is_same_option and (name in layer.values or _agree(new, old)):
+                    continue
+                is_other_source = not is_same_option or old.level != new.level
+                is_seen = old.level > Level.PRESET and is_other_source
+                if old.value != new.value and is_seen:
                     notes.append(f"{new} overrides {old}")
                 del merged[name]
-            else:
-                # Unless the loop was left by `break`: then the weaker source keeps the option.
-                merged[new.option] = new
+            merged[new.option] = new
     return merged
 
 
-def _of_version(layer: Layer, version: int, notes: list[str]) -> list[Given]:
-    """Return a layer's options; of a file or a launcher that speaks of the other FSDP version, those of both."""
-    if layer.level >= Level.CONFIG or layer.given.get("fsdp_version") is None:
-        return list(layer.given.values())
-    if layer.given["fsdp_version"].value == version:
-        return list(layer.given.values())
-    special = sorted(set(layer.given) & (FSDP1_ONLY.keys() | FSDP2_ONLY.keys()))
+def _values_of_version(
+    layer: Layer, version: int, notes: list[str]
+) -> list[OptionValue]:
+    """Return a layer's values. Of a file for the other FSDP version, those that both have."""
+    values = list(layer.values.values())
+    version_of_layer = layer.values.get("fsdp_version")
+    if layer.level >= Level.CONFIG or version_of_layer is None:
+        return values
+    if version_of_layer.value == version:
+        return values
+    special = sorted(set(layer.values) & (FSDP1_ONLY.keys() | FSDP2_ONLY.keys()))
     if special and layer.level > Level.PRESET:
         notes.append(
-            f"{', '.join(special)} of {layer.name} not used: the run has fsdp_version: {version}"
+            f"{', '.join(special)} of {layer.name} not used: the run has fsdp_version: "
+            f"{version}"
         )
-    return [one for name, one in layer.given.items() if name not in special]
+    return [value for value in values if value.option not in special]
 
 
-def _agree(one: Any, other: Any) -> bool:
-    """Return True if two switches for one option agree."""
-    # Words of two spellings of one switch: strategy: fsdp is use_fsdp: true, FULL_SHARD is reshard_after_forward: true.
-    meanings = {
-        "fsdp": True,
-        "FULL_SHARD": True,
-        "HYBRID_SHARD": True,
-        "SHARD_GRAD_OP": False,
-    }
-    means = [
-        meanings.get(value, value) if isinstance(value, str) else value
-        for value in (one, other)
+def _agree(new: OptionValue, old: OptionValue) -> bool:
+    """Return whether two options for one thing mean the same."""
+    if "auto" in (new.value, old.value):
+        return True
+    reshards = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False}
+    meanings = [
+        reshards.get(value, value) if isinstance(value, str) else value
+        for value in (new.value, old.value)
     ]
-    return "auto" in means or (
-        all(isinstance(value, bool) for value in means) and means[0] == means[1]
-    )
+    return isinstance(meanings[0], bool) and meanings[0] is meanings[1]
 
 
-CODE = ("model_class", "wrap_policy")
-"""Options that name a class or function in a file."""
-
-
-def _imply(given: dict[str, Given], problems: list[str]) -> None:
-    """Set the options that follow from another option, so that no other module has to derive them."""
-    qlora = given.get("use_qlora")
-    if qlora is not None and qlora.value and "use_lora" not in given:
-        given["use_lora"] = Given(
-            "use_lora", True, "use_qlora", f"implied by use_qlora, {qlora.where}"
+def _add_implied_options(values: dict[str, OptionValue], problems: list[str]) -> None:
+    """Set the options that follow from another option, so that nothing derives them later."""
+    qlora = values.get("use_qlora")
+    if qlora is not None and qlora.value and "use_lora" not in values:
+        place = f"implied by use_qlora, {qlora.place}"
+        values["use_lora"] = OptionValue("use_lora", True, "use_qlora", place)
+    model_class = values.get("model_class")
+    if model_class is not None and model_class.value and "model_name" not in values:
+        values["model_name"] = replace(model_class, option="model_name")
+    batch = values.get("global_batch_size")
+    parts = values.get("gradient_accumulation_steps")
+    if batch is None or parts is None or not batch.key.endswith("effective_batch_size"):
+        return
+    # Elsewhere an effective batch counts the accumulated batches. Here it is one of them.
+    if batch.value % parts.value:
+        problems.append(
+            f"{batch.place}: {batch.key}: {batch.value} must be a multiple of "
+            f"gradient_accumulation_steps: {parts.value} ({parts.place})"
         )
-    batch, parts = (
-        given.get("global_batch_size"),
-        given.get("gradient_accumulation_steps"),
+        return
+    place = f"{batch.place}, {batch.value} over {parts.value} accumulated batches"
+    values["global_batch_size"] = replace(
+        batch, value=batch.value // parts.value, place=place
     )
-    # Elsewhere an effective batch counts the accumulated batches; here a step takes the global batch at once.
-    if (
-        batch is not None
-        and batch.key.endswith("effective_batch_size")
-        and parts is not None
-    ):
-        if batch.value % parts.value:
-            problems.append(
-                f"{batch.where}: {batch.key}: {batch.value} must be a multiple of gradient_accumulation_steps: "
-                f"{parts.value} ({parts.where})"
-            )
-        else:
-            where = (
-                f"{batch.where}, {batch.value} over {parts.value} accumulated batches"
-            )
-            given["global_batch_size"] = Given(
-                "global_batch_size", batch.value // parts.value, batch.key, where
-            )
 
 
-def _moved_stage(given: Mapping[str, Given]) -> list[str]:
-    """Return a note where the command line moves a stage's folder, and the folder of the stage before stays."""
-    model, folder = given.get("model_name"), given.get("output_dir")
-    if (
-        model is None
-        or RESULT_OF not in model.where
-        or folder is None
-        or folder.where != COMMAND_LINE
-    ):
+def _moved_stage_notes(values: Mapping[str, OptionValue]) -> list[str]:
+    """Return a note where the command line moves a stage's folder, but not the one before."""
+    model = values.get("model_name")
+    folder = values.get("output_dir")
+    if model is None or RESULT_OF not in model.place:
+        return []
+    if folder is None or folder.place != COMMAND_LINE:
         return []
     return [
-        f"output_dir: {folder.value} ({COMMAND_LINE}) is this stage's folder alone: it starts from {model.value} "
-        f"({model.where}); model_name=FOLDER/final starts from another run of that stage"
+        f"output_dir: {folder.value} ({COMMAND_LINE}) is this stage's folder alone: it "
+        f"starts from {model.value} ({model.place}); model_name=FOLDER/final starts from "
+        "another run of that stage"
     ]
 
 
 def _expand_output_dir(
-    given: dict[str, Given],
+    values: dict[str, OptionValue],
     env: Mapping[str, str],
     notes: list[str],
     problems: list[str],
 ) -> None:
-    one = given.get("output_dir")
-    if one is None:
+    template = values.get("output_dir")
+    if template is None:
         return
-    resume = given["resume"].value if "resume" in given else False
+    plain = {name: value.value for name, value in values.items()}
+    resume = plain.get("resume", False)
     try:
-        folder = expand_output_dir(
-            one.value,
-            {name: other.value for name, other in given.items()},
-            env,
-            resume=resume,
-        )
+        folder = expand_output_dir(template.value, plain, env, resume=resume)
     except ValueError as error:
-        problems.append(f"output_dir: {one.value}: {error} ({one.where})")
+        problems.append(f"output_dir: {template.value}: {error} ({template.place})")
         return
-    if folder != one.value:
-        notes.append(f"output_dir: {one.value} -> {folder}")
-        given["output_dir"] = Given("output_dir", folder, one.key, one.where)
+    if folder != template.value:
+        notes.append(f"output_dir: {template.value} -> {folder}")
+        values["output_dir"] = replace(template, value=folder)
 
 
-def _beside_the_file(
-    given: dict[str, Given], names: Sequence[str], file: Path, notes: list[str]
+def _find_beside_file(
+    values: dict[str, OptionValue], names: Sequence[str], file: Path, notes: list[str]
 ) -> None:
-    """Resolve relative paths in the current directory, else in the folder of the config file."""
+    """Resolve relative paths in the current directory, else in the config file's folder."""
 
-    def found(name: str, path: str) -> str:
+    def find(name: str, path: str) -> str:
+        beside = file.parent / path
         try:
-            if (
-                Path(path).is_absolute()
-                or Path(path).exists()
-                or not (file.parent / path).exists()
-            ):
+            is_clear = Path(path).is_absolute() or Path(path).exists()
+            if is_clear or not beside.exists():
                 return path
-        except (
-            OSError,
-            ValueError,
-        ):  # not a valid file name: the reader of the data reports it
-            return path
+        except (OSError, ValueError):
+            return path  # not a valid file name: the reader of the data reports it
         notes.append(
-            f"{name}: {path} is not in the current directory; using the one beside {file.name}"
+            f"{name}: {path} is not in the current directory; using the one beside "
+            f"{file.name}"
         )
-        return str(file.parent / path)
+        return str(beside)
 
-    def located(name: str, value: Any) -> Any:
-        if name in CODE:
-            place, _, what = str(value).rpartition(":")
-            return f"{found(name, place)}:{what}" if place.endswith(".py") else value
+    def find_all(name: str, value: Any) -> Any:
+        if name in CODE_OPTIONS:
+            path, _, attribute = str(value).rpartition(":")
+            return f"{find(name, path)}:{attribute}" if path.endswith(".py") else value
         if isinstance(value, list):
-            return [located(name, entry) for entry in value]
+            return [find_all(name, entry) for entry in value]
         if isinstance(value, DataSource):
-            places = {"path": value.path, "val_data_path": value.val_data_path}
-            return value.model_copy(
-                update={
-                    key: found(name, path)
-                    for key, path in places.items()
-                    if path is not None
-                }
-            )
-        return found(name, value)
+            paths = {"path": find(name, value.path)}
+            if value.val_data_path is not None:
+                paths["val_data_path"] = find(name, value.val_data_path)
+            return value.model_copy(update=paths)
+        return find(name, value)
 
     for name in names:
-        one = given.get(name)
-        # Words of the command line are typed in the current directory, and a preset's name is no path.
-        if (
-            one is None
-            or one.value is None
-            or one.level is Level.COMMAND_LINE
-            or one.value in preset_names()
-        ):
+        value = values.get(name)
+        if value is None or value.value is None or value.value in preset_names():
             continue
-        given[name] = replace(one, value=located(name, one.value))
+        # Arguments of the command line are typed in the current directory.
+        if value.level is not Level.COMMAND_LINE:
+            values[name] = replace(value, value=find_all(name, value.value))

@@ -67,14 +67,14 @@ class Trained:
     """Steps of the run."""
 
 
-def peak_rate(objective: ObjectiveSection, adapters: AdapterSection, trained: Trained) -> Decision[float]:
+def peak_rate(
+    objective: ObjectiveSection, adapters: AdapterSection, trained: Trained
+) -> Decision[float]:
     """Return the learning rate of `learning_rate: auto` and the reason."""
     if trained.what == "head":
         return Decision(HEAD, "only layers behind the pooling are trained")
     if trained.is_new and trained.what == "weights":
-        is_of_order = (
-            objective.losses is None and objective.loss in OF_ORDER
-        )
+        is_of_order = objective.losses is None and objective.loss in OF_ORDER
         return Decision(
             _two_digits(
                 _of_initial(trained.width) * (SCRATCH_OF_ORDER if is_of_order else 1.0)

@@ -9,7 +9,7 @@ from typing import Generic, Literal, TypeVar
 
 from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.fsdp import FSDP_OPTIONS, AskedPrecision, FsdpConfig, resolve_fsdp
-from vembed.config.layers import Given, Level
+from vembed.config.layers import Level, OptionValue, yaml_word
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
@@ -107,7 +107,7 @@ class ResolvedRun:
 
 def decide(
     config: TrainConfig,
-    given: Mapping[str, Given],
+    given: Mapping[str, OptionValue],
     *,
     origins: Mapping[str, str],
     translated: tuple[str, ...],
@@ -130,12 +130,7 @@ def decide(
         for one in given.values()
         if one.option in FSDP_OPTIONS and one.level in BY_HAND
     ]
-    # Recomputation has a decision of its own, also where nothing is sharded.
-    own = [
-        one
-        for one in own
-        if one.value is not None and one.option != "fsdp_activation_checkpointing"
-    ]
+    own = [one for one in own if one.value is not None]
     # Also for `auto`: the placement may choose FSDP, and needs its settings then.
     fsdp, fsdp_notes = (
         resolve_fsdp(config, values, base)
@@ -168,39 +163,39 @@ def decide(
 
 
 def _wants_fsdp(config: TrainConfig) -> bool:
-    return config.parallel.use_fsdp or config.parallel.strategy == "fsdp"
+    return config.parallel.strategy == "fsdp"
 
 
 def _check_file(
-    config: TrainConfig, given: Mapping[str, Given], file: AccelerateFile | None
+    config: TrainConfig, given: Mapping[str, OptionValue], file: AccelerateFile | None
 ) -> None:
     """Refuse FSDP beside a file without it, unless FSDP was asked for by a stronger source than the file."""
     if file is None or file.distribution == "fsdp" or not _wants_fsdp(config):
         return
-    asked = given["use_fsdp" if config.parallel.use_fsdp else "strategy"]
+    asked = given["strategy"]
     # A stronger source (the command line over the YAML) may ask for FSDP beside such a file.
     if asked.level <= given["accelerate_config"].level:
         raise UserError(
-            f"{asked.option}: {str(asked.value).lower()}, but {file.source} is for {file.distribution}: name a file "
+            f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for {file.distribution}: name a file "
             "with distributed_type: FSDP (for example accelerate_config: accelerate_fsdp), or leave "
-            f"{asked.option} out"
+            f"{asked.key} out"
         )
 
 
-def _asked(name: str, value: T, given: Mapping[str, Given]) -> Decision[T]:
+def _asked(name: str, value: T, given: Mapping[str, OptionValue]) -> Decision[T]:
     """Return an option as it is. The reason is its name, or the file or launcher that gives it."""
     one = given.get(name)
     if one is None:
         return Decision(value, DEFAULT)
-    return Decision(value, name if one.level in BY_HAND else one.where, one.source)
+    return Decision(value, name if one.level in BY_HAND else one.place, one.source)
 
 
 def _strategy(
-    config: TrainConfig, given: Mapping[str, Given], base: str
+    config: TrainConfig, given: Mapping[str, OptionValue], base: str
 ) -> Decision[AskedStrategy]:
     """Return how processes share the model, as far as somebody has said it."""
     if _wants_fsdp(config):
-        source = given["use_fsdp" if config.parallel.use_fsdp else "strategy"].source
+        source = given["strategy"].source
         sharding = given.get("fsdp_sharding_strategy")
         # FSDP with NO_SHARD is a copy on each process, which ddp gives without wrapping anything.
         if sharding is not None and sharding.value == "NO_SHARD":
@@ -209,12 +204,9 @@ def _strategy(
             )
         return Decision("fsdp", f"asked for, with the options of {base}", source)
     if config.parallel.strategy != "auto":
-        return Decision(config.parallel.strategy, "asked for", given["strategy"].source)
-    # Given and false: `_wants_fsdp` has answered the other case.
-    if "use_fsdp" in given:
-        return Decision(
-            "ddp", "use_fsdp: false rules sharding out", given["use_fsdp"].source
-        )
+        asked = given["strategy"]
+        reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
+        return Decision(config.parallel.strategy, reason, asked.source)
     return Decision(
         "auto",
         "decided by the size of the model: ddp where it fits, fsdp where it does not",
@@ -222,19 +214,18 @@ def _strategy(
 
 
 def _recomputation(
-    given: Mapping[str, Given], strategy: Decision[AskedStrategy]
+    given: Mapping[str, OptionValue], strategy: Decision[AskedStrategy]
 ) -> Decision[bool]:
-    # The name of the two that is not FSDP's wins; both switch the same thing.
-    for name in ("gradient_checkpointing", "fsdp_activation_checkpointing"):
-        if name in given and given[name].value is not None:
-            return _asked(name, bool(given[name].value), given)
+    asked = given.get("gradient_checkpointing")
+    if asked is not None and asked.value is not None:
+        return _asked("gradient_checkpointing", bool(asked.value), given)
     if strategy.value == "fsdp":
-        return Decision(True, "default with use_fsdp: true")
-    return Decision(False, "default without use_fsdp")
+        return Decision(True, "default with strategy: fsdp")
+    return Decision(False, "default without strategy: fsdp")
 
 
 def _precision(
-    config: TrainConfig, given: Mapping[str, Given]
+    config: TrainConfig, given: Mapping[str, OptionValue]
 ) -> Decision[AskedPrecision]:
     asked = _asked("mixed_precision", config.model.mixed_precision, given)
     if asked.value == "auto":
@@ -245,7 +236,7 @@ def _precision(
 
 def _timeout(
     config: TrainConfig,
-    given: Mapping[str, Given],
+    given: Mapping[str, OptionValue],
     env: Mapping[str, str],
     notes: list[str],
 ) -> Decision[float]:

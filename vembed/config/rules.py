@@ -1,394 +1,48 @@
-"""Rules across options: one function and one message per rule. No rule needs a model or a device."""
+"""Rules between options: each is one check with one sentence. None needs a model or a device.
+
+The rules of a section take the section. Rules between sections take the config.
+"""
 
 from __future__ import annotations
 
 import re
-from pathlib import PurePath
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any
 
-from vembed.config.contradictions import contradictions
+from vembed.config.entries import DataSource
 from vembed.config.loss_rules import LOSS_RULES, loss_remarks
-from vembed.config.own_files import data_are_kept, log_file_is_another, names_are_text
-from vembed.config.schema import TrainConfig
-from vembed.config.terms import data_entries, listed_guards
-from vembed.config.violation import Rule, Violation, word
-from vembed.errors import UserError
-
-
-def violations(config: TrainConfig) -> list[Violation]:
-    """Return all violations of a config."""
-    found = [broken for rule in RULES if (broken := rule(config)) is not None]
-    return [*found, *(Violation(*one) for one in contradictions(config))]
-
-
-# ---- values that depend on the world size --------------------------------------------------------------------------
-
-
-def batch_size_per_process(config: TrainConfig, world_size: int) -> int:
-    """Return the rows per process and batch. Raise UserError if the global batch is not divisible."""
-    if config.batch.global_batch_size is None:
-        return config.batch.batch_size
-    if config.batch.global_batch_size % world_size:
-        below = config.batch.global_batch_size // world_size * world_size
-        near = f"{below:,d} or {below + world_size:,d}" if below else f"{world_size:,d}"
-        raise UserError(
-            f"global_batch_size: {config.batch.global_batch_size:,d} cannot be divided among {world_size:,d} processes: "
-            f"use {near}, or another number of processes"
-        )
-    return config.batch.global_batch_size // world_size
-
-
-# ---- rules ---------------------------------------------------------------------------------------------------------
-
-
-def _one_batch_size(config: TrainConfig) -> Violation | None:
-    # Given, with whatever value: who writes both believes that both count.
-    if config.batch.global_batch_size is None or "batch_size" not in config.given:
-        return None
-    return Violation(
-        ("batch_size", "global_batch_size"),
-        f"batch_size: {config.batch.batch_size:,d} (per process) and global_batch_size: {config.batch.global_batch_size:,d} (over "
-        "all processes) are two ways to say one thing: keep one of them",
-    )
-
-
-def _one_warm_up(config: TrainConfig) -> Violation | None:
-    if config.optimizer.warmup_steps is None or "warmup_ratio" not in config.given:
-        return None
-    return Violation(
-        ("warmup_ratio", "warmup_steps"),
-        f"warmup_ratio: {config.optimizer.warmup_ratio:g} and warmup_steps: {config.optimizer.warmup_steps:,d} are two ways to say one "
-        "thing: keep one of them",
-    )
-
-
-def _warm_up_ends(config: TrainConfig) -> Violation | None:
-    if (
-        config.optimizer.warmup_steps is None
-        or config.optimizer.max_steps is None
-        or config.optimizer.warmup_steps <= config.optimizer.max_steps
-    ):
-        return None
-    return Violation(
-        ("warmup_steps", "max_steps"),
-        f"warmup_steps: {config.optimizer.warmup_steps:,d} is more than max_steps: {config.optimizer.max_steps:,d}, so the learning rate "
-        "would never reach its peak: use fewer warm-up steps",
-    )
-
-
-def _one_micro_batch_size(config: TrainConfig) -> Violation | None:
-    if (
-        config.batch.gradient_cache_chunk_size is None
-        or config.batch.micro_batch_tokens == "auto"
-    ):
-        return None
-    return Violation(
-        ("micro_batch_tokens", "gradient_cache_chunk_size"),
-        f"micro_batch_tokens: {config.batch.micro_batch_tokens:,d} and gradient_cache_chunk_size: "
-        f"{config.batch.gradient_cache_chunk_size:,d} (rows) are two ways to say one thing: keep one of them",
-    )
-
-
-def _weights_fit_dims(config: TrainConfig) -> Violation | None:
-    if config.matryoshka.mrl_weights is None:
-        return None
-    if config.matryoshka.mrl_dims is None:
-        return Violation(
-            ("mrl_weights",),
-            f"mrl_weights: {config.matryoshka.mrl_weights} needs mrl_dims: say which sizes they are for",
-        )
-    if len(config.matryoshka.mrl_weights) == len(config.matryoshka.mrl_dims):
-        return None
-    return Violation(
-        ("mrl_dims", "mrl_weights"),
-        f"mrl_weights has {len(config.matryoshka.mrl_weights)} entries and mrl_dims has {len(config.matryoshka.mrl_dims)}: give one weight "
-        "for each size, in the same order",
-    )
-
-
-def _dims_differ(config: TrainConfig) -> Violation | None:
-    dims = config.matryoshka.mrl_dims
-    if dims is None or (dims and len(set(dims)) == len(dims)):
-        return None
-    problem = (
-        "names a size twice: keep it once"
-        if dims
-        else "is empty: give at least one size"
-    )
-    return Violation(("mrl_dims",), f"mrl_dims: {dims} {problem}")
-
-
-def _projection_to_initialise(config: TrainConfig) -> Violation | None:
-    if (
-        config.matryoshka.mrl_projection_init != "pca"
-        or config.matryoshka.mrl_projection is not False
-    ):
-        return None
-    return Violation(
-        ("mrl_projection", "mrl_projection_init"),
-        "mrl_projection_init: pca needs a projection, and mrl_projection: false rules it out: set mrl_projection: true",
-    )
-
-
-def _kept_features_have_a_frozen_tower(config: TrainConfig) -> Violation | None:
-    with_adapters = (
-        config.adapters.use_lora or config.adapters.use_qlora
-    ) and config.adapters.lora_towers != "all"
-    if (
-        not config.batch.cache_frozen_features
-        or config.adapters.freeze
-        or with_adapters
-    ):
-        return None
-    return Violation(
-        ("cache_frozen_features",),
-        "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
-        "(freeze: [vision] or [text], or lora_towers: text with use_lora: true), or set it to false",
-    )
-
-
-def _qlora_has_adapters(config: TrainConfig) -> Violation | None:
-    if not config.adapters.use_qlora or config.adapters.use_lora:
-        return None
-    return Violation(
-        ("use_lora", "use_qlora"),
-        "use_qlora: true trains adapters over 4-bit weights, and use_lora: false rules them out: leave use_lora out",
-    )
-
-
-def _composed_has_two_towers(config: TrainConfig) -> Violation | None:
-    if (
-        config.model.model_family == "composed"
-        and config.model.image_model_name is None
-    ):
-        return Violation(
-            ("model_family",),
-            "model_family: composed needs a second tower: give image_model_name the model that encodes images",
-        )
-    if config.model.image_model_name is not None and config.model.model_family not in (
-        "auto",
-        "composed",
-    ):
-        return Violation(
-            ("model_family", "image_model_name"),
-            f"image_model_name: {config.model.image_model_name} makes a composed model, but model_family is "
-            f"{config.model.model_family}: leave one of them out",
-        )
-    return None
-
-
-def _pixels_in_order(config: TrainConfig) -> Violation | None:
-    if (
-        config.model.min_pixels is None
-        or config.model.max_pixels is None
-        or config.model.min_pixels <= config.model.max_pixels
-    ):
-        return None
-    return Violation(
-        ("min_pixels", "max_pixels"),
-        f"min_pixels: {config.model.min_pixels:,d} is more than max_pixels: {config.model.max_pixels:,d}: exchange them",
-    )
-
-
-def _one_strategy(config: TrainConfig) -> Violation | None:
-    said = "use_fsdp" in config.given
-    if config.parallel.use_fsdp and config.parallel.strategy in ("single", "ddp"):
-        return Violation(
-            ("use_fsdp", "strategy"),
-            f"use_fsdp: true and strategy: {config.parallel.strategy} contradict each other: keep one of them",
-        )
-    if (
-        said
-        and not config.parallel.use_fsdp
-        and config.parallel.strategy == "fsdp"
-        and "strategy" in config.given
-    ):
-        return Violation(
-            ("use_fsdp", "strategy"),
-            "use_fsdp: false and strategy: fsdp contradict each other: keep one of them",
-        )
-    return None
-
-
-def _one_offload_switch(config: TrainConfig) -> Violation | None:
-    params, cpu = config.parallel.fsdp_offload_params, config.parallel.fsdp_cpu_offload
-    if params is None or cpu is None or params == cpu:
-        return None
-    return Violation(
-        ("fsdp_offload_params", "fsdp_cpu_offload"),
-        f"fsdp_offload_params: {word(params)} and fsdp_cpu_offload: {word(cpu)} are one switch (parameters, "
-        "gradients and optimizer state): keep one of them",
-    )
-
-
-def _one_checkpointing_switch(config: TrainConfig) -> Violation | None:
-    own, fsdp = (
-        config.model.gradient_checkpointing,
-        config.parallel.fsdp_activation_checkpointing,
-    )
-    if own is None or fsdp is None or own == fsdp:
-        return None
-    return Violation(
-        ("gradient_checkpointing", "fsdp_activation_checkpointing"),
-        f"gradient_checkpointing: {word(own)} and fsdp_activation_checkpointing: {word(fsdp)} are one switch: keep "
-        "one of them",
-    )
-
-
-def _fsdp_precision(config: TrainConfig) -> Violation | None:
-    if (
-        config.parallel.fsdp_mixed_precision is False
-        and config.parallel.fsdp_param_dtype is not None
-    ):
-        return Violation(
-            ("fsdp_mixed_precision", "fsdp_param_dtype"),
-            "fsdp_mixed_precision: false keeps the parameters' own dtype, and fsdp_param_dtype: "
-            f"{config.parallel.fsdp_param_dtype} asks for another: keep one of them",
-        )
-    if config.parallel.fsdp_mixed_precision and config.model.mixed_precision == "no":
-        return Violation(
-            ("fsdp_mixed_precision", "mixed_precision"),
-            "fsdp_mixed_precision: true and mixed_precision: no contradict each other: keep one of them",
-        )
-    return None
-
-
-def _guards_have_checkpoints(config: TrainConfig) -> Violation | None:
-    if not config.evaluation.guards:
-        return None
-    missing = _missing_for_best(config)
-    if missing:
-        return Violation(
-            ("guards",),
-            f"guards end a run with the last checkpoint that held: give {' and '.join(missing)} too",
-        )
-    return _checkpoints_are_evaluated(config, "guards need")
-
-
-def _guards_have_names(config: TrainConfig) -> Violation | None:
-    labels = [one.label for one in listed_guards(config)]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is None:
-        return None
-    return Violation(
-        ("guards",),
-        f"guards: {twice} is named twice: keep it once, or give each entry a name",
-    )
-
-
-def _best_model_is_known(config: TrainConfig) -> Violation | None:
-    if config.run.load_best_model_at_end is not True:
-        return None
-    missing = _missing_for_best(config)
-    if missing:
-        return Violation(
-            ("load_best_model_at_end",),
-            "load_best_model_at_end: true takes the best of the checkpoints that were evaluated: "
-            f"give {' and '.join(missing)} too",
-        )
-    return _checkpoints_are_evaluated(config, "load_best_model_at_end: true needs")
-
-
-def _missing_for_best(config: TrainConfig) -> list[str]:
-    """Return the options without which no checkpoint is evaluated."""
-    given = config.options() | {
-        "val_data_path": config.data.val_data_path or config.data.val_split
-    }
-    return [
-        name
-        for name in ("val_data_path", "eval_steps", "save_steps")
-        if given[name] is None
-    ]
-
-
-def _checkpoints_are_evaluated(config: TrainConfig, needs: str) -> Violation | None:
-    if not isinstance(config.evaluation.eval_steps, int) or not isinstance(
-        config.run.save_steps, int
-    ):
-        return None
-    if config.run.save_steps % config.evaluation.eval_steps == 0:
-        return None
-    return Violation(
-        ("eval_steps", "save_steps"),
-        f"{needs} an evaluation at every checkpoint: save_steps: {config.run.save_steps:,d} must be a multiple of "
-        f"eval_steps: {config.evaluation.eval_steps:,d}",
-    )
-
-
-def _metric_is_computed(config: TrainConfig) -> Violation | None:
-    cutoff = re.fullmatch(
-        r"(?:dim\d+/)?(?:ndcg|mrr|recall|map)@(\d+)", config.evaluation.eval_metric
-    )
-    if cutoff is None or int(cutoff.group(1)) in config.evaluation.eval_ks:
-        return None
-    return Violation(
-        ("eval_metric", "eval_ks"),
-        f"eval_metric: {config.evaluation.eval_metric} is not computed, since {cutoff.group(1)} is not among eval_ks: "
-        f"{config.evaluation.eval_ks}: add it",
-    )
-
-
-def _profiled_steps(config: TrainConfig) -> Violation | None:
-    steps = config.logging.profile_steps
-    if steps is None or (len(steps) == 2 and steps[0] <= steps[1]):
-        return None
-    return Violation(
-        ("profile_steps",),
-        f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]",
-    )
-
-
-def _log_file_inside(config: TrainConfig) -> Violation | None:
-    if (
-        config.logging.log_file.strip(". ")
-        and PurePath(config.logging.log_file).name == config.logging.log_file
-    ):
-        return None
-    return Violation(
-        ("log_file",),
-        f"log_file: {config.logging.log_file!r} must be the name of a file in output_dir, as training_log.txt",
-    )
-
-
-def _names_are_not_empty(config: TrainConfig) -> Violation | None:
-    for name in ("model_name", "data_path", "output_dir"):
-        if config.options()[name] in ("", []):
-            return Violation((name,), f"{name} is empty: give it a value")
-    return None
-
-
-RULES: tuple[Rule, ...] = (
-    _names_are_not_empty,
-    _one_batch_size,
-    _one_warm_up,
-    _warm_up_ends,
-    _one_micro_batch_size,
-    _weights_fit_dims,
-    _dims_differ,
-    _projection_to_initialise,
-    _kept_features_have_a_frozen_tower,
-    _qlora_has_adapters,
-    _composed_has_two_towers,
-    _pixels_in_order,
-    *LOSS_RULES,
-    _one_strategy,
-    _one_offload_switch,
-    _one_checkpointing_switch,
-    _fsdp_precision,
-    _best_model_is_known,
-    _guards_have_checkpoints,
-    _guards_have_names,
-    _metric_is_computed,
-    _profiled_steps,
-    _log_file_inside,
-    log_file_is_another,
-    data_are_kept,
-    names_are_text,
+from vembed.config.schema import (
+    AdapterSection,
+    BatchSection,
+    DataSection,
+    EvaluationSection,
+    LoggingSection,
+    MatryoshkaSection,
+    ModelSection,
+    RunSection,
+    TrainConfig,
 )
+from vembed.config.violation import Violation, word
+from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.trackers.table import TRACKERS
 
-
-# ---- remarks: options without effect -------------------------------------------------------------------------------
-
-LORA = (
+RUN_FILES = frozenset(
+    {
+        "config.yaml",
+        "metrics.jsonl",
+        "run.json",
+        "report.html",
+        "report.md",
+        "final",
+        "tensorboard",
+        "logs",
+    }
+)
+"""Files and folders of output_dir that a run writes, replaces or cuts."""
+# Also their temporary neighbours: checkpoint-100.partial, .final.new, .hub, .probe-0.
+RUN_FILE_PATTERN = re.compile(r"checkpoint-\d+.*|\.(final|hub|probe-\d+).*")
+LORA_OPTIONS = (
     "lora_r",
     "lora_alpha",
     "lora_dropout",
@@ -396,143 +50,436 @@ LORA = (
     "lora_towers",
     "use_rslora",
     "use_dora",
+    "save_merged",
+)
+MATRYOSHKA_OPTIONS = (
+    "mrl_dims",
+    "mrl_weights",
+    "mrl_projection",
+    "mrl_projection_init",
 )
 NEEDED_BY: dict[str, tuple[str, ...]] = {
-    "use_mrl": ("mrl_dims", "mrl_weights", "mrl_projection", "mrl_projection_init"),
-    "use_lora": (*LORA, "save_merged"),
+    "use_mrl": MATRYOSHKA_OPTIONS,
+    "use_lora": LORA_OPTIONS,
     "model_class": ("model_arguments", "tokenizer_name"),
     "save_steps": ("async_save",),
     "image_model_name": ("composed_dim",),
     "push_to_hub": ("push_public",),
+    "resume": ("resume_anyway",),
 }
 """Map from an option to the options that have no effect without it."""
-
-
-LEAST_OF_ADAPTERS = 1e-4
+LOWEST_USUAL_ADAPTER_RATE = 1e-4
 """Learning rate below which adapters hardly learn in a usual run."""
 
 
-def _prompts_without_line_breaks(config: TrainConfig) -> list[str]:
-    """Return one sentence per prompt that holds a backslash and an n, which shells and plain YAML leave as they are."""
-    prompts = {
-        "query_prompt": config.model.query_prompt,
-        "document_prompt": config.model.document_prompt,
+def violations(config: TrainConfig) -> list[Violation]:
+    """Return all violations of a config."""
+    broken = list(_required_names(config))
+    broken += _batch_rules(config.batch, config.given)
+    broken += _matryoshka_rules(config.matryoshka)
+    broken += _model_rules(config.model)
+    broken += _adapter_rules(config.adapters)
+    for rule in LOSS_RULES:
+        violation = rule(config)
+        if violation is not None:
+            broken.append(violation)
+    broken += _evaluation_rules(config.evaluation, config.run, config.data)
+    broken += _logging_rules(config.logging)
+    broken += _run_rules(config.run)
+    broken += _data_rules(config.data, config.run, config.logging)
+    broken += _rules_between_sections(config)
+    return broken
+
+
+def is_run_file(log_file: str, name: str) -> bool:
+    """Return whether a run writes a file or folder of this name into its output_dir."""
+    is_fixed = name in RUN_FILES or name == log_file
+    return is_fixed or RUN_FILE_PATTERN.fullmatch(name) is not None
+
+
+def _required_names(config: TrainConfig) -> Iterator[Violation]:
+    values = {
+        "model_name": config.model.model_name,
+        "data_path": config.data.data_path,
+        "output_dir": config.run.output_dir,
     }
-    for source in data_entries(config):
-        prompts |= {
-            f"data_path, {source.path}: query_prompt": source.query_prompt,
-            f"data_path, {source.path}: document_prompt": source.document_prompt,
-        }
-    return [
-        f"{name}: {prompt} holds a backslash and an n where a line break is usual, and the model reads them so: "
-        "a line break is \"\\n\" in double quotes in a YAML file, and $'\\n' in a shell"
-        for name, prompt in prompts.items()
-        if prompt is not None and "\\n" in prompt
-    ]
+    for name, value in values.items():
+        if value in ("", []):
+            yield Violation((name,), f"{name} is empty: give it a value")
+    for option, value in config.options().items():
+        for text in _texts_in(value):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                shown = text.encode(errors="replace").decode()
+                yield Violation(
+                    (option,),
+                    f"{option}: {shown!r:.200} has a lone surrogate at character "
+                    f"{error.start + 1}, which no file can hold: write it as UTF-8",
+                )
+
+
+def _batch_rules(batch: BatchSection, given: set[str]) -> Iterator[Violation]:
+    # Given, with whatever value: whoever writes both believes that both count.
+    if batch.global_batch_size is not None and "batch_size" in given:
+        yield Violation(
+            ("batch_size", "global_batch_size"),
+            f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: "
+            f"{batch.global_batch_size:,d} (over all processes) are two ways to say "
+            "one thing: keep one of them",
+        )
+    rows = batch.gradient_cache_chunk_size
+    if rows is not None and batch.micro_batch_tokens != "auto":
+        yield Violation(
+            ("micro_batch_tokens", "gradient_cache_chunk_size"),
+            f"micro_batch_tokens: {batch.micro_batch_tokens:,d} and "
+            f"gradient_cache_chunk_size: {rows:,d} (rows) are two ways to say one "
+            "thing: keep one of them",
+        )
+
+
+def _matryoshka_rules(section: MatryoshkaSection) -> Iterator[Violation]:
+    dims = section.mrl_dims
+    weights = section.mrl_weights
+    if weights is not None and dims is None:
+        yield Violation(
+            ("mrl_weights",),
+            f"mrl_weights: {weights} needs mrl_dims: say which sizes they are for",
+        )
+    if weights is not None and dims is not None and len(weights) != len(dims):
+        yield Violation(
+            ("mrl_dims", "mrl_weights"),
+            f"mrl_weights has {len(weights)} entries and mrl_dims has {len(dims)}: "
+            "give one weight for each size, in the same order",
+        )
+    if dims is not None and not dims:
+        yield Violation(("mrl_dims",), "mrl_dims: [] is empty: give at least one size")
+    if dims is not None and len(set(dims)) < len(dims):
+        yield Violation(
+            ("mrl_dims",), f"mrl_dims: {dims} names a size twice: keep it once"
+        )
+    if section.mrl_projection_init == "pca" and section.mrl_projection is False:
+        yield Violation(
+            ("mrl_projection", "mrl_projection_init"),
+            "mrl_projection_init: pca needs a projection, and mrl_projection: false "
+            "rules it out: set mrl_projection: true",
+        )
+
+
+def _model_rules(model: ModelSection) -> Iterator[Violation]:
+    if model.model_family == "composed" and model.image_model_name is None:
+        yield Violation(
+            ("model_family",),
+            "model_family: composed needs a second tower: give image_model_name the "
+            "model that encodes images",
+        )
+    has_other_family = model.model_family not in ("auto", "composed")
+    if model.image_model_name is not None and has_other_family:
+        yield Violation(
+            ("model_family", "image_model_name"),
+            f"image_model_name: {model.image_model_name} makes a composed model, but "
+            f"model_family is {model.model_family}: leave one of them out",
+        )
+    smallest = model.min_pixels
+    largest = model.max_pixels
+    if smallest is not None and largest is not None and smallest > largest:
+        yield Violation(
+            ("min_pixels", "max_pixels"),
+            f"min_pixels: {smallest:,d} is more than max_pixels: {largest:,d}: "
+            "exchange them",
+        )
+
+
+def _adapter_rules(adapters: AdapterSection) -> Iterator[Violation]:
+    if adapters.use_qlora and not adapters.use_lora:
+        yield Violation(
+            ("use_lora", "use_qlora"),
+            "use_qlora: true trains adapters over 4-bit weights, and use_lora: false "
+            "rules them out: leave use_lora out",
+        )
+
+
+def _evaluation_rules(
+    evaluation: EvaluationSection, run: RunSection, data: DataSection
+) -> Iterator[Violation]:
+    asks_for_best = run.load_best_model_at_end is True
+    if evaluation.guards or asks_for_best:
+        missing = []
+        if data.val_data_path is None and data.val_split is None:
+            missing.append("val_data_path")
+        if evaluation.eval_steps is None:
+            missing.append("eval_steps")
+        if run.save_steps is None:
+            missing.append("save_steps")
+        needed = " and ".join(missing)
+        if missing and asks_for_best:
+            yield Violation(
+                ("load_best_model_at_end",),
+                "load_best_model_at_end: true takes the best of the checkpoints that "
+                f"were evaluated: give {needed} too",
+            )
+        elif missing:
+            yield Violation(
+                ("guards",),
+                f"guards end a run with the last checkpoint that held: give {needed} "
+                "too",
+            )
+        elif (
+            isinstance(evaluation.eval_steps, int)
+            and isinstance(run.save_steps, int)
+            and run.save_steps % evaluation.eval_steps
+        ):
+            who = (
+                "load_best_model_at_end: true needs" if asks_for_best else "guards need"
+            )
+            yield Violation(
+                ("eval_steps", "save_steps"),
+                f"{who} an evaluation at every checkpoint: save_steps: "
+                f"{run.save_steps:,d} must be a multiple of eval_steps: "
+                f"{evaluation.eval_steps:,d}",
+            )
+    labels = [guard.label for guard in evaluation.listed_guards()]
+    for label in sorted(set(labels)):
+        if labels.count(label) > 1:
+            yield Violation(
+                ("guards",),
+                f"guards: {label} is named twice: keep it once, or give each entry a "
+                "name",
+            )
+    cutoff = re.fullmatch(
+        r"(?:dim\d+/)?(?:ndcg|mrr|recall|map)@(\d+)", evaluation.eval_metric
+    )
+    if cutoff is not None and int(cutoff[1]) not in evaluation.eval_ks:
+        yield Violation(
+            ("eval_metric", "eval_ks"),
+            f"eval_metric: {evaluation.eval_metric} is not computed, since "
+            f"{cutoff[1]} is not among eval_ks: {evaluation.eval_ks}: add it",
+        )
+
+
+def _logging_rules(logging: LoggingSection) -> Iterator[Violation]:
+    steps = logging.profile_steps
+    if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
+        yield Violation(
+            ("profile_steps",),
+            f"profile_steps: {steps} must be two numbers, the first and the last "
+            "step: [10, 12]",
+        )
+    name = logging.log_file
+    if not name.strip(". ") or PurePath(name).name != name:
+        yield Violation(
+            ("log_file",),
+            f"log_file: {name!r} must be the name of a file in output_dir, as "
+            "training_log.txt",
+        )
+    if name in RUN_FILES or RUN_FILE_PATTERN.fullmatch(name):
+        yield Violation(
+            ("log_file",),
+            f"log_file: {name} is a file or folder that the run writes itself: give "
+            "another name",
+        )
+
+
+def _run_rules(run: RunSection) -> Iterator[Violation]:
+    if run.resume is not False and run.overwrite:
+        yield Violation(
+            ("resume", "overwrite"),
+            f"resume: {word(run.resume)} continues the run in output_dir and "
+            "overwrite: true replaces it: keep one of them",
+        )
+
+
+def _data_rules(
+    data: DataSection, run: RunSection, logging: LoggingSection
+) -> Iterator[Violation]:
+    if data.val_split is not None and data.val_data_path is not None:
+        yield Violation(
+            ("val_split", "val_data_path"),
+            f"val_split: {data.val_split:g} and val_data_path: {data.val_data_path} "
+            "both give validation data: keep one of them",
+        )
+    # A run replaces or cuts its own files, so data must not be among them.
+    output = Path(run.output_dir).absolute()
+    for option in ("data_path", "val_data_path"):
+        for name in _paths_in(dict(data)[option]):
+            path = Path(name).absolute()
+            if not path.is_relative_to(output) or not path.exists():
+                continue
+            inside = path.relative_to(output).parts[:1]
+            if inside and is_run_file(logging.log_file, inside[0]):
+                yield Violation(
+                    (option, "output_dir"),
+                    f"{option}: {name} is in output_dir under a name that the run "
+                    f"writes itself ({inside[0]}), and would be lost: move the data, "
+                    "or choose another output_dir",
+                )
+
+
+def _rules_between_sections(config: TrainConfig) -> Iterator[Violation]:
+    optimizer = config.optimizer
+    adapters = config.adapters
+    steps = optimizer.warmup_steps
+    is_number = isinstance(steps, int)
+    if is_number and steps > (optimizer.max_steps or steps):
+        yield Violation(
+            ("warmup_steps", "max_steps"),
+            f"warmup_steps: {steps:,d} is more than max_steps: "
+            f"{optimizer.max_steps:,d}, so the learning rate would never reach its "
+            "peak: use fewer warm-up steps",
+        )
+    trains_adapters = adapters.use_lora or adapters.use_qlora
+    leaves_a_tower = trains_adapters and adapters.lora_towers != "all"
+    if config.batch.cache_frozen_features and not (adapters.freeze or leaves_a_tower):
+        yield Violation(
+            ("cache_frozen_features",),
+            "cache_frozen_features: true needs a tower of which nothing is trained, "
+            "and this run trains all: freeze one (freeze: [vision] or [text], or "
+            "lora_towers: text with use_lora: true), or set it to false",
+        )
+    if config.model.quantize_weights is not None and trains_adapters:
+        switch = "use_lora" if adapters.use_lora else "use_qlora"
+        yield Violation(
+            ("quantize_weights", switch),
+            f"quantize_weights: {config.model.quantize_weights} rounds the weights "
+            f"that are trained, and {switch}: true trains adapters beside weights "
+            "that are not: keep one of them",
+        )
+
+
+# ---- remarks: options without effect, or that are easily misunderstood
 
 
 def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
-    values, defaults = config.options(), TrainConfig(model_name="-", data_path="-")
-    usual = defaults.options()
-    # By value: an option that is given as its default changes nothing, with or without effect.
-    set_apart = {name for name, value in values.items() if value != usual[name]}
-    found = loss_remarks(config, set_apart)
-    for needed, names in NEEDED_BY.items():
-        if not values[needed]:
-            found += [
-                f"{name}: {word(values[name])} has no effect without {needed}"
-                for name in names
-                if name in set_apart
-            ]
-    if config.optimizer.optim in ("sgd", "adafactor"):
-        adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
-        found += [
-            f"{name}: {word(values[name])} has no effect with optim: {config.optimizer.optim}"
-            for name in adam
-            if name in set_apart
-        ]
-    if (
-        config.optimizer.base_batch_size != defaults.optimizer.base_batch_size
-        and config.optimizer.scale_learning_rate == "none"
-    ):
-        found.append(
-            f"base_batch_size: {config.optimizer.base_batch_size:,d} has no effect with scale_learning_rate: none"
-        )
+    values = config.options()
+    defaults = TrainConfig(model_name="-", data_path="-").options()
+    # By value: an option that is given as its default changes nothing.
+    changed = {name for name, value in values.items() if value != defaults[name]}
+    lines = loss_remarks(config, changed)
+
+    def without_effect(names: tuple[str, ...], reason: str) -> None:
+        for name in names:
+            if name in changed:
+                lines.append(f"{name}: {word(values[name])} has no effect {reason}")
+
+    for switch, names in NEEDED_BY.items():
+        if not values[switch]:
+            without_effect(names, f"without {switch}")
+    optimizer = config.optimizer
+    of_optimizers = {name for kind in OPTIMIZERS.values() for name in kind.options}
+    unread_options = of_optimizers - OPTIMIZERS[optimizer.optim].options
+    without_effect(tuple(sorted(unread_options)), f"with optim: {optimizer.optim}")
+    if optimizer.scale_learning_rate == "none":
+        without_effect(("base_batch_size",), "with scale_learning_rate: none")
     if config.data.val_data_path is None and config.data.val_split is None:
-        unread = [
-            name for name in ("eval_steps", "patience") if isinstance(values[name], int)
-        ]
-        unread += [
-            name
-            for name in ("eval_before", "eval_metric", "eval_ks", "eval_batch_tokens")
-            if name in set_apart
-        ]
-        found += [
-            f"{name}: {word(values[name])} has no effect without val_data_path or val_split"
-            for name in unread
-        ]
-    if (
-        config.optimizer.max_steps is not None
-        and config.optimizer.epochs != "auto"
-        and "epochs" in config.given
-    ):
-        found.append(
-            f"max_steps: {config.optimizer.max_steps:,d} decides the length of the run, epochs: {config.optimizer.epochs:g} does not"
+        unread = ["eval_before", "eval_metric", "eval_ks", "eval_batch_tokens"]
+        for name in ("eval_steps", "patience"):
+            if isinstance(values[name], int):
+                unread.insert(0, name)
+        without_effect(tuple(unread), "without val_data_path or val_split")
+    is_length_given_twice = optimizer.epochs != "auto" and "epochs" in config.given
+    if optimizer.max_steps is not None and is_length_given_twice:
+        lines.append(
+            f"max_steps: {optimizer.max_steps:,d} decides the length of the run, "
+            f"epochs: {optimizer.epochs:g} does not"
         )
-    if config.data.homogeneous_batches and not isinstance(config.data.data_path, list):
-        found.append(
-            f"homogeneous_batches: {word(config.data.homogeneous_batches)} has no effect with a single source in data_path"
-        )
-    if config.data.sampling != "proportional" and len(data_entries(config)) < 2:
-        found.append(
-            f"sampling: {config.data.sampling} has no effect with a single source in data_path"
-        )
-    if config.data.sampling == "round_robin" and any(
-        one.weight != 1.0 for one in data_entries(config)
-    ):
-        found.append(
-            "data_path: the weights of the sources have no effect with sampling: round_robin"
-        )
+    lines += _data_remarks(config.data)
     if config.model.pure_dtype and config.model.torch_dtype in ("auto", "float32"):
-        found.append(
-            f"pure_dtype: true has no effect with torch_dtype: {config.model.torch_dtype}"
-        )
-    if config.run.resume_anyway and not config.run.resume:
-        found.append("resume_anyway: true has no effect without resume")
-    if set_apart & {"wandb_project", "wandb_tags"} and not {
-        "wandb",
-        "trackio",
-        "mlflow",
-    } & set(config.logging.report_to):
-        found.append(
-            f"wandb_project and wandb_tags have no effect with report_to: {config.logging.report_to or 'none'}"
-        )
-    if (
-        config.data.val_data_path is not None
-        and config.data.val_data_path == config.data.data_path
-    ):
-        found.append(
-            "val_data_path is the training data: its scores will not say how the model does on new data"
-        )
-    given = config.optimizer.learning_rate
+        dtype = config.model.torch_dtype
+        lines.append(f"pure_dtype: true has no effect with torch_dtype: {dtype}")
+    of_trackers = {name for kind in TRACKERS.values() for name in kind.options}
+    for name in config.logging.report_to:
+        of_trackers -= TRACKERS[name].options
+    trackers = ", ".join(config.logging.report_to) or "none"
+    without_effect(tuple(sorted(of_trackers)), f"with report_to: {trackers}")
+    rate = optimizer.learning_rate
     if (
         (config.adapters.use_lora or config.adapters.use_qlora)
-        and given != "auto"
-        and given < LEAST_OF_ADAPTERS
+        and rate != "auto"
+        and rate < LOWEST_USUAL_ADAPTER_RATE
     ):
-        found.append(
-            f"learning_rate: {given:g} is a rate for training all weights, and adapters learn little with it: leave it "
-            "out (auto), or give about ten times that"
+        lines.append(
+            f"learning_rate: {rate:g} is a rate for training all weights, and "
+            "adapters learn little with it: leave it out (auto), or give about ten "
+            "times that"
         )
-    found += _prompts_without_line_breaks(config)
+    lines += _prompt_remarks(config.model, config.data)
     if (
         config.model.image_model_name is not None
-        and config.optimizer.head_learning_rate is None
-        and given != "auto"
+        and optimizer.head_learning_rate is None
+        and rate != "auto"
     ):
-        found.append(
-            "head_learning_rate is not set: the projections of two towers that never met are new, and learn little at "
-            f"learning_rate: {given:g}; 1e-3 is usual for them"
+        lines.append(
+            "head_learning_rate is not set: the projections of two towers that were "
+            "not trained together are new, and learn little at learning_rate: "
+            f"{rate:g}; 1e-3 is usual for them"
         )
-    return found
+    return lines
+
+
+def _data_remarks(data: DataSection) -> Iterator[str]:
+    entries = data.sources()
+    if data.homogeneous_batches and not isinstance(data.data_path, list):
+        yield (
+            f"homogeneous_batches: {word(data.homogeneous_batches)} has no effect "
+            "with a single source in data_path"
+        )
+    if data.sampling != "proportional" and len(entries) < 2:
+        yield (
+            f"sampling: {data.sampling} has no effect with a single source in data_path"
+        )
+    has_weights = any(entry.weight != 1.0 for entry in entries)
+    if data.sampling == "round_robin" and has_weights:
+        yield (
+            "data_path: the weights of the sources have no effect with sampling: "
+            "round_robin"
+        )
+    if data.val_data_path is not None and data.val_data_path == data.data_path:
+        yield (
+            "val_data_path is the training data: its scores will not say how the "
+            "model does on new data"
+        )
+
+
+def _prompt_remarks(model: ModelSection, data: DataSection) -> Iterator[str]:
+    """Yield a sentence per prompt with a backslash and an n instead of a line break."""
+    prompts = {
+        "query_prompt": model.query_prompt,
+        "document_prompt": model.document_prompt,
+    }
+    for entry in data.sources():
+        prefix = f"data_path, {entry.path}: "
+        prompts[f"{prefix}query_prompt"] = entry.query_prompt
+        prompts[f"{prefix}document_prompt"] = entry.document_prompt
+    for name, prompt in prompts.items():
+        if prompt is not None and "\\n" in prompt:
+            yield (
+                f"{name}: {prompt} holds a backslash and an n where a line break is "
+                'usual, and the model reads them so: a line break is "\\n" in double '
+                "quotes in a YAML file, and $'\\n' in a shell"
+            )
+
+
+def _paths_in(value: Any) -> list[str]:
+    entries = value if isinstance(value, list) else [value]
+    paths = []
+    for entry in entries:
+        if isinstance(entry, DataSource):
+            paths.append(entry.path)
+        elif entry is not None:
+            paths.append(str(entry))
+    return paths
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, DataSource):
+        value = value.model_dump()
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _texts_in(key)
+            yield from _texts_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts_in(inner)

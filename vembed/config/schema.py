@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -18,6 +18,7 @@ from vembed.config.entries import (
     LossName,
     LossTerm,
     Momentum,
+    NamesFiles,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
@@ -27,6 +28,16 @@ from vembed.config.entries import (
     Teacher,
 )
 from vembed.config.negatives import EpochMining
+from vembed.errors import UserError
+from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.trackers.table import TRACKERS
+
+if TYPE_CHECKING:
+    OptimizerName = str
+    TrackerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+    TrackerName = Literal[tuple(TRACKERS)]
 
 
 class Section(Frozen):
@@ -36,7 +47,7 @@ class Section(Frozen):
 class ModelSection(Section, title="model"):
     """Weights, dtypes, attention, inputs and pooling of the model."""
 
-    model_name: str
+    model_name: Annotated[str, NamesFiles("model")]
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
     model_family: Literal["auto", FamilyName] = "auto"
     """Kind of model. `auto`: from the model's config and files; the log gives the reason."""
@@ -44,16 +55,16 @@ class ModelSection(Section, title="model"):
     """Branch, tag or commit on the Hub. Default: the main branch."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Only for models that you trust as you trust your own code."""
-    model_class: str | None = None
+    model_class: Annotated[str | None, NamesFiles("code")] = None
     """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
     `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
     """Keyword arguments of `model_class` (also `model_config`)."""
-    tokenizer_name: str | None = None
+    tokenizer_name: Annotated[str | None, NamesFiles("model")] = None
     """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
     from_scratch: bool = False
     """Start from random weights with the config of `model_name`, whose weights are not read."""
-    image_model_name: str | None = None
+    image_model_name: Annotated[str | None, NamesFiles("model")] = None
     """Model of a second tower for images; `model_name` then encodes text (model_family: composed)."""
     composed_dim: PositiveInt | None = None
     """Size of the shared space of a composed model. Default: the smaller of the two towers' sizes."""
@@ -93,7 +104,7 @@ class ModelSection(Section, title="model"):
     """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
     compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for."""
     gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, a third more time. Default: true with `use_fsdp: true`,
+    """Recompute activations in the backward pass: less memory, a third more time. Default: true with `strategy: fsdp`,
     except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise false."""
 
 
@@ -143,10 +154,10 @@ class AdapterSection(Section, title="adapters and frozen parts"):
 class DataSection(Section, title="data"):
     """Training and validation data."""
 
-    data_path: str | list[str | DataSource]
+    data_path: Annotated[str | list[str | DataSource], NamesFiles("data")]
     """Training data: a file (JSONL, CSV, TSV, Parquet; also .gz, .zst), a folder or pattern of files, an address
     (`s3://...`), a Hub name, or a list with weights."""
-    val_data_path: str | None = None
+    val_data_path: Annotated[str | None, NamesFiles("data")] = None
     """Validation data: as `data_path`, or a BEIR-style folder (corpus, queries and qrels; JSON Lines or Parquet)."""
     val_split: (
         Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None
@@ -186,6 +197,15 @@ class DataSection(Section, title="data"):
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images; 0: none."""
 
+    def sources(self) -> list[DataSource]:
+        """Return an entry for each source of `data_path`."""
+        paths = self.data_path if isinstance(self.data_path, list) else [self.data_path]
+        sources = []
+        for path in paths:
+            source = DataSource(path=path) if isinstance(path, str) else path
+            sources.append(source)
+        return sources
+
 
 class ObjectiveSection(Section, title="loss"):
     """The loss, its candidates and its teachers."""
@@ -209,7 +229,7 @@ class ObjectiveSection(Section, title="loss"):
     loss: none. true: beside another loss too, for decoders, with the weight that `auxiliary_losses` gives."""
     mlm_probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.15
     """Share of an encoder's tokens that language modelling hides."""
-    losses: list[LossTerm] | None = None
+    losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section."""
     similarity: Literal["cosine", "dot"] = "cosine"
@@ -252,15 +272,15 @@ class ObjectiveSection(Section, title="loss"):
     quantize_embeddings: Literal["int8", "binary"] | None = None
     """Train for vectors that are stored in int8 or as bits: the loss is the mean of that of the float embeddings and
     that of the stored ones, straight-through, at every size of `mrl_dims`. Evaluations score all stored forms too."""
-    teachers: list[str | Teacher] | None = None
+    teachers: Annotated[list[str | Teacher] | None, NamesFiles("model")] = None
     """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
-    teacher: str | None = None
+    teacher: Annotated[str | None, NamesFiles("model")] = None
     """Teacher of a loss: one of `teachers`, a model, or `scores` (those in the data). Default: the first of them."""
     teacher_temperature: PositiveFloat | None = None
     """loss: kl, score_mse, listwise: a teacher's scores are divided by it. Default: `temperature`."""
     distill_candidates: Literal["listed", "batch"] = "listed"
     """loss: kl: whether a row's candidates are its positive and its example's hard negatives, or all of the batch."""
-    guide: str | None = None
+    guide: Annotated[str | None, NamesFiles("model")] = None
     """loss: infonce, sigmoid, circle: a teacher that says which candidates are no negatives: those that it scores above
     the row's own pair less `guide_margin`."""
     guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] = 0.0
@@ -292,6 +312,21 @@ class BatchSection(Section, title="batch"):
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`, `lora_towers`)."""
 
+    def rows_per_process(self, world_size: int) -> int:
+        """Return the rows of a process in a batch. Raise UserError for a remainder."""
+        rows = self.global_batch_size
+        if rows is None:
+            return self.batch_size
+        if rows % world_size:
+            below = rows // world_size * world_size
+            above = f"{below + world_size:,d}"
+            near = f"{below:,d} or {above}" if below else above
+            raise UserError(
+                f"global_batch_size: {rows:,d} cannot be divided among "
+                f"{world_size:,d} processes: use {near}, or another number of processes"
+            )
+        return rows // world_size
+
 
 class OptimizerSection(Section, title="optimizer"):
     """Optimizer, learning rate and length of the run."""
@@ -309,9 +344,7 @@ class OptimizerSection(Section, title="optimizer"):
     """Multiply the learning rate by global batch / `base_batch_size` (or its square root); the log shows the result."""
     base_batch_size: PositiveInt = 32
     """The global batch that `learning_rate` was chosen for; only with `scale_learning_rate`."""
-    optim: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"] = (
-        "adamw"
-    )
+    optim: OptimizerName = "adamw"
     """Optimizer. The state of the 8-bit ones takes a quarter of the memory."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay; not applied to biases and norms."""
@@ -326,10 +359,9 @@ class OptimizerSection(Section, title="optimizer"):
     a composed model with `learning_rate: auto`."""
     layer_lr_decay: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0
     """Factor on the learning rate per layer below the last one. 1: the same rate for all layers."""
-    warmup_ratio: Fraction = 0.1
-    """Fraction of all steps in which the learning rate rises to its peak."""
-    warmup_steps: NonNegativeInt | None = None
-    """Steps in which the learning rate rises to its peak; replaces `warmup_ratio`."""
+    warmup_steps: NonNegativeInt | Fraction = 0.1
+    """Steps in which the learning rate rises to its peak. A number with a decimal point, such as 0.1, is a share of all
+    steps (also `warmup_ratio`)."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """Decay of the learning rate after the warm-up. constant: no decay."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -345,10 +377,9 @@ class ParallelSection(Section, title="parallel"):
     """Processes, devices and sharding."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded. `auto`: by size; see the log."""
-    use_fsdp: bool = False
-    """Same as `strategy: fsdp`, with the options of `configs/accelerate_fsdp.yaml`. An explicit false rules FSDP out
-    under `strategy: auto` too."""
+    """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded, with the options of
+    `configs/accelerate_fsdp.yaml`. `auto`: by size; see the log. Also `use_fsdp: true` for fsdp; `use_fsdp: false` rules
+    sharding out."""
     accelerate_config: str | None = None
     """Accelerate YAML or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
     config override it, and values that `accelerate launch` sets do too."""
@@ -366,15 +397,13 @@ class ParallelSection(Section, title="parallel"):
     between machines."""
     fsdp_offload_params: bool | None = None
     """Keep parameters, gradients and optimizer state in host memory between uses."""
-    fsdp_cpu_offload: bool | None = None
-    """Alias of `fsdp_offload_params`; the two must not contradict each other."""
     fsdp_auto_wrap_policy: (
         Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None
     ) = None
     """Choice of FSDP units: each transformer layer, each module above `fsdp_min_num_params`, or the whole model."""
     fsdp_transformer_layer_cls_to_wrap: str | list[str] | None = None
     """Layer classes (name, dotted path, or a list). Default: the classes that the backbone declares."""
-    wrap_policy: str | None = None
+    wrap_policy: Annotated[str | None, NamesFiles("code")] = None
     """A function of your own that chooses the FSDP units, instead of the policy: path/to/file.py:function. It is called
     with each module of the model and returns whether it is a unit."""
     fsdp_min_num_params: NonNegativeInt | None = None
@@ -395,8 +424,6 @@ class ParallelSection(Section, title="parallel"):
     """FSDP1 only: limit the number of concurrent all-gathers. FSDP2 always does."""
     fsdp_use_orig_params: bool | None = None
     """FSDP1 only: keep the original parameters visible (needed for LoRA). FSDP2 always does."""
-    fsdp_activation_checkpointing: bool | None = None
-    """Alias of `gradient_checkpointing`, with or without FSDP; the two must not contradict each other."""
     fsdp_state_dict_type: (
         Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"] | None
     ) = None
@@ -405,8 +432,6 @@ class ParallelSection(Section, title="parallel"):
     """Only rank 0 reads the weights and sends the others their shards."""
     fsdp_sync_module_states: bool | None = None
     """FSDP1: broadcast the weights of rank 0 at the start."""
-    fsdp_mixed_precision: bool | None = None
-    """false: FSDP computes in the dtype of the parameters, whatever `mixed_precision` is."""
     fsdp_param_dtype: Dtype | None = None
     """Dtype of the gathered parameters and thus of computation; it overrides `mixed_precision`. Default: from
     `mixed_precision`."""
@@ -436,7 +461,7 @@ class EvaluationSection(Section, title="evaluation"):
     """Evaluate before the first step, for the comparison in the report."""
     eval_metric: str = "auto"
     """Metric that selects the best checkpoint. `auto`: ndcg@10 for retrieval, spearman for scored pairs."""
-    guards: list[str | Guard] | None = None
+    guards: Annotated[list[str | Guard] | None, NamesFiles("data")] = None
     """Evaluation data of other abilities, scored with each evaluation. A run that falls on one of them by more than its
     `max_drop` ends, and `final/` is the last checkpoint that held. Needs val_data_path, eval_steps and save_steps."""
     eval_ks: list[PositiveInt] = Field(default_factory=lambda: [1, 5, 10, 100])
@@ -444,15 +469,20 @@ class EvaluationSection(Section, title="evaluation"):
     eval_batch_tokens: Literal["auto"] | PositiveInt = "auto"
     """Padded tokens per micro-batch in evaluation."""
 
+    def listed_guards(self) -> list[Guard]:
+        """Return an entry for each of `guards`."""
+        guards = []
+        for guard in self.guards or []:
+            guards.append(Guard(path=guard) if isinstance(guard, str) else guard)
+        return guards
+
 
 class LoggingSection(Section, title="logging"):
     """Logs, trackers, reports and publishing."""
 
     logging_steps: Literal["auto"] | PositiveInt = "auto"
     """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
-    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
-        default=["tensorboard"]
-    )
+    report_to: list[TrackerName] = Field(default=["tensorboard"])
     """Trackers; `none` for no tracker."""
     report_every: PositiveInt | None = None
     """Steps between writings of the report while the run goes on. Default: only at the end."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from vembed.config.options import all_options
 from vembed.config.parsing import parse_value
+from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.trackers.table import TRACKERS
 
 _WRAP = {
     "TRANSFORMER_BASED_WRAP": "transformer_auto_wrap transformer_auto_wrap_policy transformer",
@@ -49,11 +51,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "round_robin": "roundrobin",
         "weights": "weighted",
     },
-    "optim": {
-        "adamw": "adamw_torch adamw_torch_fused adamw_hf",
-        "adamw_8bit": "adamw_bnb_8bit adamw8bit",
-        "paged_adamw_8bit": "paged_adamw8bit",
-    },
+    "optim": {kind.name: kind.spellings for kind in OPTIMIZERS.values()},
     "lr_scheduler_type": {"constant": "constant_with_warmup none"},
     "scale_learning_rate": {"none": "no false"},
     "num_processes": {"auto": "-1 gpu"},
@@ -69,7 +67,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "SHARDED_STATE_DICT": "sharded",
         "LOCAL_STATE_DICT": "local",
     },
-    "report_to": {"tensorboard": "tb", "wandb": "weights_and_biases"},
+    "report_to": {kind.name: kind.spellings for kind in TRACKERS.values()},
 }
 """Map from option and value to the value's synonyms. Case is ignored; `-`, a space and `_` are equal."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 def main() -> None:
     """Audit with the arguments of the command line, and exit as `vembed audit` does."""
-    from vembed.cli import run_process
+    from vembed.cli.main import run_process
 
     sys.exit(run_process("audit", sys.argv[1:]))
 

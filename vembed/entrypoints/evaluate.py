@@ -6,7 +6,7 @@ from pathlib import Path
 
 def main() -> None:
     """Evaluate with the arguments of the command line, and exit as `vembed eval` does."""
-    from vembed.cli import run_process
+    from vembed.cli.main import run_process
 
     sys.exit(run_process("eval", sys.argv[1:]))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 def main() -> None:
     """Generate with the arguments of the command line, and exit as `vembed generate` does."""
-    from vembed.cli import run_process
+    from vembed.cli.main import run_process
 
     sys.exit(run_process("generate", sys.argv[1:]))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 def main() -> None:
     """Mine with the words of the command line, and exit as `vembed mine` does."""
-    from vembed.cli import run_process
+    from vembed.cli.main import run_process
 
     sys.exit(run_process("mine", sys.argv[1:]))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.cli import checked_words, run_process
+from vembed.cli.main import checked_words, run_process
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import Source, resolve_run
 from vembed.config.resolved import ResolvedRun

@@ -6,7 +6,7 @@ from pathlib import Path
 
 def main() -> None:
     """Train with the arguments of the command line, and exit as `vembed train` does."""
-    from vembed.cli import run_process
+    from vembed.cli.main import run_process
 
     sys.exit(run_process("train", sys.argv[1:]))
 

@@ -11,7 +11,6 @@ import torch
 
 from vembed.config.fsdp import AskedPrecision, FsdpConfig, Precision
 from vembed.config.resolved import DEFAULT, Decision, ResolvedRun, Strategy
-from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import source_batch_sizes
 from vembed.errors import UserError
@@ -568,7 +567,7 @@ def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
     largest = -(-max(sizes) // ranks.world_size)
     if config.run.resume and config.batch.global_batch_size is not None:
         return largest
-    return max(largest, batch_size_per_process(config, ranks.world_size))
+    return max(largest, config.batch.rows_per_process(ranks.world_size))
 
 
 def _without_effect(

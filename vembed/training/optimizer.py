@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,7 +74,7 @@ def build_optimizer(
     trained = trained_parameters(model, loss, options, rates)
     _check_flattened(trained, options, rates)
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
-    groups = {}
+    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for entry in trained:
         is_sharded = isinstance(entry.parameter, DTensor)
         group = groups.setdefault(
@@ -281,9 +282,7 @@ def _summary(
     heads = [entry for entry in trained if is_head(entry.name)]
     decay = "all of them"
     if undecayed:
-        decay = (
-            f"{count(decayed)}, none on {count(undecayed)} (biases, norms, scalars)"
-        )
+        decay = f"{count(decayed)}, none on {count(undecayed)} (biases, norms, scalars)"
     parts = [
         f"{count(trained)} trained, {num_groups:,d} {'group' if num_groups == 1 else 'groups'}",
         f"weight decay {options.weight_decay:g} on {decay}",

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from vembed.config.schema import LoggingSection
 from vembed.errors import UserError
-from vembed.files import require_regular
 from vembed.evaluation.report.record import scores_line
+from vembed.files import require_regular
 
 log = logging.getLogger("vembed")
 
@@ -248,11 +248,16 @@ def log_scores(
 ) -> None:
     """Log an evaluation: all main scores in the log file, and what fits into a line on the console."""
     short = (
-        scores_line(when, scores, before, metric, columns=SCORE_LINE_COLUMNS - len(ending))
+        scores_line(
+            when, scores, before, metric, columns=SCORE_LINE_COLUMNS - len(ending)
+        )
         + ending
     )
     log.info(
-        "%s%s", scores_line(when, scores, before, metric), ending, extra={SHORT_FORM: short}
+        "%s%s",
+        scores_line(when, scores, before, metric),
+        ending,
+        extra={SHORT_FORM: short},
     )
 
 

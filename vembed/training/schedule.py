@@ -55,13 +55,14 @@ class Schedule:
                 formula = f"sqrt{formula}"
             derivation = f"{peak:g} * {formula}"
         self.peak = peak * self.multiplier
-        if options.warmup_steps is not None:
-            self.warmup_steps = options.warmup_steps
+        warmup = options.warmup_steps
+        if isinstance(warmup, int):
+            self.warmup_steps = warmup
             reason = "warmup_steps"
         else:
-            # Rounded up, so that a ratio above 0 warms up in short runs too.
-            self.warmup_steps = math.ceil(options.warmup_ratio * total_steps)
-            reason = f"warmup_ratio {options.warmup_ratio:g} of {total_steps:,d} steps"
+            # Rounded up, so that a share above 0 warms up in short runs too.
+            self.warmup_steps = math.ceil(warmup * total_steps)
+            reason = f"warmup_steps {warmup:g} of {total_steps:,d} steps"
         decay = f"then falls by the {self.kind} schedule"
         if self.kind == "constant":
             decay = "stays there"

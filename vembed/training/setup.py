@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import nn
 
-from vembed.config.rate import HEAD, Trained, peak_rate
+from vembed.config.rate import HEAD, Trained, What, peak_rate
 from vembed.config.run_intervals import (
     RunIntervals,
     RunSize,
@@ -240,11 +240,12 @@ def open_stream(
     config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session
 ) -> RankBatchStream:
     """Return the stream of this rank's batches."""
-    num_workers = config.data.num_workers
-    if num_workers == "auto":
-        # One thread suffices for text: the tokenizer is parallel itself.
-        is_text = featuriser.description.modalities == ("text",)
-        num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
+    if config.data.num_workers != "auto":
+        num_workers = config.data.num_workers
+    elif featuriser.description.modalities == ("text",):
+        num_workers = 1  # one thread suffices: the tokenizer is parallel itself
+    else:
+        num_workers = min(4, max(1, num_cores() // 2))
     return RankBatchStream(
         data.examples,
         data.batch_schedule,
@@ -447,12 +448,11 @@ def decide_rates(
     trained_names = [
         name for name, weight in embedder.named_parameters() if weight.requires_grad
     ]
+    what: What = "weights"
     if wants_adapters(config):
         what = "adapters"
     elif trained_names and all(map(is_head, trained_names)):
         what = "head"
-    else:
-        what = "weights"
     facts = Trained(
         what=what,
         family=description.family,

@@ -15,7 +15,7 @@ from vembed.progress import duration
 from vembed.training.fingerprints import of_model
 
 if TYPE_CHECKING:
-    from vembed.tools.plan import Prediction
+    from vembed.cli.commands.plan import Prediction
 
 Predict = Callable[[TrainArguments], "Prediction"]
 Show = Callable[["Prediction"], None]
@@ -63,7 +63,7 @@ def road_table(road: Road, arguments: TrainArguments, env: Mapping[str, str]) ->
             raise UserError(
                 f"no files of {config.model.model_name} here; `vembed plan` looks further"
             )
-        from vembed.tools.plan import predict  # imports torch
+        from vembed.cli.commands.plan import predict  # imports torch
 
         return predict(one, env)
 
@@ -177,7 +177,7 @@ def _between(step: Step, newest: Prediction | None) -> Estimate:
         )
     if newest is None:
         return Estimate(step, UNKNOWN)
-    from vembed.tools.hours import encoding_seconds
+    from vembed.cli.commands.hours import encoding_seconds
 
     # Weights in float32.
     memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vembed.cli.commands.train import result_of, run_train
 from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
 from vembed.config.layers import shared_layer
@@ -23,7 +24,6 @@ from vembed.pipelines.stages.estimates import road_table
 from vembed.pipelines.stages.fingerprint import of_options, of_training
 from vembed.pipelines.stages.requirements import check_requirements
 from vembed.pipelines.stages.stages_report import write_report
-from vembed.tools.train_command import result_of, run_train
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""
@@ -356,7 +356,7 @@ class _Stage:
             for key, value, _ in _pairs(self.given.overrides)
             if key == "model_name"
         ]
-        own = shared_layer(self.given.source).given.get("model_name")
+        own = shared_layer(self.given.source).values.get("model_name")
         if not given and own is None:
             raise UserError(
                 f"{self.road.source}: stage {self.step.name}: no step before it leaves a model, and the config has no "

@@ -62,7 +62,7 @@ OPTIONS = (
     "learning_rate",
     "temperature",
     "batch_size",
-    "warmup_ratio",
+    "warmup_steps",
     "weight_decay",
     "lora_r",
 )
@@ -115,13 +115,10 @@ def _all(config: TrainConfig) -> list[Range]:
                 choices=_with(size, [max(size // 2, 8), size * 2, size * 4]),
             )
         )
-    if config.optimizer.warmup_steps is None:
+    warmup = config.optimizer.warmup_steps
+    if isinstance(warmup, float):
         found.append(
-            Range(
-                "warmup_ratio",
-                config.optimizer.warmup_ratio,
-                choices=_with(config.optimizer.warmup_ratio, [0.0, 0.1, 0.3]),
-            )
+            Range("warmup_steps", warmup, choices=_with(warmup, [0.0, 0.1, 0.3]))
         )
     found.append(
         Range(

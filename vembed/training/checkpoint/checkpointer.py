@@ -370,7 +370,10 @@ class Checkpointer:
         if problem is not None:
             self._on_failure(final, problem)
             return
-        kept_steps = {state.get("best_step"), state.get("held_step")} - {None}
+        kept_steps: set[int] = set()
+        for key in NO_CHECKPOINT:
+            if state[key] is not None:
+                kept_steps.add(state[key])
         writer = CheckpointWriter(
             unfinished,
             final,
@@ -586,7 +589,9 @@ class Checkpointer:
             return differences
         # `auto` and what it came to are the same.
         return [
-            replace(entry, is_allowed=entry.is_allowed or entry.name == "mixed_precision")
+            replace(
+                entry, is_allowed=entry.is_allowed or entry.name == "mixed_precision"
+            )
             for entry in differences
         ]
 

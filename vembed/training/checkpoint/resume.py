@@ -27,11 +27,11 @@ FINAL = "final"
 METRICS = "metrics.jsonl"
 
 _LENGTH_AND_MACHINES = """
-    epochs max_steps max_train_minutes strategy use_fsdp accelerate_config num_processes num_machines
-    dist_timeout_minutes fsdp_version fsdp_sharding_strategy fsdp_offload_params fsdp_cpu_offload
+    epochs max_steps max_train_minutes strategy accelerate_config num_processes num_machines
+    dist_timeout_minutes fsdp_version fsdp_sharding_strategy fsdp_offload_params
     fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_wrap_embeddings
     fsdp_reshard_after_forward fsdp_backward_prefetch fsdp_forward_prefetch fsdp_limit_all_gathers
-    fsdp_use_orig_params fsdp_activation_checkpointing fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
+    fsdp_use_orig_params fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
     fsdp_sync_module_states
 """
 _MEMORY_AND_SPEED = """
@@ -59,7 +59,6 @@ MAY_CHANGE = (
 
 JUDGES = frozenset({"val_data_path", "eval_metric"})
 """Options that make earlier and later scores incomparable: the best score is reset."""
-
 
 
 # ---- finished runs -----------------------------------------------------------
@@ -396,8 +395,8 @@ def _kept_global_batch(
         if options[name] != state["config"][name]:
             return None
     # The identity counts the examples of a step, and the option those of one batch.
-    size = int(examples) // options["gradient_accumulation_steps"]
-    batch_size = options["batch_size"]
+    size = int(examples) // int(options["gradient_accumulation_steps"])
+    batch_size = int(options["batch_size"])
     if size == batch_size * world_size:
         return None
     log.info(

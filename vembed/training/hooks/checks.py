@@ -56,7 +56,8 @@ class Watch(Hook):
                 raise RunError(
                     f"step {step}: the loss is {outcome.loss:g} and the gradient norm exactly 0, so nothing is "
                     "trained: either all embeddings are the same, or no gradient reaches the weights; check pooling, "
-                    "freeze and learning_rate (mean cosines are in metrics.jsonl); " + self._checkpoint_note()
+                    "freeze and learning_rate (mean cosines are in metrics.jsonl); "
+                    + self._checkpoint_note()
                 )
             return
         if outcome.is_overflow:
@@ -136,7 +137,10 @@ class Watch(Hook):
         size = max(abs(self._highest_loss), 1e-12)
         loss_range = self._highest_loss - self._lowest_loss
         num_steps = step - self._first_step + 1
-        if num_steps >= CONSTANT_LOSS_STEPS and loss_range <= CONSTANT_LOSS_RANGE * size:
+        if (
+            num_steps >= CONSTANT_LOSS_STEPS
+            and loss_range <= CONSTANT_LOSS_RANGE * size
+        ):
             self._warn_once(
                 "constant",
                 f"the loss has stayed at {loss:.4f} for {num_steps:,d} steps; raise learning_rate, and check that "

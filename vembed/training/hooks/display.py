@@ -56,7 +56,7 @@ def setup_lines(run: Run) -> list[str]:
     processes = (
         "1 process" if session.world_size == 1 else f"{session.world_size} processes"
     )
-    strategy = session.strategy
+    strategy: str = session.strategy
     if session.placement.run.strategy.value not in ("auto", strategy):
         strategy += f" ({session.placement.decisions['strategy'].reason})"
     return [

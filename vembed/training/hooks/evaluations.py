@@ -9,7 +9,6 @@ from typing import Any
 from typing_extensions import override
 
 from vembed.config.entries import Guard
-from vembed.config.terms import listed_guards
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.query_results import EMBEDDED, named, write_content
@@ -132,7 +131,7 @@ class Guards(Hook):
     def on_build(self, run: Run) -> None:
         self._run = run
         self._before: dict[str, float] = {}
-        self._guards: list[Guard] = listed_guards(run.config)
+        self._guards: list[Guard] = run.config.evaluation.listed_guards()
         self._data: dict[str, EvalData] = {}
         for guard in self._guards:
             data = open_eval_data(run.config, guard.path)

@@ -38,7 +38,7 @@ def push_final(hub: Hub, output: Path) -> None:
     Raise RunError if that fails: the model is complete on disk, and `vembed push` goes on.
     """
     try:
-        num_sent = hub.push(publication(output), "Trained by vembed")
+        num_sent = hub.push(publication(str(output)), "Trained by vembed")
     except (RunError, UserError) as error:
         command = f"vembed push {output} {hub.repository}"
         raise RunError(

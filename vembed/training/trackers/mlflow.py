@@ -15,7 +15,7 @@ class Mlflow(AccelerateTracker):
     name = "mlflow"
     summary = "MLflow, with the report as an artifact; the project is the experiment."
     package = "mlflow"
-    options = frozenset({"wandb_project", "run_name"})
+    options = frozenset({"wandb_project"})
 
     def start(self, run: TrackedRun) -> None:
         """Start a run in the experiment, with the options as parameters."""

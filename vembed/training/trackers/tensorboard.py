@@ -25,7 +25,6 @@ class TensorBoard(AccelerateTracker):
     summary = "Event files in `tensorboard/` of the run's folder; the default."
     spellings = "tb"
     package = "tensorboard"
-    options = frozenset({"run_name"})
 
     def start(self, run: TrackedRun) -> None:
         """Open an event file, with the options for the page HPARAMS."""
@@ -51,9 +50,7 @@ class TensorBoard(AccelerateTracker):
         writer = self.tracker.writer
         text = report.page.with_suffix(".md").read_text(encoding="utf-8")
         writer.add_text(REPORT, text, report.step)
-        writer.add_image(
-            REPORT_PICTURE, report.picture, report.step, dataformats="HWC"
-        )
+        writer.add_image(REPORT_PICTURE, report.picture, report.step, dataformats="HWC")
 
 
 def _write_options(writer: Any, settings: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ class Trackio(AccelerateTracker):
     name = "trackio"
     summary = "Trackio, a local dashboard."
     package = "trackio"
-    options = frozenset({"wandb_project", "run_name"})
+    options = frozenset({"wandb_project"})
 
     def start(self, run: TrackedRun) -> None:
         """Start a run in the project."""

@@ -18,7 +18,7 @@ class Wandb(AccelerateTracker):
     summary = "Weights & Biases, with the report as a page of the run."
     spellings = "weights_and_biases"
     package = "wandb"
-    options = frozenset({"wandb_project", "wandb_tags", "run_name"})
+    options = frozenset({"wandb_project", "wandb_tags"})
 
     def start(self, run: TrackedRun) -> None:
         """Start a run in the project."""

@@ -11,6 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from vembed.cli.commands.hours import Speed, speed_of, training_time
+from vembed.cli.commands.train import resolve_launch
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.models.adapters import wants_adapters
@@ -20,8 +22,6 @@ from vembed.parallel.estimate import GIB, Memory, ModelSize, measure
 from vembed.parallel.exchange_choice import EXCHANGES
 from vembed.parallel.hardware import Gpu, Hardware
 from vembed.parallel.placement import Placement, memory_of_a_process, place
-from vembed.tools.hours import Speed, speed_of, training_time
-from vembed.tools.train_command import resolve_launch
 
 FITS = 0.9
 """A run fits if it needs at most this fraction of the memory."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import (
+from vembed.cli.support import (
     ColumnMapping,
     JsonOutput,
     column_mapping_of,
@@ -57,15 +57,15 @@ def init(
 
     def call() -> None:
         if tokenizer is not None:
-            from vembed.tools.train_tokenizer import run_train_tokenizer
+            from vembed.cli.commands.train_tokenizer import run_train_tokenizer
 
             count = run_train_tokenizer(data, tokenizer, vocab_size)
             sys.stdout.write(
                 f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}\n"
             )
             return
+        from vembed.cli.commands.init import run_init
         from vembed.data.formats.copies import is_pattern
-        from vembed.tools.init import run_init
 
         mapping = column_mapping_of(column_mapping) or {}
         mapping |= {
@@ -186,7 +186,7 @@ def card(
     """Write the model card (README.md) of a trained model again, from the run's scores, data and settings."""
 
     def call() -> None:
-        from vembed.tools.card_command import run_card
+        from vembed.cli.commands.card import run_card
 
         with json_result(json_file) as give:
             path = run_card(model)

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 import vembed
+from vembed.cli.commands.plan import FITS
+from vembed.cli.commands.train import Launch, resolve_launch
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.errors import UserError
@@ -28,8 +30,6 @@ from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
 from vembed.parallel.placement import FITS_SHARE, Placement, memory_of_a_process, place
-from vembed.tools.plan import FITS
-from vembed.tools.train_command import Launch, resolve_launch
 
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "datasets", "safetensors")
 OPTIONAL_PACKAGES = ("flash-attn", "bitsandbytes", "torchao")
@@ -71,7 +71,7 @@ def run_doctor(
         if not LAUNCHER_VARIABLES.match(name)
     }
     code = run_ranks(
-        [sys.executable, "-m", "vembed.tools.selftest"],
+        [sys.executable, "-m", "vembed.cli.commands.selftest"],
         rank_environments(num_tested, env=env),
     )
     works = code == 0

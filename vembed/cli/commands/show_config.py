@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
+from vembed.cli.commands.options_page import options_page
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import render, resolve_run
 from vembed.config.places import require_places
 from vembed.config.schema import TrainConfig
-from vembed.tools.options_page import options_page
 
 
 def show_config(

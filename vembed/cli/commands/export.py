@@ -73,10 +73,10 @@ def run_export_as(
         )
     if output is not None and Path(output).exists():
         raise UserError(f"{output} exists already; give a new folder")
+    from vembed.cli.commands.model_argument import usable_model
     from vembed.export.exporting import export_model, precision_of
     from vembed.export.formats import FORMATS
     from vembed.export.servers import FORMAT_OF, SERVER_NAMES, start_of
-    from vembed.tools.model_argument import usable_model
 
     served = next((one for one in SERVER_NAMES if one == server), None)
     wanted = FORMAT_OF[served] if served is not None else "safetensors"

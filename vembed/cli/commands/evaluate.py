@@ -10,13 +10,13 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from vembed.cli.commands.compressed_plot import compressed_picture, compressed_table
+from vembed.cli.commands.encode import session_config
 from vembed.errors import UserError
 from vembed.evaluation.dataset import Task
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import REPORTED_K, evaluate
 from vembed.parallel.session import start_session
-from vembed.tools.compressed_plot import compressed_picture, compressed_table
-from vembed.tools.encode import session_config
 
 
 def run_evaluate(

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import yaml
 
+from vembed.cli.commands.plan import FITS
+from vembed.cli.commands.train import resolve_launch
 from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.estimate import GIB, measure
 from vembed.parallel.placement import memory_of_a_process, place
-from vembed.tools.plan import FITS
-from vembed.tools.train_command import resolve_launch
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": True},

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vembed.cli_support import (
+from vembed.cli.support import (
     AnyModel,
     ColumnMapping,
     ImageRoot,
@@ -59,8 +59,8 @@ def score(
         }
         if (code := share(ctx, nproc)) is not None:
             return code
-        from vembed.tools.model_argument import usable_model
-        from vembed.tools.score import run_score
+        from vembed.cli.commands.model_argument import usable_model
+        from vembed.cli.commands.score import run_score
 
         with usable_model(model) as found:
             run_score(
@@ -180,7 +180,7 @@ def merge(
             )
         if (code := share(ctx, nproc)) is not None:
             return code
-        from vembed.tools.merge_command import run_merge
+        from vembed.cli.commands.merge import run_merge
 
         with json_result(json_file) as give:
             merged = run_merge(
@@ -275,7 +275,7 @@ def edit(
         }
         if (code := share(ctx, nproc)) is not None:
             return code
-        from vembed.tools.edit_command import run_edit
+        from vembed.cli.commands.edit import run_edit
 
         with json_result(json_file) as give:
             edited = run_edit(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from vembed.cli.commands.table_rows import is_table, num_rows, table_rows
 from vembed.config.options import nearest
 from vembed.config.user_folders import cache_folder
 from vembed.data.examples import BadRecord, Item
@@ -26,7 +27,6 @@ from vembed.errors import UserError
 from vembed.evaluation.corpus import titled_text
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
-from vembed.tools.table_rows import is_table, num_rows, table_rows
 
 FIRST_LINES = 256
 """Lines that are read and checked before the model is loaded."""

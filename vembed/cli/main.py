@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vembed import cli_export, cli_search, cli_start, cli_weights
-from vembed.cli_support import (
+from vembed.cli import export as export_commands
+from vembed.cli import search as search_commands
+from vembed.cli import start as start_commands
+from vembed.cli import weights as weight_commands
+from vembed.cli.support import (
     USAGE_ERROR,
     AnyModel,
     BatchTokens,
@@ -31,11 +34,11 @@ from vembed.cli_support import (
     open_closed_streams,
     taken_flags,
 )
-from vembed.cli_support import end as _end
-from vembed.cli_support import numbers as _numbers
-from vembed.cli_support import option as _option
-from vembed.cli_support import share as _share
-from vembed.cli_support import word as _word
+from vembed.cli.support import end as _end
+from vembed.cli.support import numbers as _numbers
+from vembed.cli.support import option as _option
+from vembed.cli.support import share as _share
+from vembed.cli.support import word as _word
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,7 +98,7 @@ def run_process(verb: str, words: Sequence[str]) -> int:
 def checked_words(verb: str, words: Sequence[str]) -> str | None:
     """Return what is wrong with the words of a verb, as far as that is known before it begins; None if nothing is."""
     if verb == "mine":
-        from vembed.tools.mine_command import check_mine
+        from vembed.cli.commands.mine import check_mine
 
         try:
             check_mine(words)
@@ -167,8 +170,8 @@ def eval(
         }
         if (code := _share(ctx, nproc)) is not None:
             return code
-        from vembed.tools.evaluate_command import run_evaluate
-        from vembed.tools.model_argument import usable_model
+        from vembed.cli.commands.evaluate import run_evaluate
+        from vembed.cli.commands.model_argument import usable_model
 
         with json_result(json_file) as give, usable_model(model) as found:
             give(
@@ -284,8 +287,8 @@ def encode(
         }
         if (code := _share(ctx, nproc)) is not None:
             return code
-        from vembed.tools.encode import run_encode
-        from vembed.tools.model_argument import usable_model
+        from vembed.cli.commands.encode import run_encode
+        from vembed.cli.commands.model_argument import usable_model
 
         with json_result(json_file) as give, usable_model(model) as found:
             encoded = run_encode(
@@ -308,10 +311,10 @@ def encode(
     _end(call)
 
 
-app.command(cls=JsonCommand, rich_help_panel=TRAIN)(cli_search.tune)
-app.command(rich_help_panel=USE)(cli_weights.score)
-app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_weights.merge)
-app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_weights.edit)
+app.command(cls=JsonCommand, rich_help_panel=TRAIN)(search_commands.tune)
+app.command(rich_help_panel=USE)(weight_commands.score)
+app.command(cls=JsonCommand, rich_help_panel=CHANGE)(weight_commands.merge)
+app.command(cls=JsonCommand, rich_help_panel=CHANGE)(weight_commands.edit)
 
 
 @app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=DATA)
@@ -357,7 +360,7 @@ def demo(
     """Train a small model on the functions of Python's standard library, without network access."""
 
     def call() -> None:
-        from vembed.tools.demo import run_demo
+        from vembed.cli.commands.demo import run_demo
 
         run_demo(output, quick, options or [])
 
@@ -392,12 +395,12 @@ def doctor(
 
     def call() -> int:
         if model_class is not None:
-            from vembed.tools.model_check import run_model_check
+            from vembed.cli.commands.check_class import run_model_check
 
             return run_model_check(
                 model_class, _option("model_arguments", model_config) or {}
             )
-        from vembed.tools.doctor import run_doctor
+        from vembed.cli.commands.doctor import run_doctor
 
         with json_result(json_file) as give:
             return run_doctor(config, nproc, give=give)
@@ -417,10 +420,10 @@ def plan(words: Words = None) -> None:
         )
         # A dry run needs no machine rank, and may describe GPUs of other machines.
         arguments = _arguments("plan", plan.__doc__, [*rest, "--dry-run"])
+        from vembed.cli.commands.plan import predict, run_plan, show
         from vembed.parallel.hardware import read_hardware
         from vembed.pipelines.stages.estimates import plan_stages
         from vembed.pipelines.stages.sequence import road_of_arguments
-        from vembed.tools.plan import predict, run_plan, show
 
         with json_result(json_file) as give:
             results: list[Any] = []
@@ -440,17 +443,17 @@ def plan(words: Words = None) -> None:
     _end(call)
 
 
-app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_export.export)
-app.command(rich_help_panel=USE)(cli_export.serve)
+app.command(cls=JsonCommand, rich_help_panel=CHANGE)(export_commands.export)
+app.command(rich_help_panel=USE)(export_commands.serve)
 app.command("check-server", cls=JsonCommand, rich_help_panel=USE)(
-    cli_export.check_server
+    export_commands.check_server
 )
-app.command(cls=JsonCommand, rich_help_panel=CHANGE)(cli_export.push)
-app.command(rich_help_panel=TRAIN)(cli_start.init)
-app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)(cli_start.data)
-app.command(cls=JsonCommand, rich_help_panel=RUNS)(cli_start.report)
-app.command(cls=JsonCommand, rich_help_panel=RUNS)(cli_start.compare)
-app.command(cls=JsonCommand, rich_help_panel=RUNS)(cli_start.card)
+app.command(cls=JsonCommand, rich_help_panel=CHANGE)(export_commands.push)
+app.command(rich_help_panel=TRAIN)(start_commands.init)
+app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)(start_commands.data)
+app.command(cls=JsonCommand, rich_help_panel=RUNS)(start_commands.report)
+app.command(cls=JsonCommand, rich_help_panel=RUNS)(start_commands.compare)
+app.command(cls=JsonCommand, rich_help_panel=RUNS)(start_commands.card)
 
 
 @app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=SETUP)
@@ -458,7 +461,7 @@ def config(words: Words = None) -> None:
     """Print the resolved config, with where each value comes from; fails if a file is missing."""
 
     def call() -> int:
-        from vembed.tools.show_config import show_config
+        from vembed.cli.commands.show_config import show_config
 
         rest, (json_file,) = taken_flags(json_words(words or []), ("--json",))
         arguments = _arguments("config", config.__doc__, rest)
@@ -480,7 +483,7 @@ def schema(
     """Print the JSON schema of a config, with which editors complete and check it."""
 
     def call() -> None:
-        from vembed.tools.show_config import schema_text
+        from vembed.cli.commands.show_config import schema_text
 
         sys.stdout.write(schema_text(_word("--format", form, ("json", "markdown"))))
 
@@ -549,12 +552,12 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
         return 0
     rest, (json_file,) = taken_flags(json_words(words), ("--json",))
     arguments = parse_train_arguments(rest)
+    from vembed.cli.commands.train import run_train
     from vembed.pipelines.stages.sequence import (
         results_of,
         road_of_arguments,
         run_stages,
     )
-    from vembed.tools.train_command import run_train
 
     road = road_of_arguments(arguments)
     with json_result(json_file) as give:
@@ -581,7 +584,7 @@ def _make_data(
     about: str | None,
     words: Sequence[str],
 ) -> int:
-    from vembed.tools.mine_command import ignore, make_data
+    from vembed.cli.commands.mine import ignore, make_data
 
     rest, (json_file,) = taken_flags(json_words(words), ("--json",))
     with json_result(json_file) as give:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import JsonOutput, end, json_result
+from vembed.cli.support import JsonOutput, end, json_result
 
 
 def tune(

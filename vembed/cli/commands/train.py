@@ -17,7 +17,6 @@ from vembed.config.fsdp import AskedPrecision
 from vembed.config.loading import render, require_earlier_stage, resolve_run
 from vembed.config.places import data_places, missing_data
 from vembed.config.resolved import Decision, ResolvedRun
-from vembed.config.rules import batch_size_per_process
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
@@ -88,7 +87,7 @@ def run_train(
             )  # refuses some of torch's variables without the others, as the run itself would
     # Resuming compares the global batch with the checkpoint's, and keeps that one.
     if not config.run.resume:
-        batch_size_per_process(config, launch.world_size)
+        config.batch.rows_per_process(launch.world_size)
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(resolved, launch, arguments))
         sys.stdout.write(_described_data(config))
@@ -103,9 +102,9 @@ def run_train(
         return 0
     require_earlier_stage(resolved)
     if rank_info is None:
-        refuse_own_model(config)
+        refuse_own_model(config.run, config.model)
         candidates(
-            config
+            config.run
         )  # refuses a folder with an earlier run before any process is started
     if rank_info is not None or launch.world_size == 1:
         os.environ.update({**(launch.changes or {}), **given})

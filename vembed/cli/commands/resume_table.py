@@ -8,7 +8,7 @@ from vembed.config.options import all_options
 from vembed.training.checkpoint.resume import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
 
 BEGIN, END = (
-    "<!-- options: written by python -m vembed.tools.resume_table -->",
+    "<!-- options: written by python -m vembed.cli.commands.resume_table -->",
     "<!-- end of options -->",
 )
 

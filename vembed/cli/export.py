@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vembed.cli_support import (
+from vembed.cli.support import (
     AnyModel,
     JsonOutput,
     TrustRemoteCode,
@@ -99,7 +99,7 @@ def export(
         if output is None and not check:
             raise UserError("give OUTPUT, a new folder; only --check goes without one")
         if output is not None and not (form or precision or server or check):
-            from vembed.tools.export import run_export
+            from vembed.cli.commands.export import run_export
 
             with json_result(json_file) as give:
                 path = run_export(model, output, merge=merge)
@@ -110,7 +110,7 @@ def export(
             raise UserError(
                 "--merge is for a copy; --format merges every adapter: leave it out"
             )
-        from vembed.tools.export import run_export_as
+        from vembed.cli.commands.export import run_export_as
 
         with json_result(json_file) as give:
             exported = run_export_as(
@@ -161,8 +161,8 @@ def serve(
     """
 
     def call() -> None:
-        from vembed.tools.model_argument import usable_model
-        from vembed.tools.serve_command import run_serve
+        from vembed.cli.commands.model_argument import usable_model
+        from vembed.cli.commands.serve import run_serve
 
         with usable_model(model) as found:
             run_serve(
@@ -203,9 +203,9 @@ def check_server(
     """
 
     def call() -> None:
+        from vembed.cli.commands.model_argument import usable_model
         from vembed.export.server_check import check_address
         from vembed.export.server_check import check_server as run_check
-        from vembed.tools.model_argument import usable_model
 
         check_address(url, model)
         with json_result(json_file) as give, usable_model(model) as found:
@@ -262,7 +262,7 @@ def push(
     """
 
     def call() -> None:
-        from vembed.tools.push_command import run_push
+        from vembed.cli.commands.push import run_push
 
         with json_result(json_file) as give:
             give(

@@ -12,17 +12,7 @@ from typing import Literal, Protocol
 import numpy as np
 from rich.console import Console
 
-from vembed.config.schema import TrainConfig
-from vembed.data.examples import Item, Kind
-from vembed.errors import UserError
-from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import Progress, encode_items
-from vembed.inference.quantization import Precision as VectorPrecision
-from vembed.inference.quantization import quantized, ranges_of, read_ranges
-from vembed.models.families.table import Pooling
-from vembed.parallel.session import start_session
-from vembed.progress import ProgressReport, duration
-from vembed.tools.encode_input import (
+from vembed.cli.commands.encode_input import (
     ID_COLUMNS,
     ITEM_COLUMNS,
     BadInputs,
@@ -34,13 +24,23 @@ from vembed.tools.encode_input import (
     holds_images,
     rows_of,
 )
-from vembed.tools.vector_files import (
+from vembed.cli.commands.vector_files import (
     VectorWriter,
     check_kept_names,
     check_target,
     kept_beside,
     vector_writer,
 )
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Item, Kind
+from vembed.errors import UserError
+from vembed.inference.embedder import Embedder
+from vembed.inference.encoding import Progress, encode_items
+from vembed.inference.quantization import Precision as VectorPrecision
+from vembed.inference.quantization import quantized, ranges_of, read_ranges
+from vembed.models.families.table import Pooling
+from vembed.parallel.session import start_session
+from vembed.progress import ProgressReport, duration
 
 CHUNK_LINES = 65_536
 """Lines that are read, sorted by length, encoded and written together; memory does not grow with the file."""

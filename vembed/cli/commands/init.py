@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from vembed.cli.commands.demo import demo_model
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words, nearest
 from vembed.data.columns import Columns
@@ -21,7 +22,6 @@ from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf
 from vembed.data_tools.init.values import is_english
 from vembed.errors import UserError
 from vembed.models.families.table import FAMILIES, Family, named
-from vembed.tools.demo import demo_model
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""
@@ -168,7 +168,7 @@ def starter(
     lines += _data_lines(family, looked, data, val_data, facts)
     lines += _training_lines(family, looked, val_data, facts)
     if facts is not None:
-        from vembed.tools.init_memory import (
+        from vembed.cli.commands.init_memory import (
             memory_lines,  # imported late: torch takes seconds
         )
 

@@ -11,13 +11,13 @@ from typing import Literal, TextIO
 
 import numpy as np
 
+from vembed.cli.commands.encode import session_config
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import open_examples
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
 from vembed.parallel.session import start_session
 from vembed.saving.durability import replaced_file
-from vembed.tools.encode import session_config
 
 CHUNK = 16_384
 """Records that are read, scored and written together; memory does not grow with the file."""

@@ -7,8 +7,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from vembed.cli.commands.encode import session_config
 from vembed.parallel.session import start_session
-from vembed.tools.encode import session_config
 from vembed.weights.edit import EditResult, edit
 
 _NAMES = {
