@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,13 +18,12 @@ from tests.harness import run_ranks
 from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.decisions import describe
 from vembed.parallel.session import Session, start_session
-from vembed.training.final import ModelWriter, whole_model_writer
 from vembed.training.exchange import loss_exchange
+from vembed.training.final import ModelWriter, whole_model_writer
 
 FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
 SIZED = {

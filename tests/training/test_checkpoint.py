@@ -82,7 +82,8 @@ class Run:
 def found_in(output_dir):
     """The checkpoint that a run resumes from."""
     with starting(output_dir, resume="auto") as run:
-        return run.checkpointer.find(run.config.model)
+        point = run.checkpointer.find(run.config.model)
+        return None if point is None else point.path
 
 
 @contextmanager

@@ -193,9 +193,7 @@ def test_other_dtypes_have_no_scale(tmp_path):
     with starting(tmp_path) as run:
         scale = GradientScale()
         session = SimpleNamespace(mixed_precision="bf16", strategy="single")
-        update = Update(
-            run.model, run.loss, run.optimizer, session, 1.0, scale
-        )
+        update = Update(run.model, run.loss, run.optimizer, session, 1.0, scale)
         run.model(torch.arange(11)).sum().backward()
         update.apply(torch.ones(()))
     assert scale == GradientScale(value=1.0, good_steps=0)
