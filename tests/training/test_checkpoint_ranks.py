@@ -35,16 +35,16 @@ def one_part(output_dir, model_name, options):
 CHAIN = [
     (1, {}, "single"),
     (2, {"strategy": "ddp"}, "ddp"),
-    (2, {"use_fsdp": True}, "fsdp"),
-    (3, {"use_fsdp": True, "async_save": True}, "fsdp"),
-    (2, {"use_fsdp": True, "fsdp_version": 1}, "fsdp"),
+    (2, {"strategy": "fsdp"}, "fsdp"),
+    (3, {"strategy": "fsdp", "async_save": True}, "fsdp"),
+    (2, {"strategy": "fsdp", "fsdp_version": 1}, "fsdp"),
     (1, {"async_save": True}, "single"),
     (3, {"strategy": "ddp", "async_save": True}, "ddp"),
-    (2, {"use_fsdp": True, "fsdp_version": 1, "async_save": True}, "fsdp"),
+    (2, {"strategy": "fsdp", "fsdp_version": 1, "async_save": True}, "fsdp"),
     (
         2,
         {
-            "use_fsdp": True,
+            "strategy": "fsdp",
             "fsdp_sharding_strategy": "SHARD_GRAD_OP",
             "fsdp_offload_params": True,
         },

@@ -30,23 +30,20 @@ from vembed.training.optimizer import (
 from vembed.training.optimizers.table import OPTIMIZERS
 
 
-def trained(options, model=None):
+def trained(config, model=None):
     return {
         one.name: one
         for one in trained_parameters(
             model or TinyModel(frozen_embeddings=False),
             TinyLoss(),
-            options,
-            LearningRates.given(options),
+            config.optimizer,
+            LearningRates.given(config.optimizer),
         )
     }
 
 
 def test_biases_norms_and_scalars_do_not_decay(tmp_path):
-    decays = {
-        name: one.decays
-        for name, one in trained(config_for(tmp_path).optimizer).items()
-    }
+    decays = {name: one.decays for name, one in trained(config_for(tmp_path)).items()}
     assert {name for name, yes in decays.items() if yes} == {
         "backbone.embeddings.weight",
         "backbone.layer.0.linear.weight",
@@ -357,7 +354,7 @@ def test_shards_step_as_the_whole_does(tmp_path, version):
 
 def flattened(tmp_path, model_name):
     options = {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_version": 1,
         "fsdp_use_orig_params": False,
         "weight_decay": 0.5,

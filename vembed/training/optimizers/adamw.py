@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vembed.training.optimizers.declaration import (
     ADAM_OPTIONS,
+    AdamOptions,
     OptimizedWeights,
     OptimizerKind,
     adam_arguments,
@@ -14,8 +15,6 @@ from vembed.training.optimizers.declaration import (
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-    from vembed.config.schema import OptimizerSection
 
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -34,7 +33,7 @@ class AdamW(OptimizerKind):
         self,
         weights: OptimizedWeights,
         learning_rate: float,
-        options: OptimizerSection,
+        options: AdamOptions,
         seed: int,
     ) -> tuple[Optimizer, str]:
         """Return torch's AdamW, or one that rounds stochastically."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vembed.errors import UserError
 from vembed.training.optimizers.declaration import (
     ADAM_OPTIONS,
+    AdamOptions,
     OptimizedWeights,
     OptimizerKind,
     adam_arguments,
@@ -18,8 +19,6 @@ from vembed.training.optimizers.declaration import (
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
-
-    from vembed.config.schema import OptimizerSection
 
 log = logging.getLogger("vembed")
 
@@ -47,7 +46,7 @@ class AdamW8Bit(OptimizerKind):
         self,
         weights: OptimizedWeights,
         learning_rate: float,
-        options: OptimizerSection,
+        options: AdamOptions,
         seed: int,
     ) -> tuple[Optimizer, str]:
         """Return torchao's AdamW8bit for shards, and bitsandbytes' for whole weights."""

@@ -10,16 +10,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from vembed.config.schema import OptimizerSection
-
 Groups = list[dict[str, Any]]
 """Parameter groups as torch takes them."""
+
+
+class AdamOptions(Protocol):
+    """The options that kinds of AdamW read, as the config's section of the optimizer has them."""
+
+    @property
+    def adam_beta1(self) -> float:
+        """Decay rate of the first moment."""
+
+    @property
+    def adam_beta2(self) -> float:
+        """Decay rate of the second moment."""
+
+    @property
+    def adam_epsilon(self) -> float:
+        """Term added to the denominator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +79,7 @@ class OptimizerKind(ABC):
         self,
         weights: OptimizedWeights,
         learning_rate: float,
-        options: OptimizerSection,
+        options: AdamOptions,
         seed: int,
     ) -> tuple[Optimizer, str]:
         """Return the optimizer, and a short description of it for the log."""
@@ -74,7 +88,7 @@ class OptimizerKind(ABC):
 ADAM_OPTIONS = frozenset({"adam_beta1", "adam_beta2", "adam_epsilon"})
 
 
-def adam_arguments(learning_rate: float, options: OptimizerSection) -> dict[str, Any]:
+def adam_arguments(learning_rate: float, options: AdamOptions) -> dict[str, Any]:
     """Return the arguments that all kinds of AdamW share."""
     return {
         "lr": learning_rate,
@@ -83,6 +97,6 @@ def adam_arguments(learning_rate: float, options: OptimizerSection) -> dict[str,
     }
 
 
-def described_betas(options: OptimizerSection) -> str:
+def described_betas(options: AdamOptions) -> str:
     """Return the betas for the log."""
     return f"betas ({options.adam_beta1:g}, {options.adam_beta2:g})"
