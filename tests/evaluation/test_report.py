@@ -202,6 +202,30 @@ def test_what_comes_from_the_user_is_escaped(tmp_path):
     _, text = parsed(write_report(run))
     assert "<script" not in (run / "report.html").read_text()
     assert text.count("<script>alert('x')</script>&<b>") >= 7
+    markdown, _, settings = (run / "report.md").read_text().partition("```yaml")
+    assert "<" not in markdown + settings.partition("```")[2]
+    assert markdown.count("&lt;script>alert('x')&lt;/script>&amp;&lt;b>") >= 5
+
+
+def test_secrets_are_masked_in_both_reports(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKER_TOKEN", "a-token-of-mine")
+    address = "https://me:a-password@host/data.jsonl"
+    run = write_run(
+        tmp_path / "run",
+        LINES,
+        RunSummary(warnings=["hf_abcdefghijkl is not valid"]),
+        query_prompt="a-token-of-mine",
+        val_data_path=address,
+    )
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["tracker_options"] = {"api_key": "another key"}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    write_report(run)
+    for name in ("report.html", "report.md"):
+        text = (run / name).read_text()
+        for secret in ("a-token-of-mine", "a-password", "hf_abc", "another key"):
+            assert secret not in text
+        assert "query_prompt" in text and "micro_batch_tokens: ***" not in text
 
 
 def test_a_run_without_evaluation_says_so_and_how_to_get_one(tmp_path):

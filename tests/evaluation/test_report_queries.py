@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import shutil
-from html import escape
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from vembed.config.places import short_name
 from vembed.data.examples import ImageRef, Item
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
-from vembed.evaluation.report.page import queries_html
+from vembed.evaluation.report.page import TEMPLATES
 from vembed.evaluation.report.query_changes import (
     NO_DIFFERENCE,
     Changed,
@@ -90,7 +90,7 @@ def test_the_model_and_its_calls_are_told_as_in_the_card(run: Path) -> None:
     assert (
         len(calls) == 2 and "encode_query" in calls[0] and "vembed.Embedder" in calls[1]
     )
-    assert all(escape(one) in page for one in calls)
+    assert all(call in unescape(page) for call in calls)
     name = short_name(read_run(run).config["model_name"])
     assert (
         f"Tuned by vembed from `{name}`" in card and f"| model_name | {name} |" in card
@@ -174,7 +174,7 @@ def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
         "[relevant] red.png",
     )
     assert [len(table.pictures[0, column]) for column in range(4)] == [0, 1, 1, 1]
-    page = queries_html(table)
+    page = TEMPLATES.get_template("parts.html.j2").module.queries(table)
     assert (
         page.count('<img src="data:image/jpeg;base64,') == 3
         and str(tmp_path) not in page

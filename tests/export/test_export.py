@@ -33,7 +33,7 @@ from vembed.export.check import NUM_TEXTS, distances, smaller, texts_to_compare
 from vembed.export.exporting import MOST_STUDENT_EXAMPLES, student_texts
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.safetensors_format import SafetensorsFormat
-from vembed.inference.serve.encoder import open_encoder
+from vembed.inference.serve.encoder import ServedInput, open_encoder
 
 QUERY_PROMPT = "red green: "
 
@@ -505,15 +505,18 @@ def test_a_static_student(tmp_path: Path) -> None:
 
 def test_an_export_is_served_in_its_runtime(exported: Path) -> None:
     encoder = open_encoder(str(exported))
-    given = ["red", "a small bird in the garden"]
     model = vembed.Embedder(model_folder())
-    for kind in ("query", None):
-        vectors, num_tokens = encoder.encode(given, kind)
-        wanted = (
-            model.encode(given, "query") if kind else model.encode(given, prompt="")
-        )
-        np.testing.assert_allclose(vectors, wanted, atol=1e-6)
-        assert num_tokens > 8 and encoder.max_length == model.description.max_length
+    inputs = [ServedInput("red", "query"), ServedInput("a small bird in the garden")]
+    wanted = [
+        model.encode("red", "query"),
+        model.encode("a small bird in the garden", prompt=""),
+    ]
+    vectors, num_tokens = encoder.encode(inputs)
+    np.testing.assert_allclose(vectors, wanted, atol=1e-6)
+    assert sum(num_tokens) > 8 and encoder.max_length == model.description.max_length
+    ids = encoder.reader.token_ids("red", "query")
+    by_ids, _ = encoder.encode([ServedInput(ids)])
+    np.testing.assert_allclose(by_ids, wanted[:1], atol=1e-6)
     with pytest.raises(UserError, match="runs on the CPU at its own size"):
         open_encoder(str(exported), truncate_dim=8)
 

@@ -1,7 +1,7 @@
 """`vembed audit`: each finding on data that have it, the page, the JSON, and the data that are cleaned."""
 
 import json
-from html import escape
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.mining.data import documents, model, read_lines, write_lines
 from vembed import UserError, audit
 from vembed.cli.commands.mine import run_audit
 from vembed.config.loading import load_config
-from vembed.data_tools.init.data_page import as_html, sections
+from vembed.data_tools.init.data_page import sections
 from vembed.data_tools.init.datasets import open_sets
 from vembed.mining import minhash
 from vembed.mining.duplicates import ngrams
@@ -111,7 +111,8 @@ def test_findings_without_a_model(options):
 
 def test_the_page_begins_with_what_vembed_data_shows(options):
     result, _ = run(options, model_name=model())
-    begin, _, rest = result.output_path.read_text().partition("<h2>Findings</h2>")
+    page = unescape(result.output_path.read_text())
+    begin, _, rest = page.partition("<h2>Findings</h2>")
     names = {
         "model_name": model(),
         "data_path": options["data_path"],
@@ -128,9 +129,13 @@ def test_the_page_begins_with_what_vembed_data_shows(options):
         "lengths in tokens",
         "samples",
     ]
-    assert as_html(shown) in begin and rest
+    assert rest
+    for section in shown:
+        cells = [cell for row in section.table for cell in row]
+        for text in (*section.lines, *cells):
+            assert text in begin
     (overlap,) = sets.warnings[:1]
-    assert escape(f"warning: {overlap}") in begin
+    assert f"warning: {overlap}" in begin
     assert result.report["data"][0]["title"] == "what was read"
 
 

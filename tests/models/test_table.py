@@ -25,7 +25,8 @@ NAMED_ELSEWHERE = {
     "config/rules.py": "rules between the values of two options",
     "config/entries.py": "values of the option model_family",
     "config/spelling.py": "name of a loss",
-    "tools/selftest.py": "description of a model made for the test",
+    "models/families/table.py": "the records",
+    "cli/commands/selftest.py": "description of a model made for the test",
 }
 
 

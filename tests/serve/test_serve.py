@@ -1,22 +1,27 @@
-"""`vembed serve`: vectors over HTTP equal the model's; mistakes of clients are answers, not ends."""
+"""`vembed serve`: vectors over HTTP equal the model's; what clients do wrong ends with an answer of 4xx."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
+import re
+import signal
 import socket
-import struct
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -25,10 +30,22 @@ from tests.tiny import shared, tiny_bert_st, tiny_vit
 from vembed.cli.commands.serve import run_serve
 from vembed.cli.main import app
 from vembed.errors import UserError
-from vembed.inference.serve.encoder import ModelEncoder, TextEncoder, open_encoder
-from vembed.inference.serve.server import EmbeddingServer
+from vembed.inference.serve.batching import Batcher
+from vembed.inference.serve.encoder import ServedInput, open_encoder
+from vembed.inference.serve.metrics import Metrics
+from vembed.inference.serve.server import bound_socket
+from vembed.models.processors import load_tokenizer
 
 TEXTS = ["red", "a small bird in the garden"]
+KEY = "a secret"
+SMALL_LIMITS = {
+    "connections": 20,
+    "body_bytes": 1_000_000,
+    "held_bytes": 3_000_000,
+    "text_characters": 500_000,
+    "head_seconds": 2,
+    "body_seconds": 2,
+}
 
 
 def _model(folder: Path) -> Path:
@@ -41,200 +58,431 @@ def model_folder() -> Path:
     return shared(_model)
 
 
-@contextmanager
-def running(encoder: TextEncoder) -> Iterator[str]:
-    with EmbeddingServer(lambda: encoder, "tiny", "127.0.0.1", 0) as server:
-        thread = threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.01}
-        )
-        thread.start()
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+        self.process = process
+        self.address = address
+        self.port = int(address.rpartition(":")[2])
+
+    def send(
+        self, route: str, values: Any = None, *, body: bytes = b"", key: str = KEY
+    ) -> tuple[int, Any]:
+        """POST values as JSON, or a body as it is; without both, GET. Return the status and the answer."""
+        data = json.dumps(values).encode() if values is not None else body or None
+        headers = {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(self.address + route, data, headers)
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                status, content = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, content = error.code, error.read()
+        try:
+            return status, json.loads(content)
+        except ValueError:
+            return status, content.decode()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    def num_threads(self) -> int:
+        return psutil.Process(self.process.pid).num_threads()
+
+    def memory(self) -> int:
+        return psutil.Process(self.process.pid).memory_info().rss
+
+
+@contextmanager
+def started(command: Sequence[str], **environment: str) -> Iterator[Server]:
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert address is not None, line
+        yield Server(process, address[0])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(open_encoder(str(model_folder()))) as found:
-        yield found
+def server() -> Iterator[Server]:
+    command = ["-m", "vembed", "serve", str(model_folder()), "--port", "0"]
+    with started(command, VEMBED_API_KEY=KEY) as running:
+        yield running
 
 
-def post(url: str, values: Any) -> Any:
-    request = urllib.request.Request(
-        url, json.dumps(values).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Server]:
+    """A server whose limits a test reaches quickly. It has no key."""
+    module = "tests.serve.start_server"
+    command = ["-m", module, str(model_folder()), json.dumps(SMALL_LIMITS)]
+    with started(command) as running:
+        yield running
 
 
-def refused(url: str, values: Any) -> tuple[int, str]:
-    with pytest.raises(urllib.error.HTTPError) as found:
-        post(url, values)
-    with found.value as error:
-        return error.code, json.load(error)["error"]["message"]
+def assert_alive(server: Server) -> None:
+    status, answer = server.send("/embed", {"inputs": TEXTS})
+    assert status == 200 and len(answer) == 2
 
 
-def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
+def assert_close(served: Any, wanted: np.ndarray) -> None:
     """Threads of a server may split a product in another way."""
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.array(served, np.float32), wanted, rtol=0, atol=1e-6)
 
 
-def test_the_vectors_are_those_of_the_model(url: str) -> None:
+def read_all(connection: socket.socket) -> bytes:
+    """Return what the server sends until it closes the connection."""
+    content = b""
+    with suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            content += chunk
+    return content
+
+
+# ---- answers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_vectors_are_those_of_the_model(server: Server) -> None:
     model = vembed.Embedder(model_folder())
-    answer = post(f"{url}/v1/embeddings", {"model": "tiny", "input": TEXTS})
-    served = np.array([row["embedding"] for row in answer["data"]], np.float32)
+    _, answer = server.send("/v1/embeddings", {"model": "tiny", "input": TEXTS})
+    served = [row["embedding"] for row in answer["data"]]
     assert_close(served, model.encode(TEXTS, prompt=""))
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 8
-    asked = {
-        "model": "tiny",
+
+    values = {
         "input": TEXTS[0],
         "input_type": "query",
         "encoding_format": "base64",
     }
-    (row,) = post(f"{url}/v1/embeddings", asked)["data"]
-    assert_close(
-        np.frombuffer(base64.b64decode(row["embedding"]), "<f4"),
-        model.encode(TEXTS[0], "query"),
+    _, answer = server.send("/v1/embeddings", values)
+    vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
+    assert_close(vector, model.encode(TEXTS[0], "query"))
+
+    _, answer = server.send("/v1/embeddings", {"input": TEXTS[:1], "dimensions": 8})
+    short = answer["data"][0]["embedding"]
+    assert len(short) == 8 and np.linalg.norm(short) == pytest.approx(1)
+
+    _, answer = server.send("/embed", {"inputs": TEXTS, "prompt_name": "query"})
+    assert_close(answer, model.encode(TEXTS, "query"))
+
+
+def test_token_ids_are_taken_as_they_are(server: Server) -> None:
+    model = vembed.Embedder(model_folder())
+    features = model.featuriser.features(
+        [(vembed.data.examples.Item(text=text), "document") for text in TEXTS]
     )
-    (short,) = post(f"{url}/v1/embeddings", {"input": TEXTS[:1], "dimensions": 8})[
-        "data"
-    ]
-    assert len(short["embedding"]) == 8 and np.linalg.norm(
-        short["embedding"]
-    ) == pytest.approx(1)
-    answer = post(f"{url}/embed", {"inputs": TEXTS, "prompt_name": "query"})
-    assert_close(np.array(answer, np.float32), model.encode(TEXTS, "query"))
+    ids = [row.token_ids.tolist() for row in features if row.token_ids is not None]
+    wanted = model.encode(TEXTS, prompt="")
+    _, answer = server.send("/v1/embeddings", {"input": ids})
+    assert_close([row["embedding"] for row in answer["data"]], wanted)
+    assert answer["usage"]["total_tokens"] == sum(map(len, ids))
+    _, answer = server.send("/v1/embeddings", {"input": ids[0]})
+    assert_close(answer["data"][0]["embedding"], wanted[0])
 
 
-def test_many_connections_at_once_are_all_answered(url: str) -> None:
+def test_check_server_passes(limited: Server) -> None:
+    arguments = ["check-server", limited.address, str(model_folder())]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+
+
+def test_many_connections_at_once_are_all_answered(server: Server) -> None:
+    def ask(number: int) -> int:
+        text = " ".join(["red"] * (number % 7 + 1))
+        _, answer = server.send("/embed", {"inputs": [text, *TEXTS]})
+        return len(answer)
+
     with ThreadPoolExecutor(64) as pool:
-        found = list(
-            pool.map(lambda _: len(post(f"{url}/embed", {"inputs": TEXTS})), range(128))
-        )
-    assert found == [2] * 128
+        assert list(pool.map(ask, range(128))) == [3] * 128
 
 
-def test_an_answer_leaves_as_one_packet(url: str) -> None:
-    """On a connection that stays open, the second of two would wait until the first is acknowledged."""
-    head = b"GET /health HTTP/1.1\r\nHost: tiny\r\n\r\n"
-    with socket.create_connection(
-        ("127.0.0.1", int(url.rpartition(":")[2])), timeout=60
-    ) as connection:
-        for _ in range(2):
-            connection.sendall(head)
-            assert connection.recv(65536).endswith(b'{"status": "ok"}')
+def test_a_connection_stays_open_between_requests(server: Server) -> None:
+    request = b"GET /health HTTP/1.1\r\nHost: tiny\r\n\r\n"
+    with server.connect() as connection:
+        for _ in range(3):
+            connection.sendall(request)
+            answer = b""
+            while not answer.endswith(b'{"status": "ok"}'):
+                answer += connection.recv(65536)
 
 
-def test_check_server_passes(url: str) -> None:
-    done = CliRunner().invoke(app, ["check-server", url, str(model_folder())])
-    assert done.exit_code == 0 and "equals" in done.output, done.output
+def test_what_is_known_about_the_server(server: Server) -> None:
+    assert server.send("/health") == (200, {"status": "ok"})
+    assert server.send("/v1/models")[1]["data"][0]["owned_by"] == "vembed"
+    assert server.send("/info")[1]["max_input_length"] > 0
+    server.send("/embed", {"inputs": "a"})
+    status, text = server.send("/metrics")
+    assert status == 200
+    metrics = dict(
+        line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")
+    )
+    answered = 'vembed_requests_total{route="/embed",status="200"}'
+    assert float(metrics[answered]) >= 1
+    assert float(metrics["vembed_tokens_total"]) >= 3
+    assert float(metrics["vembed_waiting_requests"]) == 0
+    assert (
+        metrics['vembed_request_seconds_bucket{le="+Inf"}']
+        == metrics["vembed_request_seconds_count"]
+    )
 
 
-def test_requests_at_the_same_time(url: str) -> None:
-    wanted = vembed.Embedder(model_folder()).encode(TEXTS, prompt="")
-    found: list[Any] = []
+@pytest.mark.parametrize("route", ["/v1/models", "/info", "/metrics", "/embed"])
+def test_a_key_is_needed(server: Server, route: str) -> None:
+    values = {"inputs": "a"} if route == "/embed" else None
+    for key in ("", "another", "a secret with more", "\xe4"):
+        status, answer = server.send(route, values, key=key)
+        assert status == 401 and "Authorization" in answer["error"]["message"]
+    assert server.send("/health", key="")[0] == 200
 
-    def ask() -> None:
-        found.append(post(f"{url}/embed", {"inputs": TEXTS}))
 
-    threads = [threading.Thread(target=ask) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6
-    for one in found:
-        assert_close(np.array(one, np.float32), wanted)
+# ---- mistakes of clients -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("route", "values", "code", "said"),
+    ("route", "values", "status", "words"),
     [
-        ("/v1/embeddings", {}, 400, "input must be a text"),
-        ("/v1/embeddings", {"input": [1, 2]}, 400, "token ids are not read"),
-        ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "at most 2,048"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 99}, 400, "gives 1 to 24"),
-        (
-            "/v1/embeddings",
-            {"input": "a", "encoding_format": "int4"},
-            400,
-            "float or base64",
-        ),
-        (
-            "/v1/embeddings",
-            {"input": "a", "input_type": "passage"},
-            400,
-            "give query or document",
-        ),
-        ("/embed", [], 400, "must be a JSON object"),
-        ("/nowhere", {}, 404, "there is no /nowhere"),
-        (
-            "/embed",
-            {"inputs": ["a", "half an emoji \ud83d"]},
-            400,
-            "inputs[1] has a lone surrogate in it, which is no character",
-        ),
+        ("/v1/embeddings", {}, 400, "input"),
+        ("/v1/embeddings", {"input": []}, 400, "input"),
+        ("/v1/embeddings", {"input": ["a", [1]]}, 400, "input"),
+        ("/v1/embeddings", {"input": [1, True]}, 400, "input"),
+        ("/v1/embeddings", {"input": [1, -2]}, 400, "-2"),
+        ("/v1/embeddings", {"input": [1, 10**30]}, 400, "token ids"),
+        ("/v1/embeddings", {"input": [[1], [2] * 9000]}, 400, "input[1]"),
+        ("/v1/embeddings", {"input": [1], "input_type": "query"}, 400, "input_type"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "2,048"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 99}, 400, "1 to 24"),
+        ("/v1/embeddings", {"input": "a", "dimensions": True}, 400, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "int4"}, 400, "int4"),
+        ("/v1/embeddings", {"input": "a", "input_type": "passage"}, 400, "passage"),
+        ("/embed", [], 400, "JSON object"),
+        ("/embed", {"inputs": float("nan")}, 400, "NaN"),
+        ("/embed", {"inputs": ["a", "half an emoji \ud83d"]}, 400, "inputs[1]"),
+        ("/embed", {"inputs": ["a", "b" * 1_000_001]}, 413, "inputs[1]"),
+        ("/nowhere", {}, 404, "/nowhere"),
+        ("/embed/", {}, 404, "/embed/"),
+        ("/health", {}, 405, "POST /health"),
+        ("/embed", None, 405, "GET /embed"),
     ],
 )
 def test_what_clients_get_wrong(
-    url: str, route: str, values: Any, code: int, said: str
+    server: Server, route: str, values: Any, status: int, words: str
 ) -> None:
-    found = refused(url + route, values)
-    assert found[0] == code and said in found[1]
+    answer = server.send(route, values)
+    assert answer[0] == status and words in answer[1]["error"]["message"]
+    assert_alive(server)
 
 
-def test_a_client_that_leaves_is_no_traceback(
-    url: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG", logger="vembed")
-    with socket.create_connection(
-        ("127.0.0.1", int(url.rpartition(":")[2])), timeout=60
-    ) as connection:
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-        )  # closed by a reset
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 5_000_000, b'{"inputs":' * 1_000_000, b"\xff", b'{"inputs": ', b"9" * 9999],
+)
+def test_a_body_that_is_no_json(server: Server, body: bytes) -> None:
+    status, answer = server.send("/embed", body=body)
+    assert status == 400 and "body" in answer["error"]["message"]
+    assert_alive(server)
+
+
+def test_a_body_that_is_too_large(limited: Server) -> None:
+    status, answer = limited.send("/embed", body=b" " * 1_000_001)
+    assert status == 413 and "1,000,000" in answer["error"]["message"]
+    with limited.connect() as connection:
         connection.sendall(
-            b"POST /embed HTTP/1.1\r\nHost: tiny\r\nContent-Length: 100\r\n\r\n"
+            b"POST /embed HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
-    end = time.monotonic() + 60
-    while "has closed the connection" not in caplog.text and time.monotonic() < end:
-        time.sleep(0.01)
-    assert "has closed the connection" in caplog.text and capfd.readouterr().err == ""
+        chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+        connection.sendall(chunk * 20)
+        assert b" 413 " in connection.recv(65536)
+    assert_alive(limited)
 
 
-def test_a_failure_of_the_server_is_an_answer(
-    url: str, monkeypatch: pytest.MonkeyPatch
+HIDDEN = b'POST /v1/embeddings HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n{"input":"a"}'
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n",
+        b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nContent-Length: 0\r\n\r\n",
+        b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: +%d\r\n\r\n",
+        b"POST /embed HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity, chunked\r\n"
+        b"Content-Length: %d\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_no_second_request_is_hidden_in_a_body(
+    limited: Server, request_head: bytes
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(ModelEncoder, "encode", lambda *_: 1 / 0)
-        found = refused(f"{url}/embed", {"inputs": "a"})
-    assert found == (500, "the server could not compute this; its log has the reason")
-    assert len(post(f"{url}/embed", {"inputs": "a"})) == 1
+    with limited.connect() as connection:
+        connection.sendall(request_head % len(HIDDEN) + HIDDEN)
+        connection.shutdown(socket.SHUT_WR)
+        answers = read_all(connection)
+    assert answers.count(b"HTTP/1.1 ") == 1 and b'embedding"' not in answers
+    assert_alive(limited)
 
 
-def test_what_is_known_about_the_server(url: str) -> None:
-    for route, key in (
-        ("/health", "status"),
-        ("/v1/models", "data"),
-        ("/info", "max_input_length"),
-    ):
-        with urllib.request.urlopen(url + route, timeout=120) as answer:
-            assert key in json.load(answer)
+# ---- attacks -------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_served(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="embeds images only"):
+def test_idle_and_slow_connections_lock_nobody_out(limited: Server) -> None:
+    num_threads = limited.num_threads()
+    connections = [limited.connect() for _ in range(60)]
+    try:
+        for connection in connections[::2]:
+            with suppress(ConnectionError):  # closed to make room
+                connection.sendall(b"POST /embed HTTP/1.1\r\nHos")
+        assert_alive(limited)
+        assert limited.num_threads() < num_threads + 40
+        # What has never become a request is closed.
+        start = time.monotonic()
+        assert b"200" not in read_all(connections[-1])
+        assert time.monotonic() - start < 30
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_slow_bodies_are_given_up(limited: Server) -> None:
+    with limited.connect() as connection:
+        connection.sendall(
+            b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+        )
+        answer = read_all(connection)
+    assert b" 408 " in answer and b"2 s" in answer
+    assert_alive(limited)
+
+
+def test_unfinished_bodies_are_bounded_together(limited: Server) -> None:
+    before = limited.memory()
+    head = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\n"
+    connections = [limited.connect() for _ in range(12)]
+    statuses = []
+    try:
+        for connection in connections:
+            connection.sendall(head + b" " * 900_000)
+        for connection in connections:
+            statuses.append(read_all(connection)[9:12])
+        assert statuses.count(b"429") >= 8 and set(statuses) <= {b"429", b"408"}
+    finally:
+        for connection in connections:
+            connection.close()
+    assert limited.memory() - before < 60_000_000
+    assert_alive(limited)
+
+
+def test_a_client_that_takes_no_answer_is_closed(limited: Server) -> None:
+    request = b"GET /info HTTP/1.1\r\nHost: a\r\n\r\n"
+    with limited.connect() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(5)
+        with pytest.raises((ConnectionError, TimeoutError)):
+            for _ in range(100_000):
+                connection.sendall(request * 100)
+    assert_alive(limited)
+
+
+def test_one_long_word_does_not_hold_the_model(limited: Server) -> None:
+    start = time.monotonic()
+    assert limited.send("/embed", {"inputs": "a" * 499_999})[0] == 200
+    assert limited.send("/embed", {"inputs": ["ab" * 200_000, "a"]})[0] == 200
+    assert time.monotonic() - start < 10
+
+
+# ---- batches, faults and the end -----------------------------------------------------------------------------------
+
+
+class CountingEncoder:
+    """An encoder that waits for the test, and fails on some texts."""
+
+    max_length = 9
+    vocab_size = None
+
+    def __init__(self) -> None:
+        self.batches: list[list[Any]] = []
+        self.may_go = threading.Event()
+
+    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+        self.batches.append([served.content for served in inputs])
+        assert self.may_go.wait(60)
+        if any(served.content == "bad" for served in inputs):
+            raise UserError("a bad text")
+        lengths = [len(served.content) for served in inputs]
+        return np.array(lengths, np.float32)[:, None], lengths
+
+
+def test_requests_that_wait_are_encoded_together() -> None:
+    encoder = CountingEncoder()
+    batcher = Batcher(encoder, Metrics())
+    first = batcher.submit([ServedInput("first")])
+    while not encoder.batches:
+        time.sleep(0.01)
+    results = {
+        text: batcher.submit([ServedInput(text), ServedInput(text + "+")])
+        for text in ("a", "bad", "ccc", "gone")
+    }
+    assert batcher.num_waiting == 4
+    assert results["gone"].cancel()
+    encoder.may_go.set()
+    assert first.result(60)[0].tolist() == [[5]]
+    assert results["a"].result(60)[0].tolist() == [[1], [2]]
+    assert results["ccc"].result(60)[1] == 7
+    with pytest.raises(UserError):
+        results["bad"].result(60)
+    # Together first; one by one after the failure, so that one bad request does not spoil the others.
+    assert encoder.batches[1] == ["a", "a+", "bad", "bad+", "ccc", "ccc+"]
+    assert len(encoder.batches) == 5
+    batcher.close()
+
+
+def test_sigterm_answers_what_has_arrived() -> None:
+    command = ["-m", "vembed", "serve", str(model_folder()), "--port", "0"]
+    texts = [f"{number} red green " * 40 for number in range(2000)]
+    with started(command) as server, ThreadPoolExecutor(1) as pool:
+        idle = server.connect()
+        answer = pool.submit(server.send, "/embed", {"inputs": texts})
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        status, vectors = answer.result(120)
+        assert status == 200 and len(vectors) == len(texts)
+        assert server.process.wait(60) == 0
+        assert server.process.stdout is not None
+        assert "stopped" in server.process.stdout.read()
+        with pytest.raises(ConnectionRefusedError):
+            server.connect()
+        idle.close()
+
+
+def test_what_cannot_be_served() -> None:
+    with pytest.raises(UserError, match="images only"):
         open_encoder(str(shared(tiny_vit)))
-    encoder = ModelEncoder(
-        str(model_folder()), device=None, truncate_dim=None, trust_remote_code=False
-    )
-    with (
-        running(encoder) as url,
-        pytest.raises(UserError, match="cannot be listened on"),
-    ):
-        # Before a model is loaded, which may take minutes: this one is not even there.
-        run_serve("nowhere/at/all", host="127.0.0.1", port=int(url.rpartition(":")[2]))
+    with bound_socket("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(UserError, match=f"--port {port}"):
+            # Before a model is loaded, which may take minutes: this one does not exist.
+            run_serve("nowhere/at/all", host="127.0.0.1", port=port)
     with pytest.raises(UserError, match="not a folder"):
         run_serve("nowhere/at/all", host="127.0.0.1", port=0)
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 300_000 + " red", "red " + "ab" * 200_000 + " a"]
+)
+def test_a_cut_word_has_the_tokens_of_the_whole(text: str) -> None:
+    model = vembed.Embedder(model_folder())
+    item = vembed.data.examples.Item(text=text)
+    (features,) = model.featuriser.features([(item, "document")])
+    assert features.token_ids is not None
+    tokenizer = load_tokenizer(model.description)
+    whole = tokenizer(text, truncation=True, max_length=model.description.max_length)
+    assert features.token_ids.tolist() == whole["input_ids"]

@@ -146,6 +146,13 @@ def serve(
     served_name: Annotated[
         str | None, typer.Option(help="Name of the model. Default: that of its folder.")
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VEMBED_API_KEY",
+            help="Key that clients must send. Other users see arguments: set VEMBED_API_KEY.",
+        ),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one."),
@@ -157,7 +164,7 @@ def serve(
 ) -> None:
     """Serve embeddings over HTTP: OpenAI's /v1/embeddings and TEI's /embed.
 
-    The vectors are those of `vembed.Embedder`. The server has no authentication.
+    The vectors are those of `vembed.Embedder`.
     """
 
     def call() -> None:
@@ -170,6 +177,7 @@ def serve(
                 host=host,
                 port=port,
                 served_name=served_name,
+                api_key=api_key,
                 device=device,
                 truncate_dim=truncate_dim,
                 trust_remote_code=trust_remote_code,

@@ -131,9 +131,9 @@ def report(
     """Write report.html and report.md of a run, also of one that was stopped or killed."""
 
     def call() -> None:
+        from vembed.evaluation.report.comparison import run_json
         from vembed.evaluation.report.record import read_run
         from vembed.evaluation.report.report import write_report
-        from vembed.evaluation.report.several_runs import run_json
 
         with json_result(json_file) as give:
             path = write_report(run)
@@ -160,8 +160,12 @@ def compare(
     """Compare several runs on one page: curves, scores with intervals, settings that differ, queries won and lost."""
 
     def call() -> None:
-        from vembed.evaluation.report.several_page import score_lines, write_comparison
-        from vembed.evaluation.report.several_runs import as_json, read_several
+        from vembed.evaluation.report.comparison import (
+            as_json,
+            read_several,
+            score_lines,
+            write_comparison,
+        )
 
         found = read_several(runs)
         with json_result(json_file) as give:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
 
 from vembed.config.entries import (
@@ -646,3 +646,12 @@ def section_titles() -> dict[str, str]:
         for option in section.model_fields:
             titles[option] = title
     return titles
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config file, in which all options stand flat."""
+    fields: dict[str, Any] = {}
+    for name, field in option_fields().items():
+        fields[name] = (field.annotation, field)
+    model = create_model("TrainConfig", __base__=Frozen, **fields)
+    return model.model_json_schema()

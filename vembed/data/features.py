@@ -148,6 +148,11 @@ class Featuriser:
         """Return the threads and processes that decode images; None for a model of texts."""
         return None if self._pixels is None else self._pixels.decoders
 
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of token ids that the tokenizer has."""
+        return (self._chat or self._text_processing()).vocab_size
+
     def forget_images(self) -> None:
         """Empty the cache of decoded images."""
         if self._pixels is not None:

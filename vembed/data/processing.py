@@ -6,6 +6,7 @@ construction, so all classes are thread-safe.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class TextProcessing:
         self._tokenizer = tokenizer
         self._around: tuple[int, int] | None = None
         self.padding = Padding(tokenizer, description)
+        self.vocab_size = len(tokenizer)
 
     def encode(
         self, texts: Sequence[str], limits: Sequence[int | None] = ()
@@ -64,7 +66,12 @@ class TextProcessing:
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. Of a very long one, only as much as fills `max_length` is tokenised."""
-        if self._cut_left or max(map(len, texts), default=0) <= self._longest:
+        if max(map(len, texts), default=0) <= self._longest:
+            return self._encode(texts)
+        texts = [
+            cut_words(text, self._longest, from_left=self._cut_left) for text in texts
+        ]
+        if self._cut_left:
             return self._encode(texts)
         length = self._longest
         rows = self._encode([_beginning(text, length) for text in texts])
@@ -121,6 +128,7 @@ class ChatProcessing:
         self._config = config.to_dict()
         self.image_token_id = int(self._config["image_token_id"])
         self.padding = Padding(tokenizer, description)
+        self.vocab_size = len(tokenizer)
 
     def encode_texts(
         self,
@@ -155,6 +163,7 @@ class ChatProcessing:
     ) -> tuple[list[str], list[list[int]]]:
         """Return the conversations and their ids. Of a very long text, only as much as fills `max_length` is used."""
         length = CHARACTERS_PER_TOKEN * self._description.max_length
+        texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
         cut = (
             list(texts)
             if self._cut_left
@@ -312,6 +321,23 @@ class Padding:
             if mask is None
             else {**batch, "attention_mask": torch.from_numpy(mask)}
         )
+
+
+def cut_words(text: str, length: int, *, from_left: bool = False) -> str:
+    """Return the text with every word cut to `length` characters, at its beginning if `from_left`.
+
+    A tokenizer needs minutes for a word of some millions of characters, of which the model reads only those that fill
+    its maximum length.
+    """
+    if len(text) <= length:
+        return text
+
+    def cut(match: re.Match[str]) -> str:
+        word = match[0]
+        return word[-length:] if from_left else word[:length]
+
+    # From the beginnings of words only: otherwise each position of a word is tried.
+    return re.sub(rf"(?<!\S)\S{{{length}}}\S+", cut, text)
 
 
 def _beginning(text: str, length: int) -> str:

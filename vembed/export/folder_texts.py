@@ -11,6 +11,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from vembed.data.examples import Kind
+from vembed.data.processing import CHARACTERS_PER_TOKEN, cut_words
 from vembed.models.families.weight_files import read_object
 
 PROMPTS_FILE = "config_sentence_transformers.json"
@@ -37,7 +38,11 @@ class FolderTexts:
     def all_token_ids(self, texts: Sequence[str], kind: Kind | None) -> list[list[int]]:
         """Return the token ids of each text with its prompt."""
         prompt = self.prompts.get(kind or "", "")
-        given = [prompt + text for text in texts]
+        longest = CHARACTERS_PER_TOKEN * self.max_length
+        from_left = self.tokenizer.truncation_side == "left"
+        given = [
+            cut_words(prompt + text, longest, from_left=from_left) for text in texts
+        ]
         ids: list[list[int]] = self.tokenizer(
             given, truncation=True, max_length=self.max_length
         ).input_ids

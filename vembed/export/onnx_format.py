@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
@@ -97,8 +98,27 @@ def write_text_graph(job: ExportJob, folder: Path) -> None:
     write_in(job.precision, partial(_trace, job.embedder), folder / ONNX_FILE)
 
 
-class OnnxReader:
-    """The texts of an ONNX export in onnxruntime, with the tokenizer and the prompts of its folder."""
+class GraphReader(ABC):
+    """The texts of an export to a graph, with the tokenizer and the prompts of its folder."""
+
+    runtime: str
+    texts: FolderTexts
+
+    @abstractmethod
+    def encode_ids(self, rows: Sequence[list[int]]) -> np.ndarray:
+        """Return [n, d] float32 embeddings of token ids."""
+
+    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
+        """Return [n, d] float32 embeddings of texts."""
+        return self.encode_ids(self.texts.all_token_ids(texts, kind))
+
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
+        """Return the token ids of a text with its prompt."""
+        return self.texts.token_ids(text, kind)
+
+
+class OnnxReader(GraphReader):
+    """The texts of an ONNX export in onnxruntime."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / ONNX_FILE).is_file():
@@ -113,26 +133,18 @@ class OnnxReader:
         self.fixed_length = length if isinstance(length, int) else None
         """Tokens of every text, for a model with texts of fixed length."""
 
-    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
-        """Return the token ids of a text with its prompt."""
-        return self.texts.token_ids(text, kind)
-
-    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
+    def encode_ids(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Return [n, d] embeddings. Texts of similar length share a batch, because padding costs time."""
-        ids = self.texts.all_token_ids(texts, kind)
-        batches = _batches([self.fixed_length or len(one) for one in ids])
-        padded = (
-            self.texts.padded([ids[row] for row in rows], self.fixed_length)
-            for rows in batches
-        )
-        found = run_batches(
-            self.session,
-            [{name: given[name] for name in self.names} for given in padded],
-        )
-        vectors = np.concatenate(found).astype(np.float32)
-        # Back to the order of the texts; a copy, since source and target overlap.
-        vectors[np.concatenate(batches)] = vectors.copy()
-        return vectors
+        batches = _batches([self.fixed_length or len(row) for row in rows])
+        inputs = []
+        for numbers in batches:
+            batch = [rows[number] for number in numbers]
+            padded = self.texts.padded(batch, self.fixed_length)
+            inputs.append({name: padded[name] for name in self.names})
+        outputs = np.concatenate(run_batches(self.session, inputs))
+        embeddings = np.empty(outputs.shape, np.float32)
+        embeddings[np.concatenate(batches)] = outputs
+        return embeddings
 
 
 def _batches(lengths: Sequence[int]) -> list[list[int]]:

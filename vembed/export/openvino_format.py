@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,15 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from vembed.data.examples import Kind
 from vembed.export.folder_texts import FolderTexts
 from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
 from vembed.export.graph import OUTPUT
-from vembed.export.onnx_format import ONNX_FILE, OnnxFormat, write_text_graph
+from vembed.export.onnx_format import (
+    ONNX_FILE,
+    GraphReader,
+    OnnxFormat,
+    write_text_graph,
+)
 from vembed.inference.embedder import Embedder
 from vembed.models.processors import save_processors
 
 OPENVINO_FILE = "openvino_model.xml"
+BATCH_ROWS = 16
 
 
 class OpenvinoFormat:
@@ -59,7 +65,7 @@ class OpenvinoFormat:
         return OpenvinoReader(folder)
 
 
-class OpenvinoReader:
+class OpenvinoReader(GraphReader):
     """An export in OpenVINO on a CPU."""
 
     def __init__(self, folder: Path) -> None:
@@ -73,21 +79,11 @@ class OpenvinoReader:
         )
         self.names = [one.get_any_name() for one in self.model.inputs]
 
-    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
-        """Return the token ids of a text with its prompt."""
-        return self.texts.token_ids(text, kind)
-
-    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
+    def encode_ids(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Return [n, d] embeddings."""
-        found = []
-        for start in range(0, len(texts), 16):
-            given = self.texts.padded(
-                self.texts.all_token_ids(texts[start : start + 16], kind)
-            )
-            found.append(
-                np.array(
-                    self.model({name: given[name] for name in self.names})[OUTPUT],
-                    np.float32,
-                )
-            )
-        return np.concatenate(found)
+        embeddings = []
+        for start in range(0, len(rows), BATCH_ROWS):
+            padded = self.texts.padded(rows[start : start + BATCH_ROWS])
+            inputs = {name: padded[name] for name in self.names}
+            embeddings.append(np.array(self.model(inputs)[OUTPUT], np.float32))
+        return np.concatenate(embeddings)

@@ -228,6 +228,29 @@ def encode_rank_items(
     return found
 
 
+def encode_features(
+    model: nn.Module,
+    featuriser: Featuriser,
+    features: Sequence[Features],
+    device: torch.device,
+) -> np.ndarray:
+    """Return [n, d] float32 embeddings of inputs that are tokenized, as the model gives them, by this process alone."""
+    with _evaluating(model), holding_copies(model):
+        embeddings = _encode_rank_batch(
+            model,
+            Feeder(featuriser, device),
+            features,
+            budget=default_budget(device),
+            max_rows=None,
+            world_size=1,
+            reporter=_Reporter(None, len(features), len(features), 1),
+            between=None,
+            kept=None,
+        )
+    result: np.ndarray = embeddings.float().cpu().numpy()
+    return result
+
+
 def first_dims(matrix_ND: np.ndarray, dim: int, normalize: bool) -> np.ndarray:
     """Return the first `dim` coordinates of each row, normalised if `normalize`. The matrix itself is not changed."""
     cut = matrix_ND[:, :dim]

@@ -13,16 +13,8 @@ import yaml
 from vembed.config.places import short_name
 from vembed.models.custom.folder import own_class
 from vembed.models.families.description import ModelDescription
+from vembed.saving.masking import is_secret, masked
 
-_SECRET_NAME = re.compile(
-    r"token|secret|password|passwd|credential|api_?key|auth", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(
-    # The second alternative is `user:password@` behind the `//` of an address.
-    r"\b(hf_\w{8,}|sk-\w{8,}|ghp_\w{8,}|github_pat_\w{8,}|AKIA\w{12,})|(?<=//)[^/\s@]+:[^/\s@]+@"
-)
-_NOT_SECRET = {"micro_batch_tokens", "kept_graph_tokens", "eval_batch_tokens"}
-"""Options whose name contains "token" but that count text tokens."""
 _NOT_SHOWN = {
     "output_dir",
     "run_name",
@@ -162,7 +154,7 @@ def _what(description: ModelDescription, name: str | None) -> str:
 
 def _local_model(description: ModelDescription) -> str:
     """Return the part of a folder's path that identifies the model: the rest must not be published."""
-    return short_name(_without_secrets(description.name or description.source))
+    return short_name(masked(description.name or description.source))
 
 
 def properties_of(description: ModelDescription) -> list[str]:
@@ -298,17 +290,14 @@ def _training(card: Card) -> str:
         lines += [
             "## Training data",
             "",
-            *(f"- {_without_secrets(_without_folders(line))}" for line in card.data),
+            *(f"- {masked(_without_folders(line))}" for line in card.data),
             "",
         ]
     if card.settings or card.num_steps is not None:
         shown = {
-            key: _without_secrets(
-                _shown(value) if key not in _MODELS else _model(value)
-            )
+            key: masked(_shown(value) if key not in _MODELS else _model(value))
             for key, value in card.settings.items()
-            if key not in _NOT_SHOWN
-            and (key in _NOT_SECRET or not _SECRET_NAME.search(key))
+            if key not in _NOT_SHOWN and not is_secret(key)
         }
         steps = (
             [] if card.num_steps is None else [("steps done", f"{card.num_steps:,d}")]
@@ -336,7 +325,7 @@ def _shown(value: Any) -> str:
         return ", ".join(
             f"{key}: {_shown(inner)}"
             for key, inner in value.items()
-            if not _SECRET_NAME.search(str(key))
+            if not is_secret(str(key))
         )
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value))
@@ -354,10 +343,6 @@ def _model(name: Any) -> str:
 
 def _without_folders(text: str) -> str:
     return _LOCAL_PATH.sub("", text.rstrip("/"))
-
-
-def _without_secrets(text: str) -> str:
-    return _SECRET_VALUE.sub("***", text)
 
 
 def _code(text: str) -> str:

@@ -20,6 +20,7 @@ from vembed.config.schema import LoggingSection
 from vembed.errors import UserError
 from vembed.evaluation.report.record import scores_line
 from vembed.files import require_regular
+from vembed.saving.masking import MASK, secret_variables
 
 log = logging.getLogger("vembed")
 
@@ -261,9 +262,6 @@ def log_scores(
     )
 
 
-SECRET_MARKS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "CREDENTIAL")
-"""Substrings of environment variable names. The values of matching variables are never logged."""
-MIN_SECRET_LENGTH = 8
 
 
 class SafeFormatter(logging.Formatter):
@@ -271,18 +269,13 @@ class SafeFormatter(logging.Formatter):
 
     def __init__(self, pattern: str) -> None:
         super().__init__(pattern, "%Y-%m-%d %H:%M:%S")
-        self.secrets = [
-            value
-            for name, value in os.environ.items()  # what is secret is known by the variable that holds it
-            if any(mark in name.upper() for mark in SECRET_MARKS)
-            and len(value) >= MIN_SECRET_LENGTH
-        ]
+        self.secrets = secret_variables()
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line with secrets replaced."""
         line = super().format(record)
         for secret in self.secrets:
-            line = line.replace(secret, "***")
+            line = line.replace(secret, MASK)
         return line
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 from vembed.config.places import short_name
+from vembed.errors import UserError
 from vembed.inference.serve.encoder import TextEncoder, open_encoder
-from vembed.inference.serve.server import EmbeddingServer, serve
 
 
 def run_serve(
@@ -15,11 +16,18 @@ def run_serve(
     host: str,
     port: int,
     served_name: str | None = None,
+    api_key: str | None = None,
     device: str | None = None,
     truncate_dim: int | None = None,
     trust_remote_code: bool = False,
 ) -> None:
     """Serve a model until a signal."""
+    for package in ("uvicorn", "starlette"):
+        if find_spec(package) is None:
+            raise UserError(
+                f"{package} is not installed: `pip install 'vembed[serve]'`"
+            )
+    from vembed.inference.serve.server import serve
 
     def load() -> TextEncoder:
         return open_encoder(
@@ -29,14 +37,23 @@ def run_serve(
             trust_remote_code=trust_remote_code,
         )
 
-    server = EmbeddingServer(load, served_name or short_name(model), host, port)
-    say(
-        f"{model} at http://{host}:{server.server_port}: POST /v1/embeddings (OpenAI) or /embed (TEI); Ctrl-C stops it"
+    def announce(port: int) -> None:
+        print_line(
+            f"{model} at http://{host}:{port}: POST /v1/embeddings (OpenAI) or /embed (TEI); Ctrl-C stops it"
+        )
+
+    serve(
+        load,
+        served_name or short_name(model),
+        host=host,
+        port=port,
+        api_key=api_key,
+        on_ready=announce,
     )
-    serve(server, say)
+    print_line("stopped")
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Write a line at once: a program that starts the server waits for it."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -11,7 +11,7 @@ from vembed.cli.commands.options_page import options_page
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import render, resolve_run
 from vembed.config.places import require_places
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import json_schema
 
 
 def show_config(
@@ -45,4 +45,4 @@ def schema_text(form: Literal["json", "markdown"] = "json") -> str:
     """Return the JSON schema, which editors use for completion and checks, or the page of all options."""
     if form == "markdown":
         return options_page()
-    return json.dumps(TrainConfig.model_json_schema(), indent=2) + "\n"
+    return json.dumps(json_schema(), indent=2) + "\n"

@@ -26,10 +26,10 @@ from vembed.data_tools.audit.checks import (
     rank_findings,
     scripts,
 )
+from vembed.data_tools.audit.page import render
 from vembed.data_tools.init.data_page import sections
 from vembed.data_tools.init.sections import Section
 from vembed.errors import UserError
-from vembed.mining.audit_page import render
 from vembed.mining.candidates import CandidateStore
 from vembed.mining.config import AuditConfig, MineConfig
 from vembed.mining.mine import Inputs, Say, open_session, read_inputs

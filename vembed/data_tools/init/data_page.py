@@ -1,6 +1,6 @@
 """The data of a config on one page: samples as the model reads them, lengths, duplicates, overlap, columns not used.
 
-`vembed data` prints it; the page of `vembed audit` begins with it.
+`vembed data` prints it. The page of `vembed audit` begins with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,26 +142,6 @@ def as_text(page: Sequence[Section]) -> str:
             else "\n  ".join([f"{one.title}:", *lines])
         )
     return "\n\n".join(blocks) + "\n"
-
-
-def as_html(page: Sequence[Section]) -> str:
-    """Return the page as sections of an HTML page in the look of the reports."""
-    return "\n".join(_html(one) for one in page)
-
-
-def _html(one: Section) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in one.lines)
-    rows = [[escape(cell) for cell in row] for row in one.table]
-    table = ""
-    if rows:
-        head = "".join(f"<th>{cell}</th>" for cell in rows[0])
-        body = "".join(
-            f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>"
-            for row in rows[1:]
-        )
-        table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    title = escape(one.title[0].upper() + one.title[1:])
-    return f"<section>\n<h2>{title}</h2>\n{items and f'<ul>{items}</ul>'}{table}\n</section>"
 
 
 def _aligned(table: Sequence[Row]) -> list[str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from markupsafe import Markup
 
 from vembed.config.places import short_name
-from vembed.evaluation.report.page import Figure, Page, render
+from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.plots import (
     Curve,
     curve_svg,
@@ -37,6 +38,7 @@ from vembed.evaluation.report.thumbnails import thumbnail
 from vembed.progress import duration
 from vembed.saving.card import calls_of
 from vembed.saving.durability import replace_text
+from vembed.saving.masking import masked, masked_option
 
 MEANINGS = {
     "ndcg": "how well the first {k} results are ordered; 1 if all relevant documents come first.",
@@ -48,124 +50,170 @@ MEANINGS = {
 }
 """One sentence for each metric."""
 HOW_TO_EVALUATE = "set val_split: 0.1, or give val_data_path"
-PER_STEP = ("loss", "learning_rate", "grad_norm")
-"""Curves that are recorded for every step, in this order after the step's number."""
-_NONE: Mapping[str, Interval] = {}
-
-MAX_POINTS = 600
-"""Largest number of points per curve. More make the page larger without being visible."""
+STEP_COLUMNS = ("step", "loss", "learning_rate", "grad_norm")
+"""Columns of the steps since the last logged line."""
+MAX_CURVE_POINTS = 600
+"""More make the page larger without being visible."""
 
 
 def write_report(output_dir: str | Path) -> Path:
     """Write both reports; return the path of report.html. Only the main process calls it."""
     record = read_run(output_dir)
+    changes = query_changes(record)
+    replace_text(record.folder / "report.md", markdown(record, changes))
     path = record.folder / "report.html"
-    found = comparison(record)
-    for target, text in (
-        (record.folder / "report.md", markdown(record, found)),
-        (path, html(record, found)),
-    ):
-        replace_text(target, text)
+    replace_text(path, html(record, changes))
     return path
 
 
-def score_table(
-    record: RunRecord,
-    keys: tuple[str, ...] | None = None,
-    intervals: Mapping[str, Interval] = _NONE,
-) -> Table:
-    """Return a table of metrics before and after: the given ones, or all that were measured. With `intervals`, a column
-    of the 95 % intervals of the changes."""
-    before, after = record.before, record.after
-    measured = after or before
-    wanted = keys or tuple(
-        key for key in measured if "/" not in key or key.startswith(("guard/", "task/"))
-    )
-    rows = []
-    for key in wanted:
-        if key in measured:
-            old, new = before.get(key), after.get(key)
-            interval = (
-                (str(intervals[key]) if key in intervals else "",) if intervals else ()
-            )
-            rows.append(
-                (
-                    metric_name(key),
-                    number(old),
-                    number(new),
-                    change(old, new),
-                    *interval,
-                )
-            )
-    header = (
-        "metric",
-        "before",
-        "after",
-        "change",
-        *(("95 % interval of the change",) if intervals else ()),
-    )
-    return Table(header, tuple(rows))
-
-
-def comparison(record: RunRecord) -> Comparison | None:
-    """Return the comparison of the queries before training and with the weights kept, where both were recorded."""
+def query_changes(record: RunRecord) -> Comparison | None:
+    """Return the queries before training against those with the weights kept, where both were recorded."""
     if not record.before or record.final is None:
         return None
     return compare_queries(record.folder, 0, record.final.step, record.headline)
 
 
-def explanations(record: RunRecord, keys: tuple[str, ...]) -> list[str]:
-    """Return one sentence for each metric of the first table."""
-    found = []
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def score_table(
+    record: RunRecord,
+    keys: Sequence[str] | None = None,
+    intervals: Mapping[str, Interval] | None = None,
+) -> Table:
+    """Return a table of metrics before and after: those of `keys`, or all that were measured. With `intervals`, a
+    column of the 95 % intervals of the changes."""
+    measured = record.after or record.before
+    if keys is None:
+        is_main = re.compile(r"[^/]*$|guard/|task/")
+        keys = [key for key in measured if is_main.match(key)]
+    header = ["metric", "before", "after", "change"]
+    if intervals:
+        header.append("95 % interval of the change")
+    rows = []
     for key in keys:
-        base, _, cut = key.partition("@")
-        if key in (record.after or record.before) and base in MEANINGS:
-            found.append(f"{metric_name(key)}: {MEANINGS[base].format(k=cut)}")
-    return found
+        if key not in measured:
+            continue
+        row = [metric_name(key), *_before_after(record, key)]
+        if intervals:
+            row.append(str(intervals[key]) if key in intervals else "")
+        rows.append(tuple(row))
+    return Table(tuple(header), tuple(rows))
 
 
-def verdict(record: RunRecord, found: Comparison | None) -> str:
-    """Return whether the change of the deciding metric is more than chance, in one sentence; empty if not known."""
-    interval = found.intervals.get(record.headline) if found else None
-    if found is None or interval is None:
-        return ""
-    counts = f"{found.num_better:,d} of {found.num_queries:,d} queries got better and {found.num_worse:,d} worse"
-    if not interval.is_clear:
-        return f"{metric_name(record.headline)}: {NO_DIFFERENCE}; {counts}."
-    return f"{counts[0].upper()}{counts[1:]}; the change of {metric_name(record.headline)} is more than chance."
-
-
-def dims_table(record: RunRecord) -> Table:
+def dims_table(record: RunRecord) -> Table | None:
     """Return a table of the deciding metric by Matryoshka size, with the fraction of the full embedding's score."""
-    key = record.headline
-    full = record.after.get(key)
+    if not record.dims:
+        return None
+    full = record.after.get(record.headline)
     rows = []
     for dim in record.dims:
-        name = f"dim{dim}/{key}"
-        old, new = record.before.get(name), record.after.get(name)
-        kept = f"{new / full:.1%}" if new is not None and full else ""
-        rows.append((str(dim), number(old), number(new), change(old, new), kept))
+        key = f"dim{dim}/{record.headline}"
+        after = record.after.get(key)
+        fraction = f"{after / full:.1%}" if after is not None and full else ""
+        rows.append((str(dim), *_before_after(record, key), fraction))
     return Table(("dims", "before", "after", "change", "of full size"), tuple(rows))
 
 
 def stored_table(record: RunRecord) -> Table | None:
     """Return a table of documents in int8 and as bits; None if they were not scored."""
     rows = rows_of(record.after)
+    if not rows:
+        return None
+    return Table(("vectors", "size", "bytes", "nDCG@10", "of float32"), tuple(rows))
+
+
+def changed_table(queries: Sequence[Changed], *, has_pictures: bool = False) -> Table:
+    """Return a table of queries with what should be found and what was found first, before and after. `has_pictures`:
+    with thumbnails of images."""
+    rows = []
+    pictures = {}
+    for row, query in enumerate(queries):
+        cells = (
+            [query.query],
+            query.relevant,
+            [item for item, _ in query.found_before[:1]],
+            [item for item, _ in query.found_after[:1]],
+        )
+        texts = [
+            _item_text(cells[0]),
+            _item_text(cells[1]),
+            _first_text(query.found_before),
+            _first_text(query.found_after),
+        ]
+        rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
+        if has_pictures:
+            for column, items in enumerate(cells):
+                pictures[row, column] = _thumbnails(query, items[:1])
+    header = ("query", "relevant", "found before", "found after", "score")
+    return Table(header, tuple(rows), pictures)
+
+
+def _before_after(record: RunRecord, key: str) -> tuple[str, str, str]:
+    """Return a score before and after, and the change, as text."""
+    before = record.before.get(key)
+    after = record.after.get(key)
     return (
-        Table(("vectors", "size", "bytes", "nDCG@10", "of float32"), tuple(rows))
-        if rows
-        else None
+        "" if before is None else f"{before:.4f}",
+        "" if after is None else f"{after:.4f}",
+        "" if before is None or after is None else f"{after - before:+.4f}",
     )
 
 
-def number(value: float | None) -> str:
-    """Format a score for tables."""
-    return "" if value is None else f"{value:.4f}"
+def _thumbnails(query: Changed, items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    addresses = []
+    for item in items:
+        for path in item["images"]:
+            address = query.pictures.get(path) or thumbnail(path)
+            if address is not None:
+                addresses.append(address)
+    return tuple(addresses)
 
 
-def change(before: float | None, after: float | None) -> str:
-    """Format a difference with its sign."""
-    return "" if before is None or after is None else f"{after - before:+.4f}"
+def _first_text(found: Sequence[tuple[Mapping[str, Any], bool]]) -> str:
+    """Return the first document, marked if it is relevant."""
+    if not found:
+        return "nothing"
+    item, is_relevant = found[0]
+    return ("[relevant] " if is_relevant else "") + _item_text([item])
+
+
+def _item_text(items: Sequence[Mapping[str, Any]]) -> str:
+    texts = []
+    for item in items:
+        words = [item["text"]] if item["text"] else []
+        words += [short_name(path) for path in item["images"]]
+        texts.append(" ".join(words))
+    return "; ".join(texts)
+
+
+# ---- sentences -----------------------------------------------------------------------------------------------------
+
+
+def explanations(record: RunRecord) -> list[str]:
+    """Return one sentence for each metric of the first table."""
+    measured = record.after or record.before
+    sentences = []
+    for key in TABLE:
+        base, _, cut = key.partition("@")
+        if key in measured and base in MEANINGS:
+            sentences.append(f"{metric_name(key)}: {MEANINGS[base].format(k=cut)}")
+    return sentences
+
+
+def verdict(record: RunRecord, changes: Comparison | None) -> str:
+    """Return whether the change of the deciding metric is more than chance, in one sentence; empty if not known."""
+    interval = changes.intervals.get(record.headline) if changes else None
+    if changes is None or interval is None:
+        return ""
+    counts = (
+        f"{changes.num_better:,d} of {changes.num_queries:,d} queries got better and "
+        f"{changes.num_worse:,d} worse"
+    )
+    name = metric_name(record.headline)
+    if not interval.is_clear:
+        return f"{name}: {NO_DIFFERENCE}; {counts}."
+    return f"{counts}; the change of {name} is more than chance."
 
 
 def sentence(record: RunRecord) -> str:
@@ -178,10 +226,10 @@ def sentence(record: RunRecord) -> str:
     text += f" in {num_steps:,d} steps"
     if summary.seconds is not None:
         text += f" and {duration(summary.seconds)}"
-    where = (
-        f"{summary.num_processes} process{'es' if summary.num_processes > 1 else ''}"
-    )
-    text += f", {where} on {summary.device}." if summary.device else "."
+    if summary.device:
+        plural = "es" if summary.num_processes > 1 else ""
+        text += f", {summary.num_processes} process{plural} on {summary.device}"
+    text += "."
     if summary.evaluation:
         text += f" Measured on {short_paths(summary.evaluation)}."
     return text
@@ -189,49 +237,95 @@ def sentence(record: RunRecord) -> str:
 
 def facts(record: RunRecord) -> list[tuple[str, str]]:
     """Return model, data and settings as name and value."""
-    summary, config = record.summary, record.config
+    summary = record.summary
+    config = record.config
+    model = "\n".join(summary.properties) or _model_name(record)
     trained = ""
     if summary.num_parameters and summary.num_trainable is not None:
         share = summary.num_trainable / summary.num_parameters
         trained = f"{summary.num_trainable:,d} of {summary.num_parameters:,d} parameters ({share:.0%})"
-    last = record.steps[-1] if record.steps else {}
-    final = record.final
-    pairs = [
-        (
-            "Model",
-            "\n".join(summary.properties)
-            or _local_name(str(config.get("model_name", ""))),
-        ),
-        ("Trained", trained),
-        (
-            "Training data",
-            short_paths("\n".join(line.removeprefix("data: ") for line in summary.data))
-            or _paths(config["data_path"]),
-        ),
-        (
-            "Evaluation data",
-            short_paths(
-                summary.evaluation
-                or str(config.get("val_data_path") or f"none ({HOW_TO_EVALUATE})")
-            ),
-        ),
-        (
-            "Loss",
-            f"{config.get('loss', '')}, last value {last['loss']:.4f}"
-            if _is_number(last.get("loss"))
-            else "",
-        ),
-        ("Weights kept", f"those after step {final.step:,d}" if final else ""),
-        ("Strategy", summary.strategy),
-        ("Mixed precision", summary.precision),
-        ("Finished", summary.finished[:16].replace("T", " ")),
-    ]
-    return [(name, value) for name, value in pairs if value]
+    sources = [line.removeprefix("data: ") for line in summary.data]
+    evaluation = (
+        summary.evaluation or config.get("val_data_path") or f"none ({HOW_TO_EVALUATE})"
+    )
+    last_loss = record.steps[-1].get("loss") if record.steps else None
+    loss = ""
+    if _is_number(last_loss):
+        loss = f"{config.get('loss', '')}, last value {last_loss:.4f}"
+    kept = f"those after step {record.final.step:,d}" if record.final else ""
+    named = {
+        "Model": model,
+        "Trained": trained,
+        "Training data": short_paths("\n".join(sources))
+        or _file_names(config["data_path"]),
+        "Evaluation data": short_paths(str(evaluation)),
+        "Loss": loss,
+        "Weights kept": kept,
+        "Strategy": summary.strategy,
+        "Mixed precision": summary.precision,
+        "Finished": summary.finished[:16].replace("T", " "),
+    }
+    return [(name, masked(value)) for name, value in named.items() if value]
+
+
+def calls(record: RunRecord) -> list[str]:
+    """Return the calls that use the model, as its card has them; none before the run has a model."""
+    card = record.folder / "final" / "README.md"
+    if not card.is_file():
+        return []
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return calls_of(text, f"{record.folder.resolve().name}/final")
+
+
+def settings(record: RunRecord) -> list[tuple[str, str]]:
+    """Return all options as text. Secrets are masked."""
+    rows = []
+    for name, value in record.config.items():
+        rows.append((name, short_paths(format_option(masked_option(name, value)))))
+    return rows
+
+
+def changed_yaml(record: RunRecord) -> str:
+    """Return what differs from the defaults as YAML, without folders of the machine and without secrets."""
+    changed = record.changed_settings() | {"model_name": _model_name(record)}
+    shown = {name: masked_option(name, value) for name, value in changed.items()}
+    return short_paths(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True))
+
+
+def short_paths(text: str) -> str:
+    """Shorten absolute paths to their last parts."""
+    # From a slash at the beginning of a word (behind a blank, quotation mark, bracket, comma or colon) to the last
+    # slash before a name, so that `a/b` and `https://` stay.
+    return re.sub(r"(?<![^\s'\"\[{(,:])/[^\s'\",]*/(?=[^/\s])", "", text)
+
+
+def format_option(value: Any) -> str:
+    """Return a value of the config as text."""
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _model_name(record: RunRecord) -> str:
+    """Return the model's name; of an absolute path the part that identifies the model."""
+    model = str(record.config.get("model_name", ""))
+    return short_name(model) if model.startswith(("/", "~")) else model
+
+
+def _file_names(value: Any) -> str:
+    names = []
+    for entry in value if isinstance(value, list) else [value]:
+        path = entry["path"] if isinstance(entry, dict) else entry
+        names.append(short_name(str(path)))
+    return "\n".join(names)
+
+
+# ---- curves --------------------------------------------------------------------------------------------------------
 
 
 def curves(record: RunRecord) -> list[Curve]:
     """Return the recorded curves for the report."""
-    wanted: list[tuple[str, str, str, Callable[[float], str]]] = [
+    quantities: list[tuple[str, str, str, Callable[[float], str]]] = [
         ("loss", "Loss", "of the global batch", "{:.3g}".format),
         ("learning_rate", "Learning rate", "", _power),
         ("grad_norm", "Gradient norm", "global, before clipping", "{:.3g}".format),
@@ -239,303 +333,114 @@ def curves(record: RunRecord) -> list[Curve]:
         ("padding_fraction", "Padding", "share of tokens", "{:.0%}".format),
         ("memory", "Memory", "peak of the fullest process, GiB", "{:.3g}".format),
     ]
-    found = []
-    for key, title, note, write in wanted:
-        read = _recorded(record, key)
+    drawn = []
+    for key, title, note, write in quantities:
         points = [
             (float(step), float(value))
-            for step, value in read
-            if value is not None and _is_number(value)
+            for step, value in _recorded(record, key)
+            if _is_number(value)
         ]
         # A curve of zeros (no padding, no memory on a CPU) says nothing.
-        if len(points) > 1 and any(value for _, value in points):
-            steps, values = _thinned(points)
-            from_zero, noisy = (
-                key not in ("loss", "grad_norm"),
-                key not in ("learning_rate", "memory"),
-            )
-            found.append(Curve(title, note, steps, values, write, from_zero, noisy))
-    return found + task_curves(record)
+        if len(points) < 2 or not any(value for _, value in points):
+            continue
+        steps, values = _thinned(points)
+        from_zero = key not in ("loss", "grad_norm")
+        noisy = key not in ("learning_rate", "memory")
+        drawn.append(Curve(title, note, steps, values, write, from_zero, noisy))
+    return drawn + _task_curves(record)
 
 
-def task_curves(record: RunRecord) -> list[Curve]:
+def _task_curves(record: RunRecord) -> list[Curve]:
     """Return the loss of each task and term, and the scores of each task and guard, where there are several points."""
     points: dict[str, list[tuple[float, float]]] = {}
     for line in record.steps:
-        for key in (
-            key for key in line if key.startswith("loss/") and _is_number(line[key])
-        ):
-            points.setdefault(key, []).append((float(line["step"]), float(line[key])))
-    for one in record.evaluations:
-        for key in (key for key in one.scores if key.startswith(("task/", "guard/"))):
-            points.setdefault(key, []).append((float(one.step), one.scores[key]))
-    found = []
-    for key, read in points.items():
-        if len(read) > 1:
-            is_loss = key.startswith("loss/")
-            title = (
-                f"Loss, {key.removeprefix('loss/')}" if is_loss else metric_name(key)
-            )
-            note = "mean between two log lines" if is_loss else ""
-            write = "{:.3g}".format if is_loss else "{:.4f}".format
-            found.append(Curve(title, note, *_thinned(read), write, noisy=is_loss))
-    return found
+        for key, value in line.items():
+            if key.startswith("loss/") and _is_number(value):
+                points.setdefault(key, []).append((float(line["step"]), float(value)))
+    for evaluation in record.evaluations:
+        for key, score in evaluation.scores.items():
+            if key.startswith(("task/", "guard/")):
+                points.setdefault(key, []).append((float(evaluation.step), score))
+    drawn = []
+    for key, key_points in points.items():
+        if len(key_points) < 2:
+            continue
+        steps, values = _thinned(key_points)
+        if key.startswith("loss/"):
+            title = f"Loss, {key.removeprefix('loss/')}"
+            note = "mean between two log lines"
+            drawn.append(Curve(title, note, steps, values, "{:.3g}".format, noisy=True))
+        else:
+            drawn.append(Curve(metric_name(key), "", steps, values, "{:.4f}".format))
+    return drawn
 
 
 def _recorded(record: RunRecord, key: str) -> list[tuple[Any, Any]]:
     """Return (step, value) of each step where it was recorded, else of each logged line."""
-    # A logged line holds the steps since the line before as rows of [step, *PER_STEP].
-    if key in PER_STEP and all(line.get("steps") for line in record.steps):
-        place = 1 + PER_STEP.index(key)
-        return [(one[0], one[place]) for line in record.steps for one in line["steps"]]
-    return [
-        (line["step"], _peak_memory(line) if key == "memory" else line.get(key))
-        for line in record.steps
-    ]
+    pairs = []
+    has_steps = all(line.get("steps") for line in record.steps)
+    for line in record.steps:
+        if key in STEP_COLUMNS and has_steps:
+            column = STEP_COLUMNS.index(key)
+            pairs += [(row[0], row[column]) for row in line["steps"]]
+        elif key == "memory":
+            pairs.append((line["step"], _peak_memory(line)))
+        else:
+            pairs.append((line["step"], line.get(key)))
+    return pairs
 
 
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
-    size = -(-len(points) // MAX_POINTS)
-    groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
-    kept = [
-        (
-            sum(step for step, _ in group) / len(group),
-            sum(v for _, v in group) / len(group),
-        )
-        for group in groups
-    ]
-    kept = [*kept, points[-1]] if size > 1 else points
-    return [step for step, _ in kept], [value for _, value in kept]
+    size = -(-len(points) // MAX_CURVE_POINTS)
+    steps = []
+    values = []
+    for start in range(0, len(points) - 1, size):
+        group = points[start : start + size]
+        steps.append(sum(step for step, _ in group) / len(group))
+        values.append(sum(value for _, value in group) / len(group))
+    steps.append(points[-1][0])
+    values.append(points[-1][1])
+    return steps, values
 
 
-def html(record: RunRecord, found: Comparison | None) -> str:
-    """Return the whole page."""
-    key, label = record.headline, metric_name(record.headline)
-    before, after = record.before.get(key), record.after.get(key)
-    intervals = found.intervals if found else _NONE
-    figures = [
-        Figure(curve.title, curve.note, curve.write(curve.values[-1]), curve_svg(curve))
-        for curve in curves(record)
-    ]
-    return render(
-        Page(
-            title=f"{record.model_name()} - vembed report",
-            name=str(record.config.get("run_name") or record.folder.resolve().name),
-            label=label,
-            before="" if before is None else f"{before:.3f}",
-            after="" if after is None else f"{after:.3f}",
-            change="" if before is None or after is None else f"{after - before:+.3f}",
-            is_better=before is None or after is None or after >= before,
-            fallback=_fallback(record),
-            sentence=sentence(record),
-            warnings=record.summary.warnings,
-            verdict=verdict(record, found),
-            explanations=explanations(record, TABLE),
-            better=changed_table(found.better, has_pictures=True)
-            if found and found.better
-            else None,
-            worse=changed_table(found.worse, has_pictures=True)
-            if found and found.worse
-            else None,
-            scores=score_table(record, TABLE, intervals=intervals),
-            all_scores=score_table(record),
-            dims=dims_table(record) if record.dims else None,
-            dims_svg=_dims_svg(record),
-            stored=stored_table(record),
-            stored_svg=stored_svg(points(record.after), "nDCG@10")
-            if stored_table(record)
-            else "",
-            scores_svg=_evaluations_svg(record),
-            figures=figures,
-            facts=facts(record),
-            changed=changed_yaml(record),
-            settings=Table(
-                ("option", "value"),
-                tuple((k, short_paths(plain(v))) for k, v in record.config.items()),
-            ),
-            versions=Table(
-                ("package", "version"), tuple(record.summary.versions.items())
-            ),
-            calls=calls(record),
-        )
-    )
-
-
-def markdown(record: RunRecord, found: Comparison | None) -> str:
-    """Return the same facts as plain Markdown, for a terminal, a pull request or a model card."""
-    key = record.headline
-    before, after = record.before.get(key), record.after.get(key)
-    if after is not None:
-        head = f"{metric_name(key)} {f'{before:.3f} -> ' if before is not None else ''}{after:.3f}"
-    else:
-        head = _fallback(record)
-    parts = [f"# {head}", sentence(record)]
-    parts += [f"> Warning: {warning}" for warning in record.summary.warnings]
-    if not record.headline:
-        parts.append(
-            "Nothing was evaluated: set `val_split: 0.1`, or give `val_data_path`."
-        )
-    if record.headline:
-        parts += ["## Before and after", *([verdict(record, found)] if found else [])]
-        parts.append(
-            _markdown_table(
-                score_table(record, intervals=found.intervals if found else _NONE)
-            )
-        )
-        parts.append("\n".join(f"- {line}" for line in explanations(record, TABLE)))
-        for title, changed in (
-            (("better", found.better), ("worse", found.worse)) if found else ()
-        ):
-            if changed:
-                parts += [
-                    f"## Queries that got {title}",
-                    _markdown_table(changed_table(changed)),
-                ]
-    if record.dims:
-        parts += [
-            f"## {metric_name(key)} by number of dimensions",
-            _markdown_table(dims_table(record)),
-        ]
-    stored = stored_table(record)
-    if stored is not None:
-        parts += ["## Stored vectors", _markdown_table(stored)]
-    parts += [
-        "## Run",
-        "\n".join(
-            f"- {name}: {value.replace(chr(10), '; ')}" for name, value in facts(record)
-        ),
-    ]
-    parts += [
-        "## Settings",
-        f"What differs from the defaults:\n\n```yaml\n{changed_yaml(record)}```",
-    ]
-    if record.summary.versions:
-        parts += [
-            "## Versions",
-            ", ".join(
-                f"{name} {version}" for name, version in record.summary.versions.items()
-            ),
-        ]
-    return "\n\n".join(parts) + "\n"
-
-
-def calls(record: RunRecord) -> list[str]:
-    """Return the calls that use the model, as its card has them; none before the run has a model."""
-    card = record.folder / "final" / "README.md"
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    return calls_of(text, f"{record.folder.resolve().name}/final")
-
-
-def changed_yaml(record: RunRecord) -> str:
-    """Return what differs from the defaults as YAML, without folders of the machine."""
-    settings = record.changed_settings() | {
-        "model_name": _local_name(str(record.config.get("model_name", "")))
-    }
-    return short_paths(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
-
-
-def _local_name(model: str) -> str:
-    """Return a model's name; of an absolute path the part that identifies the model."""
-    return short_name(model) if model.startswith(("/", "~")) else model
-
-
-def _fallback(record: RunRecord) -> str:
-    if not record.steps:
-        return "No step was logged"
-    return "Not evaluated"  # two losses of different batches are no result
-
-
-def changed_table(queries: Sequence[Changed], *, has_pictures: bool = False) -> Table:
-    """Return a table of queries with what should be found and what was found first, before and after. `has_pictures`:
-    with thumbnails of images."""
-    rows, pictures = [], {}
-    for number, one in enumerate(queries):
-        cells = (
-            [one.query],
-            one.relevant[:1],
-            [item for item, _ in one.found_before[:1]],
-            [item for item, _ in one.found_after[:1]],
-        )
-        for column, items in enumerate(cells if has_pictures else ()):
-            found = [
-                one.pictures.get(path) or thumbnail(path)
-                for item in items
-                for path in item["images"]
-            ]
-            pictures[number, column] = tuple(
-                address for address in found if address is not None
-            )
-        rows.append(
-            (
-                _shown_items([one.query]),
-                _shown_items(one.relevant),
-                _first(one.found_before),
-                _first(one.found_after),
-                f"{one.before:.3f} -> {one.after:.3f}",
-            )
-        )
-    return Table(
-        ("query", "relevant", "found before", "found after", "score"),
-        tuple(rows),
-        pictures,
-    )
-
-
-def _first(found: Sequence[tuple[Mapping[str, Any], bool]]) -> str:
-    """Return the first document found, marked if it is relevant."""
-    if not found:
-        return "nothing"
-    item, is_relevant = found[0]
-    return f"{'[relevant] ' if is_relevant else ''}{_shown_items([item])}"
-
-
-def _shown_items(items: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(
-        " ".join(
-            [*([one["text"]] if one["text"] else []), *map(short_name, one["images"])]
-        )
-        for one in items
-    )
+def _peak_memory(line: dict[str, Any]) -> float | None:
+    peaks = []
+    for entry in line.get("memory") or []:
+        if _is_number(entry.get("peak_gb")):
+            peaks.append(entry["peak_gb"])
+    return max(peaks, default=None)
 
 
 def _dims_svg(record: RunRecord) -> str:
-    key = record.headline
-    dims = [dim for dim in record.dims if f"dim{dim}/{key}" in record.after]
+    """Return the plot of the deciding metric by size, where there are two sizes."""
+    keys = {dim: f"dim{dim}/{record.headline}" for dim in record.dims}
+    dims = [dim for dim, key in keys.items() if key in record.after]
     if len(dims) < 2:
         return ""
-    after = [record.after[f"dim{dim}/{key}"] for dim in dims]
-    before = [
-        record.before[f"dim{dim}/{key}"]
-        for dim in dims
-        if f"dim{dim}/{key}" in record.before
-    ]
-    return dims_svg(
-        dims, before if len(before) == len(dims) else None, after, metric_name(key)
-    )
+    after = [record.after[keys[dim]] for dim in dims]
+    before = None
+    if all(keys[dim] in record.before for dim in dims):
+        before = [record.before[keys[dim]] for dim in dims]
+    return dims_svg(dims, before, after, metric_name(record.headline))
 
 
 def _evaluations_svg(record: RunRecord) -> str:
     """Return the plot, or nothing if only a before and an after were measured."""
     key = record.headline
-    points = [
-        (one.step, one.scores[key]) for one in record.evaluations if key in one.scores
+    scored = [
+        evaluation for evaluation in record.evaluations if key in evaluation.scores
     ]
-    if len(points) < 3:
+    if len(scored) < 3:
         return ""
-    steps, values = zip(*points, strict=True)
-    return evaluations_svg(
-        steps, values, metric_name(key), record.final.step if record.final else None
-    )
+    steps = [evaluation.step for evaluation in scored]
+    values = [evaluation.scores[key] for evaluation in scored]
+    kept = record.final.step if record.final else None
+    return evaluations_svg(steps, values, metric_name(key), kept)
 
 
-def _peak_memory(line: dict[str, Any]) -> float | None:
-    peaks = [
-        entry["peak_gb"]
-        for entry in line.get("memory") or []
-        if _is_number(entry.get("peak_gb"))
-    ]
-    return max(peaks) if peaks else None
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _power(value: float) -> str:
@@ -546,43 +451,147 @@ def _power(value: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
-def short_paths(text: str) -> str:
-    """Shorten absolute paths to their last parts."""
-    # From a slash at the beginning of a word (behind a blank, quotation mark, bracket, comma or colon) to the last
-    # slash before a name, so that `a/b` and `https://` stay.
-    return re.sub(r"(?<![^\s'\"\[{(,:])/[^\s'\",]*/(?=[^/\s])", "", text)
-
-
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _paths(value: Any) -> str:
-    entries = value if isinstance(value, list) else [value]
-    return "\n".join(
-        short_name(str(entry["path"] if isinstance(entry, dict) else entry))
-        for entry in entries
+# ---- the two reports -----------------------------------------------------------------------------------------------
+
+
+def html(record: RunRecord, changes: Comparison | None) -> str:
+    """Return the whole page."""
+    key = record.headline
+    before = record.before.get(key)
+    after = record.after.get(key)
+    has_both = before is not None and after is not None
+    difference = after - before if before is not None and after is not None else 0.0
+    stored = stored_table(record)
+    figures = []
+    for curve in curves(record):
+        figures.append(
+            {
+                "title": curve.title,
+                "note": curve.note,
+                "last": curve.write(curve.values[-1]),
+                "svg": Markup(curve_svg(curve)),
+            }
+        )
+    return render_page(
+        "run.html.j2",
+        title=f"{record.model_name()} - vembed report",
+        name=str(record.config.get("run_name") or record.folder.resolve().name),
+        label=metric_name(key),
+        before="" if before is None else f"{before:.3f}",
+        after="" if after is None else f"{after:.3f}",
+        change=f"{difference:+.3f}" if has_both else "",
+        is_better=difference >= 0,
+        fallback=_no_score(record),
+        sentence=sentence(record),
+        warnings=[masked(warning) for warning in record.summary.warnings],
+        verdict=verdict(record, changes),
+        explanations=explanations(record),
+        scores=score_table(record, TABLE, changes.intervals if changes else None),
+        all_scores=score_table(record),
+        scores_svg=Markup(_evaluations_svg(record)),
+        dims=dims_table(record),
+        dims_svg=Markup(_dims_svg(record)),
+        stored=stored,
+        stored_svg=Markup(
+            stored_svg(points(record.after), "nDCG@10") if stored else ""
+        ),
+        better=_changed_with_pictures(changes.better) if changes else None,
+        worse=_changed_with_pictures(changes.worse) if changes else None,
+        figures=figures,
+        facts=facts(record),
+        calls=calls(record),
+        changed_settings=changed_yaml(record),
+        settings=settings(record),
+        versions=list(record.summary.versions.items()),
     )
 
 
-def plain(value: Any) -> str:
-    """Format a value of the config."""
-    if value is None:
-        return ""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _changed_with_pictures(queries: Sequence[Changed]) -> Table | None:
+    return changed_table(queries, has_pictures=True) if queries else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def markdown(record: RunRecord, changes: Comparison | None) -> str:
+    """Return the same facts as Markdown, for a terminal, a pull request or a model card."""
+    key = record.headline
+    name = metric_name(key)
+    blocks = [f"# {_markdown_headline(record)}", markdown_text(sentence(record))]
+    for warning in record.summary.warnings:
+        blocks.append(f"> Warning: {markdown_text(masked(warning))}")
+    if not key:
+        blocks.append(
+            "Nothing was evaluated: set `val_split: 0.1`, or give `val_data_path`."
+        )
+    else:
+        blocks.append("## Before and after")
+        if changes:
+            blocks.append(verdict(record, changes))
+        table = score_table(record, intervals=changes.intervals if changes else None)
+        blocks.append(_markdown_table(table))
+        blocks.append("\n".join(f"- {line}" for line in explanations(record)))
+    if changes and changes.better:
+        blocks.append("## Queries that got better")
+        blocks.append(_markdown_table(changed_table(changes.better)))
+    if changes and changes.worse:
+        blocks.append("## Queries that got worse")
+        blocks.append(_markdown_table(changed_table(changes.worse)))
+    dims = dims_table(record)
+    if dims is not None:
+        blocks += [f"## {name} by number of dimensions", _markdown_table(dims)]
+    stored = stored_table(record)
+    if stored is not None:
+        blocks += ["## Stored vectors", _markdown_table(stored)]
+    lines = []
+    for fact, value in facts(record):
+        lines.append(f"- {fact}: {markdown_text(value.replace(chr(10), '; '))}")
+    blocks += ["## Run", "\n".join(lines)]
+    blocks += ["## Settings", "What differs from the defaults:"]
+    blocks.append(_code_block(changed_yaml(record)))
+    if record.summary.versions:
+        versions = [
+            f"{name} {version}" for name, version in record.summary.versions.items()
+        ]
+        blocks += ["## Versions", markdown_text(", ".join(versions))]
+    return "\n\n".join(blocks) + "\n"
+
+
+def markdown_text(text: str) -> str:
+    """Return a text as Markdown without HTML and without images from other places."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("![", "!\\[")
+
+
+def _markdown_headline(record: RunRecord) -> str:
+    after = record.after.get(record.headline)
+    before = record.before.get(record.headline)
+    if after is None:
+        return _no_score(record)
+    start = "" if before is None else f"{before:.3f} -> "
+    return f"{metric_name(record.headline)} {start}{after:.3f}"
+
+
+def _no_score(record: RunRecord) -> str:
+    # Two losses of different batches are no result.
+    return "Not evaluated" if record.steps else "No step was logged"
 
 
 def _markdown_table(table: Table) -> str:
-    rows = [
-        table.header,
-        tuple("---" if i == 0 else "---:" for i in range(len(table.header))),
-        *table.rows,
-    ]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
-        for row in rows
-    )
+    alignments = ["---"] + ["---:"] * (len(table.header) - 1)
+    lines = [table.header, alignments]
+    for row in table.rows:
+        cells = []
+        for cell in row:
+            text = markdown_text(cell.replace("\n", " "))
+            cells.append(text.replace("|", "\\|"))
+        lines.append(cells)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _code_block(text: str) -> str:
+    """Return YAML as a block of code, behind a fence that the text does not have."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}yaml\n{text}{fence}"

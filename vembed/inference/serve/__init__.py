@@ -1,1 +1,1 @@
-"""A small server of embeddings: the OpenAI protocol and that of TEI, on Python's own HTTP server."""
+"""A server of embeddings with the OpenAI protocol and that of TEI, on uvicorn and Starlette."""

@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
 from vembed.data.examples import Item, Kind
+from vembed.data.features import Features
 from vembed.errors import UserError
 from vembed.export.exporting import KNOWN
-from vembed.export.formats import ExportReader
+from vembed.export.onnx_format import GraphReader
 from vembed.inference.embedder import Embedder
-from vembed.models.families.weight_files import EXPORT_FILE
+from vembed.inference.encoding import encode_features
+from vembed.models.families.weight_files import EXPORT_FILE, read_object
 
-RUNTIMES = ("onnx", "openvino")
-"""Formats of exports that have a runtime of their own."""
+SERVED_RUNTIMES = ("onnx", "openvino")
+"""Formats of exports that the server runs in their own runtime."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedInput:
+    """One input of a request: a text, or the token ids of one."""
+
+    content: str | list[int]
+    kind: Kind | None = None
+    """Whose prompt is put before the text. None: no prompt."""
 
 
 class TextEncoder(Protocol):
-    """A model that the server asks. Threads may call it at the same time."""
+    """A model that the server asks, from one thread."""
 
     max_length: int
-    """Tokens of the longest text; longer ones are cut."""
+    """Tokens of the longest input. Longer texts are truncated."""
+    vocab_size: int | None
+    """Token ids are below this number. None: the model takes texts only."""
 
-    def encode(self, texts: Sequence[str], kind: Kind | None) -> tuple[np.ndarray, int]:
-        """Return [n, d] float32 embeddings and the number of tokens. `kind`: whose prompt is put before each text; None
-        for none."""
+    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+        """Return [n, d] float32 embeddings and the number of tokens of each input."""
         ...
 
 
 class ModelEncoder:
-    """A model in this process. One request is computed at a time, on all cores."""
+    """A model in this process."""
 
     def __init__(
         self,
         model: str,
         *,
-        device: str | None,
-        truncate_dim: int | None,
-        trust_remote_code: bool,
+        device: str | None = None,
+        truncate_dim: int | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         self.embedder = Embedder(
             model,
@@ -50,46 +61,84 @@ class ModelEncoder:
             truncate_dim=truncate_dim,
             trust_remote_code=trust_remote_code,
         )
-        if "text" not in self.embedder.description.modalities:
+        description = self.embedder.description
+        if "text" not in description.modalities:
             raise UserError(
                 f"{model} embeds images only, and the server's protocols send texts"
             )
-        self.max_length = self.embedder.description.max_length
-        self.lock = threading.Lock()
+        self.max_length = description.max_length
+        self.fixed_length = (
+            description.max_length if description.traits.has_fixed_length else None
+        )
+        self.prompts: dict[Kind | None, str] = {
+            None: "",
+            "query": description.query_prompt,
+            "document": description.document_prompt,
+        }
+        # The ids of a conversation would have to bring its template along.
+        self.vocab_size = (
+            None
+            if description.traits.reads_chats
+            else self.embedder.featuriser.vocab_size
+        )
 
-    def encode(self, texts: Sequence[str], kind: Kind | None) -> tuple[np.ndarray, int]:
+    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
         """See TextEncoder."""
-        prompt = "" if kind is None else None
-        items = [Item(text=text, prompt=prompt) for text in texts]
-        with self.lock:
-            used = self.embedder.featuriser.features(
-                [(item, kind or "document") for item in items]
-            )
-            vectors = self.embedder.encode(items, kind or "document")
-        return vectors, sum(
-            0 if one.token_ids is None else len(one.token_ids) for one in used
+        featuriser = self.embedder.featuriser
+        items: list[tuple[Item, Kind]] = []
+        for served in inputs:
+            if isinstance(served.content, str):
+                item = Item(text=served.content, prompt=self.prompts[served.kind])
+                items.append((item, "document"))
+        tokenized = iter(featuriser.features(items))
+        features = [
+            next(tokenized)
+            if isinstance(served.content, str)
+            else self._features(served.content)
+            for served in inputs
+        ]
+        embeddings = encode_features(
+            self.embedder.model, featuriser, features, self.embedder.device
+        )
+        num_tokens = [
+            0 if row.token_ids is None else len(row.token_ids) for row in features
+        ]
+        finished = self.embedder.finish(embeddings, self.embedder.truncate_dim, None)
+        return finished, num_tokens
+
+    def _features(self, token_ids: list[int]) -> Features:
+        return Features(
+            modality="text",
+            length=self.fixed_length or len(token_ids),
+            key=0,
+            content=0,
+            token_ids=np.array(token_ids, np.int32),
         )
 
 
 class ExportEncoder:
-    """An export for another runtime, in that runtime."""
+    """An export to ONNX or OpenVINO, in that runtime."""
 
-    def __init__(self, folder: Path, form: str) -> None:
-        found = next(kind for name, kind in KNOWN.items() if name == form)
-        if (missing := found.missing()) is not None:
-            raise UserError(f"{folder}: {missing}")
-        self.reader: ExportReader = found.reader(folder)
-        settings = json.loads(
-            (folder / "sentence_bert_config.json").read_text(encoding="utf-8")
+    def __init__(self, folder: Path, format_name: str) -> None:
+        export_format = next(
+            known for name, known in KNOWN.items() if name == format_name
         )
-        self.max_length = int(settings["max_seq_length"])
-        self.lock = threading.Lock()
+        missing = export_format.missing()
+        if missing is not None:
+            raise UserError(f"{folder}: {missing}")
+        self.reader = cast(GraphReader, export_format.reader(folder))
+        self.max_length = self.reader.texts.max_length
+        self.vocab_size: int | None = len(self.reader.texts.tokenizer)
 
-    def encode(self, texts: Sequence[str], kind: Kind | None) -> tuple[np.ndarray, int]:
+    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
         """See TextEncoder."""
-        with self.lock:
-            num_tokens = sum(len(self.reader.token_ids(text, kind)) for text in texts)
-            return self.reader.encode(list(texts), kind), num_tokens
+        rows = [
+            self.reader.token_ids(served.content, served.kind)
+            if isinstance(served.content, str)
+            else served.content
+            for served in inputs
+        ]
+        return self.reader.encode_ids(rows), [len(row) for row in rows]
 
 
 def open_encoder(
@@ -100,11 +149,10 @@ def open_encoder(
     trust_remote_code: bool = False,
 ) -> TextEncoder:
     """Return the encoder of a model, a run, or a folder that `vembed export` wrote."""
-    place = Path(model).expanduser()
-    facts: dict[str, Any] = {}
-    if (place / EXPORT_FILE).is_file():
-        facts = json.loads((place / EXPORT_FILE).read_text(encoding="utf-8"))
-    if facts.get("format") not in RUNTIMES:
+    folder = Path(model).expanduser()
+    facts = read_object(folder / EXPORT_FILE) or {}
+    format_name = str(facts.get("format"))
+    if format_name not in SERVED_RUNTIMES:
         return ModelEncoder(
             model,
             device=device,
@@ -113,6 +161,6 @@ def open_encoder(
         )
     if truncate_dim is not None or device not in (None, "cpu"):
         raise UserError(
-            f"{model} is an export to {facts['format']}: it runs on the CPU at its own size"
+            f"{model} is an export to {format_name}: it runs on the CPU at its own size"
         )
-    return ExportEncoder(place, facts["format"])
+    return ExportEncoder(folder, format_name)

@@ -3,102 +3,179 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
 from vembed.data.examples import LONE_SURROGATE, Kind, has_lone_surrogate
 from vembed.inference.encoding import first_dims
-from vembed.inference.serve.encoder import TextEncoder
+from vembed.inference.serve.batching import Encoded
+from vembed.inference.serve.encoder import ServedInput, TextEncoder
 
-MOST_INPUTS = 2048
-"""Texts of one request, as at OpenAI."""
 Values = Mapping[str, Any]
+"""The JSON object of a request."""
 
 
-class BadRequest(Exception):  # noqa: N818 - the name of its HTTP status
-    """A request that cannot be answered; the message is for the client."""
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes from its clients. Each limit has its answer of 4xx."""
+
+    connections: int = 512
+    """Open connections. For one more, the oldest that waits for its client is closed; without one it gets 429."""
+    body_bytes: int = 16_000_000
+    """Body of a request; larger: 413."""
+    held_bytes: int = 64_000_000
+    """Bodies of all requests that are read, wait or are computed; more: 429."""
+    text_characters: int = 1_000_000
+    """One text; longer: 413."""
+    inputs: int = 2048
+    """Texts of one request, as at OpenAI; more: 400."""
+    head_seconds: float = 30
+    """Time from the connection or the last answer to the end of the next request's head. Then the connection is closed,
+    also if its client has not taken its answer."""
+    body_seconds: float = 30
+    """Time for the body; slower: 408."""
+    wait_seconds: float = 120
+    """Time that a request waits for the model; longer: 429."""
+    drain_seconds: float = 30
+    """Time for the requests that are being answered when the server is stopped."""
 
 
-def openai_answer(encoder: TextEncoder, name: str, asked: Values) -> Any:
-    """Return the answer to `/v1/embeddings`: the vectors of the texts as they are sent. `input_type`, which OpenAI does
-    not have: query or document puts the model's prompt before them."""
-    vectors, num_tokens = encoder.encode(*_texts(asked, "input", "input_type"))
-    dimensions = asked.get("dimensions")
+class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault of the server
+    """A request that is not answered. The message is for the client."""
+
+    def __init__(
+        self, status: int, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """Reads the inputs of a request and checks them against the limits."""
+
+    encoder: TextEncoder
+    limits: Limits
+
+    def inputs(self, values: Values, key: str, kind_key: str) -> list[ServedInput]:
+        """Return the inputs under `key`, with the prompt that `kind_key` asks for."""
+        kind = _kind(values, kind_key)
+        contents = _contents(values, key)
+        limit = self.limits.inputs
+        if len(contents) > limit:
+            raise Refusal(
+                400,
+                f"{key} has {len(contents):,d} texts; send at most {limit:,d} in one request",
+            )
+        for number, content in enumerate(contents):
+            name = f"{key}[{number}]"
+            if isinstance(content, str):
+                self._check_text(name, content)
+            else:
+                self._check_token_ids(name, content, kind_key, kind)
+        return [ServedInput(content, kind) for content in contents]
+
+    def _check_text(self, name: str, text: str) -> None:
+        limit = self.limits.text_characters
+        if len(text) > limit:
+            raise Refusal(
+                413,
+                f"{name} has {len(text):,d} characters; send at most {limit:,d}",
+            )
+        if has_lone_surrogate(text):
+            raise Refusal(400, f"{name} {LONE_SURROGATE}: cut texts between characters")
+
+    def _check_token_ids(
+        self, name: str, ids: list[int], kind_key: str, kind: Kind | None
+    ) -> None:
+        vocab_size = self.encoder.vocab_size
+        max_length = self.encoder.max_length
+        if vocab_size is None:
+            raise Refusal(400, f"{name}: this model takes texts, no token ids")
+        if kind is not None:
+            raise Refusal(
+                400,
+                f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
+            )
+        if not 1 <= len(ids) <= max_length:
+            raise Refusal(
+                400,
+                f"{name} has {len(ids):,d} token ids; this model takes 1 to {max_length:,d}",
+            )
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise Refusal(
+                400,
+                f"{name} has token ids from {min(ids)} to {max(ids)}; this model's own are 0 to {vocab_size - 1}",
+            )
+
+
+def openai_answer(values: Values, encoded: Encoded, model_name: str) -> Any:
+    """Return the answer of `/v1/embeddings`."""
+    vectors, num_tokens = encoded
+    dimensions = values.get("dimensions")
     if dimensions is not None:
         if (
             isinstance(dimensions, bool)
             or not isinstance(dimensions, int)
             or not 1 <= dimensions <= vectors.shape[1]
         ):
-            raise BadRequest(
-                f"dimensions is {dimensions!r}; this model gives 1 to {vectors.shape[1]}"
+            raise Refusal(
+                400,
+                f"dimensions is {reprlib.repr(dimensions)}; this model gives 1 to {vectors.shape[1]}",
             )
         vectors = first_dims(vectors, dimensions, True)  # of length 1, as OpenAI's
-    form = asked.get("encoding_format") or "float"
-    if form not in ("float", "base64"):
-        raise BadRequest(f"encoding_format is {form!r}; give float or base64")
-    rows = [
-        {"object": "embedding", "index": at, "embedding": _row(row, form)}
-        for at, row in enumerate(vectors)
-    ]
-    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    encoding = values.get("encoding_format") or "float"
+    if encoding not in ("float", "base64"):
+        raise Refusal(
+            400, f"encoding_format is {reprlib.repr(encoding)}; give float or base64"
+        )
+    rows = []
+    for index, vector in enumerate(vectors):
+        embedding = _base64(vector) if encoding == "base64" else vector.tolist()
+        rows.append({"object": "embedding", "index": index, "embedding": embedding})
     return {
         "object": "list",
         "data": rows,
-        "model": str(asked.get("model") or name),
-        "usage": usage,
+        "model": str(values.get("model") or model_name),
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 
 
-def tei_answer(encoder: TextEncoder, name: str, asked: Values) -> Any:  # noqa: ARG001 - TEI's answer has no name
-    """Return the answer to `/embed`: a list of vectors. `prompt_name`: query or document."""
-    vectors, _ = encoder.encode(*_texts(asked, "inputs", "prompt_name"))
-    found: list[list[float]] = vectors.tolist()
-    return found
+def _kind(values: Values, key: str) -> Kind | None:
+    kind = values.get(key)
+    if kind in (None, "query", "document"):
+        return cast(Kind | None, kind)
+    raise Refusal(
+        400, f"{key} is {reprlib.repr(kind)}; give query or document, or leave it out"
+    )
 
 
-ANSWERS: Mapping[str, Callable[[TextEncoder, str, Values], Any]] = {
-    "/v1/embeddings": openai_answer,
-    "/embeddings": openai_answer,
-    "/embed": tei_answer,
-}
-"""Answers by route."""
+def _contents(values: Values, key: str) -> Sequence[str | list[int]]:
+    """Return texts or lists of token ids. A single one need not be in a list."""
+    content: Any = values.get(key)
+    if isinstance(content, str) or _is_token_ids(content):
+        return [content]
+    if isinstance(content, list) and content:
+        if all(isinstance(entry, str) for entry in content):
+            return content
+        if all(_is_token_ids(entry) for entry in content):
+            return content
+    raise Refusal(
+        400,
+        f"{key} must be a text, a list of texts, or lists of token ids, and is {reprlib.repr(content)}",
+    )
 
 
-def _texts(asked: Values, key: str, kind_key: str) -> tuple[list[str], Kind | None]:
-    given = asked.get(key)
-    texts = [given] if isinstance(given, str) else given
-    if (
-        not isinstance(texts, list)
-        or not texts
-        or not all(isinstance(text, str) for text in texts)
-    ):
-        raise BadRequest(
-            f"{key} must be a text or a list of texts (token ids are not read), and is {given!r:.80}"
-        )
-    if len(texts) > MOST_INPUTS:
-        raise BadRequest(
-            f"{key} has {len(texts):,d} texts; send at most {MOST_INPUTS:,d} in one request"
-        )
-    for number, text in enumerate(texts):
-        if has_lone_surrogate(text):
-            raise BadRequest(
-                f"{key}[{number}] {LONE_SURROGATE}: cut texts between characters"
-            )
-    kind = asked.get(kind_key)
-    if kind is None:
-        return texts, None
-    if kind == "query":
-        return texts, "query"
-    if kind == "document":
-        return texts, "document"
-    raise BadRequest(f"{kind_key} is {kind!r}; give query or document, or leave it out")
+def _is_token_ids(content: object) -> bool:
+    if not isinstance(content, list) or not content:
+        return False
+    return all(type(number) is int for number in content)
 
 
-def _row(vector: np.ndarray, form: Literal["float", "base64"] | str) -> Any:
-    if form == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    found: list[float] = vector.tolist()
-    return found
+def _base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

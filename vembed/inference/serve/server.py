@@ -1,163 +1,179 @@
-"""EmbeddingServer: HTTP around a TextEncoder, one thread per connection."""
+"""serve(): uvicorn around the application, with limits on connections and an orderly end."""
 
 from __future__ import annotations
 
-import json
-import logging
+import asyncio
 import signal
-import sys
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vembed.errors import UserError
+from vembed.inference.serve.app import Service
+from vembed.inference.serve.batching import Batcher
 from vembed.inference.serve.encoder import TextEncoder
-from vembed.inference.serve.protocol import ANSWERS, BadRequest
+from vembed.inference.serve.metrics import Metrics
+from vembed.inference.serve.protocol import Limits
 
-log = logging.getLogger("vembed")
-MOST_BYTES = 64_000_000
-"""Largest body of a request."""
-SECONDS_IDLE = 120
-"""Time after which a connection without a request is closed."""
-
-
-class EmbeddingServer(ThreadingHTTPServer):
-    """Answers requests for embeddings. `server_port` is the port, also where 0 asked for a free one."""
-
-    daemon_threads = True
-    request_queue_size = 128  # of connections at once: one that finds the queue full tries again after a second
-
-    def __init__(
-        self, load: Callable[[], TextEncoder], name: str, host: str, port: int
-    ) -> None:
-        """`load` gives the encoder. It is called when the address is known to be free, and connections are taken when
-        it has returned."""
-        self.name = name
-        super().__init__((host, port), _Handler, bind_and_activate=False)
-        try:
-            with self._listening(host, port):
-                self.server_bind()
-            self.encoder = load()
-            with self._listening(host, port):
-                self.server_activate()
-        except BaseException:
-            self.server_close()
-            raise
-
-    @contextmanager
-    def _listening(self, host: str, port: int) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, OverflowError) as error:
-            raise UserError(
-                f"--host {host} --port {port} cannot be listened on ({error}); give others"
-            ) from error
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Write no traceback about a client that leaves before it has its answer."""
-        if isinstance(sys.exception(), ConnectionError):
-            log.debug("%s has closed the connection", client_address)
-        else:
-            super().handle_error(request, client_address)
+BACKLOG = 512
+HEAD_BYTES = 65_536
+TOO_MANY_CONNECTIONS = (
+    b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
+    b"Content-Length: 0\r\n\r\n"
+)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: EmbeddingServer
-    protocol_version = "HTTP/1.1"  # connections stay open between requests
-    timeout = SECONDS_IDLE
-    wbufsize = -1  # head and body leave as one packet: a second one would wait 40 ms until the first is acknowledged
+class Connection(H11Protocol):
+    """A connection that is closed when its client takes too long to send a request or to take an answer."""
 
-    def do_GET(self) -> None:
-        """Answer /health, /v1/models and /info."""
-        name = self.server.name
-        if self.path == "/health":
-            self._answer(200, {"status": "ok"})
-        elif self.path == "/v1/models":
-            self._answer(
-                200,
-                {
-                    "object": "list",
-                    "data": [{"id": name, "object": "model", "owned_by": "vembed"}],
-                },
-            )
-        elif self.path == "/info":
-            self._answer(
-                200,
-                {"model_id": name, "max_input_length": self.server.encoder.max_length},
-            )
-        else:
-            self._refuse(
-                404,
-                f"there is nothing to GET at {self.path}; POST to /v1/embeddings or /embed",
-            )
+    def __init__(self, limits: Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self.limits = limits
+        self.waits_since = time.monotonic()
+        self.deadline: asyncio.TimerHandle | None = None
 
-    def do_POST(self) -> None:
-        """Answer a request for embeddings."""
-        length = self.headers.get("Content-Length") or ""
-        if not length.isdecimal() or int(length) > MOST_BYTES:
-            self.close_connection = True  # the body stays unread
-            self._refuse(
-                413 if length.isdecimal() else 411,
-                f"give a body of at most {MOST_BYTES:,d} bytes",
-            )
+    @property
+    def waits_for_client(self) -> bool:
+        """Return whether the request is not complete yet, or the last one is answered."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or cycle.more_body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for a connection, or refuse it."""
+        super().connection_made(transport)
+        self._start_deadline()
+        if len(self.connections) <= self.limits.connections:
             return
-        body = self.rfile.read(int(length))
-        answer = ANSWERS.get(self.path.partition("?")[0])
-        if answer is None:
-            self._refuse(
-                404, f"there is no {self.path}; POST to /v1/embeddings or /embed"
-            )
-            return
-        try:
-            asked = json.loads(body)
-            if not isinstance(asked, dict):
-                raise BadRequest("the body must be a JSON object")
-            found = answer(self.server.encoder, self.server.name, asked)
-        except (BadRequest, ValueError, UserError) as error:
-            self._refuse(400, str(error))
-        except Exception:  # the client gets an answer whatever happens here, and the next request is served
-            log.exception("a request to %s failed", self.path)
-            self._refuse(
-                500, "the server could not compute this; its log has the reason"
-            )
+        waiting = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, Connection)
+            and connection is not self
+            and connection.waits_for_client
+        ]
+        if waiting:
+            oldest = min(waiting, key=lambda connection: connection.waits_since)
+            oldest.transport.abort()
         else:
-            self._answer(200, found)
+            transport.write(TOO_MANY_CONNECTIONS)
+            transport.close()
 
-    def _refuse(self, code: int, message: str) -> None:
-        kind = (
-            "server_error"
-            if code >= HTTPStatus.INTERNAL_SERVER_ERROR
-            else "invalid_request_error"
+    def data_received(self, data: bytes) -> None:
+        """Take bytes of the client. A request whose head is complete has no deadline here: the application has one."""
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_deadline()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self._start_deadline()
+        super().on_response_complete()
+        # The next request may have arrived already.
+        if not self.cycle.response_complete:
+            self._stop_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the deadline."""
+        self._stop_deadline()
+        super().connection_lost(exc)
+
+    def _start_deadline(self) -> None:
+        self._stop_deadline()
+        self.waits_since = time.monotonic()
+        self.deadline = self.loop.call_later(
+            self.limits.head_seconds, self.transport.abort
         )
-        self._answer(code, {"error": {"message": message, "type": kind, "code": code}})
 
-    def _answer(self, code: int, value: Any) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Write no line for each request, unless the log is at DEBUG: texts are not for logs."""
-        log.debug("%s %s", self.address_string(), format % args)
+    def _stop_deadline(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
 
 
-def serve(server: EmbeddingServer, say: Callable[[str], object] = print) -> None:
-    """Answer requests until SIGINT or SIGTERM."""
+def serve(
+    load: Callable[[], TextEncoder],
+    name: str,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None = None,
+    limits: Limits | None = None,
+    on_ready: Callable[[int], object],
+) -> None:
+    """Answer requests until SIGINT or SIGTERM, and then those that have arrived.
 
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - as signal calls it
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
+    `load` gives the encoder, after the address is known to be free. `on_ready` gets the port, also where 0 asked for a
+    free one, when connections are taken.
+    """
+    limits = limits or Limits()
+    listener = bound_socket(host, port)
     try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        say("stopped")
+        batcher = Batcher(load(), Metrics())
+        service = Service(batcher, name, limits, api_key)
+        config = uvicorn.Config(
+            service.app(),
+            http=cast(type[asyncio.Protocol], partial(Connection, limits)),
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            interface="asgi3",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            h11_max_incomplete_event_size=HEAD_BYTES,
+            timeout_keep_alive=int(limits.head_seconds) + 1,
+            timeout_graceful_shutdown=int(limits.drain_seconds),
+        )
+        listener.listen(BACKLOG)
+        on_ready(listener.getsockname()[1])
+        with handled_signals():
+            uvicorn.Server(config).run(sockets=[listener])
+        batcher.close()
     finally:
-        signal.signal(signal.SIGTERM, before)
-        server.server_close()
+        listener.close()
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address and does not listen yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--host {host} --port {port} cannot be listened on ({error}); give others"
+        ) from error
+    return listener
+
+
+@contextmanager
+def handled_signals() -> Iterator[None]:
+    """Let the process live on when uvicorn, having answered, raises the signals again that ended it."""
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        pass
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, ignore) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

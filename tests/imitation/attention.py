@@ -1,0 +1,257 @@
+"""Attention of texts of different lengths, computed plainly: what flash attention's kernels do on a GPU.
+
+The kernels' conditions on dtype, strides and head size are checked here, so that a call which a GPU would refuse fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALF = (torch.bfloat16, torch.float16)
+LARGEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a query sees: its own text, up to a distance to the left and to the right."""
+
+    starts: Tensor
+    """[n + 1] where each text starts, and the end of the last one."""
+    scale: float
+    left: int | None
+    right: int | None
+
+    def texts(self) -> Iterator[slice]:
+        """Yield the rows of each text that is not empty."""
+        starts = self.starts.tolist()
+        for start, end in pairwise(starts):
+            if end > start:
+                yield slice(start, end)
+
+    def hidden(self, length: int) -> Tensor:
+        """Return [length, length] bool: the keys that a query does not see."""
+        places = torch.arange(length)
+        distance = places[None, :] - places[:, None]
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if self.left is not None and self.left >= 0:
+            hidden |= distance < -self.left
+        if self.right is not None and self.right >= 0:
+            hidden |= distance > self.right
+        return hidden
+
+    def weights(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return the attention weights [heads, length, length] of one text, in float32."""
+        scores = query @ key.transpose(1, 2) * self.scale
+        scores.masked_fill_(self.hidden(query.shape[1]), float("-inf"))
+        return scores.softmax(dim=-1)
+
+
+def checked_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    *,
+    causal: bool,
+    scale: float | None,
+    left: int | None,
+    right: int | None,
+) -> Shape:
+    """Return the shape of a call, or raise as the kernels do."""
+    size = query.shape[-1]
+    if query.dtype not in HALF:
+        raise RuntimeError(
+            f"flash attention takes float16 and bfloat16, not {query.dtype}"
+        )
+    if size % 8 or size > LARGEST_HEAD:
+        raise RuntimeError(f"flash attention does not take heads of size {size}")
+    if starts.dtype != torch.int32:
+        raise RuntimeError(f"cumulative lengths must be int32, not {starts.dtype}")
+    if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+        raise RuntimeError("flash attention needs a contiguous last dimension")
+    return Shape(
+        starts, size**-0.5 if scale is None else scale, left, 0 if causal else right
+    )
+
+
+def by_head(tensor: Tensor, rows: slice, num_heads: int) -> Tensor:
+    """Return one text as float32 [num_heads, length, size], its heads repeated if it has fewer."""
+    heads = tensor[rows].float().transpose(0, 1)
+    return heads.repeat_interleave(num_heads // heads.shape[0], dim=0)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+    """Return the attended values [tokens, heads, size]."""
+    num_heads = query.shape[1]
+    output = torch.zeros_like(query)
+    for rows in shape.texts():
+        q, k, v = (by_head(tensor, rows, num_heads) for tensor in (query, key, value))
+        attended = shape.weights(q, k) @ v
+        output[rows] = attended.transpose(0, 1).to(output.dtype)
+    return output
+
+
+def backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, shape: Shape
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    num_heads = query.shape[1]
+    gradients = tuple(torch.zeros_like(tensor) for tensor in (query, key, value))
+    for rows in shape.texts():
+        q, k, v, d_output = (
+            by_head(tensor, rows, num_heads) for tensor in (query, key, value, gradient)
+        )
+        weights = shape.weights(q, k)
+        d_weights = d_output @ v.transpose(1, 2)
+        # Softmax: d_scores = weights * (d_weights - sum of weights * d_weights).
+        mean = (weights * d_weights).sum(dim=-1, keepdim=True)
+        d_scores = weights * (d_weights - mean) * shape.scale
+        found = (
+            d_scores @ k,
+            d_scores.transpose(1, 2) @ q,
+            weights.transpose(1, 2) @ d_output,
+        )
+        for target, heads in zip(gradients, found, strict=True):
+            # Heads of keys and values that several heads of queries share get the sum.
+            groups = heads.view(target.shape[1], -1, *heads.shape[1:]).sum(dim=1)
+            target[rows] = groups.transpose(0, 1).to(target.dtype)
+    return gradients[0], gradients[1], gradients[2]
+
+
+# ---- the operators, with torch's own signatures ----------------------------------------------------------------
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor | None,
+    longest: int,
+    longest_key: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    *unused: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`torch_attn::_varlen_attn`."""
+    left, right = window_size or (None, None)
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise RuntimeError("fewer heads of keys than of queries need enable_gqa")
+    shape = checked_shape(
+        query, key, value, starts, causal=is_causal, scale=scale, left=left, right=right
+    )
+    log_sums = torch.zeros(query.shape[1], query.shape[0])
+    state = torch.zeros(2, dtype=torch.uint64)
+    return forward(query, key, value, shape), log_sums, state
+
+
+def varlen_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_key: int,
+    is_causal: bool,
+    state: Tensor,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    *unused: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`torch_attn::_varlen_attn_backward`."""
+    left, right = window_size or (None, None)
+    shape = checked_shape(
+        query, key, value, starts, causal=is_causal, scale=scale, left=left, right=right
+    )
+    return backward(gradient, query, key, value, shape)
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_key: int,
+    dropout: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`aten::_flash_attention_forward`, without dropout."""
+    shape = checked_shape(
+        query,
+        key,
+        value,
+        starts,
+        causal=is_causal,
+        scale=scale,
+        left=window_size_left,
+        right=window_size_right,
+    )
+    log_sums = torch.zeros(query.shape[1], query.shape[0])
+    seed, offset = (torch.zeros(2, dtype=torch.uint64) for _ in range(2))
+    debug = torch.zeros(0, dtype=query.dtype)
+    return forward(query, key, value, shape), log_sums, seed, offset, debug
+
+
+def flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_key: int,
+    dropout: float,
+    is_causal: bool,
+    seed: Tensor,
+    offset: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`aten::_flash_attention_backward`, without dropout."""
+    shape = checked_shape(
+        query,
+        key,
+        value,
+        starts,
+        causal=is_causal,
+        scale=scale,
+        left=window_size_left,
+        right=window_size_right,
+    )
+    return backward(gradient, query, key, value, shape)
+
+
+KERNELS = {
+    "_varlen_attn": varlen,
+    "_varlen_attn_backward": varlen_backward,
+    "_flash_attention_forward": flash,
+    "_flash_attention_backward": flash_backward,
+}
+"""By the operator's name."""

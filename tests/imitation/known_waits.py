@@ -1,0 +1,48 @@
+"""Where the host is known to wait for the device in a step (`known_waits.txt`). Any other wait fails the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.imitation.recording import Wait
+from tests.imitation.runs import Result
+
+PATH = Path(__file__).with_name("known_waits.txt")
+
+
+class KnownWait(NamedTuple):
+    """A place that waits, and why."""
+
+    stage: str
+    kind: str
+    place: str
+    """File and function, the innermost one outside torch."""
+    reason: str
+
+    def covers(self, wait: Wait) -> bool:
+        """Return True if this is the place of the wait."""
+        return (self.stage, self.kind, self.place) == (
+            wait.stage,
+            wait.kind,
+            wait.place,
+        )
+
+
+def read_known() -> list[KnownWait]:
+    """Return the lines of the file."""
+    known = []
+    for line in PATH.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            known.append(KnownWait(*(cell.strip() for cell in line.split("|"))))
+    return known
+
+
+def unknown(result: Result) -> list[Wait]:
+    """Return the waits of a case that are not in the file."""
+    known = read_known()
+    return [
+        wait
+        for wait in result.all_waits()
+        if not any(entry.covers(wait) for entry in known)
+    ]

@@ -1,0 +1,89 @@
+"""The process that has the imitation device: `python -m tests.imitation.process LIBRARY RESULTS NAME ...`.
+
+It imports everything once and forks for each case, so that no case sees what another one has left.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.imitation.guard import load_guard
+from tests.imitation.runs import Result, leave_group, train
+
+STAGES = ("agree", "encode", "gather", "score", "backward")
+"""Methods of the training step, in order."""
+
+
+def main(library: str, answer: str, *names: str) -> None:
+    """Run in a new process: train each case in a fork, and write the results."""
+    load_guard(Path(library))
+    importlib.import_module("tests.preloaded")
+    leave_group()
+    results = {name: in_fork(run_on_imitation, name) for name in names}
+    Path(answer).write_bytes(pickle.dumps(results))
+
+
+def in_fork(function: Callable[[str], Result], name: str) -> Result:
+    """Return what the function returns in a forked process, which leaves nothing behind."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(function(name), pipe)
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        payload = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not payload:
+        return Result(error=f"the process died with status {status}")
+    result: Result = pickle.loads(payload)
+    return result
+
+
+def run_on_imitation(name: str) -> Result:
+    """Install the device in this process, and train a case or call a probe."""
+    from tests.imitation.device import RECORDING
+    from tests.imitation.probes import PROBES
+    from tests.imitation.runtime import install
+    from vembed.training.step import ContrastiveStep
+
+    for stage in STAGES:
+        setattr(ContrastiveStep, stage, staged(stage, getattr(ContrastiveStep, stage)))
+    install()
+    if name not in PROBES:
+        return train(name, RECORDING)
+    result = Result(
+        kernels=RECORDING.kernels,
+        waits=RECORDING.waits,
+        pinned_copies=RECORDING.pinned_copies,
+    )
+    try:
+        PROBES[name]()
+    except Exception:
+        result.error = traceback.format_exc()
+    return result
+
+
+def staged(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method, under whose name everything that happens in it is counted."""
+    from tests.imitation.device import RECORDING
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with RECORDING.during(stage):
+            return method(*args, **kwargs)
+
+    return counted
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

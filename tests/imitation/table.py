@@ -1,0 +1,60 @@
+"""The table of kernels in `docs/benchmarks.md`, which is also what the tests compare with."""
+
+from __future__ import annotations
+
+from tests.imitation.recording import BETWEEN, ROOT
+from tests.imitation.runs import Result
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+HEADER = (
+    "| training | forward | loss | backward | rest | all kernels | waits of the host |"
+)
+RULE = "|---|---|---|---|---|---|---|"
+
+
+def row_of(result: Result) -> list[int]:
+    """Return the columns of the table for a case."""
+    forward = result.kernels_of("agree", "encode")
+    loss = result.kernels_of("gather", "score")
+    backward = result.kernels_of("backward")
+    rest = result.kernels_of(BETWEEN)
+    waits = sum(result.waits.values())
+    return [forward, loss, backward, rest, result.kernels_of(), waits]
+
+
+def differences(on_host: Result, on_device: Result) -> tuple[list[str], list[str]]:
+    """Return the relative differences of the losses and of the gradient norms, step by step."""
+    found = []
+    for host, device in (
+        (on_host.losses, on_device.losses),
+        (on_host.norms, on_device.norms),
+    ):
+        pairs = zip(host, device, strict=True)
+        found.append([f"{(there - here) / abs(here):+.1e}" for here, there in pairs])
+    return found[0], found[1]
+
+
+def read() -> dict[str, list[int]]:
+    """Return the rows of the table by case."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    rows = {}
+    for line in lines[lines.index(HEADER) + 2 :]:
+        if not line.startswith("|"):
+            break
+        name, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[name] = [int(number.replace(",", "")) for number in numbers]
+    return rows
+
+
+def write(rows: dict[str, list[int]]) -> None:
+    """Put these rows into the table."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    start = lines.index(HEADER) + 2
+    end = start
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    made = [
+        f"| {name} | {' | '.join(f'{number:,d}' for number in numbers)} |"
+        for name, numbers in rows.items()
+    ]
+    PAGE.write_text("\n".join([*lines[:start], *made, *lines[end:]]) + "\n", "utf-8")

@@ -1,0 +1,142 @@
+"""Trainings on the imitation device: the losses of the CPU, no unexpected wait of the host, no further kernels.
+
+VEMBED_IMITATION=all runs the whole matrix instead of the default cases.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.imitation import table
+from tests.imitation.cases import Case, all_cases, default_cases
+from tests.imitation.guard import why_not_built
+from tests.imitation.known_waits import read_known, unknown
+from tests.imitation.probes import PROBES
+from tests.imitation.runs import Result, on_cpu, on_imitation
+
+RUNS_ALL = os.environ.get("VEMBED_IMITATION") == "all"
+CASES = all_cases() if RUNS_ALL else default_cases()
+REASON = why_not_built()
+FLOAT32_TOLERANCE = 1e-5
+HALF_LOSS_TOLERANCE = 1e-2
+"""Relative, of the first loss. CPU and GPU round to 16 bits in different places: autocast of the CPU also runs layer
+norms in bfloat16, and the packed attention of the CPU another order of sums."""
+HALF_NORM_TOLERANCE = 5e-2
+"""Relative, of the first gradient norm."""
+
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+Results = dict[str, Result]
+
+
+@pytest.fixture(scope="module")
+def on_device() -> Results:
+    """Every case and probe on the imitation device."""
+    return on_imitation([*PROBES, *(case.name for case in CASES)])
+
+
+@pytest.fixture(scope="module")
+def on_host() -> Results:
+    """Every case on the CPU."""
+    return on_cpu([case.name for case in CASES])
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@each_case
+def test_losses_and_gradients_are_those_of_the_cpu(
+    case: Case, on_device: Results, on_host: Results
+) -> None:
+    device = on_device[case.name]
+    host = on_host[case.name]
+    assert host.error is None, host.error
+    assert device.error is None, device.error
+    if case.options["mixed_precision"] == "no":
+        assert device.losses == pytest.approx(host.losses, rel=FLOAT32_TOLERANCE)
+        assert device.norms == pytest.approx(host.norms, rel=FLOAT32_TOLERANCE)
+        return
+    assert device.losses[0] == pytest.approx(host.losses[0], rel=HALF_LOSS_TOLERANCE)
+    assert device.norms[0] == pytest.approx(host.norms[0], rel=HALF_NORM_TOLERANCE)
+
+
+@each_case
+def test_the_host_waits_only_where_it_is_known(case: Case, on_device: Results) -> None:
+    new_waits = unknown(on_device[case.name])
+    assert not new_waits, "\n".join(map(str, new_waits))
+
+
+@pytest.mark.skipif(RUNS_ALL, reason="the table holds the default cases")
+@each_case
+def test_kernels_of_a_step_do_not_grow(case: Case, on_device: Results) -> None:
+    """More kernels need a new table (python -m tests.imitation --write) and a reason in the commit."""
+    now = table.row_of(on_device[case.name])
+    limits = table.read()[case.name]
+    assert all(
+        stage in {place for place, _ in on_device[case.name].kernels}
+        for stage in ("encode", "score", "backward")
+    )
+    assert all(count <= limit for count, limit in zip(now, limits, strict=True)), (
+        f"forward, loss, backward, rest, all, waits: {now}; {table.PAGE.name} says {limits}"
+    )
+
+
+def test_the_table_has_the_default_cases() -> None:
+    assert list(table.read()) == [case.name for case in default_cases()]
+
+
+@pytest.mark.skipif(not RUNS_ALL, reason="VEMBED_IMITATION=all runs every case")
+def test_every_known_wait_is_still_there(on_device: Results) -> None:
+    waits = [wait for result in on_device.values() for wait in result.all_waits()]
+    gone = [
+        known for known in read_known() if not any(known.covers(wait) for wait in waits)
+    ]
+    assert not gone
+
+
+# ---- the device itself -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("probe", "kind"),
+    [
+        ("reads_a_number", "_local_scalar_dense"),
+        ("indexes_by_a_mask", "index by a mask"),
+        ("finds_distinct_values", "_unique2"),
+        ("copies_pageable_memory", "copy of pageable memory to the device"),
+        ("copies_with_blocking", "blocking copy to the device"),
+    ],
+)
+def test_a_wait_is_seen(probe: str, kind: str, on_device: Results) -> None:
+    result = on_device[probe]
+    assert result.error is None, result.error
+    assert [wait.kind for wait in result.waits] == [kind]
+
+
+@pytest.mark.parametrize("probe", ["copies_pinned_memory", "multiplies"])
+def test_work_that_does_not_wait(probe: str, on_device: Results) -> None:
+    result = on_device[probe]
+    assert result.error is None, result.error
+    assert not result.waits
+
+
+@pytest.mark.parametrize("probe", ["uses_autocast", "keeps_tied_weights"])
+def test_modules_move_to_the_device(probe: str, on_device: Results) -> None:
+    assert on_device[probe].error is None, on_device[probe].error
+
+
+def test_kernels_are_counted(on_device: Results) -> None:
+    operators = {operator for _, operator in on_device["multiplies"].kernels}
+    assert {"ones", "mm", "sum"} <= operators
+    assert on_device["copies_pinned_memory"].pinned_copies.total() == 1
+
+
+def test_mixed_devices_are_refused(on_device: Results) -> None:
+    assert "the same device" in str(on_device["mixes_devices"].error)
+
+
+def test_nothing_of_it_is_left_in_this_process(on_device: Results) -> None:
+    import torch
+
+    assert not torch.cuda.is_available()

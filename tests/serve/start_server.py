@@ -1,0 +1,18 @@
+"""Starts the server with limits of the test: `python -m tests.serve.start_server MODEL '{"head_seconds": 1}'`."""
+
+import json
+import sys
+
+from vembed.inference.serve.encoder import open_encoder
+from vembed.inference.serve.protocol import Limits
+from vembed.inference.serve.server import serve
+
+if __name__ == "__main__":
+    serve(
+        lambda: open_encoder(sys.argv[1]),
+        "tiny",
+        host="127.0.0.1",
+        port=0,
+        limits=Limits(**json.loads(sys.argv[2])),
+        on_ready=lambda port: print(f"http://127.0.0.1:{port}:", flush=True),
+    )

@@ -1,0 +1,540 @@
+"""Several runs side by side: scores with paired differences, curves, settings that differ, queries won and lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.evaluation.report.page import render_page
+from vembed.evaluation.report.plots import RUNS, Line, runs_svg
+from vembed.evaluation.report.query_changes import (
+    NO_DIFFERENCE,
+    Changed,
+    Comparison,
+    Interval,
+    compare_results,
+    path_of,
+    read_queries,
+)
+from vembed.evaluation.report.record import (
+    TABLE,
+    RunRecord,
+    Table,
+    metric_name,
+    read_run,
+)
+from vembed.evaluation.report.report import (
+    changed_table,
+    curves,
+    format_option,
+    short_paths,
+)
+from vembed.progress import duration
+from vembed.saving.durability import replace_text
+
+NEVER_COMPARED = ("output_dir", "run_name", "resume")
+"""Settings that differ between any two runs, and those that change no result."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One of the compared runs. All others are compared with the first."""
+
+    name: str
+    record: RunRecord
+    queries: Mapping[str, Any] | None = None
+    """Results per query of the weights that count. None: not recorded."""
+    changes: Comparison | None = None
+    """Its queries against those of the first run. None for the first, and where `not_paired` says why."""
+    not_paired: str = ""
+    has_other_data: bool = False
+    """True if its scores are of other queries, so that they must not be compared."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether the run came to its end."""
+        return bool(self.record.summary.finished)
+
+    @property
+    def state(self) -> str:
+        """Finished, or stopped and where."""
+        if self.is_finished:
+            return "finished"
+        return f"stopped after step {last_step(self.record):,d}"
+
+    def interval(self, metric: str) -> Interval | None:
+        """Return the difference from the first run in a metric. None: not known."""
+        return None if self.changes is None else self.changes.intervals.get(metric)
+
+
+@dataclass(frozen=True)
+class RunChart:
+    """One quantity of all runs that recorded it."""
+
+    title: str
+    note: str
+    lines: Sequence[Line]
+    write: Callable[[float], str]
+    has_points: bool = False
+
+
+@dataclass(frozen=True)
+class SeveralRuns:
+    """Compared runs. The others are compared with the first one."""
+
+    runs: Sequence[ComparedRun]
+    metric: str
+    """The deciding metric of the first run that has one. Empty without any evaluation."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """Metrics of the table, the deciding one first."""
+        names = [self.metric] if self.metric else []
+        for key in TABLE:
+            is_measured = any(key in run.record.after for run in self.runs)
+            if is_measured and key not in names:
+                names.append(key)
+        return names
+
+    @property
+    def scored(self) -> list[ComparedRun]:
+        """Runs that have the deciding metric on the queries of the first."""
+        return [
+            run
+            for run in self.runs
+            if not run.has_other_data and self.metric in run.record.after
+        ]
+
+    @property
+    def best(self) -> ComparedRun | None:
+        """The run with the highest deciding metric."""
+        return max(
+            self.scored, key=lambda run: run.record.after[self.metric], default=None
+        )
+
+    def differing_settings(self) -> dict[str, list[Any]]:
+        """Options that differ, with the value of each run."""
+        # A run of an older vembed lacks newer options: they had no effect, as with their defaults.
+        defaults = TrainConfig(model_name="", data_path="").to_dict()
+        names: dict[str, None] = {}
+        for run in self.runs:
+            names |= dict.fromkeys(run.record.config)
+        settings = {}
+        for name in names:
+            if name in NEVER_COMPARED:
+                continue
+            default = defaults.get(name)
+            values = [run.record.config.get(name, default) for run in self.runs]
+            if any(value != values[0] for value in values):
+                settings[name] = values
+        return settings
+
+    def charts(self) -> list[RunChart]:
+        """Return curves of all runs: the deciding metric first, then what was logged by step."""
+        charts: dict[str, RunChart] = {}
+        for number, run in enumerate(self.runs):
+            for curve in curves(run.record):
+                line = Line(number, curve.steps, curve.values)
+                earlier = charts.get(curve.title)
+                lines = [line] if earlier is None else [*earlier.lines, line]
+                charts[curve.title] = RunChart(
+                    curve.title, curve.note, lines, curve.write
+                )
+        evaluations = self._evaluations()
+        first = [] if evaluations is None else [evaluations]
+        return first + list(charts.values())
+
+    def _evaluations(self) -> RunChart | None:
+        lines = []
+        for number, run in enumerate(self.runs):
+            steps = []
+            values = []
+            for evaluation in run.record.evaluations:
+                if self.metric in evaluation.scores:
+                    steps.append(evaluation.step)
+                    values.append(evaluation.scores[self.metric])
+            if steps:
+                lines.append(Line(number, steps, values))
+        if all(len(line.steps) < 2 for line in lines):
+            return None
+        return RunChart(
+            metric_name(self.metric),
+            "of each evaluation",
+            lines,
+            "{:.3f}".format,
+            has_points=True,
+        )
+
+
+def last_step(record: RunRecord) -> int:
+    """Return the last step that was logged or evaluated."""
+    steps = [0]
+    steps += [int(line["step"]) for line in record.steps[-1:]]
+    steps += [evaluation.step for evaluation in record.evaluations]
+    return max(steps)
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
+    """Read the folders of at least two runs, finished or not."""
+    if len(folders) < 2:
+        raise UserError(
+            f"{len(folders)} run was given: a comparison needs two or more, as vembed compare runs/a runs/b"
+        )
+    resolved: set[Path] = set()
+    for folder in folders:
+        path = Path(folder).resolve()
+        if path in resolved:
+            raise UserError(f"{path} was given twice: give each run once")
+        resolved.add(path)
+    records = [read_run(folder) for folder in folders]
+    metric = next(
+        (record.headline for record in records if record.after and record.headline), ""
+    )
+    names = _names(records)
+    first = ComparedRun(names[0], records[0], _queries(records[0]))
+    runs = [first]
+    for name, record in zip(names[1:], records[1:], strict=True):
+        runs.append(_compared(first, name, record, metric))
+    return SeveralRuns(runs, metric)
+
+
+def _names(records: Sequence[RunRecord]) -> list[str]:
+    """Return a different short name for each run: run_name or folder, with more of the path where these are equal."""
+    folders = [record.folder.resolve() for record in records]
+    names = [
+        str(record.config.get("run_name") or folder.name)
+        for record, folder in zip(records, folders, strict=True)
+    ]
+    # run_name may be the same in all runs of one config. At some depth the paths differ: no folder was given twice.
+    depth = 1
+    while len(set(names)) < len(names):
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        depth += 1
+    return names
+
+
+def _queries(record: RunRecord) -> Mapping[str, Any] | None:
+    if record.final is None:
+        return None
+    return read_queries(path_of(record.folder, record.final.step))
+
+
+def _compared(
+    first: ComparedRun, name: str, record: RunRecord, metric: str
+) -> ComparedRun:
+    """Compare the queries of a run with those of the first, if these are the same ones."""
+    queries = _queries(record)
+    if first.queries is None or queries is None:
+        lacking = []
+        if first.queries is None:
+            lacking.append(first.name)
+        if queries is None:
+            lacking.append(name)
+        reason = f"no results per query were recorded by {' and '.join(lacking)}"
+        return ComparedRun(name, record, queries, not_paired=reason)
+    has_same_values = len(first.queries["values"]) == len(queries["values"])
+    if not has_same_values or _texts(first.queries) != _texts(queries):
+        reason = f"{first.name} and {name} were evaluated on other queries"
+        return ComparedRun(
+            name, record, queries, not_paired=reason, has_other_data=True
+        )
+    changes = compare_results(first.queries, queries, metric)
+    return ComparedRun(name, record, queries, changes)
+
+
+def _texts(results: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    return [(row["query"], row["relevant"]) for row in results["queries"]]
+
+
+# ---- text and JSON -------------------------------------------------------------------------------------------------
+
+
+def score_lines(runs: SeveralRuns) -> str:
+    """Return each run's scores as lines of plain text, with the interval of its difference in the deciding metric."""
+    lines = []
+    for run in runs.runs:
+        scores = []
+        for key in runs.metrics:
+            if key in run.record.after:
+                scores.append(f"{metric_name(key)} {run.record.after[key]:.4f}")
+        line = f"{run.name}: {', '.join(scores) or 'not evaluated'}"
+        interval = run.interval(runs.metric)
+        if interval is not None:
+            line += f" ({interval.difference:+.4f}, 95 % interval {interval})"
+        lines.append(line + "\n")
+    return "".join(lines)
+
+
+def as_json(runs: SeveralRuns) -> dict[str, Any]:
+    """Return the comparison as JSON values."""
+    names = [run.name for run in runs.runs]
+    settings = {
+        option: dict(zip(names, values, strict=True))
+        for option, values in runs.differing_settings().items()
+    }
+    return {
+        "metric": runs.metric or None,
+        "compared_with": names[0],
+        "best": None if runs.best is None else runs.best.name,
+        "runs": [run_json(run.name, run.record) for run in runs.runs],
+        "differences": [_changes_json(run) for run in runs.runs[1:]],
+        "settings": settings,
+    }
+
+
+def run_json(name: str, record: RunRecord) -> dict[str, Any]:
+    """Return the result of one run as JSON values."""
+    evaluations = [
+        {"step": evaluation.step, "scores": evaluation.scores}
+        for evaluation in record.evaluations
+    ]
+    return {
+        "name": name,
+        "folder": str(record.folder),
+        "is_finished": bool(record.summary.finished),
+        "last_step": last_step(record),
+        "seconds": record.summary.seconds,
+        "metric": record.headline or None,
+        "scored_step": None if record.final is None else record.final.step,
+        "before": record.before,
+        "after": record.after,
+        "evaluations": evaluations,
+        "last_loss": record.steps[-1].get("loss") if record.steps else None,
+    }
+
+
+def _changes_json(run: ComparedRun) -> dict[str, Any]:
+    changes = run.changes
+    if changes is None:
+        return {"run": run.name, "not_paired": run.not_paired}
+    metrics = {}
+    for name, interval in changes.intervals.items():
+        metrics[name] = {
+            "difference": interval.difference,
+            "low": interval.low,
+            "high": interval.high,
+            "is_clear": interval.is_clear,
+        }
+    return {
+        "run": run.name,
+        "num_queries": changes.num_queries,
+        "num_better": changes.num_better,
+        "num_worse": changes.num_worse,
+        "metrics": metrics,
+        "wins": [_query_json(query) for query in changes.better],
+        "losses": [_query_json(query) for query in changes.worse],
+    }
+
+
+def _query_json(query: Changed) -> dict[str, Any]:
+    before = [item["text"] for item, _ in query.found_before]
+    after = [item["text"] for item, _ in query.found_after]
+    return {
+        "query": query.query["text"],
+        "relevant": [item["text"] for item in query.relevant],
+        "first": {"score": query.before, "found": before},
+        "this": {"score": query.after, "found": after},
+    }
+
+
+# ---- page ----------------------------------------------------------------------------------------------------------
+
+
+def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
+    """Write the page and return its path."""
+    path = Path(target)
+    if not path.absolute().parent.is_dir():
+        raise UserError(
+            f"{path.absolute().parent} is not a folder, so {path.name} cannot be written"
+        )
+    replace_text(path, comparison_html(runs))
+    return path
+
+
+def comparison_html(runs: SeveralRuns) -> str:
+    """Return the page as HTML."""
+    warnings = [f"{run.name}: {run.state}." for run in runs.runs if not run.is_finished]
+    if runs.metric:
+        not_paired = [run.not_paired for run in runs.runs if run.not_paired]
+        warnings += [f"Not paired: {reason}." for reason in not_paired]
+    settings = []
+    for name, values in runs.differing_settings().items():
+        shown = [short_paths(format_option(value)) or "-" for value in values]
+        settings.append((name, shown))
+    figures = []
+    for chart in runs.charts():
+        svg = runs_svg(
+            chart.lines, chart.title, chart.write, has_points=chart.has_points
+        )
+        figures.append({"title": chart.title, "note": chart.note, "svg": Markup(svg)})
+    return render_page(
+        "comparison.html.j2",
+        title=f"{len(runs.runs)} runs - vembed compare",
+        names=[run.name for run in runs.runs],
+        num_colours=len(RUNS),
+        best=_best_values(runs),
+        sentence=_verdict(runs),
+        warnings=warnings,
+        scores=[(metric_name(key), _score_cells(runs, key)) for key in runs.metrics],
+        settings=settings,
+        figures=figures,
+        query_changes=_query_values(runs),
+        facts=_facts(runs),
+    )
+
+
+def _best_values(runs: SeveralRuns) -> dict[str, str] | None:
+    best = runs.best
+    if best is None:
+        return None
+    is_compared = len(runs.scored) > 1
+    return {
+        "label": ("Highest " if is_compared else "") + metric_name(runs.metric),
+        "name": best.name,
+        "value": f"{best.record.after[runs.metric]:.3f}",
+    }
+
+
+def _verdict(runs: SeveralRuns) -> str:
+    """Return whether the highest score is more than chance against the first run."""
+    best = runs.best
+    if best is None:
+        return "None of them was evaluated after a step."
+    first = runs.runs[0]
+    name = metric_name(runs.metric)
+    if best is first:
+        sentence = f"{first.name} is the run that the others are compared with"
+        paired = [run for run in runs.runs if run.changes is not None]
+        if not paired:
+            return f"{sentence}. Their queries could not be paired."
+        intervals = [run.interval(runs.metric) for run in paired]
+        num_clear = sum(
+            interval is not None and interval.is_clear for interval in intervals
+        )
+        return f"{sentence}. {num_clear} of {len(paired)} differ from it in {name} by more than chance."
+    interval = best.interval(runs.metric)
+    if best.changes is None or interval is None:
+        reason = f": {best.not_paired}" if best.not_paired else ""
+        return f"Whether the difference from {first.name} is more than chance is not known{reason}."
+    verdict = (
+        "the difference is more than chance" if interval.is_clear else NO_DIFFERENCE
+    )
+    return (
+        f"{best.changes.num_better:,d} of {best.changes.num_queries:,d} queries are better than with {first.name}, "
+        f"{best.changes.num_worse:,d} worse. {name} {interval.difference:+.4f} "
+        f"(95 % interval {interval.low:+.4f} to {interval.high:+.4f}): {verdict}."
+    )
+
+
+def _score_cells(runs: SeveralRuns, key: str) -> list[dict[str, Any]]:
+    """Return one metric of each run, with its difference from the first."""
+    comparable = [
+        run.record.after[key]
+        for run in runs.runs
+        if not run.has_other_data and key in run.record.after
+    ]
+    highest = max(comparable, default=None)
+    first = runs.runs[0].record.after.get(key)
+    cells = []
+    for run in runs.runs:
+        value = run.record.after.get(key)
+        cell = {"score": "", "is_best": False, "difference": "", "colour": ""}
+        cell["interval"] = ""
+        cells.append(cell)
+        if value is None:
+            continue
+        cell["score"] = f"{value:.4f}"
+        if run.has_other_data:
+            continue
+        cell["is_best"] = value == highest
+        if first is None or run is runs.runs[0]:
+            continue
+        interval = run.interval(key)
+        if interval is None:
+            cell["difference"] = f"{value - first:+.4f}"
+            continue
+        cell["difference"] = f"{interval.difference:+.4f}"
+        cell["interval"] = f"{interval.low:+.4f} to {interval.high:+.4f}"
+        if interval.is_clear:
+            cell["colour"] = "up" if interval.low > 0 else "down"
+    return cells
+
+
+def _query_values(runs: SeveralRuns) -> list[dict[str, Any]]:
+    """Return the queries that each run won and lost against the first."""
+    sections = []
+    for run in runs.runs:
+        changes = run.changes
+        if changes is None or not runs.metric:
+            continue
+        num_equal = changes.num_queries - changes.num_better - changes.num_worse
+        groups = []
+        for title, queries in (("Won", changes.better), ("Lost", changes.worse)):
+            if not queries:
+                continue
+            table = changed_table(queries, has_pictures=True)
+            found_by = (f"found by {runs.runs[0].name}", f"found by {run.name}")
+            header = ("query", "relevant", *found_by, "score")
+            if len(queries) > 1:
+                summary = f"{title}: the {len(queries)} with the largest difference"
+            else:
+                summary = title
+            groups.append((summary, Table(header, table.rows, table.pictures)))
+        sections.append(
+            {
+                "name": run.name,
+                "counts": f"{changes.num_better:,d} won, {changes.num_worse:,d} lost and {num_equal:,d} equal of "
+                f"{changes.num_queries:,d} queries, by {metric_name(runs.metric)}.",
+                "num_won": changes.num_better,
+                "num_equal": num_equal,
+                "num_lost": changes.num_worse,
+                "groups": groups,
+            }
+        )
+    return sections
+
+
+def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
+    """Return what is known of each run. What is known of none is left out."""
+    columns = [_run_facts(run) for run in runs.runs]
+    rows = [(name, [facts[name] for facts in columns]) for name in columns[0]]
+    packages: dict[str, None] = {}
+    for run in runs.runs:
+        packages |= dict.fromkeys(run.record.summary.versions)
+    for package in packages:
+        versions = [run.record.summary.versions.get(package, "") for run in runs.runs]
+        if len(set(versions) - {""}) > 1:
+            rows.append((f"{package} version", versions))
+    return [(name, values) for name, values in rows if any(values)]
+
+
+def _run_facts(run: ComparedRun) -> dict[str, str]:
+    record = run.record
+    summary = record.summary
+    seconds = summary.seconds
+    return {
+        "Model": record.model_name(),
+        "State": run.state,
+        "Scored weights": f"after step {record.final.step:,d}" if record.final else "",
+        "Examples": _count(summary.num_examples),
+        "Trained parameters": _count(summary.num_trainable),
+        "Time": "" if seconds is None else duration(seconds),
+        "Processes": str(summary.num_processes) if run.is_finished else "",
+        "Device": summary.device,
+        "Strategy": summary.strategy,
+        "Mixed precision": summary.precision,
+        "Folder": record.folder.resolve().name,
+    }
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else f"{value:,d}"
