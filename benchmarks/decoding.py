@@ -29,7 +29,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.tiny import save_image_processor, tiny_vit
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection, TrainConfig
 from vembed.data.batching.feeding import Feeder
 from vembed.data.batching.rank_batch import RankBatchStream
 from vembed.data.batching.schedule import BatchSchedule
@@ -97,7 +97,7 @@ def description_of(folder: Path) -> ModelDescription:
         save_image_processor(
             folder, "CLIPImageProcessor", {"shortest_edge": SIDE}, **size
         )
-    return describe(TrainConfig(model_name=str(folder), data_path="-"))
+    return describe(ModelSection(model_name=str(folder)))
 
 
 def one_by_one(folder: Path, paths: list[Path]) -> float:

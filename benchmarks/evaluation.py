@@ -92,7 +92,7 @@ def result(folder: Path) -> dict[str, float]:
     config = TrainConfig(
         model_name=str(folder / "model"), data_path="-", eval_ks=[10, 100]
     )
-    featuriser = Featuriser(describe(config))
+    featuriser = Featuriser(describe(config.model))
     began = time.perf_counter()
     data = open_eval_data(config, str(folder))
     opened = time.perf_counter()

@@ -153,7 +153,7 @@ def useful_work(shape: Shape, model: Path, rows: list[Row], images: Path) -> Val
     config = TrainConfig(
         model_name=str(model), data_path="none", max_length=shape.max_length
     )
-    featuriser = Featuriser(describe(config))
+    featuriser = Featuriser(describe(config.model))
     items: list[tuple[Item, Kind]] = [
         (Item(str(row["query"])), "query") for row in rows
     ]

@@ -146,9 +146,10 @@ def measure(
     schedule = BatchSchedule([len(store)], rows * world_size, 0)
     found: dict[str, list[float]] = defaultdict(list)
     with start_session(resolve_run(config, env={})) as session:
-        description = describe(config)
+        description = describe(config.model)
         model = session.prepare(
-            build_model(config, description), description.layer_classes
+            build_model(description, config.model, config.adapters),
+            description.layer_classes,
         )
         featuriser = Featuriser(description)
         stream = RankBatchStream(

@@ -61,7 +61,7 @@ def data_result(path: Path, num_rows: int) -> dict[str, float]:
     config = TrainConfig(
         model_name=str(demo_model()), data_path=str(path), max_length=64
     )
-    featuriser = Featuriser(describe(config))
+    featuriser = Featuriser(describe(config.model))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     store = open_examples(config, str(path))

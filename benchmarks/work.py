@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.cases import Case, rows_of
 from vembed.cli.commands.demo import demo_model
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.data.batching import microbatches
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
@@ -52,9 +52,8 @@ def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, f
     )
     featuriser = Featuriser(
         describe(
-            TrainConfig(
+            ModelSection(
                 model_name=str(demo_model()),
-                data_path="none",
                 max_length=case.max_length,
             )
         )

@@ -14,13 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from tests import tiny
+from tests.built import described, model_of
 from tests.harness import run_ranks
 from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of
-from vembed.models.families.decisions import describe
 from vembed.parallel.session import Session, start_session
 from vembed.training.exchange import loss_exchange
 from vembed.training.final import ModelWriter, whole_model_writer
@@ -153,8 +152,8 @@ def _observe(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
 
 def _facts(session: Session) -> dict[str, Any]:
     run, placement = session.placement.run, session.placement
-    description = describe(run.config)
-    embedder = build_model(
+    description = described(run.config)
+    embedder = model_of(
         run.config,
         description,
         compute_dtype=placement.compute_dtype,

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import vembed
 from tests import tiny
+from tests.built import described, model_of
 from tests.distributed.steps import listen
 from tests.harness import run_ranks
 from vembed.cli.commands.doctor import checklist
@@ -22,9 +23,7 @@ from vembed.cli.commands.train import Launch, describe_run, resolve_launch
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
-from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of
-from vembed.models.families.decisions import describe
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import GIB, measure
@@ -134,8 +133,8 @@ def run_all(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         lines = listen()
         run = resolve_run(options, env={})
         with start_session(run) as session:
-            description = describe(run.config)
-            model = build_model(
+            description = described(run.config)
+            model = model_of(
                 run.config,
                 description,
                 device=session.model_device,

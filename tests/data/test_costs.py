@@ -8,13 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import tiny
+from tests.built import described
 from tests.data.files import open_path
 from vembed.config.schema import TrainConfig
 from vembed.data.formats import parquet as parquet_table
 from vembed.data.formats.json_files import MAX_RECORD
 from vembed.data.processing import TextProcessing
 from vembed.errors import UserError
-from vembed.models.families.decisions import describe
 
 
 def parquet(path, value, count):
@@ -108,7 +108,7 @@ def test_the_limit_per_record_holds_for_parquet(tmp_path):
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_xlmr])
 def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make):
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(make)), data_path=[], max_length=24)
     )
     draw = np.random.default_rng(0)
@@ -127,7 +127,7 @@ def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make):
 
 
 def test_a_text_of_many_megabytes_takes_no_time():
-    description = describe(
+    description = described(
         TrainConfig(
             model_name=str(tiny.shared(tiny.tiny_bert)), data_path=[], max_length=24
         )

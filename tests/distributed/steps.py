@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.built import described, model_of
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import collectives, parameters
 from vembed.parallel.session import start_session
 
@@ -114,9 +114,9 @@ def cast(
 def build(
     config: TrainConfig, *, dtype: torch.dtype, meta: bool = False, edit: Any = None
 ) -> tuple[Any, Featuriser]:
-    description = describe(config)
+    description = described(config)
     recompute = resolve_run(config).recomputation.value
-    model: EmbeddingModel = build_model(
+    model: EmbeddingModel = model_of(
         config, description, recompute=recompute, meta=meta
     )
     if edit is not None:

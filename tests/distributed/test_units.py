@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.built import model_of
 from tests.distributed.steps import config_of
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3_vl
 from vembed.config.fsdp import FsdpConfig
 from vembed.errors import UserError
-from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel.sharding import (
     choose_units,
     describe_units,
@@ -30,7 +30,7 @@ BERT_PATH = "transformers.models.bert.modeling_bert.BertLayer"
 
 def model_in(folder: Path) -> EmbeddingModel:
     config = config_of(folder)
-    return build_model(config, describe(config))
+    return model_of(config)
 
 
 def kinds(units: list[nn.Module]) -> dict[str, int]:

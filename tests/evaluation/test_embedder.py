@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.built import described
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.inference.embedder import to_item
-from vembed.models.families.decisions import describe
 
 TEXTS = ["red cat", "the old house by the river " * 9, "", "bird", "red cat"]
 
@@ -112,7 +112,7 @@ def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
         atol=1e-5,
     )
     assert (
-        describe(TrainConfig(model_name=str(folder), data_path="-")).max_length == 512
+        described(TrainConfig(model_name=str(folder), data_path="-")).max_length == 512
     )
 
 

@@ -16,9 +16,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import vembed
+from tests.files.saving import save
 from tests.tiny import (
     shared,
     texts,
+    tiny_bert,
     tiny_bert_st,
     tiny_qwen3_vl,
     tiny_siglip,
@@ -30,9 +32,11 @@ from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
 from vembed.export import gguf_format, onnx_format, onnx_images
 from vembed.export.check import NUM_TEXTS, distances, smaller, texts_to_compare
-from vembed.export.exporting import MOST_STUDENT_EXAMPLES, student_texts
+from vembed.export.exporting import MOST_STUDENT_EXAMPLES, export_model, student_texts
 from vembed.export.onnx_format import OnnxFormat
 from vembed.export.safetensors_format import SafetensorsFormat
+from vembed.export.servers import server_refusal
+from vembed.inference.embedder import Embedder
 from vembed.inference.serve.encoder import ServedInput, open_encoder
 
 QUERY_PROMPT = "red green: "
@@ -653,3 +657,15 @@ def test_the_check_reads_no_more_of_a_corpus_than_it_compares() -> None:
     )
     part = smaller(data)
     assert part is not None and (len(part.queries), len(part.documents)) == (500, 2_000)
+
+
+def test_a_server_that_cannot_pool_as_the_model_is_refused(tmp_path):
+    folder = save(shared(tiny_bert), tmp_path / "model", pooling="max")
+    with pytest.raises(UserError, match="max"):
+        export_model(
+            str(folder), tmp_path / "tei", "safetensors", check=False, server="tei"
+        )
+    assert not (tmp_path / "tei").exists()
+    description = Embedder(folder).description
+    assert server_refusal("llama.cpp", description) is not None
+    assert server_refusal("infinity", description) is None

@@ -17,6 +17,7 @@ from PIL import Image
 
 from benchmarks import decoding
 from tests import tiny
+from tests.built import described
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
 from vembed.config.schema import TrainConfig
@@ -27,7 +28,6 @@ from vembed.data.images import decoders
 from vembed.data.images.files import load_image
 from vembed.data.images.picture_bytes import PIXELS, OwnCode, Patching, Resizing
 from vembed.data.images.pixel_recipe import find_recipe
-from vembed.models.families.decisions import describe
 from vembed.models.processors import load_image_processor
 
 SIZES = ((24, 16), (300, 40), (33, 200), (32, 32), (5, 7))
@@ -35,7 +35,7 @@ SIZES = ((24, 16), (300, 40), (33, 200), (32, 32), (5, 7))
 
 def processor_of(make: Callable[..., Path]) -> Any:
     return load_image_processor(
-        describe(TrainConfig(model_name=str(tiny.shared(make)), data_path="-"))
+        described(TrainConfig(model_name=str(tiny.shared(make)), data_path="-"))
     )
 
 

@@ -13,12 +13,12 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from tests import tiny
+from tests.built import described
 from tests.files.saving import load_in_sentence_transformers, save
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
-from vembed.models.families.decisions import describe
 
 TEXTS = [
     *tiny.texts(6, seed=4, longest=30),
@@ -41,7 +41,7 @@ def featuriser(source: Path, **options: object) -> Featuriser:
     config = TrainConfig.model_validate(
         {"model_name": str(source), "data_path": "unused", **options}
     )
-    return Featuriser(describe(config), cache_bytes=cache)  # type: ignore[arg-type]
+    return Featuriser(described(config), cache_bytes=cache)  # type: ignore[arg-type]
 
 
 def documents(*texts: str) -> list[tuple[Item, str]]:
@@ -210,7 +210,7 @@ def test_what_a_text_model_cannot_embed_is_said() -> None:
 
 
 def test_a_text_without_any_token_is_named(tmp_path: Path) -> None:
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_llama)), data_path="unused")
     )
     assert (
@@ -226,7 +226,7 @@ def test_a_text_without_any_token_is_named(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
     )
     with pytest.raises(
@@ -244,7 +244,7 @@ def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path: Path) -> None
     assert not tokenizer.is_fast
     tokenizer.save_pretrained(tmp_path)
     tiny.write_json(tmp_path / "config.json", {"model_type": "t5"})
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
     )
     mine = Featuriser(description.with_(source=str(tmp_path), max_length=9))
@@ -257,7 +257,7 @@ def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path: Path) -> None
 
 def test_a_tokenizer_without_padding_and_end_token_is_named(tmp_path: Path) -> None:
     tiny.byte_tokenizer(["<unk>"], "$A", unk_token="<unk>").save_pretrained(tmp_path)
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
     )
     with pytest.raises(

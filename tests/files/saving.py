@@ -13,12 +13,12 @@ from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import is_torchvision_available
 
+from tests.built import described, model_of
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.inference.encoding import encode_items, first_dims
-from vembed.models.embedding_model import build_model, load_embedder
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import load_embedder
 from vembed.saving.card import Card
 from vembed.saving.files import save_model
 
@@ -28,13 +28,11 @@ def save(
 ) -> Path:
     """The model in `source`, described and built with these options, saved to `directory`."""
     config = TrainConfig(model_name=str(source), data_path="unused", **options)
-    description = describe(config)
-    model = build_model(config, description)
+    description = described(config)
+    model = model_of(config, description)
     return save_model(
         directory,
-        description,
-        model.backbone,
-        model.head,
+        model,
         model.state_dict(),
         card=card,
     )

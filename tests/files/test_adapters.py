@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 import vembed
 from tests import tiny
+from tests.built import described, model_of
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.files.test_text_models import TEXTS, assert_same
 from tests.harness import run_ranks
@@ -23,8 +24,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.inference.encoding import encode_items
-from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.saving.files import save_model
 
 
@@ -33,7 +33,7 @@ def tuned(source: Path, **options: Any) -> EmbeddingModel:
     config = TrainConfig(
         model_name=str(source), data_path="unused", use_lora=True, lora_r=4, **options
     )
-    model = build_model(config, describe(config))
+    model = model_of(config)
     draw = torch.Generator().manual_seed(8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -46,9 +46,7 @@ def save(model: EmbeddingModel, directory: Path, *, merge: bool) -> Path:
     weights = model.state_dict()
     return save_model(
         directory,
-        model.description,
-        model.backbone,
-        model.head,
+        model,
         weights,
         merge_adapters=merge,
     )
@@ -168,7 +166,7 @@ def test_a_padding_token_that_was_added_without_a_row_is_not_used(
     tokenizer.add_special_tokens({"pad_token": "<999>"})
     tokenizer.save_pretrained(alone)
     np.testing.assert_allclose(ours(alone, TEXTS, "query"), before, atol=1e-5)
-    description = describe(TrainConfig(model_name=str(alone), data_path="unused"))
+    description = described(TrainConfig(model_name=str(alone), data_path="unused"))
     features = Featuriser(description).features(
         [(Item(text=text), "query") for text in ("red", " ".join(TEXTS))]
     )

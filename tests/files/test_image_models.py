@@ -14,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests import tiny
+from tests.built import model_of
 from tests.files.saving import (
     load_in_sentence_transformers,
     ours,
@@ -216,19 +217,15 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
 
 def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path: Path) -> None:
     from vembed.config.schema import TrainConfig
-    from vembed.models.embedding_model import build_model
-    from vembed.models.families.decisions import describe
     from vembed.saving.files import save_model
 
     config = TrainConfig(
         model_name=str(tiny.shared(tiny.tiny_siglip)), data_path="unused"
     )
-    model = build_model(config, describe(config))
+    model = model_of(config)
     state = dict(model.state_dict())
     model.write_scale_and_bias(12.5, -7.0, state)
-    folder = save_model(
-        tmp_path / "final", model.description, model.backbone, model.head, state
-    )
+    folder = save_model(tmp_path / "final", model, state)
     stored = load_file(folder / "model.safetensors")
     assert stored["logit_scale"].exp().item() == pytest.approx(12.5)
     assert stored["logit_bias"].item() == -7.0
@@ -265,23 +262,19 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
 
 def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path: Path) -> None:
     from vembed.config.schema import TrainConfig
-    from vembed.models.embedding_model import build_model
-    from vembed.models.families.decisions import describe
     from vembed.saving.files import save_model
 
     config = TrainConfig(
         model_name=str(tiny.shared(tiny.tiny_clip)), data_path="unused"
     )
-    model = build_model(config, describe(config))
+    model = model_of(config)
     state = {
         name: tensor.to(torch.bfloat16)
         if "vision_model" in name and tensor.is_floating_point()
         else tensor
         for name, tensor in model.state_dict().items()
     }
-    folder = save_model(
-        tmp_path / "final", model.description, model.backbone, model.head, state
-    )
+    folder = save_model(tmp_path / "final", model, state)
     settings = json.loads((folder / "config.json").read_text())
     assert settings["dtype"] == "float32"
     text = load_embedder(folder).backbone.get_parameter("text_projection.weight")

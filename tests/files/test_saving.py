@@ -13,10 +13,9 @@ import yaml
 from safetensors.torch import load_file
 
 from tests import tiny
+from tests.built import described, model_of
 from tests.files.saving import load_in_sentence_transformers, ours, save
 from vembed.config.schema import TrainConfig
-from vembed.models.embedding_model import build_model
-from vembed.models.families.decisions import describe
 from vembed.models.names import plain_name
 from vembed.saving import files
 from vembed.saving.card import Card, render_card
@@ -125,7 +124,7 @@ def test_weights_under_a_wrappers_names_are_saved_under_their_own(
         use_mrl=True,
         mrl_dims=[8],
     )
-    model = build_model(config, describe(config))
+    model = model_of(config)
     wrapped = {
         "module."
         + name.replace(
@@ -133,9 +132,7 @@ def test_weights_under_a_wrappers_names_are_saved_under_their_own(
         ): tensor + 1
         for name, tensor in model.state_dict().items()
     }
-    folder = save_model(
-        tmp_path / "final", model.description, model.backbone, model.head, wrapped
-    )
+    folder = save_model(tmp_path / "final", model, wrapped)
     stored = load_file(folder / "model.safetensors")
     assert (
         stored.keys()
@@ -164,15 +161,13 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     T5EncoderModel(settings).save_pretrained(tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "source")
     config = TrainConfig(model_name=str(tmp_path / "source"), data_path="unused")
-    model = build_model(config, describe(config))
+    model = model_of(config)
     assert {
         "backbone.shared.weight",
         "backbone.encoder.embed_tokens.weight",
     } <= model.state_dict().keys()
     gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    folder = save_model(
-        tmp_path / "final", model.description, model.backbone, model.head, gathered
-    )
+    folder = save_model(tmp_path / "final", model, gathered)
     stored, source = (
         load_file(path / "model.safetensors") for path in (folder, tmp_path / "source")
     )
@@ -273,7 +268,7 @@ def test_tokenizer_files_are_those_that_older_versions_know(tmp_path: Path) -> N
 def test_the_card_shows_inputs_that_the_model_takes(
     make: Callable[..., Path], examples: list[str]
 ) -> None:
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(make)), data_path="unused")
     )
     text = render_card(description, Card())
@@ -282,7 +277,7 @@ def test_the_card_shows_inputs_that_the_model_takes(
 
 
 def test_the_card_names_a_base_model_from_the_hub() -> None:
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
     )
     text = render_card(description.with_(name="BAAI/bge-small-en-v1.5"), Card())
@@ -293,7 +288,7 @@ def test_the_card_names_a_base_model_from_the_hub() -> None:
 
 
 def test_the_card_never_has_secrets() -> None:
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
     )
     card = Card(
@@ -319,7 +314,7 @@ def test_the_card_never_has_secrets() -> None:
 
 
 def test_a_card_without_a_run_is_short() -> None:
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
     )
     text = render_card(description, Card())
@@ -336,7 +331,7 @@ def test_the_card_has_scores_licence_and_language_for_the_hub(tmp_path: Path) ->
     (source / "README.md").write_text(
         "---\nlicense: mit\nlanguage: [de, en]\nsecret_token: x\n---\n# A model\n"
     )
-    description = describe(TrainConfig(model_name=str(source), data_path="-"))
+    description = described(TrainConfig(model_name=str(source), data_path="-"))
     card = Card(
         scores={"ndcg@10": 0.5, "dim16/ndcg@10": 0.4},
         evaluation="40 queries over 40 documents",

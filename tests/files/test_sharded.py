@@ -27,9 +27,7 @@ def save_sharded(source: str, directory: str, options: dict[str, Any]) -> str:
         model = session.prepare(built, built.description.layer_classes)
         weights = full_state_dict(model)
         if session.is_main:
-            save_model(
-                directory, built.description, built.backbone, built.head, weights
-            )
+            save_model(directory, built, weights)
         session.barrier()
         return session.strategy
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import tiny
+from tests.built import model_of
 from tests.features.test_text_features import with_padding_on
 from tests.files.saving import load_in_sentence_transformers, ours, save
 from vembed.data.examples import Item
@@ -213,8 +214,6 @@ def test_similarity_and_prompts_reach_sentence_transformers(tmp_path: Path) -> N
 
 def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
     from vembed.config.schema import TrainConfig
-    from vembed.models.embedding_model import build_model
-    from vembed.models.families.decisions import describe
     from vembed.saving.files import save_model
 
     config = TrainConfig(
@@ -223,8 +222,8 @@ def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
         use_mrl=True,
         mrl_dims=[8],
     )
-    model = build_model(config, describe(config))
-    args = (model.description, model.backbone, model.head, model.state_dict())
+    model = model_of(config)
+    args = (model, model.state_dict())
     folder = save_model(tmp_path / "final", *args, dtype=torch.bfloat16)
     stored = load_file(folder / "model.safetensors") | load_file(
         folder / "2_Dense" / "model.safetensors"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests import tiny
+from tests.built import model_of
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription
 
 TEXT_ENCODERS = [
@@ -81,9 +81,7 @@ def build_case(config: TrainConfig) -> EmbeddingModel:
     ).recomputation.value
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     compute_dtype = halves.get(config.model.mixed_precision, torch.float32)
-    return build_model(
-        config, describe(config), recompute=recompute, compute_dtype=compute_dtype
-    )
+    return model_of(config, recompute=recompute, compute_dtype=compute_dtype)
 
 
 def pictures(count: int = 3) -> list[Image.Image]:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
 from tests import tiny
+from tests.built import described, model_of
 from tests.models.families import (
     COMPOSED,
     EVERY,
@@ -32,8 +33,7 @@ from vembed.models.adapters import (
     save_adapter,
 )
 from vembed.models.building import empty_backbone
-from vembed.models.embedding_model import EmbeddingModel, build_model, load_embedder
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel, load_embedder
 from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.quantized import is_quantized
 
@@ -224,7 +224,7 @@ def test_training_may_go_on_from_an_adapter_saved_alone(tmp_path):
             again(parts)[0], model(parts)[0], atol=1e-5, rtol=1e-5
         )
     with pytest.raises(UserError, match="merge it first"):
-        describe(config_for(tiny.tiny_bert, model_name=str(tmp_path), use_qlora=True))
+        described(config_for(tiny.tiny_bert, model_name=str(tmp_path), use_qlora=True))
 
 
 def test_towers_choose_where_adapters_go_and_the_others_stay_frozen():
@@ -413,10 +413,10 @@ def test_patterns_match_the_names_and_no_others():
 
 def test_meta_models_have_the_same_names_and_no_values():
     config = config_for(tiny.tiny_qwen3, use_lora=True)
-    description = describe(config)
+    description = described(config)
     empty, whole = (
-        build_model(config, description, meta=True),
-        build_model(config, description),
+        model_of(config, description, meta=True),
+        model_of(config, description),
     )
     assert {
         name
@@ -439,7 +439,7 @@ import os, sys
 from tests.tiny import shared, tiny_bert
 from tests.training.tiny_run import TinyLoss, TinyModel, config_for
 from transformers import BertModel
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import AdapterSection, ModelSection
 from vembed.models.families.table import FAMILIES
 from vembed.models.adapters import add_adapters
 from vembed.training.optimizer import build_optimizer
@@ -453,7 +453,7 @@ for stream in (sys.stdout, sys.stderr):
     print("ADAPTERS", file=stream, flush=True)
 folder = shared(tiny_bert)
 model = BertModel.from_pretrained(folder)
-add_adapters(model, FAMILIES["text_encoder"], TrainConfig(model_name=str(folder), data_path="d", use_lora=True))
+add_adapters(model, FAMILIES["text_encoder"], AdapterSection(use_lora=True), ModelSection(model_name=str(folder)))
 assert "bitsandbytes" in sys.modules
 """
     # A process that has imported nothing yet.

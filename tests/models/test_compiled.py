@@ -14,14 +14,14 @@ import torch._inductor.config
 from torch import Tensor
 
 from tests import tiny
+from tests.built import model_of
 from tests.measure import gradient_errors
 from tests.models.families import Make, config_for, gradients_of, loss_of, parts_for
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.models import cpu_kernels, packing, precision
-from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
-from vembed.models.families.decisions import describe
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
 from vembed.parallel.placement import COMPILED_RATE, Placement, place
@@ -46,7 +46,7 @@ def run_once(
 ) -> tuple[Tensor, dict[str, Tensor], EmbeddingModel]:
     """Loss and gradients of a tiny model, with compiled layers unless `backend` is None."""
     config = config_for(make, mixed_precision="no", **options)
-    model = build_model(config, describe(config)).train()
+    model = model_of(config).train()
     if backend is not None:
         packing.leave_to_kernels()
         precision.compile_layers(layers_of(model.backbone), backend)
@@ -153,7 +153,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(
     config = config_for(tiny.tiny_bert, mixed_precision="no")
     with start_session(config) as session, caplog.at_level(logging.WARNING, "vembed"):
         session.placement = on_gpu().for_work(1e30)
-        model = build_model(config, describe(config))
+        model = model_of(config)
         layers = layers_of(model.backbone)
         changes: dict[str, Callable[[Any], Any]] = {
             "same": lambda out: out,
@@ -191,7 +191,7 @@ def test_what_the_run_does_after_the_check(
     monkeypatch.setattr(compiled, "inputs_of", lambda *_: [])
     with start_session(config) as session, caplog.at_level(logging.WARNING, "vembed"):
         session.placement = on_gpu().for_work(1e30)
-        model = build_model(config, describe(config), compiles=True)
+        model = model_of(config, compiles=True)
         compiled.check_compiled(model, model, None, [], session)  # type: ignore[arg-type]
         assert session.placement.compilation.value is False
         assert all(

@@ -12,11 +12,11 @@ from torch import nn
 
 import vembed.models.precision as precision
 from tests import tiny
+from tests.built import model_of
 from tests.measure import gradient_errors
 from tests.models.families import (
     COMPOSED,
     built,
-    config_for,
     gradients_of,
     loss_of,
     parts_for,
@@ -25,8 +25,7 @@ from tests.models.families import (
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item
 from vembed.errors import UserError
-from vembed.models.embedding_model import build_model, load_embedder
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import load_embedder
 from vembed.models.heads import principal_components
 from vembed.training import setup
 
@@ -41,7 +40,7 @@ def _frozen(model):
 def test_dense_modules_of_the_model_are_kept_and_trained():
     folder = tiny.shared(tiny.tiny_bert_st, dense_dim=12)
     config = TrainConfig(model_name=str(folder), data_path=[])
-    model = build_model(config, describe(config))
+    model = model_of(config)
     weight = dict(model.named_parameters())["head.0.linear.weight"]
     assert weight.requires_grad and weight.shape == (12, 32)
     inputs = text_inputs(model.description)
@@ -310,7 +309,7 @@ def test_auto_takes_flash_attention_where_it_can(
     backbone = type(built(tiny.tiny_bert).backbone)
     options = {"half": True, **options}
     chosen, reason = precision.attention_kernel(
-        config_for(tiny.tiny_bert), backbone, torch.device("cuda"), **options
+        "auto", backbone, torch.device("cuda"), **options
     )
     assert chosen == kernel and said in reason
 
@@ -381,10 +380,10 @@ def test_weights_that_are_missing_are_said(tmp_path):
     with pytest.raises(
         UserError, match=r"lacks 16 of the weights of BertModel, encoder\.layer\.2"
     ):
-        build_model(config, describe(config))
+        model_of(config)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match="reads no pickled weights"):
-        build_model(config, describe(config))
+        model_of(config)
 
 
 def _json(path):

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from tests import tiny
+from tests.built import described, model_of
 from tests.models.families import (
     COMPOSED,
     EVERY,
@@ -23,9 +24,7 @@ from tests.models.families import (
 from tests.tiny_tokenizers import wordpiece_tokenizer
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models.embedding_model import build_model
 from vembed.models.families import backbones
-from vembed.models.families.decisions import describe
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.facts import published_prompts
 
@@ -45,7 +44,7 @@ def _st(**files):
     """A description of a BERT with Sentence Transformers files."""
     options = files.pop("options", {})
     folder = tiny.shared(_bert_st, json.dumps(files, sort_keys=True))
-    return describe(TrainConfig(model_name=str(folder), data_path=[], **options))
+    return described(TrainConfig(model_name=str(folder), data_path=[], **options))
 
 
 def _bert_st(folder, files):
@@ -54,7 +53,7 @@ def _bert_st(folder, files):
 
 @pytest.mark.parametrize("make", EVERY)
 def test_family_and_pooling_are_seen_in_the_files_and_given_a_reason(make):
-    description = describe(config_for(make))
+    description = described(config_for(make))
     assert (description.family, description.pooling) == FAMILY[make]
     assert {"family", "pooling", "max_length"} <= set(description.reasons)
     assert f"family: '{description.family}'" in description.summary()
@@ -62,10 +61,10 @@ def test_family_and_pooling_are_seen_in_the_files_and_given_a_reason(make):
 
 def test_a_feature_map_is_pooled_by_its_mean():
     config = config_for(tiny.tiny_resnet)
-    description = describe(config)
+    description = described(config)
     assert (description.pooling, description.family) == ("mean", "image_encoder")
     assert "no class token" in description.reasons["pooling"]
-    model = build_model(config, description).eval()
+    model = model_of(config, description).eval()
     pixels = torch.randn(2, 3, 32, 32)
     (found,) = model([("image", {"pixel_values": pixels})])
     feature_map = model.backbone(pixel_values=pixels).last_hidden_state
@@ -74,7 +73,7 @@ def test_a_feature_map_is_pooled_by_its_mean():
 
 
 def test_composed_models_have_two_towers_in_the_smaller_space():
-    description = describe(
+    description = described(
         config_for(
             COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_vit, hidden=48))
         )
@@ -85,22 +84,22 @@ def test_composed_models_have_two_towers_in_the_smaller_space():
     )
     assert (description.text_hidden_dim, description.image_hidden_dim) == (32, 48)
     assert description.hidden_dim == description.embedding_dim == 32
-    assert describe(config_for(COMPOSED, composed_dim=40)).embedding_dim == 40
+    assert described(config_for(COMPOSED, composed_dim=40)).embedding_dim == 40
     with pytest.raises(UserError, match="not an image encoder"):
-        describe(
+        described(
             config_for(COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_bert)))
         )
     with pytest.raises(UserError, match="adds an image tower to a text model"):
-        describe(config_for(COMPOSED, model_name=str(tiny.shared(tiny.tiny_clip))))
+        described(config_for(COMPOSED, model_name=str(tiny.shared(tiny.tiny_clip))))
     with pytest.raises(UserError, match="needs image_model_name"):
-        describe(config_for(tiny.tiny_bert, model_family="composed"))
+        described(config_for(tiny.tiny_bert, model_family="composed"))
 
 
 def test_model_family_may_be_said_and_must_fit():
-    description = describe(config_for(tiny.tiny_bert, model_family="text_encoder"))
+    description = described(config_for(tiny.tiny_bert, model_family="text_encoder"))
     assert "model_family in the config" in description.reasons["family"]
     with pytest.raises(UserError, match="model_family: clip does not fit"):
-        describe(config_for(tiny.tiny_bert, model_family="clip"))
+        described(config_for(tiny.tiny_bert, model_family="clip"))
 
 
 def test_sentence_transformers_files_decide():
@@ -143,14 +142,16 @@ def test_the_user_wins_and_a_conflict_is_said():
 )
 def test_the_first_token_of_a_causal_decoder_is_refused(pooling, said):
     if said is None:
-        assert describe(config_for(tiny.tiny_qwen3, pooling=pooling)).pooling == pooling
+        assert (
+            described(config_for(tiny.tiny_qwen3, pooling=pooling)).pooling == pooling
+        )
         return
     with pytest.raises(UserError, match=said):
-        describe(config_for(tiny.tiny_qwen3, pooling=pooling))
+        described(config_for(tiny.tiny_qwen3, pooling=pooling))
     with pytest.raises(UserError, match=said):
-        describe(config_for(tiny.tiny_qwen3_vl, pooling=pooling))
+        described(config_for(tiny.tiny_qwen3_vl, pooling=pooling))
     with pytest.raises(UserError, match=r"first token of a causal decoder.*last"):
-        describe(
+        described(
             config_for(
                 tiny.tiny_qwen3,
                 model_name=str(tiny.shared(tiny.tiny_qwen3_st, pooling="cls")),
@@ -159,8 +160,8 @@ def test_the_first_token_of_a_causal_decoder_is_refused(pooling, said):
 
 
 def test_only_decoders_with_rotary_positions_pad_on_the_left():
-    assert describe(config_for(tiny.tiny_qwen3)).padding_side == "left"
-    description = describe(config_for(tiny.tiny_gpt2))
+    assert described(config_for(tiny.tiny_qwen3)).padding_side == "left"
+    description = described(config_for(tiny.tiny_gpt2))
     assert (
         description.padding_side == "right"
         and "from the first token" in description.reasons["padding_side"]
@@ -168,7 +169,7 @@ def test_only_decoders_with_rotary_positions_pad_on_the_left():
 
 
 def test_mean_pooling_of_a_vision_language_model_is_never_silent():
-    description = describe(config_for(tiny.tiny_qwen3_vl, pooling="mean"))
+    description = described(config_for(tiny.tiny_qwen3_vl, pooling="mean"))
     assert description.pooling == "mean"
     assert "although last is the model's own" in description.reasons["pooling"]
 
@@ -182,9 +183,9 @@ def test_mean_pooling_of_a_vision_language_model_is_never_silent():
             {"max_length": 8},
             "SigLIP pads every text to the 16 tokens",
         ),
-        (tiny.tiny_vit, {"pooling": "last"}, "whose tokens have no order"),
-        (tiny.tiny_convnext, {"pooling": "cls"}, "without a class token"),
-        (tiny.tiny_resnet, {"pooling": "cls"}, "without a class token"),
+        (tiny.tiny_vit, {"pooling": "last"}, "have no order"),
+        (tiny.tiny_convnext, {"pooling": "cls"}, "no class token"),
+        (tiny.tiny_resnet, {"pooling": "cls"}, "no class token"),
         (tiny.tiny_bert, {"max_length": 257}, "257 is more than the 256 positions"),
         (tiny.tiny_roberta, {"max_length": 257}, "257 is more than the 256 positions"),
         (
@@ -206,7 +207,7 @@ def test_mean_pooling_of_a_vision_language_model_is_never_silent():
 )
 def test_what_does_not_fit_is_refused_with_the_way_out(make, options, said):
     with pytest.raises(UserError, match=said):
-        describe(config_for(make, **options))
+        described(config_for(make, **options))
 
 
 def test_poolings_that_vembed_has_not_are_named(tmp_path):
@@ -225,9 +226,9 @@ def test_poolings_that_vembed_has_not_are_named(tmp_path):
     ):
         tiny.write_json(folder / "1_Pooling" / "config.json", settings | changes)
         with pytest.raises(UserError, match=said):
-            describe(TrainConfig(model_name=str(folder), data_path=[]))
+            described(TrainConfig(model_name=str(folder), data_path=[]))
         assert (
-            describe(
+            described(
                 TrainConfig(model_name=str(folder), data_path=[], pooling="mean")
             ).pooling
             == "mean"
@@ -236,7 +237,9 @@ def test_poolings_that_vembed_has_not_are_named(tmp_path):
         folder / "1_Pooling" / "config.json",
         {"pooling_mode": "lasttoken", "embedding_dimension": 32},
     )
-    assert describe(TrainConfig(model_name=str(folder), data_path=[])).pooling == "last"
+    assert (
+        described(TrainConfig(model_name=str(folder), data_path=[])).pooling == "last"
+    )
 
 
 def test_prompts_of_published_models_are_known_by_name_unless_their_files_say():
@@ -256,14 +259,14 @@ def test_prompts_of_published_models_are_known_by_name_unless_their_files_say():
 
 def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
     folder = tiny.tiny_bert(tmp_path / "e5-small")
-    description = describe(TrainConfig(model_name=str(folder), data_path=[]))
+    description = described(TrainConfig(model_name=str(folder), data_path=[]))
     assert (description.query_prompt, description.document_prompt) == (
         "query: ",
         "passage: ",
     )
     assert "E5 models were trained with it" in description.reasons["query_prompt"]
     tiny.add_sentence_transformers_files(folder, prompts={"query": "other: "})
-    description = describe(TrainConfig(model_name=str(folder), data_path=[]))
+    description = described(TrainConfig(model_name=str(folder), data_path=[]))
     assert (description.query_prompt, description.document_prompt) == ("other: ", "")
 
 
@@ -289,7 +292,9 @@ def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
 @pytest.mark.promise("D24")
 def test_matryoshka_sizes(options, dims, size):
     folder = tiny.shared(tiny.tiny_bert, hidden=128)
-    description = describe(TrainConfig(model_name=str(folder), data_path=[], **options))
+    description = described(
+        TrainConfig(model_name=str(folder), data_path=[], **options)
+    )
     assert (
         description.mrl_dims,
         description.embedding_dim,
@@ -307,7 +312,7 @@ def test_dense_modules_of_the_model_count_in_its_size():
 def test_a_saved_description_is_believed(tmp_path):
     folder = tiny.tiny_qwen3(tmp_path)
     config = TrainConfig(model_name=str(folder), data_path=[])
-    saved = describe(config).with_(
+    saved = described(config).with_(
         pooling="mean",
         bidirectional_attention=True,
         query_prompt="ask: ",
@@ -315,7 +320,7 @@ def test_a_saved_description_is_believed(tmp_path):
         mrl_dims=(32, 16),
     )
     tiny.write_json(folder / DESCRIPTION_FILE, saved.to_dict())
-    again = describe(config)
+    again = described(config)
     assert again.with_(reasons={}) == saved.with_(reasons={})
     assert again.reasons["pooling"] == f"from {DESCRIPTION_FILE}"
     assert ModelDescription.from_dict(saved.to_dict(), folder).source == str(folder)
@@ -333,24 +338,24 @@ def test_a_saved_description_is_believed(tmp_path):
 def test_a_model_that_is_not_there_is_said(name, said, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=said):
-        describe(TrainConfig(model_name=name, data_path=[]))
+        described(TrainConfig(model_name=name, data_path=[]))
 
 
 def test_folders_that_are_no_models_are_said(tmp_path):
     with pytest.raises(UserError, match=r"has no config\.json"):
-        describe(TrainConfig(model_name=str(tmp_path), data_path=[]))
+        described(TrainConfig(model_name=str(tmp_path), data_path=[]))
     tiny.write_json(tmp_path / "config.json", {"model_type": "nobody_knows"})
     with pytest.raises(UserError, match="cannot be used"):
-        describe(TrainConfig(model_name=str(tmp_path), data_path=[]))
+        described(TrainConfig(model_name=str(tmp_path), data_path=[]))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
-        describe(TrainConfig(model_name=str(tmp_path), data_path=[]))
+        described(TrainConfig(model_name=str(tmp_path), data_path=[]))
     tiny.write_json(tmp_path / "config.json", {"model_type": "bart"})
     with pytest.raises(UserError, match="encoder-decoder"):
-        describe(TrainConfig(model_name=str(tmp_path), data_path=[]))
+        described(TrainConfig(model_name=str(tmp_path), data_path=[]))
     tiny.write_json(tmp_path / "config.json", {"model_type": "llava"})
     with pytest.raises(UserError, match="vision-language model"):
-        describe(TrainConfig(model_name=str(tmp_path), data_path=[]))
+        described(TrainConfig(model_name=str(tmp_path), data_path=[]))
 
 
 def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeypatch):
@@ -361,10 +366,10 @@ def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeyp
     monkeypatch.setattr(
         backbones, "_read_shape", lambda *given: read.append(given) or original(*given)
     )
-    assert describe(config) == describe(config)
+    assert described(config) == described(config)
     assert len(read) == 1
     os.utime(folder / "model.safetensors", ns=(1, 1))
-    describe(config)
+    described(config)
     assert len(read) == 2
 
 
@@ -398,7 +403,7 @@ def test_positions_after_padding_leave_fewer_for_the_text(kind, tmp_path):
     model = AutoModel.from_config(settings).eval()
     model.save_pretrained(tmp_path)
     wordpiece_tokenizer().save_pretrained(tmp_path)
-    longest = describe(TrainConfig(model_name=str(tmp_path), data_path="-")).max_length
+    longest = described(TrainConfig(model_name=str(tmp_path), data_path="-")).max_length
     with torch.no_grad():
         assert (
             model(input_ids=torch.full((1, longest), 5)).last_hidden_state.shape[1]

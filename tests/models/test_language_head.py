@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import vembed
 from tests import tiny
+from tests.built import described, model_of
 from tests.harness import run_ranks
 from tests.parity.engine import (
     Case,
@@ -27,8 +28,6 @@ from tests.parity.engine import (
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
-from vembed.models.embedding_model import build_model
-from vembed.models.families.decisions import describe
 from vembed.models.language_head import IGNORED, Hidden, LanguageHead, has_language_head
 from vembed.parallel.session import start_session
 from vembed.training.auxiliary_losses import AuxiliaryLosses
@@ -173,8 +172,8 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
 
     folder = tiny.shared(tiny.tiny_bert)
     config = config_of(folder, mlm_probability=0.4)
-    description = describe(config)
-    model = build_model(config, description).double().eval()
+    description = described(config)
+    model = model_of(config, description).double().eval()
     assert model.language is not None and model.language.is_new
     featuriser = Featuriser(description)
     inputs = featuriser.collate(
@@ -307,7 +306,7 @@ def test_what_cannot_be_is_refused() -> None:
 
     def asks(folder: Path, **options: Any) -> bool:
         config = config_of(folder, **options)
-        return has_language_head(config, describe(config))
+        return has_language_head(config.objective, described(config))
 
     assert (
         asks(bert)

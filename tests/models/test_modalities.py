@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel, PreTrainedModel, T5EncoderModel
 
 from tests import tiny
+from tests.built import described
 from tests.measure import gradient_errors
 from tests.models.families import (
     COMPOSED,
@@ -32,7 +33,6 @@ from tests.models.families import (
     vision_inputs,
 )
 from vembed.models.families.backbones import layers_of
-from vembed.models.families.decisions import describe
 
 NUM_LAYERS = {
     tiny.tiny_modernbert: 3,
@@ -167,7 +167,7 @@ def test_padding_on_the_left_and_on_the_right_give_the_same(make):
 def test_bidirectional_attention_lets_the_first_token_see_the_last(make):
     causal = built(make).eval()
     open_ = built(make, bidirectional_attention=True, pooling="cls").eval()
-    assert describe(config_for(make, bidirectional_attention=True)).pooling == "mean"
+    assert described(config_for(make, bidirectional_attention=True)).pooling == "mean"
     first_tokens = ["red cat of the house", "red dog over the bridge"]
     for texts in (
         first_tokens,

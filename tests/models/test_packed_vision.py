@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny
+from tests.built import described, model_of
 from tests.features.test_image_features import image, of_images
 from tests.models.families import Make, config_for
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models import packed_vision
-from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.image_positions import LONGEST, POSITIONS, VISION, token_positions
 
 SIZES = ((64, 64), (96, 64), (64, 128), (160, 64))
@@ -26,8 +26,8 @@ MAKES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_5_vl, tiny.tiny_qwen2_vl]
 def made(make: Make, **options: Any) -> tuple[EmbeddingModel, dict[str, Tensor]]:
     """A model in float64, and the inputs of items with one image or two, of different sizes."""
     config = config_for(make, mixed_precision="no", **options)
-    description = describe(config)
-    model = build_model(config, description).double().train()
+    description = described(config)
+    model = model_of(config, description).double().train()
     images = [image(*size, seed=number) for number, size in enumerate(SIZES)]
     items = [
         of_images(images[0]),
@@ -146,6 +146,6 @@ def test_each_image_was_waited_for_in_every_layer(
 
 def test_texts_alone_need_no_images() -> None:
     config = config_for(tiny.tiny_qwen3_vl)
-    featuriser = Featuriser(describe(config))
+    featuriser = Featuriser(described(config))
     batch = featuriser.collate(featuriser.features([(Item(text="red"), "query")]))
     assert POSITIONS not in batch

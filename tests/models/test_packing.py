@@ -356,7 +356,7 @@ def test_when_texts_are_padded(
 ) -> None:
     config = config_for(make, **options)
     model = read_config(tiny.shared(make), trust_remote_code=False)
-    reason = packing.why_padded(config, model, torch.device("cpu"), half=False)
+    reason = packing.why_padded(config.model, model, torch.device("cpu"), half=False)
     assert reason is None if said is None else said in (reason or "")
 
 
@@ -388,7 +388,10 @@ def test_when_texts_are_padded_on_gpus(
     model = read_config(tiny.shared(tiny.tiny_bert), trust_remote_code=False)
     model.attention_probs_dropout_prob = dropout
     reason = packing.why_padded(
-        config, model, torch.device("cuda"), half=precision.is_half(torch.float32, held)
+        config.model,
+        model,
+        torch.device("cuda"),
+        half=precision.is_half(torch.float32, held),
     )
     assert reason is None if said is None else said in (reason or "")
 

@@ -1,77 +1,205 @@
-"""Pooling: the same as a plain loop over each text's own tokens, with the padding on either side."""
+"""The contract of every pooling in POOLINGS: as its reference, packed as padded, saved as loaded; and a trained one."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
-from vembed.models.pooling import pool
+from tests import tiny
+from tests.built import described, model_of
+from tests.files.saving import load_in_sentence_transformers, ours
+from tests.models.families import text_inputs
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.inference.embedder import Embedder
+from vembed.models.modalities import pool
+from vembed.models.poolings import POOLINGS, Pooling
+from vembed.saving.files import save_model
+from vembed.training.optimizer import trained_parameters
 
-LOOPS = {
-    "cls": lambda tokens: tokens[0],
-    "last": lambda tokens: tokens[-1],
-    "mean": lambda tokens: sum(tokens) / len(tokens),
-    "weighted_mean": lambda tokens: (
-        sum((place + 1) * token for place, token in enumerate(tokens))
-        / sum(range(1, len(tokens) + 1))
-    ),
-    "max": lambda tokens: torch.stack(list(tokens)).max(dim=0).values,
-}
 LENGTHS = [5, 1, 9, 3]
+TEXTS = ["red cat", "the list of every old house in this city", "parse"]
+UNTRAINED = [name for name, pooling in POOLINGS.items() if not pooling.is_trained]
 
 
-def _padded(side, dtype=torch.float64):
+class TestedAttention(Pooling):
+    """The mean with weights by a learned direction."""
+
+    name = "tested_attention"
+    is_trained = True
+
+    def build(self, hidden_dim: int) -> nn.Module:
+        return AttentionModule(hidden_dim)
+
+
+class AttentionModule(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.direction = nn.Parameter(torch.linspace(-1, 1, width))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        scores = hidden @ self.direction
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, float("-inf"))
+        return (scores.softmax(dim=1).unsqueeze(-1) * hidden).sum(dim=1)
+
+
+class TestedEnds(Pooling):
+    """First and last token, one behind the other."""
+
+    name = "tested_ends"
+    modes: ClassVar = ("cls", "lasttoken")
+
+    def width(self, hidden_dim: int) -> int:
+        return 2 * hidden_dim
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        ends = [POOLINGS[name].pool(hidden, mask) for name in ("cls", "last")]
+        return torch.cat(ends, dim=1)
+
+
+@pytest.fixture(params=[TestedAttention, TestedEnds])
+def added(request, monkeypatch: pytest.MonkeyPatch) -> str:
+    pooling = request.param()
+    monkeypatch.setitem(POOLINGS, pooling.name, pooling)
+    return pooling.name
+
+
+def config_of(pooling: str, **options: object) -> TrainConfig:
+    config = TrainConfig(
+        model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused", **options
+    )
+    # The option's values are fixed when the config is imported.
+    model = config.model.model_copy(update={"pooling": pooling})
+    return config.model_copy(update={"model": model})
+
+
+def padded(side: str, dtype=torch.float64):
     texts = [
         torch.randn(
             length, 6, dtype=dtype, generator=torch.Generator().manual_seed(length)
         )
         for length in LENGTHS
     ]
-    hidden = torch.full((len(texts), max(LENGTHS), 6), 1e3, dtype=dtype)
-    mask = torch.zeros(len(texts), max(LENGTHS), dtype=torch.int64)
+    longest = max(LENGTHS)
+    hidden = torch.full((len(texts), longest, 6), 1e3, dtype=dtype)
+    mask = torch.zeros(len(texts), longest, dtype=torch.int64)
     for row, text in enumerate(texts):
-        place = (
-            slice(0, len(text))
-            if side == "right"
-            else slice(max(LENGTHS) - len(text), None)
-        )
-        hidden[row, place], mask[row, place] = text, 1
+        start = 0 if side == "right" else longest - len(text)
+        hidden[row, start : start + len(text)] = text
+        mask[row, start : start + len(text)] = 1
     return texts, hidden, mask
 
 
-@pytest.mark.parametrize("pooling", LOOPS)
+@pytest.mark.parametrize("name", UNTRAINED)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_pooling_is_the_loop_over_real_tokens(pooling, side):
-    texts, hidden, mask = _padded(side)
-    expected = torch.stack([LOOPS[pooling](text) for text in texts])
-    torch.testing.assert_close(
-        pool(pooling, hidden, mask), expected, atol=1e-9, rtol=1e-9
-    )
-
-
-@pytest.mark.parametrize("pooling", LOOPS)
-def test_no_mask_is_a_mask_of_ones(pooling):
-    hidden = torch.randn(
-        3, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
-    torch.testing.assert_close(
-        pool(pooling, hidden, None),
-        pool(pooling, hidden, torch.ones(3, 7, dtype=torch.int64)),
-    )
-
-
-@pytest.mark.parametrize("pooling", LOOPS)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_gets_no_gradient(pooling, side):
-    _, hidden, mask = _padded(side)
+def test_pooling_is_the_reference_over_real_tokens(name, side):
+    texts, hidden, mask = padded(side)
+    expected = torch.stack([POOLINGS[name].reference(text) for text in texts])
     hidden.requires_grad_(True)
-    pool(pooling, hidden, mask).square().sum().backward()
-    assert (hidden.grad[mask == 0] == 0).all() and hidden.grad.isfinite().all()
+    vectors = pool(name, hidden, mask)
+    torch.testing.assert_close(vectors, expected, atol=1e-9, rtol=1e-9)
+    vectors.square().sum().backward()
+    assert (hidden.grad[mask == 0] == 0).all(), "padding gets no gradient"
+    assert hidden.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("pooling", LOOPS)
-def test_half_precision_is_pooled_in_float32(pooling):
-    _, hidden, mask = _padded("right", torch.bfloat16)
-    pooled = pool(pooling, hidden, mask)
-    assert pooled.dtype == torch.float32
-    torch.testing.assert_close(pooled, pool(pooling, hidden.float(), mask))
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_no_mask_is_a_mask_of_ones_and_16_bits_are_pooled_in_float32(name):
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 7, 4, dtype=torch.float64, generator=draw)
+    ones = torch.ones(3, 7, dtype=torch.int64)
+    torch.testing.assert_close(pool(name, hidden, None), pool(name, hidden, ones))
+    _, narrow, mask = padded("right", torch.bfloat16)
+    vectors = pool(name, narrow, mask)
+    assert vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors, pool(name, narrow.float(), mask))
+
+
+def same_packed_padded_and_saved(name: str, folder: Path) -> Path:
+    """Check that a pooling gives the same vectors packed, padded and from its files."""
+    model = model_of(config_of(name, padding_free=True)).eval()
+    assert model.packs_texts()
+    plain = model_of(config_of(name, padding_free=False)).eval()
+    assert not plain.packs_texts()
+    inputs = text_inputs(model.description, TEXTS)
+    with torch.no_grad():
+        (packed,) = model([("text", inputs)])
+        (expected,) = plain([("text", inputs)])
+        singles = [
+            plain([("text", text_inputs(model.description, [text]))])[0]
+            for text in TEXTS
+        ]
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(expected, torch.cat(singles), atol=1e-5, rtol=1e-5)
+    if model.pooling is not None:
+        with torch.no_grad():
+            for parameter in model.pooling.parameters():
+                parameter.mul_(1.5)
+            (expected,) = model([("text", inputs)])
+    saved = save_model(folder, model, model.state_dict())
+    vectors = Embedder(saved, mixed_precision="no").encode(TEXTS, normalize=False)
+    assert vectors.shape[1] == model.description.embedding_dim
+    np.testing.assert_allclose(vectors, expected.numpy(), atol=1e-5)
+    return saved
+
+
+@pytest.mark.parametrize("name", POOLINGS)
+def test_a_pooling_is_the_same_packed_padded_and_saved(name, tmp_path):
+    saved = same_packed_padded_and_saved(name, tmp_path / "final")
+    if POOLINGS[name].modes:
+        theirs = load_in_sentence_transformers(saved).encode(TEXTS)
+        np.testing.assert_allclose(ours(saved, TEXTS, "document"), theirs, atol=1e-5)
+    else:
+        with pytest.raises(Exception, match=name):
+            load_in_sentence_transformers(saved)
+
+
+def test_an_added_pooling_needs_its_class_alone(added, tmp_path):
+    test_a_pooling_is_the_same_packed_padded_and_saved(added, tmp_path)
+
+
+def test_a_trained_pooling_trains_beside_a_frozen_tower(monkeypatch, tmp_path):
+    monkeypatch.setitem(POOLINGS, "tested_attention", TestedAttention())
+    config = config_of(
+        "tested_attention", freeze=["text"], head_learning_rate=0.5, learning_rate=0.1
+    )
+    model = model_of(config).train()
+    assert model.frozen_modalities() == []
+    trained = trained_parameters(model, nn.Module(), config)
+    assert [(one.name, one.learning_rate) for one in trained] == [
+        ("pooling.direction", 0.5)
+    ]
+    assert model.heads() == [model.pooling]
+    (vectors,) = model([("text", text_inputs(model.description, TEXTS))])
+    vectors.square().sum().backward()
+    assert trained[0].parameter.grad.abs().sum() > 0
+
+
+def test_a_pooling_that_this_version_does_not_have_is_refused(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setitem(POOLINGS, "tested_attention", TestedAttention())
+        model = model_of(config_of("tested_attention"))
+        folder = save_model(tmp_path / "final", model, model.state_dict())
+    with pytest.raises(UserError, match="tested_attention"):
+        Embedder(folder)
+
+
+def test_state_that_no_part_saves_is_refused_by_name(tmp_path):
+    model = model_of(config_of("mean"))
+    for name in ("extra.scale", "pooling.scale", "head.0.scale"):
+        state = {**model.state_dict(), name: torch.ones(1)}
+        with pytest.raises(RuntimeError, match="scale"):
+            save_model(tmp_path / "final", model, state)
+    assert not (tmp_path / "final").exists()
+
+
+def test_each_pooling_is_described():
+    for name, pooling in POOLINGS.items():
+        assert type(pooling).__doc__, f"{name} has no docstring"
+        assert described(config_of(name)).pooling == name

@@ -1,33 +1,29 @@
-"""The table of families is the only place that knows them: no other module names one, and a new record is enough."""
+"""The contract of every family in the table: described, built, saved and used; and a record is enough for a new one."""
 
 from __future__ import annotations
 
-import ast
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
 
 from tests import tiny
+from tests.built import described, model_of
 from tests.docs.pages import ROOT
 from tests.files.saving import save
-from vembed.config.entries import FamilyName
+from tests.models.families import pictures
 from vembed.config.schema import TrainConfig
 from vembed.inference.embedder import Embedder
 from vembed.models.families import table
-from vembed.models.families.decisions import describe
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.table import FamilyName
+from vembed.saving.files import save_model
 
-NAMED_ELSEWHERE = {
-    "cli/start.py": "default of --family",
-    "config/rules.py": "rules between the values of two options",
-    "config/entries.py": "values of the option model_family",
-    "config/spelling.py": "name of a loss",
-    "models/families/table.py": "the records",
-    "cli/commands/selftest.py": "description of a model made for the test",
-}
+BOTH = f"{ROOT / 'tests/own/both.py'}:Both"
 
 
 def test_every_name_has_one_record():
@@ -53,20 +49,46 @@ def test_a_record_agrees_with_itself(family):
     assert (family.starter.image_model_name is not None) == family.has_two_models
 
 
-def test_no_other_module_names_a_family():
-    named = set()
-    for path in sorted((ROOT / "vembed").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if not any(name in text for name in get_args(FamilyName)):
-            continue
-        constants = {
-            node.value
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-        if constants & set(get_args(FamilyName)):
-            named.add(str(path.relative_to(ROOT / "vembed")))
-    assert named - {"families/table.py"} == set(NAMED_ELSEWHERE)
+CASES: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
+    "text_encoder": (tiny.tiny_bert, {}),
+    "text_decoder": (tiny.tiny_qwen3, {}),
+    "clip": (tiny.tiny_clip, {}),
+    "siglip": (tiny.tiny_siglip, {}),
+    "image_encoder": (tiny.tiny_dinov2, {}),
+    "vision_language": (tiny.tiny_qwen3_vl, {}),
+    "composed": (tiny.tiny_bert, {"image_model_name": tiny.tiny_dinov2}),
+    "own_text_image": (tiny.tiny_bert, {"model_class": BOTH}),
+}
+"""Family -> a tiny model of it, with further options."""
+
+
+@pytest.mark.parametrize("name", table.FAMILIES)
+def test_a_model_of_each_family_is_described_built_saved_and_used(name, tmp_path):
+    assert name in CASES, f"give a tiny model of the family {name}"
+    make, wanted = CASES[name]
+    source = tiny.shared(make)
+    options = {
+        key: value if isinstance(value, str) else str(tiny.shared(value))
+        for key, value in wanted.items()
+    }
+    if "model_class" in options:
+        options |= {"model_name": BOTH, "tokenizer_name": str(source)}
+    config = TrainConfig(
+        **{"model_name": str(source), "data_path": "unused", **options}
+    )
+    model = model_of(config).eval()
+    description = model.description
+    assert description.family == name
+    folder = save_model(tmp_path / "final", model, model.state_dict())
+    embedder = Embedder(folder, mixed_precision="no", trust_remote_code=True)
+    assert embedder.description.family == name
+    inputs = pictures(2)
+    if description.traits.reads_text:
+        inputs = ["red cat", "parse"]
+    vectors = embedder.encode(inputs)
+    assert vectors.shape == (2, description.embedding_dim)
+    embedder.model = model
+    np.testing.assert_allclose(vectors, embedder.encode(inputs), atol=1e-6)
 
 
 def test_a_family_is_added_by_its_record_alone(tmp_path, monkeypatch):
@@ -83,7 +105,7 @@ def test_a_family_is_added_by_its_record_alone(tmp_path, monkeypatch):
         longest_by_default=9,
     )
     monkeypatch.setitem(table.FAMILIES, "added", added)
-    description = describe(TrainConfig(model_name=str(source), data_path="unused"))
+    description = described(TrainConfig(model_name=str(source), data_path="unused"))
     assert (description.family, description.pooling, description.max_length) == (
         "added",
         "max",
@@ -103,7 +125,7 @@ def test_a_family_is_added_by_its_record_alone(tmp_path, monkeypatch):
 
 
 def test_a_description_saved_by_version_01_is_read():
-    description = describe(
+    description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_qwen3_vl)), data_path="unused")
     )
     saved = description.to_dict()

@@ -20,14 +20,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import vembed
 from tests import tiny
+from tests.built import model_of
 from tests.docs.pages import ROOT
 from vembed.config.fsdp import FsdpConfig
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.models.custom.classes import find_class
 from vembed.models.custom.objects import as_options
-from vembed.models.embedding_model import build_model
-from vembed.models.families.decisions import describe
 from vembed.parallel.sharding import choose_units
 
 SIZES = {
@@ -134,7 +133,7 @@ def test_from_scratch_draws_weights_by_the_seed() -> None:
 
     def weights(**options: Any) -> torch.Tensor:
         config = load_config({"model_name": folder, "data_path": "d", **options})
-        return build_model(config, describe(config)).state_dict()[
+        return model_of(config).state_dict()[
             "backbone.encoder.layer.0.output.dense.weight"
         ]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from tests.built import described, model_of
 from tests.losses.reference import reference_loss
 from tests.measure import gradient_errors
 from tests.tiny import shared, texts, tiny_bert
@@ -26,8 +27,7 @@ from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
-from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.names import plain_name
 from vembed.parallel.session import Session, start_session
 from vembed.teachers.supply import Teachers
@@ -120,8 +120,8 @@ def build(
     case: Case, config: TrainConfig, teacher_dims: Mapping[str, int] | None = None
 ) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
-    description = describe(config)
-    model = build_model(
+    description = described(config)
+    model = model_of(
         config, description, recompute=resolve_run(config).recomputation.value
     ).double()
     for name, parameter in model.named_parameters():

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests import tiny
+from tests.built import described, model_of
 from tests.harness import run_ranks
 from tests.losses.reference import reference_loss
 from tests.models.families import pictures
@@ -28,8 +29,7 @@ from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
-from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel.session import start_session
 from vembed.training.budget import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
@@ -158,8 +158,8 @@ def examples(modalities: tuple[str, ...]) -> list[Example]:
 
 def build(config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
-    description = describe(config)
-    model = build_model(
+    description = described(config)
+    model = model_of(
         config, description, recompute=resolve_run(config).recomputation.value
     ).double()
     draw = torch.Generator().manual_seed(9)

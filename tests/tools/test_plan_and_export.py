@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import vembed
+from tests.built import model_of
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
 from vembed.cli.commands.export import run_export
@@ -19,8 +20,6 @@ from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
 from vembed.models.bf16 import Bf16Linear
-from vembed.models.embedding_model import build_model
-from vembed.models.families.decisions import describe
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import measure
 from vembed.parallel.placement import Placement, place
@@ -42,7 +41,7 @@ def placed(num_ranks: int = 1, **options: Any) -> Placement:
 def test_plan_counts_parameters_and_divides_them() -> None:
     alone = placed()
     size = measure(alone.run.config)
-    real = build_model(alone.run.config, describe(alone.run.config))
+    real = model_of(alone.run.config)
     assert size.total == sum(one.numel() for one in real.parameters())
     assert size.weight_bytes == sum(one.numel() * 4 for one in real.parameters())
     need = alone.predict(size)
@@ -73,7 +72,7 @@ def test_plan_left_out_the_copies_of_weights_in_bfloat16() -> None:
         wide.predict(size).copies == 0
         and placed(2, strategy="fsdp", mixed_precision="bf16").predict(size).copies == 0
     )
-    model = build_model(narrow.run.config, describe(narrow.run.config))
+    model = model_of(narrow.run.config)
     model.compute_in_bf16()
     inside = [one for one in model.modules() if isinstance(one, Bf16Linear)]
     made = sum(2 * one.numel() for layer in inside for one in layer.parameters())

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import vembed
+from tests.built import described, model_of
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
 from tests.training.test_shortage import fail_at
@@ -20,8 +21,7 @@ from tests.training.tiny_run import config_for
 from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import Demand, measure
 from vembed.parallel.hardware import Gpu
@@ -46,7 +46,7 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
 ) -> None:
     placement = placed(memory=2**27)
     config, size = placement.run.config, measure(placement.run.config)
-    model = build_model(config, describe(config))
+    model = model_of(config)
     need = placement.predict(size)
     held = Demand(
         need.weights + need.copies + need.gradients, placement.demand(size).per_token
@@ -89,10 +89,8 @@ def test_casts_of_weights_were_counted_as_activations(
     )
     counted = {}
     with start_session(resolve_run(config)) as session:
-        model = session.prepare(
-            build_model(config, describe(config), compute_dtype=torch.bfloat16)
-        )
-        featuriser = Featuriser(describe(config))
+        model = session.prepare(model_of(config, compute_dtype=torch.bfloat16))
+        featuriser = Featuriser(described(config))
         sample = featuriser.features([(Item("red green house river " * 3), "document")])
         for tokens in (
             1,
@@ -108,9 +106,9 @@ def test_casts_of_weights_were_counted_as_activations(
 def test_the_measured_graph_was_never_freed(tmp_path: Path) -> None:
     config = config_for(tmp_path, model_name=str(shared(tiny_bert)))
     with start_session(resolve_run(config)) as session:
-        model = session.prepare(build_model(config, describe(config)))
+        model = session.prepare(model_of(config))
         kept = weakref.ref(next(model.parameters()))
-        featuriser = Featuriser(describe(config))
+        featuriser = Featuriser(described(config))
         sample = featuriser.features([(Item("red green house river"), "document")])
         assert budget.bytes_per_token(model, featuriser, session, sample) > 0
     del model, session

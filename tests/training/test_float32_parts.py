@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from vembed.models.pooling import pool
 
 import vembed
+from tests.built import model_of
 from tests.tiny import shared, tiny_qwen3
 from tests.training.test_run import settings
 from tests.training.tiny_run import config_for
 from vembed.config.loading import resolve_run
 from vembed.errors import RunError
 from vembed.evaluation.retrieval import top_k
-from vembed.models.embedding_model import build_model
-from vembed.models.families.decisions import describe
 from vembed.models.packing import half_dtype
-from vembed.models.pooling import pool
 from vembed.parallel.devices import matmul_precision
 from vembed.parallel.session import start_session
 from vembed.training import trainer
@@ -106,9 +105,7 @@ def test_adapters_widened_every_input_to_float32_under_autocast(tmp_path: Path) 
     config = config_for(tmp_path, model_name=str(shared(tiny_qwen3)), **options)
     written: dict[bool, int] = {}
     with start_session(resolve_run(config)) as session:
-        model = session.prepare(
-            build_model(config, describe(config), compute_dtype=torch.bfloat16)
-        )
+        model = session.prepare(model_of(config, compute_dtype=torch.bfloat16))
         layers = [
             one for one in model.modules() if "cast_input_dtype_enabled" in vars(one)
         ]

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 import vembed
+from tests.built import described
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_dinov2
 from tests.training.test_run import settings
 from vembed.config.schema import TrainConfig
 from vembed.models.embedding_model import load_embedder
-from vembed.models.families.decisions import describe
 from vembed.models.precision import dtype_in_files, saved_dtype
 
 BF16_STEP = 2**-8
@@ -176,7 +176,7 @@ def test_the_files_decide_whatever_the_config_says(tmp_path: Path) -> None:
         settings = TrainConfig(
             data_path=[], **{name: str(value) for name, value in options.items()}
         )
-        return saved_dtype(settings, describe(settings))
+        return saved_dtype(settings.run.save_dtype, described(settings))
 
     assert decided(model_name=text, image_model_name=image) == torch.bfloat16
     assert decided(model_name=text, image_model_name=shared(tiny_dinov2)) is None

@@ -40,6 +40,7 @@ from vembed.cli.support import option as _option
 from vembed.cli.support import share as _share
 from vembed.cli.support import word as _word
 from vembed.errors import UserError
+from vembed.models.poolings import POOLINGS
 
 if TYPE_CHECKING:
     from vembed.config.arguments import TrainArguments
@@ -278,9 +279,7 @@ def encode(
             "layers": "all"
             if layers == "all"
             else _numbers("--layers", layers.strip("[]")) or None,
-            "pooling": _word(
-                "--pooling", pooling, ("cls", "mean", "last", "weighted_mean", "max")
-            )
+            "pooling": _word("--pooling", pooling, tuple(POOLINGS))
             if pooling
             else None,
             **model_options(torch_dtype, strategy),

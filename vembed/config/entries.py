@@ -26,17 +26,6 @@ PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
-FamilyName = Literal[
-    "text_encoder",
-    "text_decoder",
-    "clip",
-    "siglip",
-    "image_encoder",
-    "vision_language",
-    "composed",
-    "own_text_image",
-]
-"""Names of the model families. `vembed/models/families/table.py` has a record for each."""
 
 
 class NamesFiles(str):

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from vembed.config.entries import FamilyName
 from vembed.config.resolved import Decision
 from vembed.config.schema import AdapterSection, ObjectiveSection, OptimizerSection
 from vembed.config.terms import OF_ORDER
+from vembed.models.families.table import FamilyName
 
 What = Literal["weights", "adapters", "head"]
 

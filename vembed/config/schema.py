@@ -11,7 +11,6 @@ from pydantic.fields import FieldInfo
 from vembed.config.entries import (
     DataSource,
     Dtype,
-    FamilyName,
     Fraction,
     Frozen,
     Guard,
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
     TrackerName = Literal[tuple(TRACKERS)]
+from vembed.models.families.table import FamilyName
+from vembed.models.poolings import PoolingName, pooling_text
 
 
 class Section(Frozen):
@@ -49,7 +50,7 @@ class ModelSection(Section, title="model"):
 
     model_name: Annotated[str, NamesFiles("model")]
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
-    model_family: Literal["auto", FamilyName] = "auto"
+    model_family: Literal["auto"] | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files; the log gives the reason."""
     model_revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
@@ -90,8 +91,9 @@ class ModelSection(Section, title="model"):
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
     """Maximum length of a text in tokens; longer texts are truncated. Default: the model's own limit, at most 512."""
-    pooling: Literal["auto", "cls", "mean", "last", "weighted_mean", "max"] = "auto"
-    """Pooling of token vectors into one embedding. `auto`: from the model's own files, otherwise by family."""
+    pooling: Literal["auto"] | PoolingName = Field(
+        default="auto", description=pooling_text()
+    )
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own; an empty string means none."""
     document_prompt: str | None = None

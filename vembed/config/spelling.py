@@ -8,6 +8,7 @@ from typing import Any
 
 from vembed.config.options import all_options
 from vembed.config.parsing import parse_value
+from vembed.models.poolings import POOLINGS
 from vembed.training.optimizers.table import OPTIMIZERS
 from vembed.training.trackers.table import TRACKERS
 
@@ -33,12 +34,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "no": "none float32 fp32 false",
     },
     "attn_implementation": {"flash_attention_2": "flash_attention flash_attn flash"},
-    "pooling": {
-        "last": "last_token lasttoken eos",
-        "mean": "average avg",
-        "cls": "first",
-        "weighted_mean": "weightedmean",
-    },
+    "pooling": {name: pooling.spellings for name, pooling in POOLINGS.items()},
     "loss": {
         "infonce": "info_nce mnrl multiple_negatives_ranking multiplenegativesrankingloss contrastive",
         "cosent": "cosentloss",

@@ -16,7 +16,7 @@ from vembed.export.formats import ExportReader, WeightPrecision
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.table import Pooling
+from vembed.models.poolings import MODEL_POOLING, POOLINGS
 
 NUM_TEXTS = 200
 TOLERANCE: dict[WeightPrecision, float] = {
@@ -296,16 +296,20 @@ def difference(
         return f"the lengths of its embeddings, by up to {check.largest_length_error:.2g} of them (normalisation)"
     exported = reader.encode([text], kind)
     description = embedder.description
-    for pooling in get_args(Pooling):
-        if pooling in ("own", description.pooling) or description.pooling == "own":
+    for pooling in POOLINGS.values():
+        if pooling.is_trained or pooling.name == description.pooling:
+            continue
+        if description.pooling == MODEL_POOLING:
+            break
+        if pooling.width(1) != POOLINGS[description.pooling].width(1):
             continue
         other = EmbeddingModel(
-            description.with_(pooling=pooling), embedder.backbone, embedder.head
+            description.with_(pooling=pooling.name), embedder.backbone, embedder.head
         ).eval()
         (found,) = other([("text", featuriser.collate([own]))])
         cut = embedder.finish(
             found.detach().float().numpy(), embedder.truncate_dim, None
         )
         if distances(cut, exported)[0] <= check.tolerance:
-            return f"its pooling: {pooling} instead of {description.pooling}"
+            return f"its pooling: {pooling.name} instead of {description.pooling}"
     return "its arithmetic or weights: tokens, sizes and lengths agree"

@@ -47,7 +47,7 @@ from vembed.export.onnx_format import OnnxFormat
 from vembed.export.onnx_images import compare_images, images_to_compare
 from vembed.export.openvino_format import OpenvinoFormat
 from vembed.export.safetensors_format import SafetensorsFormat
-from vembed.export.servers import ServerName, write_server_files
+from vembed.export.servers import ServerName, server_refusal, write_server_files
 from vembed.export.static_format import StaticFormat
 from vembed.inference.embedder import Embedder
 from vembed.models.families.backbones import file_dtype, read_config
@@ -121,6 +121,9 @@ def export_model(
     refusal = kind.refusal(embedder)
     if refusal is not None:
         raise UserError(f"--format {form}: {model} cannot be exported: {refusal}")
+    refusal = None if server is None else server_refusal(server, embedder.description)
+    if refusal is not None:
+        raise UserError(f"--for {server}: {model} cannot be served: {refusal}")
     precision = precision or _default_precision(form, embedder.description)
     # The folder has another name until the check has passed, so that a refused export leaves nothing behind.
     with replaced_folder(target) as folder:

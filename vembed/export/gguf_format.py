@@ -19,6 +19,7 @@ from vembed.export.folder_texts import FolderTexts
 from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.inference.embedder import Embedder
+from vembed.models.poolings import POOLINGS
 
 GGUF_FILE = "model.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
@@ -52,8 +53,10 @@ class GgufFormat:
             return (
                 "llama.cpp has no Dense module and no truncate_dim; export it as onnx"
             )
-        if embedder.description.pooling not in ("mean", "cls", "last"):
-            return f"llama.cpp pools by mean, cls or last, and this model by {embedder.description.pooling}"
+        pooling = POOLINGS[embedder.description.pooling]
+        if "gguf" not in pooling.servers:
+            known = [one.name for one in POOLINGS.values() if "gguf" in one.servers]
+            return f"llama.cpp pools by {', '.join(known)}, and this model by {pooling.name}"
         return None
 
     def write(self, job: ExportJob, folder: Path) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from vembed.inference.embedder import Embedder
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.table import Modality
-from vembed.models.modalities import project, tower_features
-from vembed.models.pooling import pool
+from vembed.models.modalities import pool, project, tower_features
 from vembed.models.towers import tower_module
 
 INPUTS = ("input_ids", "attention_mask")
@@ -31,6 +30,7 @@ class Graph(nn.Module):
         self.description = embedder.description
         self.backbone: Any = embedder.backbone
         self.head = embedder.head
+        self.pooling = embedder.pooling
         self.truncate_dim = embedder.truncate_dim
         family = self.description.traits
         # Eager attention is plain matrix products: every runtime has them, and int8 kernels replace them.
@@ -84,7 +84,12 @@ class TextGraph(Graph):
                 # Padded on the left, a text's first token must still have position 0; without this its position depends
                 # on the batch.
                 arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        return pool(self.description.pooling, text(**arguments).last_hidden_state, mask)
+        return pool(
+            self.description.pooling,
+            text(**arguments).last_hidden_state,
+            mask,
+            module=self.pooling,
+        )
 
 
 class ImageGraph(Graph):
@@ -96,7 +101,11 @@ class ImageGraph(Graph):
         """Map [n, channels, height, width] pixels, as the image processor gives them, to [n, d] embeddings."""
         return self.finish(
             tower_features(
-                self.description, self.backbone, "image", {"pixel_values": pixel_values}
+                self.description,
+                self.backbone,
+                "image",
+                {"pixel_values": pixel_values},
+                pooling=self.pooling,
             )
         )
 

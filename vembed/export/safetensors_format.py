@@ -14,6 +14,7 @@ from vembed.export.folder_texts import FolderTexts
 from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
 from vembed.inference.embedder import Embedder
 from vembed.models.backbone_loading import quiet_transformers
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.saving.files import save_model
 
 _DTYPES = {
@@ -47,16 +48,9 @@ class SafetensorsFormat:
 
     def write(self, job: ExportJob, folder: Path) -> None:
         """Write the model's folder."""
-        model = job.embedder
-        state = model.model.state_dict()
-        save_model(
-            folder,
-            model.description,
-            model.backbone,
-            model.head,
-            state,
-            dtype=_DTYPES[job.precision],
-        )
+        model = job.embedder.model
+        assert isinstance(model, EmbeddingModel)  # an export has no shards
+        save_model(folder, model, model.state_dict(), dtype=_DTYPES[job.precision])
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in Sentence Transformers."""

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from vembed.export.formats import FormatName
 from vembed.models.families.description import ModelDescription
+from vembed.models.poolings import MODEL_POOLING, POOLINGS
 
 ServerName = Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"]
 SERVER_NAMES: tuple[ServerName, ...] = get_args(ServerName)
@@ -48,6 +49,21 @@ class Start:
     note: str = ""
 
 
+def server_refusal(server: ServerName, description: ModelDescription) -> str | None:
+    """Return why a server cannot run a model as it is; None: it can."""
+    if server not in ("tei", "llama.cpp"):
+        return None
+    if description.pooling == MODEL_POOLING:
+        return "it pools the tokens of texts, and this model pools itself"
+    if server in POOLINGS[description.pooling].servers:
+        return None
+    known = [one.name for one in POOLINGS.values() if server in one.servers]
+    return (
+        f"it pools by {', '.join(known)}, and this model by {description.pooling}: use --for fastembed, whose graph "
+        "has the pooling inside"
+    )
+
+
 def start_of(server: ServerName, folder: Path, description: ModelDescription) -> Start:
     """Return the start command of a server. Options that the server does not read from the folder are in it."""
     prompts = ""
@@ -57,7 +73,7 @@ def start_of(server: ServerName, folder: Path, description: ModelDescription) ->
             f"{description.document_prompt!r} before documents"
         )
     if server == "tei":
-        pooling = {"last": "last-token", "cls": "cls"}.get(description.pooling, "mean")
+        pooling = POOLINGS[description.pooling].servers[server]
         return Start(
             f"text-embeddings-router --model-id {folder} --pooling {pooling} --port 8080",
             prompts,
@@ -67,7 +83,7 @@ def start_of(server: ServerName, folder: Path, description: ModelDescription) ->
     if server == "infinity":
         return Start(f"infinity_emb v2 --model-id {folder} --port 8080", prompts)
     if server == "llama.cpp":
-        pooling = {"last": "last", "cls": "cls"}.get(description.pooling, "mean")
+        pooling = POOLINGS[description.pooling].servers[server]
         return Start(
             f"llama-server -m {folder / 'model.gguf'} --embeddings --pooling {pooling} --port 8080",
             prompts,

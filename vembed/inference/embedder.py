@@ -30,7 +30,6 @@ from vembed.inference.quantization import Precision as VectorPrecision
 from vembed.inference.quantization import checked_ranges, quantized
 from vembed.models.bf16 import keep_copies
 from vembed.models.embedding_model import load_embedder
-from vembed.models.families.table import Pooling
 from vembed.models.hidden_states import HiddenStates
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.placement import precision_of_use
@@ -104,6 +103,7 @@ class Embedder:
         self.description = model.description
         self.backbone = model.backbone
         self.head = model.head
+        self.pooling = model.pooling
         self.session = session
         self.model: nn.Module = model
         """Maps inputs to embeddings; with shards, what the session made of it."""
@@ -226,7 +226,7 @@ class Embedder:
         layers: Literal["all"] | Sequence[int] = "all",
         kind: Kind = "document",
         *,
-        pooling: Pooling | None = None,
+        pooling: str | None = None,
         batch_size: int | None = None,
         budget_tokens: int | None = None,
     ) -> np.ndarray:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.table import Family, Tower
@@ -43,12 +43,14 @@ _MERGE_WITH_PEFT = (
 )
 
 
-def wants_adapters(config: TrainConfig) -> bool:
+def wants_adapters(options: AdapterSection) -> bool:
     """Return True if the run trains adapters instead of the weights."""
-    return config.adapters.use_lora or config.adapters.use_qlora
+    return options.use_lora or options.use_qlora
 
 
-def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> None:
+def add_adapters(
+    backbone: nn.Module, family: Family, options: AdapterSection, model: ModelSection
+) -> None:
     """Inject adapters into the backbone and freeze all its other parameters."""
     quieten_bitsandbytes()  # before peft, which imports bitsandbytes
     from peft import (  # a slow import, which only runs with adapters pay for
@@ -57,31 +59,31 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
     )
 
     # Frozen layers get no adapter: it would train what `freeze` keeps.
-    frozen = names_frozen_by(backbone, family, config.adapters.freeze)
+    frozen = names_frozen_by(backbone, family, options.freeze)
     names = [
         name
-        for name in target_names(backbone, family, config)
+        for name in target_names(backbone, family, options)
         if f"{name}.weight" not in frozen
     ]
     if not names:
         raise UserError(
-            f"lora_target_modules: {config.adapters.lora_target_modules} with freeze: {config.adapters.freeze} leaves no layer of "
-            f"{config.model.model_name} to adapt; freeze less of it"
+            f"lora_target_modules: {options.lora_target_modules} with freeze: {options.freeze} leaves no layer of "
+            f"{model.model_name} to adapt; freeze less of it"
         )
     settings = LoraConfig(
-        r=config.adapters.lora_r,
-        lora_alpha=config.adapters.lora_alpha,
-        lora_dropout=config.adapters.lora_dropout,
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
         target_modules=name_pattern(
             names, [name for name, _ in backbone.named_modules()]
         ),
-        use_rslora=config.adapters.use_rslora,
-        use_dora=config.adapters.use_dora,
+        use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
         fan_in_fan_out=any(
             isinstance(backbone.get_submodule(name), Conv1D) for name in names
         ),
-        base_model_name_or_path=_lasting_name(config.model.model_name),
-        revision=config.model.model_revision,
+        base_model_name_or_path=_lasting_name(model.model_name),
+        revision=model.model_revision,
         task_type="FEATURE_EXTRACTION",
     )
     inject_adapter_in_model(settings, backbone, adapter_name=_NAME)
@@ -92,15 +94,15 @@ def add_adapters(backbone: nn.Module, family: Family, config: TrainConfig) -> No
             parameter.requires_grad |= "_projection." in name and name not in frozen
     # Trained weights are float32 masters even if the base model is loaded in 16 bits, unless pure_dtype is set.
     for parameter in backbone.parameters():
-        if parameter.requires_grad and not config.model.pure_dtype:
+        if parameter.requires_grad and not model.pure_dtype:
             parameter.data = parameter.data.float()
-    if not config.adapters.use_dora and config.adapters.lora_dropout == 0.0:
+    if not options.use_dora and options.lora_dropout == 0.0:
         join_adapters(backbone, _NAME)
     kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
         "LoRA: rank %d, alpha %d on %d layers (%s)",
-        config.adapters.lora_r,
-        config.adapters.lora_alpha,
+        options.lora_r,
+        options.lora_alpha,
         len(names),
         ", ".join(kinds),
     )
@@ -125,20 +127,22 @@ def _lasting_name(model_name: str) -> str:
 # ---- which layers ----------------------------------------------------------------------------------------------
 
 
-def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> list[str]:
+def target_names(
+    backbone: nn.Module, family: Family, options: AdapterSection
+) -> list[str]:
     """Return the names of the layers that get an adapter."""
-    prefixes = _chosen_towers(family, config)
+    prefixes = _chosen_towers(family, options)
     linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
     inside = set(linear_names_inside_layers(backbone))
     towers: Iterable[Tower] = (
         family.adapter_targets
-        if config.adapters.lora_towers == "all"
-        else [config.adapters.lora_towers]
+        if options.lora_towers == "all"
+        else [options.lora_towers]
     )
     behind = [
         name for tower in towers for name in family.adapter_targets.get(tower, ())
     ]
-    wanted = config.adapters.lora_target_modules
+    wanted = options.lora_target_modules
     if wanted == "auto":
         # A module without layers, such as a bag of embeddings, has its linear layers anywhere.
         return [name for name in linear if name in inside or not inside] + behind
@@ -146,16 +150,16 @@ def target_names(backbone: nn.Module, family: Family, config: TrainConfig) -> li
     return every if wanted == "all-linear" else _named(wanted, every)
 
 
-def _chosen_towers(family: Family, config: TrainConfig) -> tuple[str, ...]:
+def _chosen_towers(family: Family, options: AdapterSection) -> tuple[str, ...]:
     towers = family.towers
-    if config.adapters.lora_towers == "all":
+    if options.lora_towers == "all":
         return tuple(towers.values())
-    if config.adapters.lora_towers not in towers:
+    if options.lora_towers not in towers:
         raise UserError(
-            f"lora_towers: {config.adapters.lora_towers} is not a tower of {config.model.model_name}, a {family.name} model; "
+            f"lora_towers: {options.lora_towers} is not a tower of this {family.name} model; "
             f"it has {' and '.join(towers)}"
         )
-    return (towers[config.adapters.lora_towers],)
+    return (towers[options.lora_towers],)
 
 
 def _named(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
@@ -241,6 +245,9 @@ def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
         )
         if f"{name}.base_layer.bias" in merged:
             merged[f"{name}.bias"] = merged.pop(f"{name}.base_layer.bias")
+    left = [name for name in merged if ".lora_" in name]
+    if left:
+        raise RuntimeError(f"adapters that cannot be merged: {', '.join(left)}")
     return merged
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.models import (
     backbone_loading,
@@ -30,10 +32,9 @@ from vembed.models.adapters import (
 )
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families import backbones
-from vembed.models.families.decisions import has_mrl_projection
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.models.families.model_files import files_of
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
+from vembed.models.poolings import MODEL_POOLING, POOLINGS
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import frozen_towers, tower_module
 from vembed.models.two_towers import TwoTowers
@@ -41,22 +42,35 @@ from vembed.models.two_towers import TwoTowers
 log = logging.getLogger(__name__)
 
 
-def build_head(config: TrainConfig, description: ModelDescription) -> Head | None:
+def build_head(description: ModelDescription) -> Head | None:
     """Return the model's Dense modules followed by this run's MRL projection; None if there are neither."""
-    files = files_of(config).sentence_transformers
-    modules: list[Dense] = (
-        [load_dense(folder) for folder in files.dense] if files is not None else []
-    )
+    modules: list[Dense] = [load_dense(folder) for folder in description.dense]
     size = modules[-1].linear.out_features if modules else description.hidden_dim
     added = None
-    if has_mrl_projection(config, description.mrl_dims, size):
+    if description.adds_projection:
         added = mrl_projection(size, description.embedding_dim)
     return Head(modules, added) if modules or added is not None else None
 
 
+def build_pooling(description: ModelDescription) -> nn.Module | None:
+    """Return the module of a trained pooling with its weights; None for any other pooling."""
+    if description.pooling == MODEL_POOLING:
+        return None
+    pooling = POOLINGS[description.pooling]
+    if not pooling.is_trained:
+        return None
+    module = pooling.build(description.token_dim)
+    if description.pooling_folder is not None:
+        module.load_state_dict(
+            load_file(description.pooling_folder / "model.safetensors")
+        )
+    return module
+
+
 def build_backbone(
-    config: TrainConfig,
     description: ModelDescription,
+    options: ModelSection,
+    adapters: AdapterSection,
     device: torch.device,
     *,
     meta: bool,
@@ -67,8 +81,9 @@ def build_backbone(
     dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone."""
     folder = Path(description.source)
     whole: nn.Module = _load(
-        config,
         description,
+        options,
+        adapters,
         folder,
         device,
         compute_dtype,
@@ -89,8 +104,9 @@ def build_backbone(
         and description.image_hidden_dim is not None
     )
     image = _load(
-        config,
         description,
+        options,
+        adapters,
         Path(description.image_source),
         device,
         compute_dtype,
@@ -110,13 +126,19 @@ def build_backbone(
 
 def empty_backbone(description: ModelDescription) -> nn.Module:
     """Return the backbone without values, adapters or 4-bit layers: class and settings, for writing files."""
-    plain = TrainConfig(model_name=description.name, data_path=[])
-    return build_backbone(plain, description, torch.device("cpu"), meta=True)
+    return build_backbone(
+        description,
+        ModelSection(model_name=description.name),
+        AdapterSection(),
+        torch.device("cpu"),
+        meta=True,
+    )
 
 
 def _load(
-    config: TrainConfig,
     description: ModelDescription,
+    options: ModelSection,
+    adapters: AdapterSection,
     folder: Path,
     device: torch.device,
     compute_dtype: torch.dtype,
@@ -130,17 +152,19 @@ def _load(
         model_config, bidirectional=description.bidirectional_attention
     )
     chosen = backbones.model_class(model_config, trust_remote_code=trust)
-    adapted = wants_adapters(config)
+    adapted = wants_adapters(adapters)
     # With adapters the backbone is frozen: no optimizer step needs float32 masters of it.
     dtype = (
-        precision.wanted_dtype(config) if adapted else precision.trained_dtype(config)
+        precision.wanted_dtype(options) if adapted else precision.trained_dtype(options)
     )
     held = backbones.file_dtype(model_config) if dtype == "auto" else dtype
     half = precision.is_half(compute_dtype, held)
-    kernel, reason = precision.attention_kernel(config, chosen, device, half=half)
-    padded = packing.why_padded(config, model_config, device, half=half)
+    kernel, reason = precision.attention_kernel(
+        options.attn_implementation, chosen, device, half=half
+    )
+    padded = packing.why_padded(options, model_config, device, half=half)
     takes_text = not backbones.takes_pixels(model_config, trust_remote_code=trust)
-    if takes_text and padded is not None and config.model.padding_free is True:
+    if takes_text and padded is not None and options.padding_free is True:
         raise UserError(
             f"padding_free: true is not possible: {padded}; leave it out, and texts are padded"
         )
@@ -154,7 +178,7 @@ def _load(
     if (
         half
         and device.type == "cuda"
-        and config.model.attn_implementation in ("auto", "sdpa")
+        and options.attn_implementation in ("auto", "sdpa")
     ):
         other = flash3.why_not(model_config.to_dict(), device)
         if other is None:
@@ -166,7 +190,7 @@ def _load(
         kernel = cpu_kernels.register(packing.IMPLEMENTATION, packing.attention)
     elif (
         kernel == "sdpa"
-        and config.model.attn_implementation == "auto"
+        and options.attn_implementation == "auto"
         and device.type == "cpu"
     ):
         kernel = cpu_kernels.register(cpu_kernels.IMPLEMENTATION, cpu_kernels.attention)
@@ -175,13 +199,13 @@ def _load(
         model_config,
         dtype=dtype,
         quantization=_four_bit(chosen, model_config, compute_dtype)
-        if config.adapters.use_qlora
+        if adapters.use_qlora
         else None,
         device=device,
         attn_implementation=None if isinstance(model_config, OwnConfig) else kernel,
         trust_remote_code=trust,
         meta=meta,
-        from_scratch=config.model.from_scratch,
+        from_scratch=options.from_scratch,
         with_head=with_head,
     )
     if isinstance(model_config, OwnConfig) and takes_text and padded is None:
@@ -190,7 +214,7 @@ def _load(
         backbone_loading.see_all_tokens(backbone)
     if (
         description.traits.reads_chats
-        and config.model.attn_implementation == "auto"
+        and options.attn_implementation == "auto"
         and kernel != "flash_attention_2"
     ):
         tower = tower_module(backbone, description.traits, "vision")
@@ -240,7 +264,10 @@ def _round_layers(backbone: nn.Module) -> None:
 
 
 def cast_frozen_towers(
-    config: TrainConfig, description: ModelDescription, backbone: nn.Module
+    description: ModelDescription,
+    options: ModelSection,
+    freeze: Sequence[str],
+    backbone: nn.Module,
 ) -> None:
     """Towers of which nothing is trained need no float32 masters. A tower that is trained in part keeps one dtype."""
     for tower in frozen_towers(backbone, description.traits):
@@ -254,7 +281,7 @@ def cast_frozen_towers(
                 Path(folder), trust_remote_code=description.trust_remote_code
             )
         )
-        dtype = precision.frozen_dtype(config, own)
+        dtype = precision.frozen_dtype(options, own)
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.traits, tower).to(dtype)
     partly = [
@@ -263,14 +290,14 @@ def cast_frozen_towers(
         if not one.requires_grad and one.dtype == torch.float32
     ]
     if (
-        config.model.torch_dtype in ("bfloat16", "float16")
-        and config.adapters.freeze
+        options.torch_dtype in ("bfloat16", "float16")
+        and freeze
         and partly
-        and not config.model.pure_dtype
+        and not options.pure_dtype
     ):
         log.info(
             "torch_dtype: %s is for whole frozen towers: %d frozen tensors of partly trained towers stay float32",
-            config.model.torch_dtype,
+            options.torch_dtype,
             len(partly),
         )
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
 from vembed.models import cpu_kernels, packing, precision
 from vembed.models.adapters import add_adapters, wants_adapters
@@ -18,6 +18,7 @@ from vembed.models.bf16 import use_bf16
 from vembed.models.building import (
     build_backbone,
     build_head,
+    build_pooling,
     cast_frozen_towers,
     scale_and_bias,
 )
@@ -60,12 +61,14 @@ class EmbeddingModel(nn.Module):
         backbone: nn.Module,
         head: Head | None = None,
         *,
+        pooling: nn.Module | None = None,
         scale_and_bias: tuple[float, float] | None = None,
         language: LanguageHead | None = None,
     ) -> None:
         super().__init__()
         self.description = description
         self.backbone = backbone
+        self.pooling = pooling
         self.head = head
         self.language = language
         self._scale_and_bias = scale_and_bias
@@ -133,7 +136,12 @@ class EmbeddingModel(nn.Module):
                 asked = self.language.hidden(inputs)
                 inputs = asked.inputs
             features = tower_features(
-                self.description, self.backbone, modality, inputs, found
+                self.description,
+                self.backbone,
+                modality,
+                inputs,
+                found,
+                pooling=self.pooling,
             )
             if losses is not None:
                 losses.update(found.in_normal_form(len(features)))
@@ -160,14 +168,18 @@ class EmbeddingModel(nn.Module):
         return self
 
     def frozen_modalities(self) -> list[Modality]:
-        """Modalities whose towers are all frozen: their features never change, so one forward pass of each input will
-        do."""
-        frozen = frozen_towers(self.backbone, self.description.traits)
-        return [
-            modality
-            for modality in self.description.modalities
-            if set(towers_of_modality(modality)) <= set(frozen)
-        ]
+        """Return the modalities whose features never change: their towers are all frozen, and their pooling has no
+        parameters. One forward pass of each input is enough for them."""
+        frozen = set(frozen_towers(self.backbone, self.description.traits))
+        modalities: list[Modality] = []
+        for modality in self.description.modalities:
+            # A trained pooling stands between the tower and its features.
+            is_pooled_by_module = self.pooling is not None and not (
+                self.description.traits.has_two_models and modality == "image"
+            )
+            if set(towers_of_modality(modality)) <= frozen and not is_pooled_by_module:
+                modalities.append(modality)
+        return modalities
 
     def bytes_of_frozen_images(self) -> int | None:
         """Bytes for each token of an image that the frozen image tower of a vision-language model gives, where what it
@@ -179,14 +191,23 @@ class EmbeddingModel(nn.Module):
             return None
         return 4 * self.description.hidden_dim * num_image_features(self.backbone)
 
-    def float32_parts(self) -> list[nn.Module]:
-        """Modules behind the pooling, projections and head, which compute in float32 in every precision: they are
-        small, and what they give is the embedding."""
-        names = dict.fromkeys(self.description.traits.projections.values())
-        return [
-            *map(self.backbone.get_submodule, names),
-            *([] if self.head is None else [self.head]),
-        ]
+    def head_names(self) -> list[str]:
+        """Names of the modules behind the towers: a trained pooling, projections and head.
+
+        They compute in float32 in every precision, because they are small and give the
+        embedding. They learn at `head_learning_rate`.
+        """
+        projections = dict.fromkeys(self.description.traits.projections.values())
+        names = [f"backbone.{name}" for name in projections]
+        if self.pooling is not None:
+            names.append("pooling")
+        if self.head is not None:
+            names.append("head")
+        return names
+
+    def heads(self) -> list[nn.Module]:
+        """Return the modules of `head_names`."""
+        return [self.get_submodule(name) for name in self.head_names()]
 
     def has_auxiliary(self) -> bool:
         """True if the model may return losses of its own."""
@@ -252,9 +273,12 @@ def _wide(features: Tensor) -> Tensor:
 
 
 def build_model(
-    config: TrainConfig,
     description: ModelDescription,
+    options: ModelSection,
+    adapters: AdapterSection | None = None,
     *,
+    objective: ObjectiveSection | None = None,
+    seed: int = 0,
     device: torch.device | str = "cpu",
     computes_on: torch.device | None = None,
     compute_dtype: torch.dtype = torch.float32,
@@ -262,7 +286,9 @@ def build_model(
     compiles: bool | None = None,
     meta: bool = False,
 ) -> EmbeddingModel:
-    """Return the model that `config` trains, with its weights, on `device`.
+    """Return the described model, with its weights, on `device`.
+
+    `objective`: the loss, which may need a language-model head. `seed`: of new weights.
 
     `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
     arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `compiles`: compile
@@ -271,58 +297,71 @@ def build_model(
     """
     device = torch.device(device)
     computes_on = computes_on or device
+    adapters = adapters or AdapterSection()
+    has_adapters = wants_adapters(adapters)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(
-            config.run.seed
+            seed
         )  # new weights depend on the seed only, not on earlier draws
-        empty = meta and not config.adapters.use_qlora
-        has_language = has_language_head(config, description)
+        empty = meta and not adapters.use_qlora
+        has_language = objective is not None and has_language_head(
+            objective, description
+        )
         whole: Any = build_backbone(
-            config,
             description,
+            options,
+            adapters,
             computes_on,
             meta=empty,
             compute_dtype=compute_dtype,
             with_head=has_language,
         )
         backbone: nn.Module = whole.base_model if has_language else whole
-        language = LanguageHead(whole, config, description) if has_language else None
-        if wants_adapters(config):
-            add_adapters(backbone, description.traits, config)
+        language = None
+        if objective is not None and has_language:
+            language = LanguageHead(
+                whole,
+                description,
+                share=objective.mlm_probability,
+                from_scratch=options.from_scratch,
+            )
+        if has_adapters:
+            add_adapters(backbone, description.traits, adapters, options)
             settle(backbone)
-        if config.model.quantize_weights is not None:
+        if options.quantize_weights is not None:
             round_weights(backbone)
-        head = build_head(config, description)
-        if language is not None and wants_adapters(config) and not language.is_new:
+        pooling = build_pooling(description)
+        head = build_head(description)
+        if language is not None and has_adapters and not language.is_new:
             language.requires_grad_(False)  # as all weights but the adapters
     model = EmbeddingModel(
         description,
         backbone,
         head,
+        pooling=pooling,
         scale_and_bias=scale_and_bias(description),
         language=language,
     )
     freeze_unused(
         backbone, description.traits, description.image_pooling or description.pooling
     )
-    if not wants_adapters(
-        config
-    ):  # which keep out of frozen parts, and freeze all others themselves
-        freeze_parts(backbone, description.traits, config.adapters.freeze)
-        cast_frozen_towers(config, description, backbone)
-    if not config.model.pure_dtype:
-        for part in model.float32_parts():
+    if not has_adapters:
+        # Adapters keep out of frozen parts, and freeze all others themselves.
+        freeze_parts(backbone, description.traits, adapters.freeze)
+        cast_frozen_towers(description, options, adapters.freeze, backbone)
+    if not options.pure_dtype:
+        for part in model.heads():
             part.float()  # also frozen ones, whose file may hold 16 bits
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
-            f"freeze: {config.adapters.freeze} leaves nothing of {config.model.model_name} to train; freeze less of it"
+            f"freeze: {adapters.freeze} leaves nothing of {options.model_name} to train; freeze less of it"
         )
     if computes_on.type == "cpu":
         cpu_kernels.use_cpu_kernels(backbone)
     layers = backbones.layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
-    if config.model.torch_compile is True if compiles is None else compiles:
+    if options.torch_compile is True if compiles is None else compiles:
         packing.leave_to_kernels()
         precision.compile_layers(layers)
     return model if meta else model.to(device)
@@ -339,16 +378,15 @@ def load_embedder(
 ) -> EmbeddingModel:
     """A saved model, ready for use: in evaluation mode, nothing trainable, by default in the dtype of its file.
     `computes_on` and `meta`: as in `build_model`, for a model that will be sharded."""
-    config = TrainConfig(
+    options = ModelSection(
         model_name=str(directory),
-        data_path="-",
         torch_dtype=torch_dtype,
         pure_dtype=True,
         trust_remote_code=trust_remote_code,
     )
     model = build_model(
-        config,
-        describe(config, for_use=True),
+        describe(options, for_use=True),
+        options,
         device=device,
         computes_on=computes_on,
         meta=meta,

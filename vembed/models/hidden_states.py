@@ -13,9 +13,8 @@ from vembed.errors import UserError
 from vembed.models import packing
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.table import Pooling
-from vembed.models.modalities import padding_mask
-from vembed.models.pooling import pool
+from vembed.models.modalities import padding_mask, pool
+from vembed.models.poolings import MODEL_POOLING, POOLINGS
 from vembed.models.towers import tower_module
 
 
@@ -29,7 +28,7 @@ class HiddenStates(nn.Module):
         backbone: nn.Module,
         description: ModelDescription,
         layers: Literal["all"] | Sequence[int],
-        pooling: Pooling | None = None,
+        pooling: str | None = None,
     ) -> None:
         """`model`: what is called, sharded or not; `backbone`: the part of it that holds the layers."""
         super().__init__()
@@ -50,11 +49,14 @@ class HiddenStates(nn.Module):
             )
         # Negative numbers count from the last layer, as in a Python list.
         self.layers = [int(one) % (deepest + 1) for one in given]
-        pooling = pooling or (
-            description.pooling if description.pooling != "own" else "mean"
-        )
-        self.pooling: Pooling = pooling
-        self.width = description.text_hidden_dim or _width(tower)
+        of_model = description.pooling
+        self.pooling = pooling or (of_model if of_model != MODEL_POOLING else "mean")
+        if POOLINGS[self.pooling].is_trained:
+            raise UserError(
+                f"pooling: {self.pooling} is trained for the last layer; give another one for hidden states"
+            )
+        hidden_dim = description.text_hidden_dim or _width(tower)
+        self.width = POOLINGS[self.pooling].width(hidden_dim)
 
     def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
         """For each part, one at a time: [n, layers * width], layer by layer."""

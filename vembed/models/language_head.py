@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ObjectiveSection
 from vembed.errors import UserError
 from vembed.models.custom.folder import is_own
 from vembed.models.families.backbones import (
@@ -52,10 +52,12 @@ class Hidden:
     """[n, tokens]: what the hidden state of each place must tell; IGNORED where nothing is asked."""
 
 
-def has_language_head(config: TrainConfig, description: ModelDescription) -> bool:
+def has_language_head(
+    objective: ObjectiveSection, description: ModelDescription
+) -> bool:
     """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
-    alone = config.objective.loss == "none" and config.objective.losses is None
-    asked = config.objective.language_modelling
+    alone = objective.loss == "none" and objective.losses is None
+    asked = objective.language_modelling
     if asked is False or (asked == "auto" and not alone):
         return False
     problem = None
@@ -67,11 +69,11 @@ def has_language_head(config: TrainConfig, description: ModelDescription) -> boo
         problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
     elif not alone and not is_decoder_only(
         read_config(
-            Path(description.source), trust_remote_code=config.model.trust_remote_code
+            Path(description.source), trust_remote_code=description.trust_remote_code
         )
     ):
         problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
-    elif config.adapters.use_qlora:
+    elif description.quantized:
         problem = "has weights in 4 bits (use_qlora)"
     if problem is None:
         return True
@@ -86,9 +88,15 @@ class LanguageHead(nn.Module):
     """The layers behind the hidden states that give the logits of tokens."""
 
     def __init__(
-        self, whole: PreTrainedModel, config: TrainConfig, description: ModelDescription
+        self,
+        whole: PreTrainedModel,
+        description: ModelDescription,
+        *,
+        share: float,
+        from_scratch: bool,
     ) -> None:
-        """`whole`: the model with its head, of the class that `language_class` names. Its base model is taken out."""
+        """`whole`: the model with its head, of the class that `language_class` names. Its base model is taken out.
+        `share`: of an encoder's tokens that are hidden. `from_scratch`: the weights are new."""
         super().__init__()
         prefix = f"{whole.base_model_prefix}."
         self.kind = type(whole)
@@ -107,16 +115,14 @@ class LanguageHead(nn.Module):
             if source.startswith(prefix)
         }
         self.prefix = prefix
-        self.share = config.objective.mlm_probability
+        self.share = share
         self.tokens = _Tokens.of(description)
         if not self.is_causal and self.tokens.mask is None:
             raise UserError(
                 f"loss: none hides tokens from {description.name}, an encoder, and its tokenizer has no mask token: "
                 "add `mask_token` to it"
             )
-        self.is_new = config.model.from_scratch or self._is_missing(
-            Path(description.source)
-        )
+        self.is_new = from_scratch or self._is_missing(Path(description.source))
         log.info(
             "language model: %s of %s, %s",
             self.name,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vembed.models import packing
 from vembed.models.collected_losses import Collected
@@ -20,7 +21,7 @@ from vembed.models.families.description import ModelDescription
 from vembed.models.families.table import Forward, Modality
 from vembed.models.image_positions import LONGEST, VISION
 from vembed.models.packed_vision import in_one_piece, tower_output
-from vembed.models.pooling import pool
+from vembed.models.poolings import MODEL_POOLING, POOLINGS
 from vembed.models.towers import tower_module, towers_of_modality
 
 IMAGE_FEATURES = "image_features"
@@ -29,6 +30,29 @@ IMAGE_FEATURES = "image_features"
 Inputs = dict[str, Tensor]
 Backbone = Any
 """A Transformers model or TwoTowers. Their attributes are untyped."""
+PoolTokens = Callable[[Tensor, Tensor | None], Tensor]
+"""Maps [n, tokens, dim] and the mask to [n, width]."""
+
+
+def pool(
+    pooling: str,
+    hidden: Tensor,
+    mask: Tensor | None,
+    *,
+    module: nn.Module | None = None,
+) -> Tensor:
+    """Map [n, tokens, dim] to [n, width], in at least float32.
+
+    `mask` [n, tokens] is 1 on real tokens, with the padding on either side. None: no
+    padding. `module`: that of a trained pooling.
+    """
+    if hidden.dtype in (torch.bfloat16, torch.float16):
+        hidden = hidden.float()
+    with torch.autocast(hidden.device.type, enabled=False):
+        if module is None:
+            return POOLINGS[pooling].pool(hidden, mask)
+        vectors: Tensor = module(hidden, mask)
+        return vectors
 
 
 def tower_features(
@@ -37,9 +61,12 @@ def tower_features(
     modality: Modality,
     inputs: Inputs,
     collected: Collected | None = None,
+    pooling: nn.Module | None = None,
 ) -> Tensor:
-    """Return tower features [n, width], one vector per item of one modality's collated inputs. `collected` gets the
-    model's own losses."""
+    """Return tower features [n, width], one vector per item of one modality's collated inputs.
+
+    `collected` gets the model's own losses. `pooling`: the module of a trained pooling.
+    """
     # Composed and two-tower models are called tower by tower; a vision-language model as a whole.
     family = description.traits
     forward = family.forwards[modality]
@@ -49,8 +76,13 @@ def tower_features(
     if family.has_two_models and modality == "image":
         assert description.image_pooling is not None
         description = description.with_(pooling=description.image_pooling)
+        pooling = None
     return _FORWARDS[forward](
-        description, backbone, inputs, Collected() if collected is None else collected
+        description,
+        backbone,
+        inputs,
+        Collected() if collected is None else collected,
+        partial(pool, description.pooling, module=pooling),
     )
 
 
@@ -110,6 +142,7 @@ def _text(
     backbone: Backbone,
     inputs: Inputs,
     collected: Collected,
+    pooled: PoolTokens,
 ) -> Tensor:
     mask = padding_mask(inputs)
     if packing.packs(backbone):
@@ -117,7 +150,7 @@ def _text(
             backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS), collected
         )
         collected.states = hidden
-        return pool(description.pooling, hidden, mask)
+        return pooled(hidden, mask)
     arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
     if mask is not None:
         arguments["attention_mask"] = mask
@@ -130,11 +163,15 @@ def _text(
     output = backbone(**arguments)
     collected.take(output)
     collected.states = output.last_hidden_state
-    return pool(description.pooling, output.last_hidden_state, mask)
+    return pooled(output.last_hidden_state, mask)
 
 
 def _chat(
-    description: ModelDescription, backbone: Backbone, inputs: Inputs, _: Collected
+    _description: ModelDescription,
+    backbone: Backbone,
+    inputs: Inputs,
+    _collected: Collected,
+    pooled: PoolTokens,
 ) -> Tensor:
     """Return embeddings of token ids with images. Positions (time, height, width) are made at collation."""
     mask = padding_mask(inputs)
@@ -154,11 +191,7 @@ def _chat(
     elif LONGEST in inputs:
         del arguments["pixel_values"]
         arguments["mm_encoder_outputs"] = {"image": tower_output(backbone, inputs)}
-    return pool(
-        description.pooling,
-        backbone(**arguments, use_cache=False).last_hidden_state,
-        mask,
-    )
+    return pooled(backbone(**arguments, use_cache=False).last_hidden_state, mask)
 
 
 def _image(
@@ -166,6 +199,7 @@ def _image(
     backbone: Backbone,
     inputs: Inputs,
     collected: Collected,
+    pooled: PoolTokens,
 ) -> Tensor:
     # A frozen tower may be held in another dtype than the pixels.
     arguments = {**inputs, "pixel_values": inputs["pixel_values"].to(backbone.dtype)}
@@ -176,31 +210,36 @@ def _image(
         arguments["noise"] = ascending.expand(len(inputs["pixel_values"]), -1)
     output = backbone(**arguments)
     collected.take(output)
-    if description.pooling == "own":
-        pooled: Tensor = output.pooler_output
-        return pooled.flatten(1)
+    if description.pooling == MODEL_POOLING:
+        vectors: Tensor = output.pooler_output
+        return vectors.flatten(1)
     hidden = output.last_hidden_state
     if (
         hidden.ndim == 4
     ):  # convolutional: [n, channels, height, width] to [n, positions, channels]
         hidden = hidden.flatten(2).transpose(1, 2)
-    return pool(description.pooling, hidden, None)
+    return pooled(hidden, None)
 
 
 def _pooled_tower(
-    description: ModelDescription, tower: Backbone, inputs: Inputs, _: Collected
+    description: ModelDescription,
+    tower: Backbone,
+    inputs: Inputs,
+    _collected: Collected,
+    _pooled: PoolTokens,
 ) -> Tensor:
     arguments = {key: value for key, value in inputs.items() if key != "attention_mask"}
     # A family with texts of fixed length was trained without a mask.
     mask = None if description.traits.has_fixed_length else padding_mask(inputs)
     if mask is not None:
         arguments["attention_mask"] = mask
-    pooled: Tensor = tower(**arguments).pooler_output
-    return pooled
+    vectors: Tensor = tower(**arguments).pooler_output
+    return vectors
 
 
 _FORWARDS: dict[
-    Forward, Callable[[ModelDescription, Backbone, Inputs, Collected], Tensor]
+    Forward,
+    Callable[[ModelDescription, Backbone, Inputs, Collected, PoolTokens], Tensor],
 ] = {
     "text": _text,
     "image": _image,

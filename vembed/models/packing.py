@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.models import cpu_kernels, flash3
 from vembed.models.collected_losses import Collected
 from vembed.models.custom.modeling import PACKED, OwnConfig
@@ -40,10 +40,10 @@ _LONGEST_HEAD = 256
 
 
 def why_padded(
-    config: TrainConfig, model: PretrainedConfig, device: torch.device, *, half: bool
+    options: ModelSection, model: PretrainedConfig, device: torch.device, *, half: bool
 ) -> str | None:
     """Return the reason for padding texts with this model and device; None: they are packed."""
-    if config.model.padding_free is False:
+    if options.padding_free is False:
         return "padding_free: false"
     if isinstance(model, OwnConfig):
         return (
@@ -53,8 +53,8 @@ def why_padded(
         )
     if model.model_type not in MODEL_TYPES:
         return f"{model.model_type} is not among the models that are tested without padding"
-    if config.model.attn_implementation in ("eager", "sdpa"):
-        return f"attn_implementation: {config.model.attn_implementation}"
+    if options.attn_implementation in ("eager", "sdpa"):
+        return f"attn_implementation: {options.attn_implementation}"
     if device.type == "cpu":
         return None
     return (

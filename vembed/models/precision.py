@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription
 from vembed.models.joint_adapters import separate_adapters
@@ -33,32 +33,28 @@ _DTYPES = {
 _NAMES_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def wanted_dtype(config: TrainConfig) -> torch.dtype | Literal["auto"]:
+def wanted_dtype(options: ModelSection) -> torch.dtype | Literal["auto"]:
     """Return the dtype of frozen weights; `auto`: as in the file."""
-    return (
-        "auto"
-        if config.model.torch_dtype == "auto"
-        else _DTYPES[config.model.torch_dtype]
-    )
+    if options.torch_dtype == "auto":
+        return "auto"
+    return _DTYPES[options.torch_dtype]
 
 
-def trained_dtype(config: TrainConfig) -> torch.dtype | Literal["auto"]:
+def trained_dtype(options: ModelSection) -> torch.dtype | Literal["auto"]:
     """Return the dtype of trained weights: float32 masters, unless pure_dtype is set."""
-    return wanted_dtype(config) if config.model.pure_dtype else torch.float32
+    return wanted_dtype(options) if options.pure_dtype else torch.float32
 
 
-def frozen_dtype(config: TrainConfig, own: torch.dtype) -> torch.dtype:
-    """Return the dtype of frozen weights whose file has the dtype `own`."""
-    wanted = wanted_dtype(config)
-    return own if wanted == "auto" else wanted
+def frozen_dtype(options: ModelSection, file_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of frozen weights whose file has the dtype `file_dtype`."""
+    wanted = wanted_dtype(options)
+    return file_dtype if wanted == "auto" else wanted
 
 
-def saved_dtype(
-    config: TrainConfig, description: ModelDescription
-) -> torch.dtype | None:
+def saved_dtype(save_dtype: str, description: ModelDescription) -> torch.dtype | None:
     """Return the dtype to store the trained model in; None: the dtype that its weights have."""
-    if config.run.save_dtype != "auto":
-        return _DTYPES[config.run.save_dtype]
+    if save_dtype != "auto":
+        return _DTYPES[save_dtype]
     folders = [
         Path(one)
         for one in (description.source, description.image_source)
@@ -87,7 +83,7 @@ def is_half(compute_dtype: torch.dtype, held: torch.dtype) -> bool:
 
 
 def attention_kernel(
-    config: TrainConfig,
+    asked: str,
     backbone: type[PreTrainedModel],
     device: torch.device,
     *,
@@ -95,9 +91,8 @@ def attention_kernel(
 ) -> tuple[str | None, str]:
     """Return the attention implementation to load and the reason; None: the model's default.
 
-    `half`: attention runs in 16 bits.
+    `asked`: the option attn_implementation. `half`: attention runs in 16 bits.
     """
-    asked = config.model.attn_implementation
     has_sdpa, has_flash = (
         bool(backbone._supports_sdpa),
         bool(backbone._supports_flash_attn),

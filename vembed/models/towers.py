@@ -13,7 +13,8 @@ from torch import nn
 from vembed.errors import UserError
 from vembed.models.backbone_loading import is_never_used
 from vembed.models.families.backbones import layers_of
-from vembed.models.families.table import Family, Modality, Pooling, Tower
+from vembed.models.families.table import Family, Modality, Tower
+from vembed.models.poolings import MODEL_POOLING
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def tower_module(backbone: nn.Module, family: Family, tower: Tower) -> nn.Module
 
 
 def freeze_unused(
-    backbone: nn.Module, family: Family, image_pooling: Pooling | None
+    backbone: nn.Module, family: Family, image_pooling: str | None
 ) -> list[str]:
     """Freeze parameters that no embedding depends on, and return their names.
 
@@ -64,7 +65,9 @@ def freeze_unused(
     unused = []
     # `"".startswith(())` is False: without such norms nothing is added.
     norms_left_out = (
-        _norms_of_own_pooling(backbone, family) if image_pooling != "own" else ()
+        _norms_of_own_pooling(backbone, family)
+        if image_pooling != MODEL_POOLING
+        else ()
     )
     for name, parameter in backbone.named_parameters():
         if (

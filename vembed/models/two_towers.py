@@ -62,15 +62,13 @@ class TwoTowers(nn.Module):
                 if key.startswith(name)
             }
             tower.save_pretrained(place, state_dict=part)
+        # Whatever belongs to no tower: the projections.
         projections = {
-            key: value
+            key: value.contiguous()
             for key, value in state_dict.items()
-            if key.split(".")[0].endswith("_projection")
+            if not key.startswith(("text_model.", "vision_model."))
         }
-        save_file(
-            {key: value.contiguous() for key, value in projections.items()},
-            folder / PROJECTIONS_FILE,
-        )
+        save_file(projections, folder / PROJECTIONS_FILE)
 
 
 def _projection(width: int, shared_dim: int) -> nn.Linear:

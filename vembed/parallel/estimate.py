@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection, TrainConfig
 from vembed.models.adapters import linear_names_inside_layers, wants_adapters
 from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of
@@ -91,12 +91,16 @@ class Demand:
 def measure(config: TrainConfig) -> ModelSize:
     """Measure the model of a config without its weights: its files' settings are read, and it is built empty."""
     with _quiet():
-        description = describe(config)
-        # 4-bit layers cannot be built empty: they are counted as what they replace, and their bytes below.
-        plain = config.changed(
-            **{"use_qlora": False, "use_lora": wants_adapters(config)}
+        description = describe(
+            config.model, config.matryoshka, use_qlora=config.adapters.use_qlora
         )
-        model = build_model(plain, description, meta=True)
+        # 4-bit layers cannot be built empty: they are counted as what they replace, and their bytes below.
+        adapters = config.adapters.model_copy(
+            update={"use_qlora": False, "use_lora": wants_adapters(config.adapters)}
+        )
+        model = build_model(
+            description, config.model, adapters, objective=config.objective, meta=True
+        )
     backbone = model.backbone
     packed = (
         {f"backbone.{name}.weight" for name in linear_names_inside_layers(backbone)}
@@ -137,10 +141,10 @@ def measure(config: TrainConfig) -> ModelSize:
     )
 
 
-def hidden_size(config: TrainConfig) -> int:
-    """Return the hidden size of a config's model, of its widest tower where it has two, from its files' settings."""
+def hidden_size(options: ModelSection) -> int:
+    """Return the hidden size of a model, of its widest tower where it has two, from its files' settings."""
     with _quiet():
-        description = describe(config)
+        description = describe(options)
     return max(
         description.hidden_dim,
         description.text_hidden_dim or 0,

@@ -69,7 +69,7 @@ def choose_exchange(
         with suppress(
             UserError
         ):  # raised again where the model is loaded; a session can do without one
-            dim = estimate.hidden_size(config)
+            dim = estimate.hidden_size(config.model)
             need = loss_bytes(config, rows, ranks.world_size, dim, "gather")
     cost = (
         ""

@@ -11,7 +11,7 @@ import torch
 
 from vembed.config.fsdp import AskedPrecision, FsdpConfig, Precision
 from vembed.config.resolved import DEFAULT, Decision, ResolvedRun, Strategy
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.config.terms import source_batch_sizes
 from vembed.errors import UserError
 from vembed.parallel import estimate
@@ -343,7 +343,10 @@ def place(
             device,
             gpu,
             bf16_on_cpu=lambda: _bf16_on_cpu(
-                run.config, instructions, sharded=fsdp is not None
+                run.config.model,
+                instructions,
+                sharded=fsdp is not None,
+                use_qlora=run.config.adapters.use_qlora,
             ),
             resumed=resumed,
         ),
@@ -477,15 +480,17 @@ def precision_of_use(
     bfloat16 on CPUs where it pays."""
     if device.type != "cpu":
         return Decision("no", f"auto: {device} computes in the dtype of the weights")
-    config = TrainConfig(
-        model_name=model, data_path="unused", trust_remote_code=trust_remote_code
-    )
-    pays, reason = _bf16_on_cpu(config, instructions, sharded=False)
+    options = ModelSection(model_name=model, trust_remote_code=trust_remote_code)
+    pays, reason = _bf16_on_cpu(options, instructions, sharded=False)
     return Decision("bf16" if pays else "no", f"auto: {reason}")
 
 
 def _bf16_on_cpu(
-    config: TrainConfig, instructions: str | None, *, sharded: bool
+    options: ModelSection,
+    instructions: str | None,
+    *,
+    sharded: bool,
+    use_qlora: bool = False,
 ) -> tuple[bool, str]:
     """Return whether bfloat16 pays on CPUs with these instructions for it, and why."""
     if instructions is None:
@@ -493,8 +498,8 @@ def _bf16_on_cpu(
     # No bfloat16 copies of weights under these (see `copies_weights`).
     kept = {
         "FSDP": sharded,
-        "torch_compile": config.model.torch_compile is True,
-        "use_qlora": config.adapters.use_qlora,
+        "torch_compile": options.torch_compile is True,
+        "use_qlora": use_qlora,
     }
     if named := [name for name, is_on in kept.items() if is_on]:
         return (
@@ -502,7 +507,7 @@ def _bf16_on_cpu(
             f"the CPU computes in the dtype of the weights ({named[0]}; mixed_precision: bf16 would change it)",
         )
     try:
-        hidden = estimate.hidden_size(config)
+        hidden = estimate.hidden_size(options)
     except (
         UserError
     ):  # raised again where the model is loaded; a session can do without one

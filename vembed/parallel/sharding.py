@@ -184,9 +184,7 @@ def _float32_units(model: nn.Module, accelerator: Accelerator) -> list[nn.Module
         torch.bfloat16,
         torch.float16,
     )
-    return (
-        model.float32_parts() if is_narrow and isinstance(model, EmbeddingModel) else []
-    )
+    return model.heads() if is_narrow and isinstance(model, EmbeddingModel) else []
 
 
 def _shard_by_fsdp1(

@@ -20,15 +20,15 @@ from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.building import empty_backbone
 from vembed.models.custom.folder import is_own, save_code
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.models.heads import Head
 from vembed.models.language_head import save_with_head
 from vembed.models.names import plain_name
 from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
 from vembed.saving.card import Card, render_card
 from vembed.saving.durability import sync, sync_folder
-from vembed.saving.layout import write_json, write_layout
+from vembed.saving.layout import refuse_unclaimed, write_json, write_layout
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,7 @@ ADJUSTED_SETTINGS = ("mask_ratio",)
 
 def save_model(
     directory: str | Path,
-    description: ModelDescription,
-    backbone: Any,
-    head: Head | None,
+    model: EmbeddingModel,
     state: Mapping[str, Tensor],
     *,
     dtype: torch.dtype | None = None,
@@ -57,14 +55,20 @@ def save_model(
 ) -> Path:
     """Write the model to `directory` and return its path. Called by one process (rank 0); no collective operations.
 
-    `state` holds the full (gathered) EmbeddingModel state dict under its own names (`backbone. ...`, `head. ...`);
-    modules give class and settings only. `dtype`: dtype of stored floating point weights (None: unchanged; float32 if
+    `state` is the full (gathered) state dict of `model`, whose modules give class and settings only. Raise RuntimeError
+    on state that no part of the layout takes. `dtype`: dtype of stored floating point weights (None: unchanged; float32 if
     a weight is too large for float16). Adapters are merged into the weights and also saved in `adapter/`; with
     `merge_adapters=False` the adapter is saved instead of the weights. The folder is renamed once it is complete.
     """
     # plain_name takes off what FSDP, compilation and recomputation put into names.
     state = {plain_name(name): tensor.detach().cpu() for name, tensor in state.items()}
-    weights = _part(state, "backbone.")
+    description = model.description
+    backbone: Any = model.backbone
+    weights = _taken(state, "backbone.")
+    language_state = _taken(state, "language.")
+    pooling_state = _taken(state, "pooling.")
+    head_state = _taken(state, "head.")
+    refuse_unclaimed("the model", state)
     if not merge_adapters and not description.traits.has_untouched_adapters:
         log.info(
             "save_merged: the whole model is saved (adapters alone would lose its projections, scale and bias)"
@@ -90,7 +94,7 @@ def save_model(
                 folder,
                 backbone,
                 _stored(weights, dtype),
-                _stored(_part(state, "language."), dtype),
+                _stored(language_state, dtype),
             )
         if is_own(Path(description.source)):
             save_code(Path(description.source), folder)
@@ -101,8 +105,9 @@ def save_model(
         write_layout(
             folder,
             description,
-            head,
-            _stored(_part(state, "head."), dtype),
+            model.head,
+            _stored(head_state, dtype),
+            _stored(pooling_state, dtype),
             chat,
             changed,
         )
@@ -210,12 +215,10 @@ def _changed_settings(description: ModelDescription, backbone: Any) -> dict[str,
     }
 
 
-def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in state.items()
-        if name.startswith(prefix)
-    }
+def _taken(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take what begins with a prefix out of a state dict, and return it under names without the prefix."""
+    names = [name for name in state if name.startswith(prefix)]
+    return {name.removeprefix(prefix): state.pop(name) for name in names}
 
 
 def _dtype_that_holds(

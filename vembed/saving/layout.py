@@ -11,21 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.model_files import STATIC
+from vembed.models.families.model_files import POOLING_MODULE, STATIC
 from vembed.models.families.static_model import STATIC_TYPE
-from vembed.models.families.table import Pooling
 from vembed.models.families.weight_files import read_object
 from vembed.models.heads import Dense, Head
+from vembed.models.poolings import MODE_FLAGS, MODEL_POOLING, POOLINGS
 from vembed.models.processors import ChatTemplate
 
-POOLING_FLAGS: dict[Pooling, str] = {
-    "cls": "pooling_mode_cls_token",
-    "max": "pooling_mode_max_tokens",
-    "mean": "pooling_mode_mean_tokens",
-    "weighted_mean": "pooling_mode_weightedmean_tokens",
-    "last": "pooling_mode_lasttoken",
-}
-"""Pooling -> its flag in `1_Pooling/config.json`, as read by Sentence Transformers 3 to 6."""
 MODULE = "sentence_transformers.models."
 """Module path that Sentence Transformers 3 to 6 all resolve."""
 TWO_TOWERS = "vembed.models.two_towers.TwoTowers"
@@ -36,7 +28,8 @@ def write_layout(
     folder: Path,
     description: ModelDescription,
     head: Head | None,
-    head_state: Mapping[str, Tensor],
+    head_state: dict[str, Tensor],
+    pooling_state: Mapping[str, Tensor],
     chat: ChatTemplate | None,
     changed_settings: Mapping[str, Any],
 ) -> None:
@@ -51,20 +44,20 @@ def write_layout(
     modules: list[tuple[str, str]] = [
         ("", MODULE + STATIC if is_static else _backbone_module(description))
     ]
-    if description.pooling != "own" and not is_static:  # whose module gives the mean
-        modules.append(("1_Pooling", MODULE + "Pooling"))
-        write_json(folder / "1_Pooling" / "config.json", _pooling_settings(description))
+    # The module of a static model gives the mean itself.
+    if description.pooling != MODEL_POOLING and not is_static:
+        modules.append(
+            ("1_Pooling", _write_pooling(folder, description, pooling_state))
+        )
     for number, dense in enumerate(head if head is not None else ()):
         assert isinstance(dense, Dense)
         name, prefix = f"{len(modules)}_Dense", f"{number}."
         modules.append((name, MODULE + "Dense"))
         write_json(folder / name / "config.json", dense.settings())
-        weights = {
-            key.removeprefix(prefix): value
-            for key, value in head_state.items()
-            if key.startswith(prefix)
-        }
+        names = [key for key in head_state if key.startswith(prefix)]
+        weights = {key.removeprefix(prefix): head_state.pop(key) for key in names}
         save_file(weights, folder / name / "model.safetensors")
+    refuse_unclaimed("the head", head_state)
     if description.normalize:
         name = f"{len(modules)}_Normalize"
         modules.append((name, MODULE + "Normalize"))
@@ -84,6 +77,15 @@ def write_layout(
     if changed_settings:
         settings["config_args"] = dict(changed_settings)
     write_json(folder / "sentence_bert_config.json", settings)
+
+
+def refuse_unclaimed(owner: str, state: Mapping[str, Tensor]) -> None:
+    """Raise RuntimeError if state is left that no part has written."""
+    if state:
+        raise RuntimeError(
+            f"no part of a saved model takes this state of {owner}: {', '.join(state)}; save it with a part, or "
+            "register it with persistent=False"
+        )
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -139,7 +141,7 @@ def _backbone_settings(
                 "image": _patch_options(folder),
             }
     else:
-        own = description.pooling == "own"
+        own = description.pooling == MODEL_POOLING
         output = "pooler_output" if own else "last_hidden_state"
         settings["modality_config"] = {
             "image": {"method": "forward", "method_output_name": output}
@@ -164,15 +166,25 @@ def _patch_options(folder: Path) -> dict[str, Any]:
     }
 
 
-def _pooling_settings(description: ModelDescription) -> dict[str, Any]:
-    flags = {
-        flag: pooling == description.pooling for pooling, flag in POOLING_FLAGS.items()
-    }
-    return {
-        "word_embedding_dimension": description.hidden_dim,
-        **flags,
-        "include_prompt": True,
-    }
+def _write_pooling(
+    folder: Path, description: ModelDescription, state: Mapping[str, Tensor]
+) -> str:
+    """Write the pooling's folder and return the type of its module."""
+    pooling = POOLINGS[description.pooling]
+    target = folder / "1_Pooling"
+    settings: dict[str, Any] = {"word_embedding_dimension": description.hidden_dim}
+    if pooling.modes:
+        known = {mode for one in POOLINGS.values() for mode in one.modes}
+        for mode, flag in MODE_FLAGS.items():
+            if mode in known:
+                settings[flag] = mode in pooling.modes
+        settings["include_prompt"] = True
+    write_json(target / "config.json", settings)
+    if pooling.is_trained:
+        save_file(dict(state), target / "model.safetensors")
+    else:
+        refuse_unclaimed(f"the pooling {pooling.name}", state)
+    return MODULE + "Pooling" if pooling.modes else POOLING_MODULE + pooling.name
 
 
 def _model_settings(description: ModelDescription) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from vembed.config.entries import Teacher
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection, TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.inference.embedder import Embedder
@@ -38,11 +38,8 @@ class VectorTeacher:
         self.session = session
         self.trust_remote_code = config.model.trust_remote_code
         described = describe(
-            TrainConfig(
-                # describe() takes a training config. pure_dtype: no float32 copy of weights that are not trained.
+            ModelSection(
                 model_name=teacher.model,
-                data_path=[],
-                pure_dtype=True,
                 trust_remote_code=config.model.trust_remote_code,
                 max_length=teacher.max_length,
                 query_prompt=teacher.query_prompt,

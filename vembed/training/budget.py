@@ -373,7 +373,7 @@ def advice(session: Session, budget: Budget) -> str:
         steps.append(f"gradient_checkpointing: true ({_saves(saved)})")
     if limit > SHORT_TEXT_TOKENS:
         steps.append(f"max_length: {limit // 2} (now {limit})")
-    if not wants_adapters(config):
+    if not wants_adapters(config.adapters):
         steps.append(f"use_lora: true ({_saves(now.gradients + now.optimizer)})")
         # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
         if config.optimizer.optim == "adamw" and not (

@@ -65,11 +65,9 @@ class ModelWriter:
             embedder.write_scale_and_bias(*learned, weights)
         save_model(
             folder,
-            embedder.description,
-            embedder.backbone,
-            embedder.head,
+            embedder,
             weights,
-            dtype=saved_dtype(self.config, embedder.description),
+            dtype=saved_dtype(self.config.run.save_dtype, embedder.description),
             merge_adapters=self.config.adapters.save_merged,
             card=card,
         )
@@ -185,7 +183,7 @@ def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> 
     _check_weights(config, weights, packed)
     if session.is_main:
         store_rounded(embedder, weights)
-        dtype = saved_dtype(config, embedder.description)
+        dtype = saved_dtype(config.run.save_dtype, embedder.description)
         log.info(
             "weights: stored %s (save_dtype: %s)",
             f"in {dtype}" if dtype else "as they are held",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from vembed.config.rate import rate_of
 from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.models.names import plain_name
 from vembed.training.optimizers.declaration import OptimizedWeights
@@ -27,7 +28,6 @@ log = logging.getLogger("vembed")
 _LAYER = re.compile(r"^(?:.*?\.)?(?:layers?|blocks?|h)\.\d+\.")
 """Layers by their name, where the model's own structure does not tell them."""
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)\.")
-_HEAD = re.compile(r"^(head|loss)\.|(^|\.)(text_projection|visual_projection)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class TrainedParameter:
     """Shape of the whole parameter, not of a shard."""
     learning_rate: float
     decays: bool
+    is_head: bool
+    """True for parameters of the loss, of heads and of projections."""
 
 
 def build_optimizer(
@@ -118,19 +120,21 @@ def trained_parameters(
     if options.layer_lr_decay != 1.0:
         depths = _depths([name for name, _ in named], model)
     whole_shapes = _whole_shapes(model)
+    heads = head_prefixes(model)
     trained = []
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
         # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
         shape = whole_shapes.get(id(parameter), parameter.shape)
-        if is_head(name):
+        is_head = name.startswith(heads)
+        if is_head:
             rate = rates.base if rates.heads is None else rates.heads
         else:
             # What belongs to no layer (norms behind the last one) has depth 0: the full rate.
             rate = rates.base * options.layer_lr_decay ** depths.get(name, 0)
         decays = len(shape) > 1 and not name.endswith("bias")
-        trained.append(TrainedParameter(name, parameter, shape, rate, decays))
+        trained.append(TrainedParameter(name, parameter, shape, rate, decays, is_head))
     if not trained:
         raise UserError(
             "nothing to train: every parameter of model and loss is frozen; take parts out of `freeze`, or set "
@@ -139,9 +143,13 @@ def trained_parameters(
     return trained
 
 
-def is_head(name: str) -> bool:
-    """Return True for a parameter of heads, projections and learned scales."""
-    return _HEAD.search(name) is not None
+def head_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return the beginnings of the names of parameters of the loss, of heads and of projections."""
+    names = ["loss."]
+    for module in model.modules():
+        if isinstance(module, EmbeddingModel):
+            names += [f"{name}." for name in module.head_names()]
+    return tuple(names)
 
 
 def _half_refusal(dtypes: set[torch.dtype], name: str) -> str | None:
@@ -279,7 +287,7 @@ def _summary(
 
     decayed = [entry for entry in trained if entry.decays]
     undecayed = [entry for entry in trained if not entry.decays]
-    heads = [entry for entry in trained if is_head(entry.name)]
+    heads = [entry for entry in trained if entry.is_head]
     decay = "all of them"
     if undecayed:
         decay = f"{count(decayed)}, none on {count(undecayed)} (biases, norms, scalars)"
@@ -292,7 +300,7 @@ def _summary(
             f"head_learning_rate {rates.heads:g} for {count(heads)} (heads, projections, scales)"
         )
     if options.layer_lr_decay != 1.0:
-        peaks = [entry.learning_rate for entry in trained if not is_head(entry.name)]
+        peaks = [entry.learning_rate for entry in trained if not entry.is_head]
         low = min(peaks, default=0.0)
         high = max(peaks, default=0.0)
         parts.append(

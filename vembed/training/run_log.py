@@ -262,8 +262,6 @@ def log_scores(
     )
 
 
-
-
 class SafeFormatter(logging.Formatter):
     """Formatter that replaces the values of secret environment variables, in messages and tracebacks."""
 

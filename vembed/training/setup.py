@@ -55,7 +55,7 @@ from vembed.training.compiled import (
     decide_compilation,
 )
 from vembed.training.frozen import InputSource, open_stores
-from vembed.training.optimizer import LearningRates, build_optimizer, is_head
+from vembed.training.optimizer import LearningRates, build_optimizer, head_prefixes
 
 log = logging.getLogger("vembed")
 
@@ -164,7 +164,7 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
         # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
         has_scale = False
         if optimizer.max_steps is None:
-            has_scale = describe(config).traits.has_scale_and_bias
+            has_scale = describe(config.model).traits.has_scale_and_bias
         decision = decide_epochs(
             optimizer, config.model, len(sets.examples), has_scale=has_scale
         )
@@ -291,9 +291,16 @@ def build_components(
     # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
-    description = describe(config)
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
     log.info("model: %s", description.summary())
-    for line in without_effect(config, description):
+    options = config.options()
+    given = {name: options[name] for name in config.given}
+    for line in without_effect(description, given):
         log.info("%s", line)
     if data.evaluation is not None:
         check_metric(config, data.evaluation, description)
@@ -304,8 +311,11 @@ def build_components(
     num_examples = data.total_steps * data.examples_per_step
     decide_compilation(first_items, num_examples / num_first, featuriser, session)
     embedder = build_model(
-        config,
         description,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
         device=session.model_device,
         computes_on=session.device,
         compute_dtype=session.placement.compute_dtype,
@@ -448,10 +458,11 @@ def decide_rates(
     trained_names = [
         name for name, weight in embedder.named_parameters() if weight.requires_grad
     ]
+    heads = head_prefixes(embedder)
     what: What = "weights"
-    if wants_adapters(config):
+    if wants_adapters(config.adapters):
         what = "adapters"
-    elif trained_names and all(map(is_head, trained_names)):
+    elif trained_names and all(name.startswith(heads) for name in trained_names):
         what = "head"
     facts = Trained(
         what=what,

@@ -63,9 +63,7 @@ def whole_model(name: str, folder: Path) -> Path | None:
     embedder = load_embedder(name)
     return save_model(
         folder,
-        embedder.description,
-        embedder.backbone,
-        embedder.head,
+        embedder,
         embedder.state_dict(),
     )
 
@@ -76,8 +74,19 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         raise UserError(f"{checkpoint} is damaged ({problems[0]}); leave it out")
     saved = read_state(checkpoint)
     config = TrainConfig(**saved["config"])
-    description = describe(config)
-    embedder = build_model(config, description)
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
+    embedder = build_model(
+        description,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
+    )
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
     size = description.embedding_dim
     loss = build_loss(
@@ -126,9 +135,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     log.info("%s: step %d", checkpoint, saved["loop"]["step"])
     return save_model(
         folder,
-        description,
-        embedder.backbone,
-        embedder.head,
+        embedder,
         weights,
-        dtype=saved_dtype(config, description),
+        dtype=saved_dtype(config.run.save_dtype, description),
     )

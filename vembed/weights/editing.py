@@ -16,6 +16,7 @@ from vembed.data.examples import Item, Kind
 from vembed.evaluation.dataset import EvalData
 from vembed.evaluation.scores import evaluate
 from vembed.inference.embedder import Embedder
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.heads import Dense, Head
 from vembed.parallel import collectives
 from vembed.parallel.parameters import (
@@ -203,9 +204,13 @@ class Editor:
                 place = f"head.{len(head) - 1}.linear"
                 weights[f"{place}.weight"] = torch.from_numpy(matrix).float()
                 weights[f"{place}.bias"] = torch.from_numpy(offset).float()
-            save_model(
-                target, description, self.embedder.backbone, head, weights, card=Card()
+            model = EmbeddingModel(
+                description,
+                self.embedder.backbone,
+                head,
+                pooling=self.embedder.pooling,
             )
+            save_model(target, model, weights, card=Card())
         collectives.barrier()
         return target
 

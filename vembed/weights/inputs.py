@@ -201,7 +201,7 @@ def _way(folder: Path) -> dict[str, Any] | None:
     if files is None:
         return None
     return {
-        "pooling": files.poolings,
+        "pooling": files.pooling_modes,
         "normalize": files.normalize,
         "Dense modules": len(files.dense),
     }

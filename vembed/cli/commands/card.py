@@ -34,7 +34,13 @@ def run_card(model: str) -> Path:
         num_steps=summary.num_steps,
         versions=summary.versions,
     )
-    description = describe(resolve_run(run / "config.yaml").config)
+    config = resolve_run(run / "config.yaml").config
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
     is_adapter = any(folder.rglob("adapter_config.json"))
     target = folder / CARD
     text = render_card(description, card, adapter_alone=is_adapter)

@@ -340,7 +340,7 @@ def _dtype_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
 
 def _weights_point(run: ResolvedRun) -> tuple[bool, str]:
     try:
-        description = describe(run.config)
+        description = describe(run.config.model)
         folders = [
             Path(one)
             for one in (description.source, description.image_source)

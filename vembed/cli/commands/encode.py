@@ -38,7 +38,6 @@ from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import Progress, encode_items
 from vembed.inference.quantization import Precision as VectorPrecision
 from vembed.inference.quantization import quantized, ranges_of, read_ranges
-from vembed.models.families.table import Pooling
 from vembed.parallel.session import start_session
 from vembed.progress import ProgressReport, duration
 
@@ -89,7 +88,7 @@ def run_encode(
     truncate_dim: int | None = None,
     normalize: bool | None = None,
     layers: Literal["all"] | Sequence[int] | None = None,
-    pooling: Pooling | None = None,
+    pooling: str | None = None,
     precision: VectorPrecision = "float32",
     ranges: str | None = None,
     column: str | None = None,
@@ -327,7 +326,7 @@ class _Layers:
         kind: Kind,
         batch_tokens: int | None,
         layers: Literal["all"] | Sequence[int],
-        pooling: Pooling | None,
+        pooling: str | None,
     ) -> None:
         self.embedder = embedder
         self.kind: Kind = kind

@@ -48,9 +48,7 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
 
     embedder = load_embedder(model)
     state = embedder.state_dict()
-    return save_model(
-        target, embedder.description, embedder.backbone, embedder.head, state
-    )
+    return save_model(target, embedder, state)
 
 
 def run_export_as(

@@ -152,7 +152,7 @@ def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
         config.optimizer,
         config.model,
         int(train),
-        has_scale=describe(config).traits.has_scale_and_bias,
+        has_scale=describe(config.model).traits.has_scale_and_bias,
     ).value
     return max(
         math.ceil(epochs * (train // batch) / config.batch.gradient_accumulation_steps),
@@ -187,7 +187,7 @@ def _forward_operations(size: ModelSize, length: float) -> float:
 
 def data_size(config: TrainConfig) -> DataSize | None:
     """Return the sizes of the training data; None where it is not here, or is not text alone."""
-    description = describe(config)
+    description = describe(config.model)
     if description.modalities == ("image",):
         return None
     tokenizer: Any = load_tokenizer(description)

@@ -21,7 +21,7 @@ from vembed.data_tools.init.columns import confirm, doubts_about, guess, is_term
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.data_tools.init.values import is_english
 from vembed.errors import UserError
-from vembed.models.families.table import FAMILIES, Family, named
+from vembed.models.families.table import FAMILIES, Family
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""
@@ -73,7 +73,7 @@ def run_init(
         raise UserError(
             f"{output} exists already: give another --output, or --force to overwrite it"
         )
-    kind = named(family)
+    kind = FAMILIES.get(family)
     if kind is None:
         near = nearest(family, FAMILIES)
         hint = (

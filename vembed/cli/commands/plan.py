@@ -184,7 +184,7 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     lines = [
         "no micro-batch is small enough: the weights, gradients and optimizer alone take too much"
     ]
-    if not wants_adapters(config):
+    if not wants_adapters(config.adapters):
         lines.append("use_lora: true (gradients and optimizer of the adapters alone)")
     if placement.num_shards == 1:
         lines.append(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection, TrainConfig
 from vembed.models import packing
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription
@@ -182,7 +182,7 @@ def _try_bf16(model: nn.Module, device: torch.device) -> str:
 def _try_packed_attention(device: torch.device) -> str:
     """Compare attention over texts end to end with attention over each of them."""
     reason = packing.why_padded(
-        TrainConfig(model_name="-", data_path="-"), small_config(), device, half=True
+        ModelSection(model_name="-"), small_config(), device, half=True
     )
     if reason is not None:
         return f"* packed attention: not tried ({reason}); texts are padded"

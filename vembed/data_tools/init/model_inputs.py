@@ -27,7 +27,7 @@ def lengths_and_samples(
     config: TrainConfig, examples: Sequence[Example]
 ) -> list[Section]:
     """Return the parts of the page that need the model's tokenizer."""
-    description = describe(config)
+    description = describe(config.model)
     featuriser = Featuriser(description)
     return [
         _lengths(examples, featuriser, description),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vembed.config.run_intervals import epochs_for
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 
 SMALLEST_SPLIT = 50
@@ -76,7 +76,7 @@ def model_facts(name: str) -> ModelFacts | None:
     )
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    description = describe(TrainConfig(model_name=name, data_path="none"))
+    description = describe(ModelSection(model_name=name))
     tokens = None
     if description.modalities != ("image",):
         from vembed.models.processors import load_tokenizer

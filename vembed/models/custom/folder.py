@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_relative_imports
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.config.user_folders import cache_folder
 from vembed.errors import UserError
 from vembed.models.custom import modeling
@@ -68,22 +68,22 @@ def own_class(folder: Path) -> str | None:
 
 
 def own_folder(
-    config: TrainConfig, source: Path | None, tokenizer: Path | None
+    options: ModelSection, source: Path | None, tokenizer: Path | None
 ) -> Path:
     """Return the folder of the model that `model_class` names, and let this process run the class for it.
 
     `source`: the folder that `model_name` names, if it names one. A folder of an own model is used as it is; otherwise
     a folder is made in vembed's cache, named by its content. `tokenizer`: the folder of `tokenizer_name`.
     """
-    assert config.model.model_class is not None
-    code = find_class(config.model.model_class)
+    assert options.model_class is not None
+    code = find_class(options.model_class)
     if source is not None and is_own(source):
-        _check_same(config, source)
+        _check_same(options, source)
         trust(source, code)
         return source
-    arguments = dict(config.model.model_arguments or {})
+    arguments = dict(options.model_arguments or {})
     texts = "input_ids" in accepted_inputs(code.value)
-    files = _tokenizer_files(tokenizer or source, config, needed=texts)
+    files = _tokenizer_files(tokenizer or source, options, needed=texts)
     weights = () if source is None else sorted(source.glob("*.safetensors"))
     settings = settings_of(code, arguments)
     identity = [
@@ -250,22 +250,19 @@ def forward_of(
         return read_output(module.eval()(**given))[0]
 
 
-def _check_same(config: TrainConfig, source: Path) -> None:
+def _check_same(options: ModelSection, source: Path) -> None:
     saved = json.loads((source / "config.json").read_text(encoding="utf-8"))[
         "model_config"
     ]
-    if (
-        config.model.model_arguments is not None
-        and dict(config.model.model_arguments) != saved
-    ):
+    if options.model_arguments is not None and dict(options.model_arguments) != saved:
         raise UserError(
-            f"model_config: {config.model.model_arguments} is not that of {source} ({saved}); leave it out, or start without "
+            f"model_config: {options.model_arguments} is not that of {source} ({saved}); leave it out, or start without "
             "that folder"
         )
 
 
 def _tokenizer_files(
-    folder: Path | None, config: TrainConfig, *, needed: bool
+    folder: Path | None, options: ModelSection, *, needed: bool
 ) -> list[Path]:
     found = (
         []
@@ -276,7 +273,7 @@ def _tokenizer_files(
         path.name.startswith(("tokenizer", "vocab", "spiece")) for path in found
     ):
         raise UserError(
-            f"model_class: {config.model.model_class} reads texts and needs a tokenizer: give tokenizer_name a folder or a "
+            f"model_class: {options.model_class} reads texts and needs a tokenizer: give tokenizer_name a folder or a "
             "Hub name (`vembed init --tokenizer FOLDER --data FILE` trains one on your data)"
         )
     return found

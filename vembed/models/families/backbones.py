@@ -34,8 +34,9 @@ from vembed.models.families.model_settings import (
     first_sentence,
 )
 from vembed.models.families.static_model import STATIC_TYPE, StaticConfig, StaticModel
-from vembed.models.families.table import Family, Pooling
+from vembed.models.families.table import Family
 from vembed.models.families.weight_files import read_object, read_tensors
+from vembed.models.poolings import MODEL_POOLING
 
 ENCODER_ONLY = {
     "t5": "T5EncoderModel",
@@ -226,7 +227,7 @@ def is_bidirectional(config: PretrainedConfig) -> bool:
     )
 
 
-def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[Pooling, str]:
+def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
     """Return an image encoder's default pooling and the reason.
 
     Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
@@ -235,7 +236,7 @@ def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[Pooling, str]
         return "cls", "the module gives one vector for each input"
     if config.model_type in _POOLED_BY_MEAN:
         return (
-            "own",
+            MODEL_POOLING,
             "a convolutional network's mean over positions, behind its layer norm",
         )
     if not shape.has_class_token:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from vembed.config.entries import FamilyName
 from vembed.errors import UserError
 from vembed.models.families.model_settings import check_inside, first_problem
-from vembed.models.families.table import FAMILIES, Family, Modality, Pooling
+from vembed.models.families.table import FAMILIES, Family, Modality
 
 DESCRIPTION_FILE = "vembed.json"
 """File with a saved model's description, in the model's folder."""
@@ -23,14 +22,14 @@ IMAGE_TOWER_FOLDER = "image_tower"
 class ModelDescription:
     """Properties of one model, used by training, evaluation, inference and the saved files."""
 
-    family: FamilyName
+    family: str
     source: str
     """Local folder of weights, tokenizer and processor. For a Hub model: its snapshot in the Hub's cache."""
     embedding_dim: int
     """Size of the output of `EmbeddingModel`, after any projection."""
     hidden_dim: int
     """Size of the output of pooling."""
-    pooling: Pooling
+    pooling: str
     """Pooling of token vectors to one vector. `own`: the model's projected feature (CLIP, SigLIP)."""
     modalities: tuple[Modality, ...]
     """Modalities of the inputs. text: token ids; image: pixels only; multimodal: token ids with images in them."""
@@ -51,6 +50,14 @@ class ModelDescription:
     """True: encode returns unit vectors."""
     truncate_dim: int | None = None
     mrl_dims: tuple[int, ...] = ()
+    dense: tuple[Path, ...] = ()
+    """Folders of the model's own Dense modules, in order. Not saved: the layout has them."""
+    token_dim: int = 0
+    """Size of a token's vector, before the pooling. Not saved: config.json has it."""
+    pooling_folder: Path | None = None
+    """Folder with the weights of a trained pooling. Not saved: the layout has it."""
+    adds_projection: bool = False
+    """True: this run adds a linear layer to `embedding_dim` for its Matryoshka sizes. Not saved."""
     bidirectional_attention: bool = False
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -60,7 +67,7 @@ class ModelDescription:
     """Composed models: output size of the text tower; `hidden_dim` is the size of the shared space."""
     image_hidden_dim: int | None = None
     """Composed models: output size of the image tower."""
-    image_pooling: Pooling | None = None
+    image_pooling: str | None = None
     """Composed models: pooling of the image tower."""
     adapter: str | None = None
     """Folder of a saved adapter for the weights in `source`."""
@@ -81,7 +88,14 @@ class ModelDescription:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the saved description, without reasons and with paths relative to its folder."""
         values = asdict(self)
-        del values["reasons"]
+        for name in (
+            "reasons",
+            "dense",
+            "token_dim",
+            "pooling_folder",
+            "adds_projection",
+        ):
+            del values[name]
         # The saved folder is self-contained: paths of this machine mean nothing elsewhere, and are not published.
         values["source"] = "."
         values["adapter"] = None
@@ -137,10 +151,7 @@ def _check_saved(path: Path, values: dict[str, Any]) -> None:
             f"{path}: family {values.get('family')!r} is none of {', '.join(FAMILIES)}"
         )
     try:
-        # Any name of the option: the table was asked above, and may have more families.
-        TypeAdapter(ModelDescription).validate_python(
-            {**values, "family": get_args(FamilyName)[0]}
-        )
+        TypeAdapter(ModelDescription).validate_python(values)
     except ValidationError as error:
         raise UserError(f"{path}: {first_problem(error)}") from error
     for name, value in values.items():

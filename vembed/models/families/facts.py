@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 from vembed.models.families import backbones
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
@@ -64,7 +64,7 @@ OF_QUERIES, OF_DOCUMENTS = ("query",), ("document", "passage", "corpus")
 class Facts:
     """Facts about one model while its description is built."""
 
-    config: TrainConfig
+    options: ModelSection
     files: SentenceTransformersFiles | None
     saved: ModelDescription | None
     backbone: Path
@@ -91,17 +91,17 @@ class Facts:
         return dict(settings).get(name)
 
 
-def gather(config: TrainConfig) -> Facts:
+def gather(options: ModelSection, *, use_qlora: bool) -> Facts:
     """Locate the model's files and read the small ones."""
-    found = files_of(config)
+    found = files_of(options)
     saved = read_object(found.folder / DESCRIPTION_FILE)
-    if found.adapter is not None and config.adapters.use_qlora:
+    if found.adapter is not None and use_qlora:
         raise UserError(
-            f"use_qlora: {config.model.model_name} is an adapter without the weights below it; "
+            f"use_qlora: {options.model_name} is an adapter without the weights below it; "
             "merge it first with `vembed export --merge`, and train the result"
         )
     return Facts(
-        config=config,
+        options=options,
         files=found.sentence_transformers,
         saved=None
         if saved is None
@@ -109,7 +109,7 @@ def gather(config: TrainConfig) -> Facts:
         backbone=found.backbone,
         adapter=found.adapter,
         model_config=backbones.read_config(
-            found.backbone, trust_remote_code=config.model.trust_remote_code
+            found.backbone, trust_remote_code=options.trust_remote_code
         ),
     )
 
@@ -157,9 +157,7 @@ def _prompt(
 ) -> str:
     key = f"{kind}_prompt"
     asked = (
-        facts.config.model.query_prompt
-        if kind == "query"
-        else facts.config.model.document_prompt
+        facts.options.query_prompt if kind == "query" else facts.options.document_prompt
     )
     if asked is not None:
         facts.reasons[key] = f"{key} in the config"
@@ -183,7 +181,7 @@ def _prompt(
     published = (
         None
         if facts.files is not None and facts.files.prompts
-        else published_prompts(facts.config.model.model_name)
+        else published_prompts(facts.options.model_name)
     )
     if published is None:
         return ""
@@ -194,7 +192,7 @@ def _prompt(
 def max_length(facts: Facts, family: Family, *, for_use: bool) -> int:
     """Return the maximum text length in tokens. `for_use`: a length that the model's own files name is not limited by
     the family's default, which bounds the time and memory of training."""
-    asked = facts.config.model.max_length
+    asked = facts.options.max_length
     text = facts.model_config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
     if (
@@ -209,7 +207,7 @@ def max_length(facts: Facts, family: Family, *, for_use: bool) -> int:
     if family.has_fixed_length:
         if asked not in (None, positions):
             raise UserError(
-                f"max_length: {asked} does not fit {facts.config.model.model_name}: SigLIP pads every text to the "
+                f"max_length: {asked} does not fit {facts.options.model_name}: SigLIP pads every text to the "
                 f"{positions} tokens it was trained with; leave max_length out"
             )
         facts.reasons["max_length"] = (
@@ -219,7 +217,7 @@ def max_length(facts: Facts, family: Family, *, for_use: bool) -> int:
     if asked is not None:
         if positions is not None and asked > positions:
             raise UserError(
-                f"max_length: {asked} is more than the {positions} positions of {facts.config.model.model_name}; "
+                f"max_length: {asked} is more than the {positions} positions of {facts.options.model_name}; "
                 f"set it to {positions} or less"
             )
         facts.reasons["max_length"] = "max_length in the config"

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from vembed.config.places import is_hub_model, similar_path
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 from vembed.models.families.model_settings import (
     AdapterSettings,
@@ -34,20 +34,18 @@ from vembed.models.families.weight_files import (
     check_whole_weights,
     read_object,
 )
+from vembed.models.poolings import (
+    MODE_FLAGS,
+    POOLINGS,
+    Pooling,
+    pooling_of_modes,
+)
 
 RUN_CONFIG, CHECKPOINT_STATE = "config.yaml", "state.json"
 """Files that tell a run's folder and a checkpoint from a model."""
 # No pickled weights, and no exports to other runtimes, which would double the download.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 _NOT_WANTED = ["onnx/*", "openvino/*", "consolidated*", "original/*", "*.onnx*"]
-_POOLING_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weighted_mean",
-    "pooling_mode_lasttoken": "last",
-}
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
 _VOCABULARIES = (
     "tokenizer.json",
@@ -57,9 +55,11 @@ _VOCABULARIES = (
     "sentencepiece.bpe.model",
     "tokenizer.model",
 )
+POOLING_MODULE = "vembed.models.poolings."
+"""Begins the type of a module that is a pooling which Sentence Transformers does not
+have: it refuses the model instead of pooling otherwise."""
 STATIC = "StaticEmbedding"
 """Module of Sentence Transformers that is a table of token vectors and their mean."""
-_POOLING_NAMES = {"weightedmean": "weighted_mean", "lasttoken": "last"}
 
 
 def model_folder(
@@ -162,8 +162,11 @@ class SentenceTransformersFiles:
 
     backbone: Path
     """Folder of weights, config and tokenizer."""
-    poolings: tuple[str, ...] = ()
-    """Poolings under vembed's names; several if they are concatenated."""
+    pooling_modes: tuple[str, ...] = ()
+    """Modes of its Pooling module; several if their results are concatenated."""
+    pooling: Pooling | None = None
+    """The pooling that does the same; None: there is none."""
+    pooling_folder: Path | None = None
     include_prompt: bool = True
     """False: prompt tokens are excluded from pooling."""
     dense: tuple[Path, ...] = ()
@@ -184,7 +187,9 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
     modules = read_modules(folder)
     if modules is None:
         return None
-    poolings: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    pooling: Pooling | None = None
+    pooling_folder: Path | None = None
     dense: list[Path] = []
     backbone, include_prompt, normalize = folder, True, False
     for position, module in enumerate(modules):
@@ -199,7 +204,8 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
                     f"{path} is a table of token vectors without a config.json: vembed reads those that it has written "
                     "(`vembed export --format static`), and Sentence Transformers reads this one"
                 )
-            backbone, poolings = path, ("mean",)
+            backbone, modes = path, ("mean",)
+            pooling = pooling_of_modes(modes)
             continue
         if position == 0 and (known or (_is_own_code(module) and _reads_chats(path))):
             backbone = path if (path / "config.json").is_file() else folder
@@ -209,7 +215,18 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
                 raise UserError(
                     f"{path} has no config.json, although modules.json names it as a Pooling module"
                 )
-            poolings, include_prompt = _poolings(settings), settings.include_prompt
+            modes = _pooling_modes(settings)
+            include_prompt = settings.include_prompt
+            pooling = pooling_of_modes(modes)
+        elif module.type.startswith(POOLING_MODULE):
+            name = module.type.removeprefix(POOLING_MODULE)
+            if name not in POOLINGS:
+                raise UserError(
+                    f"{folder / 'modules.json'}: this version has no pooling {name}; it has {', '.join(POOLINGS)}"
+                )
+            modes = (name,)
+            pooling = POOLINGS[name]
+            pooling_folder = path
         elif kind == "Dense":
             if normalize:  # in another order it would be another model
                 raise UserError(
@@ -236,7 +253,9 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
     )
     return SentenceTransformersFiles(
         backbone=backbone,
-        poolings=poolings,
+        pooling_modes=modes,
+        pooling=pooling,
+        pooling_folder=pooling_folder,
         include_prompt=include_prompt,
         dense=tuple(dense),
         normalize=normalize,
@@ -317,23 +336,23 @@ def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
     )
 
 
-def files_of(config: TrainConfig) -> ModelFiles:
-    """Locate the files of the model that a config trains: `model_name`, or `model_class` with the weights in it."""
-    if config.model.model_class is None:
-        return read_model(config.model.model_name, config.model.model_revision)
+def files_of(options: ModelSection) -> ModelFiles:
+    """Locate the files of the model that the options name: `model_name`, or `model_class` with the weights in it."""
+    if options.model_class is None:
+        return read_model(options.model_name, options.model_revision)
     from vembed.models.custom.folder import (
         own_folder,  # imports torch, which only own models need here
     )
 
     source = (
         None
-        if config.model.model_name == config.model.model_class
-        else model_folder(config.model.model_name, config.model.model_revision)
+        if options.model_name == options.model_class
+        else model_folder(options.model_name, options.model_revision)
     )
     tokenizer = None
-    if config.model.tokenizer_name is not None:
-        tokenizer = model_folder(config.model.tokenizer_name, option="tokenizer_name")
-    return read_model(str(own_folder(config, source, tokenizer)))
+    if options.tokenizer_name is not None:
+        tokenizer = model_folder(options.tokenizer_name, option="tokenizer_name")
+    return read_model(str(own_folder(options, source, tokenizer)))
 
 
 def _is_own_code(module: ModuleSettings) -> bool:
@@ -349,12 +368,10 @@ def _reads_chats(folder: Path) -> bool:
     return "vision_config" in (read_object(folder / "config.json") or {})
 
 
-def _poolings(settings: PoolingSettings) -> tuple[str, ...]:
-    """Return the poolings. Old files have one flag per pooling, new files a name or a list of names."""
+def _pooling_modes(settings: PoolingSettings) -> tuple[str, ...]:
+    """Return the modes of a Pooling module. Old files have one flag per mode, new files a name or a list of names."""
     modes, flags = settings.pooling_mode, settings.model_extra or {}
     if modes is None:
-        return tuple(
-            name for flag, name in _POOLING_FLAGS.items() if flags.get(flag)
-        ) or ("mean",)
-    names = [modes] if isinstance(modes, str) else modes
-    return tuple(_POOLING_NAMES.get(name, name) for name in names)
+        chosen = tuple(mode for mode, flag in MODE_FLAGS.items() if flags.get(flag))
+        return chosen or ("mean",)
+    return (modes,) if isinstance(modes, str) else tuple(modes)

@@ -1,18 +1,16 @@
 """Table of model families: one record per family, with everything that differs between them.
 
-All other modules read traits from the record (`description.traits`) and compare no names, so a family is added here:
-its name in `FamilyName` (the values of the option `model_family`) and its record in FAMILIES.
+All other modules read traits from the record (`description.traits`) and compare no names.
+A family is added by its record here. This module imports no torch, because the config
+reads the names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from vembed.config.entries import FamilyName
-
-Pooling = Literal["cls", "mean", "last", "weighted_mean", "max", "own"]
 Modality = Literal["text", "image", "multimodal"]
 Tower = Literal["text", "vision"]
 Forward = Literal["text", "image", "chat", "pooled_towers"]
@@ -57,7 +55,7 @@ class Starter:
 class Family:
     """Traits of one model family."""
 
-    name: FamilyName
+    name: str
     evidence: Evidence
     model_types: frozenset[str] = frozenset()
     """Values of `model_type` in config.json, for a family that is recognised by them."""
@@ -71,7 +69,7 @@ class Family:
     """Modality -> name of the linear layer behind its tower, applied after pooling."""
     pools_itself: bool = False
     """True: the embedding is the model's own pooled and projected output, so pooling cannot be chosen."""
-    pooling: Pooling = "mean"
+    pooling: str = "mean"
     """Default pooling of texts for a model that defines none; a causal decoder gets `last`."""
     pooling_reason: str = "default of the family (the model defines no pooling)"
     is_causal: bool | None = False
@@ -260,13 +258,12 @@ _RECORDS = (
         ),
     ),
 )
-FAMILIES: Mapping[FamilyName, Family] = {family.name: family for family in _RECORDS}
+FAMILIES: dict[str, Family] = {family.name: family for family in _RECORDS}
 """Family name, as in the option `model_family` -> its record."""
-
-
-def named(name: str) -> Family | None:
-    """Return the family of this name; None: there is none."""
-    return next((family for family in FAMILIES.values() if family.name == name), None)
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
 
 
 def recognised_by(evidence: Evidence, model_type: str = "") -> Family | None:

@@ -1,0 +1,219 @@
+"""POOLINGS: the ways in which the vectors of a text's tokens become one embedding.
+
+A pooling is one class in this file. The values of the option `pooling`, the files of
+Sentence Transformers, exports, servers, docs and tests are derived from these classes.
+This module imports no torch, because the config reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MODEL_POOLING = "own"
+"""Pooling of models that give one vector per input themselves (CLIP, SigLIP)."""
+MODE_FLAGS = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+"""Mode of Sentence Transformers' Pooling module -> its flag in the config.json that
+versions 3 to 6 read."""
+
+
+class Pooling:
+    """Base class of poolings, for what most of them share. The first sentence of a
+    class's docstring stands in the docs."""
+
+    name: ClassVar[str]
+    """Value of the option `pooling`."""
+    spellings: ClassVar[str] = ""
+    """Other spellings that the option accepts, separated by spaces."""
+    modes: ClassVar[tuple[str, ...]] = ()
+    """Modes of Sentence Transformers' Pooling module that do the same. Without any, the
+    pooling is saved as a module of vembed's own, which only vembed loads."""
+    servers: ClassVar[Mapping[str, str]] = {}
+    """Server or format -> its name for this pooling. Those that are missing refuse."""
+    needs_order: ClassVar[bool] = False
+    """True: it needs tokens in an order, which those of an image do not have."""
+    is_trained: ClassVar[bool] = False
+    """True: `build` gives a module with parameters, which is called instead of `pool`.
+    It stays outside what is cached of a frozen tower."""
+
+    def refusal(
+        self, *, is_causal: bool, is_image: bool, has_class_token: bool
+    ) -> str | None:
+        """Return why the pooling does not go with a model, and what does; or None."""
+        del is_causal, has_class_token
+        if is_image and self.needs_order:
+            return "an image's tokens have no order; use mean or max"
+        return None
+
+    def width(self, hidden_dim: int) -> int:
+        """Return the size of the pooled vector."""
+        return hidden_dim
+
+    def build(self, hidden_dim: int) -> nn.Module:
+        """Return the module of a trained pooling, which maps as `pool` does. Its state
+        dict is saved and loaded by vembed."""
+        raise NotImplementedError(f"{self.name} is not trained")
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """Map [n, tokens, hidden_dim] to [n, width].
+
+        `mask` [n, tokens] is 1 on real tokens, with the padding on either side. None: no
+        padding. Texts that were packed for the model are padded again before this.
+        """
+        raise NotImplementedError(self.name)
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        """Map [tokens, hidden_dim] of one text without padding to [width], in the
+        plainest way. Tests compare `pool` with it."""
+        raise NotImplementedError(f"{self.name} has no reference")
+
+
+class Cls(Pooling):
+    """The first token, which BERT-like models train for this."""
+
+    name = "cls"
+    spellings = "first"
+    modes = ("cls",)
+    servers = {"tei": "cls", "llama.cpp": "cls", "gguf": "cls"}
+
+    def refusal(
+        self, *, is_causal: bool, is_image: bool, has_class_token: bool
+    ) -> str | None:
+        if is_causal:
+            return (
+                "the first token of a causal decoder sees no other, so that every text "
+                "would get the same embedding; use pooling: last, or "
+                "bidirectional_attention: true"
+            )
+        if is_image and not has_class_token:
+            return "this image encoder has no class token; use mean or max"
+        return None
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return hidden[:, 0]
+        # argmax returns the first maximum, that is the first real token.
+        return _take(hidden, mask.int().argmax(dim=1))
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        return tokens[0]
+
+
+class Mean(Pooling):
+    """The mean of all tokens."""
+
+    name = "mean"
+    spellings = "average avg"
+    modes = ("mean",)
+    servers = {"tei": "mean", "llama.cpp": "mean", "gguf": "mean"}
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return hidden.mean(dim=1)
+        return _weighted(hidden, mask.to(hidden.dtype))
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        return tokens.mean(dim=0)
+
+
+class Last(Pooling):
+    """The last token, the only one of a causal decoder that sees the whole text."""
+
+    name = "last"
+    spellings = "last_token lasttoken eos"
+    modes = ("lasttoken",)
+    servers = {"tei": "last-token", "llama.cpp": "last", "gguf": "last"}
+    needs_order = True
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return hidden[:, -1]
+        # The first real token of the flipped mask is the last one.
+        return _take(hidden, mask.shape[1] - 1 - mask.int().flip(1).argmax(dim=1))
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        return tokens[-1]
+
+
+class WeightedMean(Pooling):
+    """The mean with weight k for the k-th token, for causal decoders (SGPT)."""
+
+    name = "weighted_mean"
+    spellings = "weightedmean"
+    modes = ("weightedmean",)
+    needs_order = True
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            mask = hidden.new_ones(hidden.shape[:2]).long()
+        return _weighted(hidden, (mask.cumsum(dim=1) * mask).to(hidden.dtype))
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        total = sum((place + 1) * token for place, token in enumerate(tokens))
+        mean: Tensor = total / sum(range(1, len(tokens) + 1))
+        return mean
+
+
+class Max(Pooling):
+    """The largest value of each coordinate."""
+
+    name = "max"
+    modes = ("max",)
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            hidden = hidden.masked_fill(mask.unsqueeze(-1) == 0, float("-inf"))
+        return hidden.amax(dim=1)
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        return tokens.max(dim=0).values
+
+
+def _take(hidden: Tensor, position: Tensor) -> Tensor:
+    index = position[:, None, None].expand(-1, 1, hidden.shape[-1])
+    return hidden.gather(1, index).squeeze(1)
+
+
+def _weighted(hidden: Tensor, weight: Tensor) -> Tensor:
+    # Not a matrix product: on GPUs that is computed in TF32, forward and backward, with
+    # the mantissa of float16.
+    return (hidden * weight.unsqueeze(-1)).sum(dim=1) / weight.sum(dim=1, keepdim=True)
+
+
+POOLINGS: dict[str, Pooling] = {kind.name: kind() for kind in Pooling.__subclasses__()}
+"""Name, as in the option `pooling` -> its pooling, in the order of this file."""
+if TYPE_CHECKING:
+    PoolingName = str
+else:
+    PoolingName = Literal[tuple(POOLINGS)]
+
+
+def pooling_text() -> str:
+    """Return the text of the option `pooling`, with a sentence for each value."""
+    lines = [
+        f"{name}: {(type(pooling).__doc__ or '').split('. ')[0].rstrip('.')}."
+        for name, pooling in POOLINGS.items()
+    ]
+    return (
+        "Pooling of token vectors into one embedding. `auto`: from the model's own files, "
+        "otherwise by family. " + " ".join(lines)
+    )
+
+
+def pooling_of_modes(modes: tuple[str, ...]) -> Pooling | None:
+    """Return the pooling that does what these modes of Sentence Transformers do
+    together; None: there is none."""
+    for pooling in POOLINGS.values():
+        if pooling.modes and set(pooling.modes) == set(modes):
+            return pooling
+    return None
