@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from vembed.models.pooling import pool
+from vembed.models.poolings import POOLINGS
 
 import vembed
 from tests.built import model_of
@@ -50,11 +50,11 @@ class Precisions(TorchFunctionMode):
 def test_pooling_was_rounded_to_bfloat16_under_autocast(pooling: Any) -> None:
     hidden = torch.randn(3, 50, 8, generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(50) < torch.tensor([[50], [20], [7]])).long()
-    wanted = pool(pooling, hidden.double(), mask)
+    wanted = POOLINGS[pooling].pool(hidden.double(), mask)
     with torch.autocast("cpu", torch.bfloat16):
         for tokens in (mask, mask.bool()):
             torch.testing.assert_close(
-                pool(pooling, hidden, tokens).double(), wanted, rtol=1e-6, atol=1e-6
+                POOLINGS[pooling].pool(hidden, tokens).double(), wanted, rtol=1e-6, atol=1e-6
             )
 
 
