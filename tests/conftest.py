@@ -34,7 +34,7 @@ LONG = (
     "training/test_frozen.py",
     "files/test_sharded.py",
     "config/test_agreement.py",
-    "distributed/test_session.py",
+    "parallel/test_session.py",
     "docs/test_recipes.py",
     "tuning/test_tune.py",
     "stress/test_chaos.py",

@@ -1,4 +1,4 @@
-"""vembed: one YAML in, a fine-tuned embedding model and an evaluation report out."""
+"""vembed: fine-tune embedding models from one YAML file."""
 
 from __future__ import annotations
 

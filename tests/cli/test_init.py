@@ -329,7 +329,7 @@ def test_the_data_of_a_config_on_one_page(
         in done.out
     )
     assert "2 examples have one of their positives among their negatives" in done.out
-    assert "pairs: 1 different, 1 repetitions" in done.out
+    assert "pairs: 1 different, 1 repetition" in done.out
     done = vembed(
         "data", f"model_name={shared(tiny_bert)}", "data_path=[train.jsonl, val.jsonl]"
     )

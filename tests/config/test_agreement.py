@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 import vembed
 from tests import tiny
 from tests.built import described, model_of
-from tests.distributed.steps import listen
 from tests.harness import run_ranks
+from tests.parallel.steps import listen
 from vembed.cli.commands.doctor import checklist
 from vembed.cli.commands.train import Launch, describe_run, resolve_launch
 from vembed.config.arguments import TrainArguments

@@ -181,8 +181,9 @@ def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path: Path) -
         {"text": f"{['cat', 'dog', 'cow'][n % 3]} number {n}", "label": n % 3}
         for n in range(90)
     ]
-    train, numbered = hold_out(opened(tmp_path, rows), 0.3, seed=1)
-    held = [one for _, one in numbered]
+    parts = hold_out(opened(tmp_path, rows), 0.3, seed=1)
+    train = parts.train
+    held = [one for _, one in parts.examples]
     assert len(held) == 27 and len(train) == 63
     data = from_examples(held, "held")
     assert isinstance(data, RetrievalData)

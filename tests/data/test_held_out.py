@@ -11,11 +11,14 @@ import pytest
 from tests.data.files import config, write_jsonl
 from tests.data.pictures import write
 from tests.tiny import WORDS
+from vembed.config.loading import load_config
 from vembed.data.example_store import ExampleStore, open_examples
-from vembed.data.held_out import hold_out, query_groups
+from vembed.data.held_out import example_groups, hold_out
 from vembed.data.normal_form import normal_text
 from vembed.data.overlap import Overlap, find_overlap, warnings_of
+from vembed.data_tools.init.datasets import open_sets
 from vembed.errors import UserError
+from vembed.evaluation.dataset import RetrievalData, from_examples
 
 
 def store_of(
@@ -45,19 +48,20 @@ def test_no_query_and_no_near_duplicate_is_on_both_sides(
     tmp_path: Path, rows: list[dict[str, object]]
 ) -> None:
     store = store_of(tmp_path, rows)
-    train, held = hold_out(store, 0.2, seed=1)
+    parts = hold_out(store, 0.2, seed=1)
+    train, held = parts.train, parts.examples
     assert len(train) + len(held) == 200 and 40 <= len(held) <= 44
     kept = [train[index] for index in range(len(train))]
     assert not {normal_text(one.query.text or "") for one in kept} & {
         normal_text(one.query.text or "") for _, one in held
     }
-    assert len(set(query_groups(store).tolist())) == 100, (
+    assert len(set(example_groups(store).by_query.tolist())) == 100, (
         "each query and its near-duplicate are one group"
     )
-    assert [one.where for _, one in hold_out(store, 0.2, seed=1)[1]] == [
+    assert [one.where for _, one in hold_out(store, 0.2, seed=1).examples] == [
         one.where for _, one in held
     ]
-    assert [one.where for _, one in hold_out(store, 0.2, seed=2)[1]] != [
+    assert [one.where for _, one in hold_out(store, 0.2, seed=2).examples] != [
         one.where for _, one in held
     ]
     assert train.fingerprint != store.fingerprint
@@ -71,8 +75,8 @@ def test_records_that_are_added_leave_the_others_on_their_side(
     tmp_path: Path, rows: list[dict[str, object]]
 ) -> None:
     some, more = store_of(tmp_path, rows[:180]), store_of(tmp_path, rows, "b.jsonl")
-    before = {one.query.text for _, one in hold_out(some, 0.2, seed=1)[1]}
-    after = {one.query.text for _, one in hold_out(more, 0.2, seed=1)[1]}
+    before = {one.query.text for _, one in hold_out(some, 0.2, seed=1).examples}
+    after = {one.query.text for _, one in hold_out(more, 0.2, seed=1).examples}
     assert len(before - after) <= 4
 
 
@@ -167,6 +171,88 @@ def test_a_group_of_most_queries_is_not_held_out(tmp_path: Path, seed: int) -> N
             for n, one in enumerate([*similar, *others])
         ],
     )
-    assert np.unique(query_groups(store)[:140]).size < 10, "near-duplicates"
-    train, held = hold_out(store, 0.2, seed)
+    assert np.unique(example_groups(store).by_query[:140]).size < 10, "near-duplicates"
+    parts = hold_out(store, 0.2, seed)
+    train, held = parts.train, parts.examples
     assert 40 <= len(held) <= 80 and len(train) + len(held) == 200
+
+
+def shuffled_queries(draw: random.Random, count: int) -> list[list[str]]:
+    return [draw.choices(WORDS, k=draw.randint(8, 16)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("change", ["one word", "two in front", "two behind"])
+def test_copies_of_queries_are_on_one_side(tmp_path: Path, change: str) -> None:
+    draw = random.Random(3)
+    rows: list[dict[str, object]] = []
+    for number, words in enumerate(shuffled_queries(draw, 300)):
+        copy = list(words)
+        if change == "one word":
+            copy[draw.randrange(len(copy))] = f"other{number}"
+        elif change == "two in front":
+            copy = ["please", "tell", *copy]
+        else:
+            copy = [*copy, "right", "now"]
+        for query in (words, copy):
+            rows.append({"query": " ".join(query), "positive": f"{number} {query[0]}"})
+    parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
+    numbers = [
+        {str(example.positives[0].text).split()[0] for example in side}
+        for side in (
+            [parts.train[index] for index in range(len(parts.train))],
+            [example for _, example in parts.examples],
+        )
+    ]
+    assert not numbers[0] & numbers[1] and len(numbers[1]) >= 28
+
+
+def test_answers_of_several_queries_are_on_one_side(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    queries = [" ".join(words) for words in shuffled_queries(draw, 400)]
+    answers = [" ".join(draw.choices(WORDS, k=30)) for _ in range(250)]
+    rows: list[dict[str, object]] = []
+    for number, query in enumerate(queries):
+        rows.append({"query": query, "positive": answers[number % 250]})
+    parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
+    assert parts.by_documents and parts.num_trained_documents == 0
+    held = {example.positives[0].text for _, example in parts.examples}
+    kept = {parts.train[index].positives[0].text for index in range(len(parts.train))}
+    assert not held & kept and parts.num_documents == len(held)
+    assert "0 of the" in parts.notes()[0]
+    data = from_examples(
+        [example for _, example in parts.examples],
+        "held",
+        documents=[item for _, item in parts.documents],
+    )
+    assert isinstance(data, RetrievalData)
+    assert {item.text for item in data.documents} == set(answers), "all of the file"
+
+
+def test_documents_that_most_queries_share_are_said_to_be_trained_on(
+    tmp_path: Path,
+) -> None:
+    draw = random.Random(5)
+    rows: list[dict[str, object]] = [
+        {"query": " ".join(words), "positive": f"answer {number % 3}"}
+        for number, words in enumerate(shuffled_queries(draw, 200))
+    ]
+    parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
+    assert not parts.by_documents and len(parts.examples) == 20
+    assert (parts.num_documents, parts.num_trained_documents) == (3, 3)
+    assert "3 of the 3 documents" in parts.notes()[0] and len(parts.notes()) == 2
+
+
+def test_a_run_says_which_documents_were_trained_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: list[dict[str, object]] = []
+    for number, words in enumerate(shuffled_queries(random.Random(6), 60)):
+        rows.append({"query": " ".join(words), "positive": f"answer {number % 3}"})
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    caplog.set_level("INFO", logger="vembed")
+    options = load_config({"model_name": "m", "data_path": str(path), "val_split": 0.2})
+    sets = open_sets(options, compares=False)
+    assert sets.evaluation is not None
+    assert "over 3 documents" in sets.evaluation.summary()
+    assert "3 of the 3 documents" in sets.evaluation.summary()
+    assert sets.evaluation.summary() in caplog.text

@@ -12,12 +12,18 @@ from vembed.config.arguments import LAUNCH_FLAGS, VERB_FLAGS
 HEAD = """\
 # Commands
 
-Written from the commands by `python -m tests.docs.cli_page`; do not edit it here. `vembed VERB --help` says the same.
+Every command with its arguments and options, written from the code by `python -m tests.docs.cli_page`.
+`vembed COMMAND --help` prints the same.
 
-Exit codes: 0 done; 1 failed; 2 bad usage, config or data; 130, 143 stopped by a signal, after a checkpoint was saved.
-A MODEL is a model folder, a name on the Hub, the folder of a run (its `final/`) or one of its checkpoints.
+```bash
+vembed --help
+```
 
-| verb | what it does |
+Exit codes: 0 is done, 1 is failed, 2 is bad usage, config or data, and 130 or 143 is stopped by a signal after a
+checkpoint was saved. A MODEL is a model folder, a name on the Hub, the folder of a run (its `final/`) or one of its
+checkpoints.
+
+| command | purpose |
 | --- | --- |
 """
 

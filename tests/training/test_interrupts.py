@@ -229,7 +229,7 @@ def waits_in_a_collective():
     import torch
     import torch.distributed as dist
 
-    module.SAME_REQUEST_SECONDS = 0.1
+    module.REPEATED_SIGNAL_SECONDS = 0.1
     with Interrupts() as interrupts:
         if dist.get_rank() == 0:
             interrupts._is_armed = True

@@ -111,7 +111,7 @@ def test_a_stop_that_could_not_save_does_not_say_that_it_has(
 
 
 def signalled_while_final_is_written(options: dict[str, Any], num_signals: int) -> str:
-    module.SAME_REQUEST_SECONDS = 0.1
+    module.REPEATED_SIGNAL_SECONDS = 0.1
     save_model = finish.save_model
 
     def slow(*arguments: Any, **named: Any) -> Path:

@@ -27,6 +27,7 @@ from vembed.config.terms import (
 )
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data_tools.init.datasets import open_sets
+from vembed.evaluation.dataset import RetrievalData
 from vembed.losses.build import build_loss
 
 
@@ -281,10 +282,11 @@ def test_held_out_examples_are_scored_by_task(tmp_path: Path) -> None:
     config = resolve_run(options(tmp_path, data_path=sources, val_split=0.3)).config
     sets = open_sets(config, compares=False)
     assert set(sets.by_task) == {"retrieval", "sts", "scored"}
-    assert (
-        sum(one.num_inputs for one in sets.by_task.values())
-        == sets.evaluation.num_inputs
-    )
+    num_queries = [
+        len(data.queries if isinstance(data, RetrievalData) else data.first)
+        for data in sets.by_task.values()
+    ]
+    assert sum(num_queries) == len(sets.evaluation.queries)
     assert {item.prompt for item in sets.by_task["sts"].first} == {"compare: "}
     given = [{**one, "val_data_path": one["path"]} for one in sources]
     config = resolve_run(

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="vembed",
-    help="Fine-tune text, image and multimodal embedding models: one YAML in, a model and an evaluation report out.",
+    help="Fine-tune text, image and multimodal embedding models from one YAML file.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -298,7 +298,7 @@ def encode(
                 normalize=normalize,
                 column=column,
                 ranges=ranges,
-                keep=[one.strip() for one in keep.split(",") if one.strip()],
+                keep=[word.strip() for word in keep.split(",") if word.strip()],
                 batch_tokens=batch_tokens,
                 image_root=image_root,
                 trust_remote_code=trust_remote_code,

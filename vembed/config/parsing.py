@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -18,8 +17,6 @@ MAX_BYTES = 300_000
 """Largest config file in bytes."""
 MAX_VALUES = 5_000
 """Most values after the expansion of anchors; protects against YAML bombs."""
-MAX_FAILED = 20
-"""Keys that may be looked for through the whole text in vain; later ones get the line of their table."""
 MAX_DEPTH = 40
 
 CORE_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
@@ -73,28 +70,23 @@ class Node:
 
 def read_tree(path: Path) -> Node:
     """Return the tree of a YAML, TOML or JSON file. Raise UserError with file and line if it cannot be read."""
-    readers = {
-        ".yaml": parse_yaml,
-        ".yml": parse_yaml,
-        ".toml": parse_toml,
-        ".json": parse_json,
-    }
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        is_data = path.suffix.lower() in (
-            ".csv",
-            ".tsv",
-            ".jsonl",
-            ".ndjson",
-            ".parquet",
-        )
-        hint = f" Of data, `vembed init --data {path}` makes one." if is_data else ""
+    suffix = path.suffix.lower()
+    if suffix not in (".yaml", ".yml", ".toml", ".json"):
+        hint = ""
+        if suffix in (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet"):
+            hint = f" Of data, `vembed init --data {path}` makes one."
         if "=" in path.name:
             hint = " Give the config file first, and options as key=value behind it."
         raise UserError(
             f"{path}: a config file ends in .yaml, .yml, .toml or .json.{hint}"
         )
-    return reader(_read_text(path), str(path))
+    text = _read_text(path)
+    if suffix == ".toml":
+        return parse_toml(text, str(path))
+    if suffix == ".json":
+        # JSON is YAML, except that it may be indented with tabs.
+        text = text.replace("\t", " ")
+    return parse_yaml(text, str(path))
 
 
 def _read_text(path: Path) -> str:
@@ -218,7 +210,13 @@ class _YamlTree:
         return merged | own
 
     def _scalar(self, source: yaml.Node, line: int) -> Any:
-        text, kind = str(source.value), source.tag.removeprefix(_TAG)
+        text = str(source.value)
+        kind = source.tag.removeprefix(_TAG)
+        if kind == "str":
+            # JSON writes characters beyond U+FFFF as two escapes.
+            text = text.encode("utf-16", "surrogatepass").decode(
+                "utf-16", "surrogatepass"
+            )
         try:
             if kind == "null":
                 return None
@@ -242,111 +240,45 @@ class _YamlTree:
 
 
 def parse_toml(text: str, name: str) -> Node:
-    """The tree of TOML text."""
-    # Before parsing: tomllib's time grows with the square of the parts of a dotted key.
-    for piece in re.split(r"[=\n,{}\[\]]", text):
-        if (
-            piece.count(".") > MAX_DEPTH
-            and sum(map(bool, map(str.strip, piece.split(".")))) > MAX_DEPTH
-        ):
-            raise UserError(f"{name}: a dotted key has more than {MAX_DEPTH} parts.")
-    # Keys are counted before parsing, too, since that bounds the time.
-    if len(re.findall(r"^[^#\n=]+=", text, re.MULTILINE)) > MAX_VALUES:
+    """Return the tree of TOML text."""
+    # Counted before parsing, since tomllib's time grows with the square of nested keys.
+    most_dots = max(line.partition("=")[0].count(".") for line in text.split("\n"))
+    if most_dots > MAX_DEPTH or text.count("=") > MAX_VALUES:
         raise UserError(
-            f"{name}: more than {MAX_VALUES:,d} values, or nested deeper than {MAX_DEPTH} levels."
+            f"{name}: more than {MAX_VALUES:,d} values, or nested deeper than "
+            f"{MAX_DEPTH} levels."
         )
     try:
         data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        problem = (
-            "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        )
-        raise UserError(f"{name}: not valid TOML: {problem}.") from None
-    return _located(
-        data,
-        text,
-        name,
-        r"^\s*\[\s*(?:[^\]\n]*\.)?['\"]?{key}['\"]?\s*\]|(?:^|[{{,.])\s*['\"]?{key}['\"]?\s*[.=]",
-    )
+    except RecursionError:
+        raise UserError(f"{name}: nested deeper than {MAX_DEPTH} levels.") from None
+    except ValueError as error:
+        raise UserError(f"{name}: not valid TOML: {error}.") from None
+    if not data:
+        raise UserError(f"{name}: has no options; write one `key = value` per line.")
+    return _with_lines(data, text.split("\n"), 0)
 
 
-def parse_json(text: str, name: str) -> Node:
-    """The tree of JSON text; a key given twice is an error."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise UserError(
-                    f"{name}{_second_line(text, key)}: {key!r} is given twice; keep one of the two."
-                )
-            found[key] = value
-        return found
-
-    try:
-        data = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{name}, line {error.lineno}: not valid JSON: {error.msg}."
-        ) from None
-    except (ValueError, RecursionError) as error:
-        problem = (
-            "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        )
-        raise UserError(f"{name}: not valid JSON: {problem}.") from None
-    return _located(data, text, name, r'"{key}"\s*:')
-
-
-def _second_line(text: str, key: str) -> str:
-    """Return the line of the second occurrence of a JSON key; an empty string if another object may hold it too."""
-    places = list(re.finditer(re.escape(json.dumps(key)) + r"\s*:", text))
-    return (
-        f", line {text.count(chr(10), 0, places[1].start()) + 1}"
-        if len(places) == 2
-        else ""
-    )
+def _with_lines(table: Mapping[str, Any], lines: list[str], start: int) -> Node:
+    """Return the tree of a table. tomllib gives no lines, so each key is searched from that of its table on."""
+    nodes: dict[str, Node] = {}
+    for key, value in table.items():
+        pattern = re.compile(rf"""(^|[\[.{{,\s])["']?{re.escape(key)}["']?\s*[\].=]""")
+        number = start
+        for position in range(start, len(lines)):
+            if pattern.search(lines[position]):
+                number = position
+                break
+        if isinstance(value, dict):
+            nodes[key] = Node(_with_lines(value, lines, number).value, number + 1)
+        else:
+            nodes[key] = Node(value, number + 1)
+    return Node(nodes, start + 1)
 
 
 def tree_of_mapping(data: Mapping[Any, Any]) -> Node:
     """Return the tree of a Python dict, without line numbers."""
     return _at_line(dict(data), None)
-
-
-def _located(data: Any, text: str, name: str, pattern: str) -> Node:
-    if not isinstance(data, dict) or not data:
-        raise UserError(
-            f"{name}: {'has no options' if isinstance(data, dict) else 'must hold keys with values'}."
-        )
-    budget = iter(range(MAX_VALUES))
-    failed = 0
-
-    def convert(value: Any, start: int, depth: int) -> Node:
-        nonlocal failed
-        line = text.count("\n", 0, start) + 1
-        if next(budget, None) is None or depth > MAX_DEPTH:
-            raise UserError(
-                f"{name}: more than {MAX_VALUES:,d} values, or nested deeper than {MAX_DEPTH} levels."
-            )
-        if not isinstance(value, dict):
-            return Node(value, line)
-        found = {}
-        position = start
-        for key, inner in value.items():
-            # From the last key on, as several tables may have a key of this name. TOML may give a table in pieces.
-            search = re.compile(
-                pattern.format(key=re.escape(str(key))), re.MULTILINE
-            ).search
-            match = None
-            if failed < MAX_FAILED:
-                match = search(text, position) or search(text, start)
-                failed += match is None
-            # From the last character of the match on: in `a.b = 1` the pattern of b begins with the dot that ends that
-            # of a.
-            position = match.end() - 1 if match else start
-            found[str(key)] = convert(inner, position, depth + 1)
-        return Node(found, line)
-
-    return convert(data, 0, 0)
 
 
 def _at_line(value: Any, line: int | None) -> Node:

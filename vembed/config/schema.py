@@ -104,7 +104,8 @@ class ModelSection(Section, title="model"):
     """Vision-language models: largest image area in pixels; larger images are reduced. Default: the model's own."""
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
-    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for."""
+    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for. Has no
+    effect with gradient checkpointing where texts are packed (`padding_free`)."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Default: true with `strategy: fsdp`,
     except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise false."""
@@ -164,8 +165,9 @@ class DataSection(Section, title="data"):
     val_split: (
         Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None
     ) = None
-    """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. All examples of a
-    query and of its near-duplicates go to one side; which side depends on the seed and the texts alone."""
+    """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. Examples with equal
+    or nearly equal queries or documents go to one side; which side depends on the seed and the texts alone. All
+    documents of the data are searched."""
     column_mapping: dict[str, str] | None = None
     """Names in your file -> names that vembed reads, e.g. {question: query, answer: positive}."""
     retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"

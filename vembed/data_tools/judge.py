@@ -18,7 +18,7 @@ from vembed.mining.config import JudgeConfig
 from vembed.mining.documents import content_key, row_value
 from vembed.mining.judges import UNDECIDED, Cascade, Pair, text_of
 from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME, is_negative_name
-from vembed.mining.mine import Say, open_session
+from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import Rows, open_rows
@@ -113,7 +113,7 @@ def judge(
     overrides: Sequence[str] = (),
     *,
     session: Session | None = None,
-    say: Say | None = None,
+    say: Log | None = None,
 ) -> JudgeResult:
     """Judge the negatives of training data as a YAML file, a dict or a JudgeConfig says. Collective, as `mine`."""
     config = load_options(JudgeConfig, source, overrides)

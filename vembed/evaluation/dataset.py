@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -156,9 +156,15 @@ def open_eval_data(
 
 
 def from_examples(
-    examples: Sequence[Example], name: str, task: Task = "auto"
+    examples: Sequence[Example],
+    name: str,
+    task: Task = "auto",
+    *,
+    documents: Iterable[Item] = (),
+    notes: Sequence[str] = (),
 ) -> EvalData:
-    """Return evaluation data from pairs. The corpus is all positives; hard negatives of the file are not in it.
+    """Return evaluation data from pairs. The corpus is all positives, without the hard negatives of the file, and
+    `documents`, which are searched beside them. `notes`: for the log and the report.
 
     Of labelled data each text or image is a query and a document, and the others of its class are relevant.
     """
@@ -176,12 +182,12 @@ def from_examples(
         float(score).is_integer() for one in examples for score in one.scores or ()
     )
     table = _RetrievalTable()
-    notes = _add_classes(table, [one for one in examples if one.label is not None])
+    labelled = [example for example in examples if example.label is not None]
+    all_notes = [*_add_classes(table, labelled), *notes]
     num_irrelevant = sum(score <= 0 for one in examples for score in one.scores or ())
     if num_irrelevant:
-        notes = (
-            *notes,
-            f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant",
+        all_notes.append(
+            f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant"
         )
     for one in examples:
         if one.label is not None:
@@ -189,8 +195,12 @@ def from_examples(
         scores = one.scores or (1.0,) * len(one.positives)
         for positive, score in zip(one.positives, scores, strict=True):
             table.add(one.query, positive, _grade(score, top, whole))
+    for item in documents:
+        table.document(item)
     return table.finish(
-        name, tuple(item for _, item in table.documents.values()), notes
+        name,
+        tuple(item for _, item in table.documents.values()),
+        tuple(all_notes),
     )
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from vembed.data.near_duplicates import DuplicateFinder
 from vembed.errors import UserError
 from vembed.mining.candidates import Candidates, claimed_limit
 from vembed.mining.config import MineConfig
 from vembed.mining.documents import Documents
-from vembed.mining.duplicates import DuplicateFinder
 from vembed.mining.known import Known
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -216,23 +216,22 @@ class Calibration:
     is_reached: bool
     """True if the rate is at or below what was asked for."""
 
+    @property
+    def threshold(self) -> str:
+        """The limit as an option."""
+        if self.limits.relative_margin is not None:
+            return f"relative_margin={self.limits.relative_margin:.3f}"
+        return f"max_score={self.limits.max_score:.4f}"
+
     def summary(self, wanted: float) -> str:
         """One line for the log."""
-        limits = self.limits
-        what = (
-            f"relative_margin={limits.relative_margin:.3f}"
-            if limits.relative_margin is not None
-            else f"max_score={limits.max_score:.4f}"
-        )
         line = (
-            f"threshold: {what} (estimated rate of false negatives {self.rate:.1%}, {self.rate_without:.1%} without "
-            f"it; {self.num_hidden:,d} known positives were hidden for the estimate)"
+            f"threshold: {self.threshold} (estimated rate of false negatives {self.rate:.1%}, "
+            f"{self.rate_without:.1%} without it; {self.num_hidden:,d} known positives were hidden for the estimate)"
         )
-        return (
-            line
-            if self.is_reached
-            else f"{line}; no threshold brings the rate to {wanted:.1%}"
-        )
+        if self.is_reached:
+            return line
+        return f"{line}; no threshold brings the rate to {wanted:.1%}"
 
 
 def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:

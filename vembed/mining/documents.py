@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import re
-import unicodedata
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -27,7 +24,7 @@ from vembed.data.formats.json_files import Reader
 from vembed.data.formats.opening import open_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed
-from vembed.data.normal_form import word_marks
+from vembed.data.near_duplicates import casefolded
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import texts_path
 from vembed.evaluation.corpus import record_id, titled_text
@@ -37,18 +34,11 @@ from vembed.mining.record_tables import AnyColumns, BeirTable, RowSource, TextLi
 NOT_FOUND = -1
 
 
-def normalised(text: str) -> str:
-    """The text without differences of case, width and spaces."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-    return " ".join(text.casefold().split())
-
-
 def content_key(item: Item) -> int:
-    """A 63-bit number that is the same for items with the same normalised text and the same images."""
+    """A 63-bit number that is the same for items with the same text apart from case, width and spaces, and the same images."""
     digest = hashlib.blake2b(digest_size=8)
     if item.text is not None:
-        digest.update(b"t" + normalised(item.text).encode("utf-8", "surrogatepass"))
+        digest.update(b"t" + casefolded(item.text).encode("utf-8", "surrogatepass"))
     for image in item.images:
         digest.update(b"\x00i" + image.identity())
     return int.from_bytes(digest.digest(), "little") >> 1
@@ -89,25 +79,6 @@ class KeyIndex:
             return np.full(len(keys), NOT_FOUND, np.int64)
         places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return np.where(self._keys[places] == keys, self._positions[places], NOT_FOUND)
-
-
-# Thai and Lao, Myanmar, Khmer, Hiragana and Katakana, Chinese characters with extension A, Hangul syllables.
-_LETTERS_ALONE = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-)
-
-
-def words(text: str) -> list[str]:
-    """The words of a text, normalised; in scripts without spaces every letter is one, with its marks."""
-    return _word().findall(normalised(text))
-
-
-@functools.cache
-def _word() -> re.Pattern[str]:
-    letter = rf"[^\W{_LETTERS_ALONE}]"
-    return re.compile(
-        rf"{letter}+(?:[{word_marks()}]+{letter}*)*|(?=\w)[{_LETTERS_ALONE}][{word_marks()}]*"
-    )
 
 
 TEXT_FIELDS = (

@@ -29,7 +29,7 @@ from vembed.progress import duration
 
 log = logging.getLogger("vembed")
 
-Say = Callable[[str], object]
+Log = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def mine(
     overrides: Sequence[str] = (),
     *,
     session: Session | None = None,
-    say: Say | None = None,
+    say: Log | None = None,
 ) -> MineResult:
     """Mine hard negatives as a YAML file, a dict or a MineConfig says, with `key=value` overrides.
 
@@ -165,8 +165,8 @@ def mine(
 
 @contextmanager
 def open_session(
-    given: Session | None, say: Say | None
-) -> Iterator[tuple[Session, Say]]:
+    given: Session | None, say: Log | None
+) -> Iterator[tuple[Session, Log]]:
     """Yield the given session, or a new one that ends here, and what prints a line on the first process."""
     if given is not None:
         yield given, _printer(given, say)
@@ -182,7 +182,7 @@ def open_session(
         yield session, _printer(session, say)
 
 
-def _printer(session: Session, say: Say | None) -> Say:
+def _printer(session: Session, say: Log | None) -> Log:
     return (say or log.info) if session.is_main else lambda _: None
 
 

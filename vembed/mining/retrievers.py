@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from vembed.data.cache import short_hash
+from vembed.data.near_duplicates import words
 from vembed.errors import UserError
 from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
-from vembed.mining.documents import Documents, array_identity, words
+from vembed.mining.documents import Documents, array_identity
 from vembed.mining.known import Known, Pairs
 from vembed.parallel import collectives
 from vembed.parallel.session import Session

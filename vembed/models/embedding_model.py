@@ -361,7 +361,9 @@ def build_model(
     layers = backbones.layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
-    if options.torch_compile is True if compiles is None else compiles:
+    wants_compiled = options.torch_compile is True if compiles is None else compiles
+    # The compiler gives up on a checkpointed layer that calls attention as it is, which packed texts do.
+    if wants_compiled and not (recompute and model.packs_texts()):
         packing.leave_to_kernels()
         precision.compile_layers(layers)
     return model if meta else model.to(device)

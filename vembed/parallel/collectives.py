@@ -218,7 +218,7 @@ def start_ring_shift(sent: Tensor, received: Tensor) -> Transfer:
         if received.numel():
             messages.append(dist.P2POp(dist.irecv, received, before))
         works = dist.batch_isend_irecv(messages) if messages else []
-        return Transfer(works, tuple(one.tensor for one in messages))
+        return Transfer(works, tuple(message.tensor for message in messages))
 
 
 def all_reduce_gradients(

@@ -25,24 +25,24 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was stopped by a signal after saving a checkpoint."""
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 5.0
+KILL_TIMEOUT_SECONDS = 5.0
 """Time from SIGTERM to SIGKILL for ranks that wait for a failed one."""
-FOLLOW_SECONDS = 30.0
+STOP_TIMEOUT_SECONDS = 30.0
 """Time limit for the other ranks to stop after the first one."""
-SETTLE_SECONDS = 1.0
-SAME_REQUEST_SECONDS = 2.0
+CAUSE_SECONDS = 1.0
+REPEATED_SIGNAL_SECONDS = 2.0
 """Time within which a repeated signal counts as the same one."""
-HOLD_SECONDS = 30.0
+TRACEBACK_HOLD_SECONDS = 30.0
 """Time limit for holding a traceback until its rank ends."""
 JOIN_SECONDS = 2.0
 DEFAULT_PORT = 29500
 RUN_ID = "VEMBED_RUN_ID"
 """Environment variable with the id of a run, given on every machine (`--run-id`) and compared."""
-MADE_ID = "VEMBED_LAUNCH_ID"
+LAUNCH_ID = "VEMBED_LAUNCH_ID"
 """Environment variable with the id that machine 0's launcher makes for its own processes."""
 LAUNCHER = "VEMBED_LAUNCHER"
 """Environment variable with the process number of the launcher that started the processes of this machine."""
-BLAME = "VEMBED_BLAME"
+HANG_REPORTS = "VEMBED_HANG_REPORTS"
 """Environment variable with the folder in which each rank leaves the name of the rank that it waits for in vain."""
 TRACEBACK = "Traceback (most recent call last)"
 PR_SET_PDEATHSIG = 1
@@ -106,11 +106,11 @@ def rank_environments(
     # Each process would otherwise start one thread per core, and the processes would compete for the cores.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes)))
     shared[LAUNCHER] = str(os.getpid())
-    shared.pop(MADE_ID, None)
+    shared.pop(LAUNCH_ID, None)
     if (
         machine_rank == 0
     ):  # the processes of the other machines take it over from rank 0
-        shared[MADE_ID] = uuid.uuid4().hex[:12]
+        shared[LAUNCH_ID] = uuid.uuid4().hex[:12]
     return [
         shared
         | {"RANK": str(machine_rank * num_processes + local), "LOCAL_RANK": str(local)}
@@ -141,11 +141,12 @@ class _Ranks:
         self.failed_at: float | None = None
         self.deadline: float | None = None
         self.command = command
-        self.blame = tempfile.TemporaryDirectory(
+        self.hang_reports = tempfile.TemporaryDirectory(
             prefix="vembed-", ignore_cleanup_errors=True
         )
         self.environments = [
-            {**environment, BLAME: self.blame.name} for environment in environments
+            {**environment, HANG_REPORTS: self.hang_reports.name}
+            for environment in environments
         ]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pumps: list[_Pump] = []
@@ -173,7 +174,7 @@ class _Ranks:
         try:
             with self._signals():
                 self._start_all()
-                while self._look():
+                while self._update():
                     time.sleep(POLL_SECONDS)
         finally:
             self._kill()
@@ -181,7 +182,7 @@ class _Ranks:
                 pump.join(timeout=JOIN_SECONDS)
                 # After a UserError on one rank, the tracebacks of the others are only consequences.
                 pump.release(drop=self.code == 2)
-            self.blame.cleanup()
+            self.hang_reports.cleanup()
         if self.cause is not None:
             return self.code
         if self.stop_signal is not None and any(
@@ -192,11 +193,11 @@ class _Ranks:
             )
         return max(process.returncode for process in self.processes)
 
-    def _look(self) -> bool:
+    def _update(self) -> bool:
         """Poll the ranks and handle those that ended; return True while any rank is running."""
         codes = [process.poll() for process in self.processes]
         for pump in self.pumps:
-            if pump.has_held_for(HOLD_SECONDS):
+            if pump.has_held_for(TRACEBACK_HOLD_SECONDS):
                 pump.release()
         ended = [
             (number, code)
@@ -208,18 +209,18 @@ class _Ranks:
         if failed and self.cause is None and not self.ends_at_once:
             self.failed_at = self.failed_at or now
             # The failure of one rank makes others fail, and they may end before it: wait a moment for the cause.
-            if now - self.failed_at > SETTLE_SECONDS or None not in codes:
+            if now - self.failed_at > CAUSE_SECONDS or None not in codes:
                 self._report(failed)
-                self.deadline = now + GRACE_SECONDS
+                self.deadline = now + KILL_TIMEOUT_SECONDS
                 self._send(signal.SIGTERM)
         elif ended and self.deadline is None:
-            self.deadline = now + FOLLOW_SECONDS
+            self.deadline = now + STOP_TIMEOUT_SECONDS
         if self.ends_at_once:
             self._kill()
         elif self.deadline is not None and now > self.deadline:
             if self.cause is None:
                 self._fail(
-                    f"a rank stopped, and the others did not within {FOLLOW_SECONDS:g} seconds",
+                    f"a rank stopped, and the others did not within {STOP_TIMEOUT_SECONDS:g} seconds",
                     code=1,
                 )
             self._kill()
@@ -243,7 +244,7 @@ class _Ranks:
             key=lambda one: (
                 one[1] >= 0,
                 one[1] != 2,
-                bool(self._blamed_by(one[0])),
+                bool(self._hang_report_of(one[0])),
                 one[0],
             ),
         )
@@ -251,14 +252,14 @@ class _Ranks:
             if pump.number == number:
                 pump.join(timeout=JOIN_SECONDS)
                 pump.release()
-        halted, blamed = self._halted(), self._blamed_by(number)
+        halted, hang_report = self._halted(), self._hang_report_of(number)
         if halted and code not in (2, -signal.SIGKILL):
             self._fail(
                 f"rank {halted[0]} is halted (SIGSTOP?), and rank {number} gave up waiting for it",
                 code=1,
             )
-        elif blamed is not None and code not in (2, -signal.SIGKILL):
-            self._fail(f"{blamed}; rank {number} gave up waiting", code=1)
+        elif hang_report is not None and code not in (2, -signal.SIGKILL):
+            self._fail(f"{hang_report}; rank {number} gave up waiting", code=1)
         elif code < 0:
             why = " (perhaps because memory ran out)" if -code == signal.SIGKILL else ""
             self._fail(
@@ -270,11 +271,11 @@ class _Ranks:
                 f"rank {number} ended with exit code {code}", code=2 if code == 2 else 1
             )
 
-    def _blamed_by(self, number: int) -> str | None:
+    def _hang_report_of(self, number: int) -> str | None:
         """Return the sentence in which a rank names the one that it waited for in vain."""
         with suppress(OSError):
             return (
-                Path(self.blame.name, str(number)).read_text(
+                Path(self.hang_reports.name, str(number)).read_text(
                     encoding="utf-8", errors="replace"
                 )
                 or None
@@ -333,7 +334,7 @@ class _Ranks:
             if self.stop_signal is not None:
                 # Wrappers pass Ctrl-C on although it reaches the launcher too: that is the same request.
                 self.ends_at_once = (
-                    self.ends_at_once or now - self.stopped_at > SAME_REQUEST_SECONDS
+                    self.ends_at_once or now - self.stopped_at > REPEATED_SIGNAL_SECONDS
                 )
                 return
             self.stopped_at = now

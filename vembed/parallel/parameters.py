@@ -256,10 +256,10 @@ def discard_passes(model: nn.Module) -> None:
             if isinstance(module, FSDPModule):
                 module.reshard()
                 for group in _groups_of(module._get_fsdp_state()):
-                    for one in group.fsdp_params:
-                        one.unsharded_accumulated_grad = None
-                        if "_unsharded_param" in vars(one):
-                            one._unsharded_param.grad = None
+                    for param in group.fsdp_params:
+                        param.unsharded_accumulated_grad = None
+                        if "_unsharded_param" in vars(param):
+                            param._unsharded_param.grad = None
     forget_forward(model)
     model.zero_grad(set_to_none=True)
 

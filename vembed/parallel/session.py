@@ -33,7 +33,7 @@ from vembed.parallel.devices import (
 from vembed.parallel.environment import RankInfo, check_num_threads, read_rank_info
 from vembed.parallel.estimate import GIB
 from vembed.parallel.heartbeat import Heartbeats
-from vembed.parallel.meeting import Introduction, counted, is_named, meet
+from vembed.parallel.launch_check import RankFacts, check_launch, counted, is_named
 from vembed.parallel.memory import keep_freed_memory
 from vembed.parallel.network import default_interface, interface_to, is_loopback_by_name
 from vembed.parallel.placement import Placement, memory_of_a_process, place
@@ -183,10 +183,12 @@ class Session:
         failed = isinstance(error, Exception) and not isinstance(
             error, UserError | Stopped
         )
-        blamed = self.heartbeats.blamed(error) if failed and error is not None else None
+        hang_report = (
+            self.heartbeats.hang_report(error) if failed and error is not None else None
+        )
         self._exits.leave(waits=not failed)
-        if blamed is not None:
-            raise RunError(blamed) from error
+        if hang_report is not None:
+            raise RunError(hang_report) from error
 
     def _choose_reduction(self, model: nn.Module) -> None:
         """Set `reduces_each_micro_batch`. Without a reduction, every rank holds unsharded gradients between
@@ -214,8 +216,8 @@ class Session:
             return
         narrow = self.placement.computes_in_half
         size = sum(
-            one.numel() * (2 if narrow else one.element_size())
-            for one in model.parameters()
+            parameter.numel() * (2 if narrow else parameter.element_size())
+            for parameter in model.parameters()
         )
         self.keeps_gathered = self.placement.keeps_gathered(size)
         asked = (
@@ -266,12 +268,12 @@ _groups = itertools.count()
 
 def start_session(
     source: ResolvedRun | TrainConfig,
-    introduce: Introduction = lambda _: {},
+    rank_facts: RankFacts = lambda _: {},
     resumed: Callable[[], Precision | None] = lambda: None,
 ) -> Session:
     """Join the other processes, place the run on them and their devices, and log each decision with its reason.
 
-    `introduce` gives what must be equal on all ranks. It is called before anything else is read. `resumed` gives the
+    `rank_facts` gives what must be equal on all ranks. It is called before anything else is read. `resumed` gives the
     precision of the run that is resumed. It is called on rank 0.
     """
     run = resolve_run(source)
@@ -292,9 +294,9 @@ def start_session(
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
             dist.set_debug_level_from_env()  # type: ignore[attr-defined]
         if rank_info.world_size > 1:
-            rank_info = _join(run, rank_info, device, introduce, exits)
+            rank_info = _join(run, rank_info, device, rank_facts, exits)
         else:
-            introduce(rank_info)
+            rank_facts(rank_info)
         # Machines may differ in memory and processor, and all ranks must decide the same: the least of all counts.
         instructions = bf16_instructions()
         before = resumed() if rank_info.rank == 0 else None
@@ -316,7 +318,7 @@ def start_session(
             resumed=known[number],
         )
         if placement.fsdp is not None and rank_info.world_size == 1:
-            _join(run, rank_info, device, introduce, exits)
+            _join(run, rank_info, device, rank_facts, exits)
         _log_environment(rank_info)
         _log_placement(placement)
         accelerator = _make_accelerator(placement)
@@ -336,13 +338,13 @@ def _log_placement(placement: Placement) -> None:
     several = ("loss exchange",) if placement.ranks.world_size > 1 else ()
     for name in ("strategy", "gradient checkpointing", *several):
         log.info("%s: %s", name, decisions[name])
-    told = (
+    sentence = (
         run.fsdp_notes
         if placement.fsdp is not None
         or (run.fsdp is None and placement.ranks.world_size > 1)
         else ()
     )
-    for line in (*told, *placement.notes, placement.advice):
+    for line in (*sentence, *placement.notes, placement.advice):
         if line is not None:
             log.info("%s", line)
 
@@ -351,7 +353,7 @@ def _join(
     run: ResolvedRun,
     rank_info: RankInfo,
     device: torch.device,
-    introduce: Introduction,
+    rank_facts: RankFacts,
     exits: _Exits,
 ) -> RankInfo:
     """Start the process group unless there is one, and return the rank info with its processes per machine.
@@ -366,7 +368,7 @@ def _join(
         if rank_info.world_size == 1:  # no other process, so no address is needed
             store: Store = dist.HashStore()  # type: ignore[attr-defined]
         else:
-            store, rank_info = _met(run, rank_info, introduce)
+            store, rank_info = _met(run, rank_info, rank_facts)
         if rank_info.world_size > rank_info.local_world_size:
             _choose_interface()  # read by gloo when the group starts
         dist.init_process_group(
@@ -405,7 +407,7 @@ def _join(
 
 
 def _met(
-    run: ResolvedRun, rank_info: RankInfo, introduce: Introduction
+    run: ResolvedRun, rank_info: RankInfo, rank_facts: RankFacts
 ) -> tuple[Store, RankInfo]:
     """Meet the other processes, and compare how all were started; return the store for the group, and the rank info
     with the processes on this machine."""
@@ -413,14 +415,14 @@ def _met(
     # torchrun's store outlives a group; without a prefix the next group would read the addresses of the last one.
     store = PrefixStore(f"vembed-{next(_groups)}", connect(rank_info, limit))
     launch = {"num_machines": run.machines.value, "WORLD_SIZE": rank_info.world_size}
-    met = meet(store, rank_info, limit, launch, introduce)
-    log.info("run id: %s", met.run_id)
-    if len(set(met.machines)) > 1 and not is_named():
+    launch_facts = check_launch(store, rank_info, limit, launch, rank_facts)
+    log.info("run id: %s", launch_facts.run_id)
+    if len(set(launch_facts.machines)) > 1 and not is_named():
         log.info(
             "run id: none was given (--run-id): another run's machine with the same settings, data and address would "
             "be taken for one of this run"
         )
-    return store, counted(rank_info, met)
+    return store, counted(rank_info, launch_facts)
 
 
 def _choose_interface() -> None:

@@ -420,7 +420,7 @@ def _hand_out(
     }
     set_model_state_dict(
         model,
-        {name: one for name, one in parameters.items() if name in sharded},
+        {name: parameter for name, parameter in parameters.items() if name in sharded},
         options=StateDictOptions(
             full_state_dict=True, broadcast_from_rank0=True, strict=False
         ),

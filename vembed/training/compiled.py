@@ -40,23 +40,34 @@ def decide_compilation(
     featuriser: Featuriser,
     session: Session,
 ) -> None:
-    """Decide `torch_compile: auto` by the arithmetic of the run, and log it where there is a choice.
+    """Decide `torch_compile: auto` on a GPU, by the arithmetic of the run.
 
     `items`: a sample of the inputs. `repeats`: how many such samples the run passes through the model.
     """
     placement = session.placement
     config = placement.run.config
-    is_auto = config.model.torch_compile == "auto"
-    if is_auto and session.device.type != "cuda":
+    if config.model.torch_compile != "auto" or session.device.type != "cuda":
         return
-    if is_auto:
-        features = featuriser.features(items)
-        num_tokens = repeats * sum(feature.length for feature in features)
-        size = placement.size or measure(config)
-        session.placement = placement.for_work(
-            FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
-        )
-    log.info("compiled layers: %s", session.placement.compilation)
+    features = featuriser.features(items)
+    num_tokens = repeats * sum(feature.length for feature in features)
+    size = placement.size or measure(config)
+    session.placement = placement.for_work(
+        FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
+    )
+
+
+def log_compilation(embedder: EmbeddingModel, session: Session) -> None:
+    """Log whether the layers of the model are compiled, where there is a choice."""
+    asked = session.config.model.torch_compile
+    layers = layers_of(embedder.backbone)
+    is_compiled = any(layer._compiled_call_impl for layer in layers)
+    if session.placement.compilation.value and not is_compiled:
+        option = "auto" if asked == "auto" else "torch_compile: true has no effect"
+        reason = f"{option}: layers with gradient checkpointing and packed texts cannot be compiled"
+        decision = Decision(False, reason)
+        session.placement = replace(session.placement, compilation=decision)
+    if asked != "auto" or session.device.type == "cuda":
+        log.info("compiled layers: %s", session.placement.compilation)
 
 
 def check_compiled(

@@ -16,7 +16,7 @@ from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item
 from vembed.data.file_content import add_content
 from vembed.evaluation.dataset import EvalData, RetrievalData
-from vembed.parallel.meeting import COMPARED, DECIDED, require_equal
+from vembed.parallel.launch_check import COMPARED, DERIVED, require_equal
 from vembed.training.fingerprints import of_code, of_data, of_model
 from vembed.training.setup import RunData
 
@@ -110,7 +110,7 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
             if name not in ("source", "precision_reason"):
                 decisions[f"fsdp {name}"] = str(value)
     for name, value in decisions.items():
-        facts[f"{name}{DECIDED}"] = value
+        facts[f"{name}{DERIVED}"] = value
     return facts
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from vembed.errors import Stopped
 from vembed.parallel import collectives
-from vembed.parallel.launch import SAME_REQUEST_SECONDS
+from vembed.parallel.launch import REPEATED_SIGNAL_SECONDS
 
 log = logging.getLogger("vembed")
 
@@ -214,7 +214,7 @@ class Interrupts:
                         what,
                     )
             # A launcher passes on the Ctrl-C that has reached this process too: that is one request.
-            elif now - self._first_at > SAME_REQUEST_SECONDS:
+            elif now - self._first_at > REPEATED_SIGNAL_SECONDS:
                 os._exit(128 + _counted_as(number))
 
     def _hold_back(self) -> None:

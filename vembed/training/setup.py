@@ -53,6 +53,7 @@ from vembed.training.compiled import (
     NUM_COMPARED_EXAMPLES,
     check_compiled,
     decide_compilation,
+    log_compilation,
 )
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.optimizer import LearningRates, build_optimizer, head_prefixes
@@ -323,6 +324,7 @@ def build_components(
         compiles=session.placement.compilation.value,
         meta=session.builds_empty,
     )
+    log_compilation(embedder, session)
     # While rank 0 holds the whole model: `prepare` changes parameters and wraps modules.
     rates = decide_rates(config, kept, embedder, session, data.total_steps)
     scale, bias = embedder.initial_scale_and_bias() or (None, None)

@@ -90,8 +90,8 @@ class Trial:
         values = settings_of(code, arguments)
         self.config = OwnConfig(
             **{
-                name: one
-                for name, one in values.items()
+                name: value
+                for name, value in values.items()
                 if name not in ("model_type", "auto_map")
             }
         )
@@ -105,9 +105,9 @@ class Trial:
         ]
         self.packs = PACKED in accepted and "text" in self.kinds
         tables = [
-            one.num_embeddings
-            for one in self.model.modules()
-            if isinstance(one, nn.Embedding)
+            module.num_embeddings
+            for module in self.model.modules()
+            if isinstance(module, nn.Embedding)
         ]
         self.num_ids = min(max(tables, default=100), 100)
 
@@ -186,7 +186,7 @@ class Trial:
         starts = torch.tensor([0, 4, 11, 16], dtype=torch.int32)
         found = self._run(self.model, {**row, PACKED: starts}).last_hidden_state
         wanted = torch.cat(
-            [_states(self._run(self.model, one)) for one in texts], dim=1
+            [_states(self._run(self.model, text)) for text in texts], dim=1
         )
         if found is None or found.shape != wanted.shape:
             return (
@@ -257,7 +257,7 @@ class Trial:
             self._losses(
                 self._run(
                     self.model,
-                    {name: one[[row]] for name, one in inputs.items()},
+                    {name: input_[[row]] for name, input_ in inputs.items()},
                     seed=1,
                 ),
                 1,

@@ -8,10 +8,12 @@ import io
 import json
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vembed.data.normal_form import normal_text
 from vembed.errors import UserError
 
 MIN_QUERY_WORDS = 3
@@ -62,7 +64,10 @@ def split_by_module(
 ) -> tuple[list[Pair], list[Pair]]:
     """Return `num_train` and `num_val` pairs without a common top-level package. Validation packages are taken in
     the order of a hash of their names until there are enough pairs. Surplus pairs are dropped evenly over the
-    modules."""
+    modules. Texts that occur twice, apart from case and punctuation, are left out of the validation pairs."""
+    counts = Counter(
+        normal_text(text) for pair in pairs for text in (pair.query, pair.positive)
+    )
     packages: dict[str, list[Pair]] = {}
     for pair in pairs:
         packages.setdefault(pair.module.split(".")[0], []).append(pair)
@@ -72,12 +77,13 @@ def split_by_module(
     rest: list[Pair] = []
     for package in order:
         # Whole packages, so that no training function comes from a module that is measured with.
-        target = (
-            validation
-            if len(validation) < num_val and len(packages[package]) <= num_val // 5
-            else rest
-        )
-        target.extend(packages[package])
+        if len(validation) < num_val and len(packages[package]) <= num_val // 5:
+            for pair in packages[package]:
+                texts = (pair.query, pair.positive)
+                if all(counts[normal_text(text)] == 1 for text in texts):
+                    validation.append(pair)
+        else:
+            rest.extend(packages[package])
     if len(rest) < num_train or len(validation) < num_val:
         raise UserError(
             f"This Python's standard library gives {len(rest):,d} training and {len(validation):,d} validation pairs, "

@@ -279,10 +279,10 @@ def describe_mining(config: MineConfig, words: Words) -> str:
         for name, value in config.model_dump(mode="json", exclude_unset=True).items()
     ]
     lines += ["", *inputs.summary()]
-    for one in config.all_retrievers():
-        what = "indexed" if one.model == BM25 else "encoded"
+    for retriever in config.all_retrievers():
+        what = "indexed" if retriever.model == BM25 else "encoded"
         lines.append(
-            f"{one.model}: {len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries {what}"
+            f"{retriever.model}: {len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries {what}"
         )
     folder = work_folder(config)
     lines.append(

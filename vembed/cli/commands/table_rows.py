@@ -80,7 +80,7 @@ def _delimited(path: Path) -> DelimitedFile:
 
 def _saved(folder: Path) -> Any:
     """Return a data set that `datasets` has saved. Raise UserError if the folder holds several."""
-    splits = sorted(one.name for one in folder.iterdir() if is_saved_dataset(one))
+    splits = sorted(path.name for path in folder.iterdir() if is_saved_dataset(path))
     if len(splits) > 1:
         raise UserError(
             f"{folder} holds the data sets {', '.join(splits)}: give one of them, as {folder / splits[0]}"

@@ -183,7 +183,7 @@ class _ParquetWriter:
                 "embedding", pa.list_(pa.from_numpy_dtype(self.dtype), self.num_dims)
             )
         )
-        names = [one.name for one in fields[:-1]]
+        names = [field.name for field in fields[:-1]]
         self.writer = pq.ParquetWriter(
             self.file, pa.schema(fields), compression="zstd", use_dictionary=names
         )
@@ -206,10 +206,10 @@ def _type_of(values: Sequence[Any]) -> pa.DataType:
 def _column(name: str, values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if pa.types.is_string(kind):
         texts = [
-            one
-            if one is None or isinstance(one, str)
-            else json.dumps(one, ensure_ascii=False)
-            for one in values
+            value
+            if value is None or isinstance(value, str)
+            else json.dumps(value, ensure_ascii=False)
+            for value in values
         ]
         return pa.array(texts, kind)
     try:
@@ -239,7 +239,7 @@ def vector_writer(
     with ExitStack() as stack:
         partials = [stack.enter_context(replaced_file(one)) for one in targets]
         file, *beside = [
-            stack.enter_context(one.open("wb")) for one in partials
+            stack.enter_context(partial.open("wb")) for partial in partials
         ]  # closed before they are renamed
         writer: VectorWriter
         if is_array:

@@ -11,28 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.schema import TrainConfig
-from vembed.data.columns import judgement_column, unread_judgement
+from vembed.data.columns import unread_judgement
 from vembed.data.examples import Example
 from vembed.data.messages import joined, listed
 from vembed.data.overlap import find_overlap, warnings_of
 from vembed.data_tools.audit.checks import (
     SHOWN_CHARACTERS,
-    Checker,
+    AuditedRows,
+    DataChecks,
     Finding,
-    Texts,
-    items_by_part,
     lengths,
-    per_source,
-    rank_findings,
     scripts,
 )
 from vembed.data_tools.audit.page import render
+from vembed.data_tools.audit.ranks import RankChecks
 from vembed.data_tools.init.data_page import sections
 from vembed.data_tools.init.sections import Section
 from vembed.errors import UserError
 from vembed.mining.candidates import CandidateStore
 from vembed.mining.config import AuditConfig, MineConfig
-from vembed.mining.mine import Inputs, Say, open_session, read_inputs
+from vembed.mining.mine import Inputs, Log, open_session, read_inputs, work_folder
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import FileTable, Rows, open_rows
@@ -41,65 +39,12 @@ from vembed.progress import duration
 from vembed.saving.durability import replace_text
 
 
-class _Examples:
-    """The rows of an audit as examples of their sources."""
-
-    def __init__(self, data: Texts) -> None:
-        self._data = data
-        self.names = data.names
-        self.sizes = tuple(per_source(data).values())
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int, /) -> Example:
-        return self._data.examples[index]
-
-    def source_of(self, index: int) -> int:
-        """Return the number of the source of a row."""
-        return self._data.sources[index]
-
-
-def data_sections(
-    config: AuditConfig, inputs: Inputs, data: Texts, validation: Texts | None
-) -> list[Section]:
-    """Return the sections. Of the model only its tokenizer is read, if it is on this machine."""
-    examples = _Examples(data)
-    read = [*inputs.summary()]
-    for table in inputs.rows.tables:
-        if isinstance(table, FileTable):
-            read += [f"left out: {problem}" for problem in joined(table.index.problems)]
-            if table.index.unused:
-                read.append(f"{table.name}: not used: {listed(table.index.unused)}")
-    if validation is not None:
-        read.append(
-            f"validation: {len(validation):,d} rows of {', '.join(validation.names)}"
-        )
-        pairs = [
-            (one.query, item) for one in validation.examples for item in one.positives
-        ]
-        read += [
-            f"warning: {one}" for one in warnings_of(find_overlap(examples, pairs))
-        ]
-    return sections(
-        examples,
-        read,
-        None if config.model_name is None else _model_config(config, config.model_name),
-    )
-
-
-def _model_config(config: AuditConfig, name: str) -> TrainConfig:
-    names = ("query_prompt", "document_prompt", "max_length", "trust_remote_code")
-    given = config.model_dump(include=set(names), exclude_none=True)
-    return TrainConfig(model_name=name, data_path="unused", **given)
-
-
 @dataclass(frozen=True)
 class AuditResult:
     """Findings of an audit."""
 
     output_path: Path
-    """The page; the JSON stands beside it."""
+    """The page; the JSON is beside it."""
     findings: tuple[Finding, ...]
     report: dict[str, Any]
     """Content of the JSON file."""
@@ -112,63 +57,70 @@ def audit(
     overrides: Sequence[str] = (),
     *,
     session: Session | None = None,
-    say: Say | None = None,
+    say: Log | None = None,
 ) -> AuditResult:
     """Look at training data as a YAML file, a dict or an AuditConfig says. Collective, as `mine`."""
     config = load_options(AuditConfig, source, overrides)
     page = check_audit(config)
+    json_path = page.with_suffix(".json")
     began = time.monotonic()
-    with open_session(session, say) as (running, tell):
+    with open_session(session, say) as (running, log):
         inputs = read_inputs(mining_config(config))
-        data = Texts.of(inputs.rows)
+        rows = inputs.rows
+        data = AuditedRows.of(rows)
         for line in inputs.summary():
-            tell(line)
-        validation = _validation(config)
-        words = command_words(config)
-        checker = Checker(
+            log(line)
+        validation = None
+        if config.val_data_path is not None:
+            changes = {"data_path": config.val_data_path, "on_bad_record": "skip"}
+            validation = AuditedRows.of(open_rows(config.model_copy(update=changes)))
+        arguments = command_arguments(config)
+        checks = DataChecks(
             data,
             validation,
             near_duplicate=config.near_duplicate,
             num_examples=config.num_examples,
-            words=words,
+            arguments=arguments,
         )
         findings = [
-            *_bad_records(inputs.rows, config.num_examples, words),
-            *_unread_judgements(inputs.rows, config.num_examples),
-            *checker.findings(),
+            *_bad_records(rows, config.num_examples, arguments),
+            *_unread_judgements(rows, config.num_examples),
+            *checks.findings(),
         ]
-        to_drop = dict(checker.rows_to_drop)
+        to_drop = dict(checks.rows_to_drop)
         sources: dict[str, Any] = {
-            name: {"rows": count} for name, count in per_source(data).items()
+            name: {"rows": count} for name, count in data.rows_of_sources().items()
         }
         if config.model_name is not None:
-            found, sources, more = _with_model(config, inputs, data, running, words)
-            findings += found
-            to_drop |= more
+            ranks = _rank_checks(config, inputs, data, running, arguments)
+            findings += ranks.findings
+            to_drop |= ranks.rows_to_drop
+            sources = ranks.by_source()
 
         num_cleaned = None
         if config.cleaned_path is not None:
-            # Counted on every rank, since all return the result; the first one writes.
-            num_cleaned = len(inputs.rows) - len(
-                set().union(*(to_drop.get(kind, set()) for kind in config.drop))
-            )
+            dropped: set[int] = set()
+            for kind in config.drop:
+                dropped |= to_drop.get(kind, set())
+            num_cleaned = len(rows) - len(dropped)
             if running.is_main:
-                _write_cleaned(config, inputs.rows, to_drop)
-            tell(
-                f"{config.cleaned_path}: {num_cleaned:,d} of {len(inputs.rows):,d} rows"
-            )
+                with row_writer(check_output(config.cleaned_path)) as writer:
+                    for row in range(len(rows)):
+                        if row not in dropped:
+                            writer.write(rows.record(row))
+            log(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         report = _report(config, inputs, data, findings, sources)
         if running.is_main:
             beginning = data_sections(config, inputs, data, validation)
-            report["data"] = [asdict(one) for one in beginning]
+            report["data"] = [asdict(section) for section in beginning]
             replace_text(page, render(report["name"], report, beginning, findings))
-            replace_text(page.with_suffix(".json"), json.dumps(report, indent=2) + "\n")
-        for one in findings:
-            tell(f"{one.severity}: {one.title}: {one.count:,d} ({one.share:.1%})")
-        names = f"{page} and {page.with_suffix('.json').name}"
-        tell(
-            f"{names}: {len(findings)} findings, in {duration(time.monotonic() - began)}"
-        )
+            replace_text(json_path, json.dumps(report, indent=2) + "\n")
+        for finding in findings:
+            log(
+                f"{finding.severity}: {finding.title}: {finding.count:,d} ({finding.share:.1%})"
+            )
+        seconds = duration(time.monotonic() - began)
+        log(f"{page} and {json_path.name}: {len(findings)} findings, in {seconds}")
         running.barrier()
     return AuditResult(page, tuple(findings), report, num_cleaned)
 
@@ -211,69 +163,112 @@ def mining_config(config: AuditConfig) -> MineConfig:
     )
 
 
-def command_words(config: AuditConfig) -> str:
-    """The options that name the data, as words of a command."""
-    names = ("model_name", "data_path", "val_data_path", "corpus_path")
-    values = config.model_dump(include=set(names), exclude_none=True)
-    return " ".join(
-        f"{name}={values[name]}" for name in names if isinstance(values.get(name), str)
-    )
+def command_arguments(config: AuditConfig) -> str:
+    """The options that name the data, as arguments of a command."""
+    arguments = []
+    for name in ("model_name", "data_path", "val_data_path", "corpus_path"):
+        value = getattr(config, name)
+        if isinstance(value, str):
+            arguments.append(f"{name}={value}")
+    return " ".join(arguments)
 
 
-def _validation(config: AuditConfig) -> Texts | None:
-    if config.val_data_path is None:
-        return None
-    return Texts.of(
-        open_rows(
-            config.model_copy(
-                update={"data_path": config.val_data_path, "on_bad_record": "skip"}
-            )
+def data_sections(
+    config: AuditConfig,
+    inputs: Inputs,
+    data: AuditedRows,
+    validation: AuditedRows | None,
+) -> list[Section]:
+    """Return the beginning of the page: the sections that `vembed data` shows, of the rows that the audit has read.
+
+    Of the model only its tokenizer is read, if it is on this machine.
+    """
+    examples = _Examples(data)
+    lines = inputs.summary()
+    for table in inputs.rows.tables:
+        if isinstance(table, FileTable):
+            problems = joined(table.index.problems)
+            lines += [f"left out: {problem}" for problem in problems]
+            if table.index.unused:
+                lines.append(f"{table.name}: not used: {listed(table.index.unused)}")
+    if validation is not None:
+        names = ", ".join(validation.names)
+        lines.append(f"validation: {len(validation):,d} rows of {names}")
+        pairs = []
+        for example in validation.examples:
+            pairs += [(example.query, positive) for positive in example.positives]
+        warnings = warnings_of(find_overlap(examples, pairs))
+        lines += [f"warning: {warning}" for warning in warnings]
+    model = None
+    if config.model_name is not None:
+        names_of_model = {"query_prompt", "document_prompt", "max_length"}
+        options = config.model_dump(
+            include=names_of_model | {"trust_remote_code"}, exclude_none=True
         )
-    )
+        model = TrainConfig(model_name=config.model_name, data_path="unused", **options)
+    return sections(examples, lines, model)
 
 
-def _with_model(
-    config: AuditConfig, inputs: Inputs, data: Texts, session: Session, words: str
-) -> tuple[list[Finding], dict[str, Any], dict[str, set[int]]]:
+class _Examples:
+    """The rows of an audit as examples of their sources."""
+
+    def __init__(self, data: AuditedRows) -> None:
+        self._data = data
+        self.names = data.names
+        self.sizes = tuple(data.rows_of_sources().values())
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int, /) -> Example:
+        return self._data.examples[index]
+
+    def source_of(self, index: int) -> int:
+        """Return the number of the source of a row."""
+        return self._data.sources[index]
+
+
+def _rank_checks(
+    config: AuditConfig,
+    inputs: Inputs,
+    data: AuditedRows,
+    session: Session,
+    arguments: str,
+) -> RankChecks:
     mining = mining_config(config)
-    folder = Path(config.work_dir or f"{config.output_path}.work").expanduser()
+    folder = work_folder(mining)
     store = CandidateStore(mining, inputs.documents, inputs.known, folder, session)
     store.find_all()
-    found, sources, to_drop = rank_findings(
-        inputs, store, data, mining, config.num_examples, words
-    )
+    checks = RankChecks(inputs, store, data, mining, config.num_examples, arguments)
     session.barrier()
     if session.is_main and not config.keep_work:
         shutil.rmtree(folder, ignore_errors=True)
-    return found, dict(sources), to_drop
+    return checks
 
 
-def _bad_records(rows: Rows, num_examples: int, words: str) -> list[Finding]:
+def _bad_records(rows: Rows, num_examples: int, arguments: str) -> list[Finding]:
     """Records that training would refuse: no JSON, empty texts, broken or missing images."""
-    problems = [
-        problem
-        for table in rows.tables
-        if isinstance(table, FileTable)
-        for problem in table.index.problems
-    ]
-    count = sum(
-        table.index.num_bad for table in rows.tables if isinstance(table, FileTable)
-    )
+    problems: list[str] = []
+    count = 0
+    for table in rows.tables:
+        if isinstance(table, FileTable):
+            problems += table.index.problems
+            count += table.index.num_bad
     if not count:
         return []
-    examples = [
-        dict(zip(("place", "reason"), problem.split(": ", 1), strict=False))
-        for problem in problems[:num_examples]
-    ]
+    examples = []
+    for problem in problems[:num_examples]:
+        place, _, reason = problem.partition(": ")
+        examples.append({"place": place, "reason": reason})
     return [
         Finding(
             "bad_records",
             "error",
-            "Records that cannot be used",
+            "Records that are invalid",
             "Training stops at them, or leaves them out with on_bad_record: skip.",
             count,
             count / (count + len(rows)),
-            f"vembed audit {words} cleaned_path=cleaned.jsonl",
+            f"vembed audit {arguments} cleaned_path=cleaned.jsonl",
             examples,
         )
     ]
@@ -281,24 +276,21 @@ def _bad_records(rows: Rows, num_examples: int, words: str) -> list[Finding]:
 
 def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
     """Pairs with a column that probably says which of them match, and is not read."""
-    found = []
+    findings = []
     for table in rows.tables:
-        if (
-            not isinstance(table, FileTable)
-            or table.index.labels is not None
-            or table.index.counts.scored
-        ):
+        if not isinstance(table, FileTable):
             continue
-        column, sentence = (
-            judgement_column(table.index.unused),
-            unread_judgement(table.index.unused),
-        )
-        if column is None or sentence is None:
+        index = table.index
+        sentence = unread_judgement(index.unused)
+        if index.labels is not None or index.counts.scored or sentence is None:
             continue
-        records = [
-            table.record(number) for number in range(min(num_examples, len(table)))
-        ]
-        found.append(
+        examples = []
+        for number in range(min(num_examples, len(table))):
+            record = table.record(number)
+            examples.append(
+                {name: str(value)[:SHOWN_CHARACTERS] for name, value in record.items()}
+            )
+        findings.append(
             Finding(
                 "unread_judgement",
                 "warning",
@@ -306,39 +298,23 @@ def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
                 f"{table.name}: {sentence}.",
                 len(table),
                 len(table) / len(rows),
-                examples=[
-                    {name: str(value)[:SHOWN_CHARACTERS] for name, value in one.items()}
-                    for one in records
-                ],
+                examples=examples,
             )
         )
-    return found
-
-
-def _write_cleaned(
-    config: AuditConfig, rows: Rows, to_drop: dict[str, set[int]]
-) -> None:
-    dropped: set[int] = set().union(*(to_drop.get(kind, set()) for kind in config.drop))
-    assert config.cleaned_path is not None
-    with row_writer(check_output(config.cleaned_path)) as writer:
-        for row in range(len(rows)):
-            if row not in dropped:
-                writer.write(rows.record(row))
+    return findings
 
 
 def _report(
     config: AuditConfig,
     inputs: Inputs,
-    data: Texts,
+    data: AuditedRows,
     findings: Sequence[Finding],
     sources: dict[str, Any],
 ) -> dict[str, Any]:
-    parts = {name: items for name, items in items_by_part(data).items() if items}
-    name = (
-        config.data_path
-        if isinstance(config.data_path, str)
-        else f"{len(data.names)} sources"
-    )
+    parts = data.items_by_part()
+    name = f"{len(data.names)} sources"
+    if isinstance(config.data_path, str):
+        name = config.data_path
     return {
         "name": name,
         "summary": " ".join(f"{line}." for line in inputs.summary()),
@@ -348,5 +324,5 @@ def _report(
         "lengths": {part: lengths(items) for part, items in parts.items()},
         "scripts": {part: scripts(items) for part, items in parts.items()},
         "sources": sources,
-        "findings": [one.to_dict() for one in findings],
+        "findings": [finding.to_dict() for finding in findings],
     }

@@ -17,6 +17,7 @@ import numpy as np
 
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
+from vembed.data.near_duplicates import casefolded
 from vembed.data_tools.generate.kinds import pairs_of
 from vembed.data_tools.generate.writers import (
     TextWriter,
@@ -29,8 +30,8 @@ from vembed.errors import UserError
 from vembed.evaluation.corpus import record_id
 from vembed.mining.candidates import CandidateStore
 from vembed.mining.config import DataOptions, GenerateConfig, MineConfig, ModelFreeKind
-from vembed.mining.documents import CorpusFile, content_key, normalised
-from vembed.mining.mine import Say, open_session, read_inputs
+from vembed.mining.documents import CorpusFile, content_key
+from vembed.mining.mine import Log, open_session, read_inputs
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
 from vembed.mining.record_tables import open_rows
@@ -70,7 +71,7 @@ def generate(
     overrides: Sequence[str] = (),
     *,
     session: Session | None = None,
-    say: Say | None = None,
+    say: Log | None = None,
 ) -> GenerateResult:
     """Make pairs from documents as a YAML file, a dict or a GenerateConfig says. Collective, as `mine`."""
     config = load_options(GenerateConfig, source, overrides)
@@ -318,8 +319,8 @@ def _distinct(
         if "query" not in row:
             left_out[str(row["kind"])] += 1
             continue
-        query, positive = normalised(str(row["query"])), json.dumps(row["positive"])
-        if query == normalised(str(row["positive"])):
+        query, positive = casefolded(str(row["query"])), json.dumps(row["positive"])
+        if query == casefolded(str(row["positive"])):
             left_out["the query is the document"] += 1
         elif (query, positive) in seen:
             left_out["a pair that is there already"] += 1

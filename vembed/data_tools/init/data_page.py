@@ -187,7 +187,7 @@ def _repetitions(examples: Sequence[Example], total: int) -> Section:
         else ""
     )
     lines = [
-        f"{name}: {one['different']:,d} different, {one['repeated']:,d} repetitions"
+        f"{name}: {one['different']:,d} different, {one['repeated']:,d} repetition{'' if one['repeated'] == 1 else 's'}"
         for name, one in found.items()
     ]
     if own:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_entries, task_names
 from vembed.data.example_store import ExampleStore, open_examples
-from vembed.data.examples import Example, Item, ReadAs
-from vembed.data.held_out import hold_out, named
+from vembed.data.examples import Item, ReadAs
+from vembed.data.held_out import HeldOut, hold_out, named
 from vembed.data.overlap import find_overlap, warnings_of
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
@@ -48,15 +48,19 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     by_task = given_by_task(config, store)
     if config.data.val_split is not None:
         names = store.names
-        store, held = hold_out(store, config.data.val_split, config.run.seed)
+        parts = hold_out(store, config.data.val_split, config.run.seed)
+        store = parts.train
         evaluation = from_examples(
-            [example for _, example in held], named(names, config.data.val_split)
+            [example for _, example in parts.examples],
+            named(names, config.data.val_split),
+            documents=[item for _, item in parts.documents],
+            notes=parts.notes(),
         )
-        by_task = {**held_by_task(config, store, held), **by_task}
+        by_task = {**held_by_task(config, parts), **by_task}
         log.info(
             "val_split: %s examples to train on, %s held out",
             f"{len(store):,d}",
-            f"{len(held):,d}",
+            f"{len(parts.examples):,d}",
         )
     elif config.data.val_data_path:
         evaluation = open_eval_data(config, config.data.val_data_path)
@@ -87,21 +91,24 @@ def given_by_task(config: TrainConfig, store: ExampleStore) -> dict[str, EvalDat
     return found
 
 
-def held_by_task(
-    config: TrainConfig, store: ExampleStore, held: Sequence[tuple[int, Example]]
-) -> dict[str, EvalData]:
+def held_by_task(config: TrainConfig, parts: HeldOut) -> dict[str, EvalData]:
     """Return the examples held out of each task, where batches are of one task and there are several."""
-    names = task_names(config, store.names)
+    names = task_names(config, parts.train.names)
     if not config.data.homogeneous_batches or len(set(names)) < 2:
         return {}
-    found: dict[str, EvalData] = {}
+    by_task: dict[str, EvalData] = {}
     for name in dict.fromkeys(names):
-        examples = [example for source, example in held if names[source] == name]
+        examples = [
+            example for source, example in parts.examples if names[source] == name
+        ]
+        documents = [item for source, item in parts.documents if names[source] == name]
         try:
-            found[name] = from_examples(examples, f"those held out of {name}")
+            by_task[name] = from_examples(
+                examples, f"those held out of {name}", documents=documents
+            )
         except UserError as error:  # too few for a score
             log.info("task %s is not scored by itself: %s", name, error)
-    return found
+    return by_task
 
 
 def _free_name(name: str, taken: Mapping[str, EvalData]) -> str:

@@ -112,7 +112,7 @@ def _texts(value: Any) -> list[str]:
         one["path"] if isinstance(one, Mapping) and "path" in one else one
         for one in _listed(value)
     ]
-    return [one for one in entries if isinstance(one, str)]
+    return [entry for entry in entries if isinstance(entry, str)]
 
 
 def _listed(value: Any) -> list[Any]:

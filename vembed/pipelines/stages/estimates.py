@@ -186,8 +186,8 @@ def _between(step: Step, newest: Prediction | None) -> Estimate:
         options.get("data_path"), options.get("corpus_path"), options.get("data")
     )
     times = [
-        encoding_seconds(newest.placement, newest.size, newest.speed_alone, one)
-        for one in places
+        encoding_seconds(newest.placement, newest.size, newest.speed_alone, place)
+        for place in places
     ]
     known = [one for one in times if one is not None]
     if len(known) < len(times) or not known:
@@ -207,4 +207,6 @@ def _places(*values: Any) -> list[str]:
         for one in (value if isinstance(value, list) else [value])
         if one is not None
     ]
-    return [str(one["path"] if isinstance(one, Mapping) else one) for one in entries]
+    return [
+        str(entry["path"] if isinstance(entry, Mapping) else entry) for entry in entries
+    ]

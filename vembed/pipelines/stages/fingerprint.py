@@ -43,10 +43,10 @@ def of_training(config: TrainConfig, before: str | None, world_size: int) -> str
     )
     values["model_name"] = before or _of_place(config.model.model_name)
     values["data"] = [
-        [_of_place(one.path), one.model_dump(mode="json", exclude={"path"})]
-        if isinstance(one, DataSource)
-        else _of_place(one)
-        for one in data_sources(config)
+        [_of_place(source.path), source.model_dump(mode="json", exclude={"path"})]
+        if isinstance(source, DataSource)
+        else _of_place(source)
+        for source in data_sources(config)
     ]
     if config.run.load_best_model_at_end and config.data.val_data_path:
         values["validation data"] = [
@@ -74,8 +74,8 @@ def _more(config: TrainConfig) -> dict[str, Any]:
         ]
     if config.evaluation.guards:
         found["guards"] = [
-            [_of_place(one.path), one.model_dump(mode="json")]
-            for one in listed_guards(config)
+            [_of_place(guard.path), guard.model_dump(mode="json")]
+            for guard in listed_guards(config)
         ]
     if config.model.model_class is not None:
         found["model_class"] = _of_place(config.model.model_class.rpartition(":")[0])
@@ -83,7 +83,9 @@ def _more(config: TrainConfig) -> dict[str, Any]:
         "image_model_name": config.model.image_model_name,
         "tokenizer_name": config.model.tokenizer_name,
     }
-    others |= {f"teacher {one.label}": one.model for one in needed_teachers(config)}
+    others |= {
+        f"teacher {teacher.label}": teacher.model for teacher in needed_teachers(config)
+    }
     # The names of those that are no folder here are among the options.
     return found | {
         key: digest
@@ -119,7 +121,7 @@ def _of_place(name: str) -> str:
         if path.is_dir():
             files = sorted(one for one in path.rglob("*") if one.is_file())
             return _short(
-                [[one.relative_to(path).as_posix(), _of_file(one)] for one in files]
+                [[file.relative_to(path).as_posix(), _of_file(file)] for file in files]
             )
     except (OSError, ValueError):  # not a valid name of a file
         return name

@@ -22,7 +22,7 @@ def check_conditions(required: Any, ks: str) -> None:
         raise UserError(
             f'require: {required!r} is no condition by name; write it as {{nDCG@10: ">= 0.60"}}'
         )
-    cuts = [one.strip() for one in ks.split(",")]
+    cuts = [word.strip() for word in ks.split(",")]
     measured = [f"{metric}@{k}" for metric in _OF_RETRIEVAL for k in cuts] + list(
         _OF_PAIRS
     )

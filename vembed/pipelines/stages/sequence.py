@@ -330,7 +330,7 @@ class _Stage:
                 for one in self.road.before(self.step.name)
                 if one.kind == "train"
             ]
-        places = [self._run_or_model(one, "last" in options) for one in models]
+        places = [self._run_or_model(model, "last" in options) for model in models]
         return "merge", [
             *places,
             "--output",

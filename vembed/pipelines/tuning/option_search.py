@@ -150,8 +150,8 @@ def work(search: Search) -> None:
 def read_space(folder: Path) -> list[Range]:
     """Return the ranges that the search began with."""
     return [
-        from_plain(one)
-        for one in json.loads((folder / SPACE).read_text("utf-8"))["ranges"]
+        from_plain(load)
+        for load in json.loads((folder / SPACE).read_text("utf-8"))["ranges"]
     ]
 
 
@@ -362,9 +362,9 @@ def _study(search: Search) -> Any:
 
 def _finished(study: Any) -> list[Any]:
     return [
-        one
-        for one in study.get_trials(deepcopy=False)
-        if one.state.name in ("COMPLETE", "PRUNED")
+        trial
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.name in ("COMPLETE", "PRUNED")
     ]
 
 

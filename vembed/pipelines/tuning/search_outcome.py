@@ -45,9 +45,9 @@ def write_outcome(
 ) -> Outcome:
     """Write the files; return the result."""
     trials = [
-        one
-        for one in study.get_trials(deepcopy=False)
-        if one.state.name in ("COMPLETE", "PRUNED")
+        trial
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.name in ("COMPLETE", "PRUNED")
     ]
     complete = [one for one in trials if one.state.name == "COMPLETE"]
     best, first = (

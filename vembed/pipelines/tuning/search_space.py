@@ -50,7 +50,7 @@ class Range:
 
     def __str__(self) -> str:
         if self.choices:
-            return f"{self.option}: {', '.join(f'{one:g}' for one in self.choices)} (first {self.start:g})"
+            return f"{self.option}: {', '.join(f'{choice:g}' for choice in self.choices)} (first {self.start:g})"
         return f"{self.option}: {self.low:.3g} to {self.high:.3g}, by ratio (first {self.start:.3g})"
 
     def as_plain(self) -> dict[str, Any]:

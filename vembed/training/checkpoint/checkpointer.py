@@ -44,7 +44,7 @@ from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
 from vembed.files import read_json_object
 from vembed.parallel import collectives
-from vembed.parallel.meeting import require_equal
+from vembed.parallel.launch_check import require_equal
 from vembed.parallel.session import Session
 from vembed.saving.durability import way_out
 from vembed.training.checkpoint import folder as folders

@@ -51,6 +51,7 @@ def setup_lines(run: Run) -> list[str]:
     if data.evaluation is not None:
         evaluation = data.evaluation.summary()
     epochs = data.epoch_at(data.total_steps)
+    epochs_text = "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
     # Data smaller than one batch are one batch.
     per_step = min(data.examples_per_step, len(data.examples))
     processes = (
@@ -63,8 +64,8 @@ def setup_lines(run: Run) -> list[str]:
         f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
         f"parameters ({share}), at most {description.max_length:,d} tokens",
         f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
-        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs:.3g} epochs), learning rate "
-        f"{config.optimizer.learning_rate:g}, loss {config.objective.loss}",
+        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs_text}), learning "
+        f"rate {config.optimizer.learning_rate:g}, loss {config.objective.loss}",
         f"device: {session.device}, {processes}, strategy {strategy}, mixed precision {session.mixed_precision}",
     ]
 

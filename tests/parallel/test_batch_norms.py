@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.steps import config_of, listen
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
+from tests.parallel.steps import config_of, listen
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives
 from vembed.parallel.batch_norms import share_batch_norms

@@ -19,20 +19,20 @@ from accelerate import Accelerator
 from torch import nn
 
 from tests.commands import command
-from tests.distributed.steps import (
+from tests.harness import rank_outcomes, run_ranks
+from tests.parallel.steps import (
     check_against_one_process,
     config_of,
     listen,
     sharded_step,
     whole_step,
 )
-from tests.harness import rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert, tiny_dinov2
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import Decision
 from vembed.errors import UserError
 from vembed.models.families import model_files
-from vembed.parallel import collectives, meeting, session
+from vembed.parallel import collectives, launch_check, session
 from vembed.parallel.devices import enable_expandable_segments, matmul_precision
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.estimate import GIB, ModelSize, measure, optimizer_bytes
@@ -511,7 +511,7 @@ def test_the_others_end_in_time_and_name_rank_and_collective(misfortune: str) ->
 
 def wait_for_nobody(folder: str) -> str:
     os.environ["WORLD_SIZE"] = "2"
-    meeting.LINGER_SECONDS = 0.1
+    launch_check.REFUSAL_SECONDS = 0.1
     began = time.monotonic()
     with pytest.raises(UserError) as caught:
         session.start_session(config_of(folder, dist_timeout_minutes=1 / 60))
@@ -545,13 +545,13 @@ def test_between_machines_gloo_takes_the_interface_that_leads_to_machine_0() -> 
     loopback = interface_to("127.0.0.1", 29500)
     assert loopback is not None and loopback.startswith("lo")
     assert interface_to("nowhere.invalid", 29500) is None
-    said = [
+    message = [
         f"network: interface {loopback} (it leads to 127.0.0.1; GLOO_SOCKET_IFNAME names another)"
     ]
     for found in run_ranks(
         between_machines, 2, str(shared(tiny_bert)), process_group=False
     ):
-        assert found == (loopback, None, said)
+        assert found == (loopback, None, message)
 
 
 def started_by_hand(
@@ -561,18 +561,18 @@ def started_by_hand(
     machine, local = divmod(int(os.environ["RANK"]), per_machine)
     del os.environ["LOCAL_WORLD_SIZE"]
     os.environ["LOCAL_RANK"] = str(local)
-    meeting.machine_name = lambda: f"machine {machine}"
+    launch_check.machine_name = lambda: f"machine {machine}"
     lines = listen()
     with session.start_session(
         config_of(folder, strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD")
     ) as one:
         mesh = one.accelerator.torch_device_mesh
-        said = [
+        message = [
             line.partition(";")[0]
             for line in lines
             if line.startswith(("processes: ", "network: ", "HYBRID"))
         ]
-        return said, None if mesh is None else list(mesh.shape)
+        return message, None if mesh is None else list(mesh.shape)
 
 
 def test_processes_started_by_hand_count_those_of_their_machine() -> None:
@@ -583,8 +583,8 @@ def test_processes_started_by_hand_count_those_of_their_machine() -> None:
     same = (
         "HYBRID_SHARD: with 1 machine(s) of 2 process(es) it is the same as FULL_SHARD"
     )
-    for said, _ in run_ranks(started_by_hand, 2, folder, 2, process_group=False):
-        assert said == ["processes: 2, 2 of them on this machine", same]
+    for message, _ in run_ranks(started_by_hand, 2, folder, 2, process_group=False):
+        assert message == ["processes: 2, 2 of them on this machine", same]
     for outcome in rank_outcomes(started_by_hand, 3, folder, 2, process_group=False)[
         :2
     ]:

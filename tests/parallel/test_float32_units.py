@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.steps import build, config_of, parts_of, share_of_loss
 from tests.harness import run_ranks
+from tests.parallel.steps import build, config_of, parts_of, share_of_loss
 from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.parallel import parameters
 from vembed.parallel.session import start_session

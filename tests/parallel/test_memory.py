@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.commands import CODE, command
-from tests.distributed.steps import listen
 from tests.harness import run_ranks
+from tests.parallel.steps import listen
 from vembed.parallel import collectives, memory
 
 LINE = re.compile(r"Rank (\d+), CPU: RSS: (\d+\.\d\d)GB, Peak: (\d+\.\d\d)GB$")

@@ -22,7 +22,7 @@ from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
-from vembed.parallel import meeting, rendezvous
+from vembed.parallel import launch_check, rendezvous
 from vembed.parallel.environment import read_rank_info
 from vembed.parallel.rendezvous import Limit
 from vembed.training.identity import facts_of
@@ -61,7 +61,7 @@ def sentence(number: int, facts: dict[str, Any], **launch: Any) -> str | None:
     ranks = read_rank_info()
     store = dist.PrefixStore(f"meeting-{number}", STORE[0])
     try:
-        meeting.meet(
+        launch_check.check_launch(
             store, ranks, Limit(1), {"num_machines": 1, **launch}, lambda _: facts
         )
     except UserError as error:
@@ -76,9 +76,9 @@ def all_meetings(folder: str) -> dict[str, str | None]:
     """Each option in turn with another value on rank 1, then files, versions, launches and runs."""
     warnings.simplefilter("ignore")  # pydantic's, on values of other types
     rank, base = int(os.environ["RANK"]), Path(folder)
-    meeting.LINGER_SECONDS = 1.0
-    meeting.versions = cache(
-        meeting.versions
+    launch_check.REFUSAL_SECONDS = 1.0
+    launch_check.versions = cache(
+        launch_check.versions
     )  # which reads all sources at each meeting
     STORE[:] = [rendezvous.connect(read_rank_info(), Limit(1))]
     run = resolve_run(
@@ -113,13 +113,13 @@ def all_meetings(folder: str) -> dict[str, str | None]:
         1003, other("model_name", model_name=str(base / "other"))
     )
     said["machines"] = sentence(1004, {}, num_machines=2 + rank)
-    versions = meeting.versions
-    meeting.versions = lambda: {
+    versions = launch_check.versions
+    launch_check.versions = lambda: {
         **versions(),
         **({"torch's version": "1.0"} if rank else {}),
     }
     said["version"] = sentence(1005, {})
-    meeting.versions = versions
+    launch_check.versions = versions
     os.environ["SLURM_JOB_ID"] = str(rank)
     said["job"] = sentence(1006, {})
     del os.environ["SLURM_JOB_ID"]
@@ -209,11 +209,11 @@ def test_checkouts_of_one_version_are_told_apart_by_their_sources(
 ) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "a.py").write_text("x = 1")
-    before = meeting.sources_digest(tmp_path)
+    before = launch_check.sources_digest(tmp_path)
     (tmp_path / "a.pyc").write_text("of no account")
-    assert meeting.sources_digest(tmp_path) == before
+    assert launch_check.sources_digest(tmp_path) == before
     (tmp_path / "inner" / "a.py").write_text("x = 2")
-    assert meeting.sources_digest(tmp_path) != before
-    assert meeting.versions()["vembed's version"].startswith(
+    assert launch_check.sources_digest(tmp_path) != before
+    assert launch_check.versions()["vembed's version"].startswith(
         f"{vembed.__version__} (sources "
     )

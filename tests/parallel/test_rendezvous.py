@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from vembed.errors import UserError
-from vembed.parallel import meeting, rendezvous
+from vembed.parallel import launch_check, rendezvous
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.launch import free_port
 from vembed.parallel.rendezvous import Limit, connect
@@ -86,11 +86,11 @@ def test_rank_0_says_whom_it_waits_for(
         caplog.at_level(logging.WARNING, "vembed"),
         pytest.raises(UserError, match="rank 1 of 2 did not come"),
     ):
-        meeting.LINGER_SECONDS, before = 0.1, meeting.LINGER_SECONDS
+        launch_check.REFUSAL_SECONDS, before = 0.1, launch_check.REFUSAL_SECONDS
         try:
-            meeting.meet(store, FIRST, Limit(SHORT), {}, lambda _: {})
+            launch_check.check_launch(store, FIRST, Limit(SHORT), {}, lambda _: {})
         finally:
-            meeting.LINGER_SECONDS = before
+            launch_check.REFUSAL_SECONDS = before
     assert re.search(r"has waited \d+ s for rank 1 of 2", "\n".join(caplog.messages))
 
 
@@ -99,19 +99,19 @@ def test_a_place_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("VEMBED_LAUNCHER", "17")
-    meeting._claim(store, SECOND)
-    meeting._claim(store, SECOND)  # another process of the same launcher
+    launch_check._claim_rank(store, SECOND)
+    launch_check._claim_rank(store, SECOND)  # another process of the same launcher
     monkeypatch.setenv("VEMBED_LAUNCHER", "18")
     with pytest.raises(
         UserError,
         match=r"rank 1 of the run at 10.0.0.1:29500 is taken already \(by .*process 17\)",
     ):
-        meeting._claim(store, SECOND)
+        launch_check._claim_rank(store, SECOND)
 
 
 def test_the_store_outlives_its_session(port: int) -> None:
-    connect(FIRST, Limit(1)).set("told", "yes")
+    connect(FIRST, Limit(1)).set("sentence", "yes")
     gc.collect()
-    assert connect(SECOND, Limit(1)).get("told") == b"yes", (
+    assert connect(SECOND, Limit(1)).get("sentence") == b"yes", (
         "another rank may come for the next session first"
     )

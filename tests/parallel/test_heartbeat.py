@@ -12,14 +12,20 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.steps import config_of, listen
 from tests.harness import rank_outcomes
+from tests.parallel.steps import config_of, listen
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives, heartbeat, session
-from vembed.parallel.heartbeat import Board, Record, Seen, Verdict, judge
+from vembed.parallel.heartbeat import (
+    Beat,
+    HangReport,
+    HeartbeatTable,
+    LastBeat,
+    find_hanging_ranks,
+)
 from vembed.parallel.rendezvous import Limit
 
-HERE = Record(
+HERE = Beat(
     step=7,
     calls=10,
     waits=True,
@@ -27,18 +33,18 @@ HERE = Record(
     host="a",
     pid=1,
 )
-LOOP = Record(
+LOOP = Beat(
     step=7, calls=9, waits=False, place="collate (my/hook.py:3)", host="b", pid=2
 )
 
 
-def said(seen: dict[int, Seen], own: Record = HERE) -> Verdict | None:
-    return judge(0, own, seen, now=100.0, waited=40.0)
+def message(seen: dict[int, LastBeat], own: Beat = HERE) -> HangReport | None:
+    return find_hanging_ranks(0, own, seen, now=100.0, waited=40.0)
 
 
 def test_a_rank_outside_of_collectives_is_named_with_its_place() -> None:
-    found = said({1: Seen(HERE, 99.0), 2: Seen(LOOP, 99.0)})
-    assert found == Verdict(
+    found = message({1: LastBeat(HERE, 99.0), 2: LastBeat(LOOP, 99.0)})
+    assert found == HangReport(
         (2,),
         (
             "rank 0 has waited 40 s, in step 7, at agree (training/interrupts.py:90), for rank 2 (b, process 2), "
@@ -48,7 +54,7 @@ def test_a_rank_outside_of_collectives_is_named_with_its_place() -> None:
 
 
 def test_a_rank_without_signs_of_life_is_named() -> None:
-    found = said({1: Seen(HERE, 60.0), 2: Seen(HERE, 99.0)})
+    found = message({1: LastBeat(HERE, 60.0), 2: LastBeat(HERE, 99.0)})
     assert found is not None and found.ranks == (1,)
     assert (
         "for rank 1 (a, process 1), which has given no sign of life for 40 s; it was in step 7, at "
@@ -57,17 +63,19 @@ def test_a_rank_without_signs_of_life_is_named() -> None:
 
 
 def test_among_ranks_that_all_wait_the_one_behind_is_named_and_otherwise_none() -> None:
-    assert said({1: Seen(HERE, 99.0)}) is None
-    found = said({1: Seen(HERE, 99.0), 2: Seen(replace(HERE, calls=8), 99.0)})
+    assert message({1: LastBeat(HERE, 99.0)}) is None
+    found = message(
+        {1: LastBeat(HERE, 99.0), 2: LastBeat(replace(HERE, calls=8), 99.0)}
+    )
     assert found is not None and found.ranks == (2,)
 
 
 def test_a_rank_that_loops_does_not_accuse_those_that_wait_for_it() -> None:
-    assert said({1: Seen(HERE, 99.0)}, own=LOOP) is None
+    assert message({1: LastBeat(HERE, 99.0)}, own=LOOP) is None
 
 
 def test_only_ranks_that_stand_still_are_answered_with_a_name() -> None:
-    board = Board()
+    board = HeartbeatTable()
     assert board.take(1, LOOP, 0.0) is None and board.take(0, HERE, 1.0) is None
     found = board.take(0, HERE, heartbeat.STILL_SECONDS)
     assert found is not None and found.ranks == (1,)
@@ -76,7 +84,7 @@ def test_only_ranks_that_stand_still_are_answered_with_a_name() -> None:
 @pytest.mark.parametrize("host", ["", "127.0.0.1"])
 def test_datagrams_of_others_are_passed_over(host: str) -> None:
     server, ended = heartbeat._listening(host), threading.Event()
-    board = Board()
+    board = HeartbeatTable()
     thread = threading.Thread(
         target=board.serve, args=(server, "word", ended), daemon=True
     )
@@ -110,7 +118,7 @@ def loop_for_ever() -> None:
 def in_a_run(folder: str, stops: int, loops: int) -> list[str]:
     """One rank is halted, another loops in Python, and the others go into a collective."""
     rank = int(os.environ["RANK"])
-    # A verdict counts for STILL_SECONDS and a beat: long enough for threads that a busy machine lets wait.
+    # A report counts for STILL_SECONDS and a beat: long enough for threads that a busy machine lets wait.
     heartbeat.BEAT_SECONDS, heartbeat.STILL_SECONDS, heartbeat.SILENT_SECONDS = (
         0.1,
         1.5,

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from tests.distributed.steps import (
+from tests.harness import result_of, run_cases
+from tests.parallel.steps import (
     Result,
     build,
     config_of,
@@ -21,7 +22,6 @@ from tests.distributed.steps import (
     share_of_loss,
     whole_step,
 )
-from tests.harness import result_of, run_cases
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import parameters
 from vembed.parallel.session import start_session

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from tests.distributed.steps import (
+from tests.harness import result_of, run_cases, run_ranks
+from tests.parallel.steps import (
     Result,
     build,
     check_against_one_process,
@@ -22,7 +23,6 @@ from tests.distributed.steps import (
     share_of_loss,
     whole_step,
 )
-from tests.harness import result_of, run_cases, run_ranks
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3, tiny_siglip
 from vembed.parallel import placement, session
 

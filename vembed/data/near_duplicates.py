@@ -1,0 +1,243 @@
+"""Near-duplicates: texts most of whose features (words, word n-grams) are also in another text.
+
+`NearIndex` finds all of them, without comparing each text with each other one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from vembed.data.normal_form import word_marks
+
+NGRAM_WORDS = 3
+MIN_FEATURES = 5
+"""Features that the smaller of two texts needs. A phrase of a few words stands in many texts."""
+COUNTERS = 2**22
+"""Counters of features. Features that share one only make the order from rare to common less sharp."""
+KEPT_TEXTS = 16_384
+"""Texts whose features are kept as sets while pairs are verified."""
+
+# Thai and Lao, Myanmar, Khmer, Hiragana and Katakana, Chinese characters with extension A, Hangul syllables.
+_LETTERS_ALONE = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+)
+
+
+def casefolded(text: str) -> str:
+    """Return the text without differences of case, width and spaces."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    return " ".join(text.casefold().split())
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text. In scripts without spaces each letter is a word, with its marks."""
+    return _word_pattern().findall(casefolded(text))
+
+
+@functools.cache
+def _word_pattern() -> re.Pattern[str]:
+    letter = rf"[^\W{_LETTERS_ALONE}]"
+    marks = word_marks()
+    return re.compile(
+        rf"{letter}+(?:[{marks}]+{letter}*)*|(?=\w)[{_LETTERS_ALONE}][{marks}]*"
+    )
+
+
+def ngrams(text: str) -> frozenset[int]:
+    """Return the word 3-grams of a text, as numbers that are the same within one process."""
+    found = words(text)
+    if len(found) < NGRAM_WORDS:
+        return frozenset({hash(tuple(found))} if found else ())
+    shifted = (found[start:] for start in range(NGRAM_WORDS))
+    return frozenset(map(hash, zip(*shifted, strict=False)))
+
+
+def containment(first: frozenset[int], second: frozenset[int]) -> float:
+    """Return the share of the smaller set that is in the larger one. Small sets have to be equal."""
+    smaller, larger = sorted((first, second), key=len)
+    if len(smaller) < MIN_FEATURES:
+        return float(smaller == larger and bool(smaller))
+    return len(smaller & larger) / len(smaller)
+
+
+class NearIndex:
+    """Texts in which near-duplicates of other texts are found. The search is exact: none is missed.
+
+    Two texts are near if at least the share `threshold` of the smaller one's features are in the larger one. Let S
+    be the smaller one and `needed` that number of features. In any common order of the features, two of the first
+    |S| - needed + 2 features of S are then in the larger one as well. The order here is from rare to common, so that
+    few texts share two of these first features, and only those are compared (Chaudhuri et al., 2006).
+    """
+
+    def __init__(
+        self,
+        features: Sequence[np.ndarray],
+        threshold: float,
+        *,
+        min_features: int = MIN_FEATURES,
+        min_size_ratio: float = 0.0,
+    ) -> None:
+        """`features`: those of all texts that may be added or searched for (`feature_arrays`). `min_features`: the
+        smaller text has at least so many. `min_size_ratio`: it has at least this share of the larger one's number.
+        """
+        self._threshold = threshold
+        self._min_features = min_features
+        self._min_size_ratio = min_size_ratio
+        # Two only where a near text shares two at least.
+        self._num_shared = min(2, self._needed(min_features))
+        counts = np.zeros(COUNTERS, np.int32)
+        for values in features:
+            counts[values % COUNTERS] += 1
+        self._features = []
+        for values in features:
+            count = counts[values % COUNTERS]
+            self._features.append(values[np.lexsort((values, count))])
+        self._counts = counts
+        self._containing: _Postings = {}
+        self._beginning: _Postings = {}
+        self._feature_set = functools.lru_cache(maxsize=KEPT_TEXTS)(
+            lambda text: frozenset(self._features[text].tolist())
+        )
+
+    def add(self, text: int, group: int | None = None) -> None:
+        """Add a text by its number. `group`: the number of a text of its group."""
+        values = self._features[text]
+        bucket = text if group is None else group
+        # A feature of one text alone finds nothing.
+        shared = values[self._counts[values % COUNTERS] > 1]
+        _enter(self._containing, shared, bucket, text)
+        if len(values) >= self._min_features:
+            num_first = self._num_first(len(values))
+            _enter(self._beginning, values[:num_first], bucket, text)
+
+    def near(
+        self, text: int, is_wanted: Callable[[int], bool] | None = None
+    ) -> Iterator[int]:
+        """Yield the texts of the index that are near to a text. `is_wanted`: asked for each text, and for each group
+        before its texts; it may answer differently once a text of the group was yielded."""
+        values = self._features[text]
+        if len(values) < self._min_features:
+            return
+        first = values[: self._num_first(len(values))]
+        # The text is the smaller one, or else the larger one.
+        yield from self._compare(text, self._containing, first, is_wanted)
+        yield from self._compare(text, self._beginning, values, is_wanted)
+
+    def _compare(
+        self,
+        text: int,
+        postings: _Postings,
+        values: np.ndarray,
+        is_wanted: Callable[[int], bool] | None,
+    ) -> Iterator[int]:
+        found = [postings[value] for value in values.tolist() if value in postings]
+        groups = Counter(chain.from_iterable(found))
+        for group, count in groups.items():
+            if count < self._num_shared:
+                continue
+            # In a large group of copies the first comparison settles it.
+            leader = next(buckets[group][0] for buckets in found if group in buckets)
+            if is_wanted is not None and not is_wanted(leader):
+                continue
+            if self._is_near(text, leader):
+                yield leader
+                if is_wanted is not None and not is_wanted(leader):
+                    continue
+            members = Counter(
+                chain.from_iterable(buckets.get(group, ()) for buckets in found)
+            )
+            for other, shared in members.items():
+                if shared < self._num_shared or other == leader:
+                    continue
+                if is_wanted is not None and not is_wanted(other):
+                    break
+                if self._is_near(text, other):
+                    yield other
+
+    def _is_near(self, text: int, other: int) -> bool:
+        first, second = self._feature_set(text), self._feature_set(other)
+        smaller = min(len(first), len(second))
+        if smaller < self._min_features:
+            return False
+        if smaller < self._min_size_ratio * max(len(first), len(second)):
+            return False
+        return len(first & second) >= self._needed(smaller)
+
+    def _needed(self, size: int) -> int:
+        return math.ceil(self._threshold * size - 1e-9)
+
+    def _num_first(self, size: int) -> int:
+        return size - self._needed(size) + self._num_shared
+
+
+_Postings = dict[int, dict[int, list[int]]]
+"""Feature -> group -> texts."""
+
+
+def _enter(postings: _Postings, values: np.ndarray, group: int, text: int) -> None:
+    for value in values.tolist():
+        postings.setdefault(value, {}).setdefault(group, []).append(text)
+
+
+def feature_arrays(features: Iterable[Iterable[Hashable]]) -> list[np.ndarray]:
+    """Return the distinct features of each text as an array of numbers."""
+    return [
+        np.fromiter(map(hash, values), np.int64) for values in map(frozenset, features)
+    ]
+
+
+def near_groups(features: Sequence[np.ndarray], **options: Any) -> np.ndarray:
+    """[n] a number for each text, the same for near-duplicates, and for texts that a chain of near-duplicates joins:
+    that of the first text of the group. `options`: of `NearIndex`."""
+    index = NearIndex(features, **options)
+    parents = list(range(len(features)))
+
+    def group_of(text: int) -> int:
+        while parents[text] != text:
+            parents[text] = parents[parents[text]]
+            text = parents[text]
+        return text
+
+    def are_apart(text: int, other: int) -> bool:
+        return group_of(text) != group_of(other)
+
+    for text in range(len(features)):
+        is_apart = functools.partial(are_apart, text)
+        for other in index.near(text, is_apart):
+            first, second = sorted((group_of(text), group_of(other)))
+            parents[second] = first
+        index.add(text, group_of(text))
+    return np.array([group_of(text) for text in range(len(features))], np.int64)
+
+
+class DuplicateFinder:
+    """Compares documents by their numbers, and keeps the n-grams of those that come again."""
+
+    def __init__(
+        self, text_of: Callable[[int], str | None], threshold: float | None
+    ) -> None:
+        """`text_of`: the text of a document, or None. `threshold`: None means that nothing is a near-duplicate."""
+        self._threshold = threshold
+        self._ngrams = functools.lru_cache(maxsize=KEPT_TEXTS)(
+            lambda number: ngrams(text_of(number) or "")
+        )
+
+    def is_near(self, document: int, others: Sequence[int]) -> bool:
+        """Return whether a document is a near-duplicate of one of the others."""
+        if self._threshold is None:
+            return False
+        document_ngrams = self._ngrams(document)
+        shares = (
+            containment(document_ngrams, self._ngrams(int(other))) for other in others
+        )
+        return any(share >= self._threshold for share in shares)
