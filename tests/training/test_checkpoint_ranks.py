@@ -84,7 +84,8 @@ def full_disk_on_one(output_dir, async_save):
     logging.getLogger("vembed").addHandler(handler)
     options = {"strategy": "ddp", "on_save_error": "continue", "async_save": async_save}
     with start_session(config_for(output_dir, **options)) as session:
-        run = Run(session, output_dir, **options).resume().train().save()
+        identity = {"data": "abc", "world_size": session.world_size}
+        run = Run(session, output_dir, **options).resume(identity).train().save()
         run.checkpointer.wait()
         if session.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
@@ -164,7 +165,8 @@ def own_negatives(output_dir, resume):
     strategy = {"strategy": "ddp"} if resume else {}
     options = {"negatives_from": "own_rank", "resume": resume, **strategy}
     with start_session(config_for(output_dir, **options)) as session:
-        run = Run(session, output_dir, **options).resume().train().save()
+        identity = {"data": "abc", "world_size": session.world_size}
+        run = Run(session, output_dir, **options).resume(identity).train().save()
     return run.state["step"]
 
 
