@@ -27,12 +27,12 @@ from vembed.cli.support import json_words, taken_flags
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.stages import read_road
+from vembed.config.stages import read_pipeline
 from vembed.errors import UserError
 from vembed.mining.config import GenerateConfig, JudgeConfig, MineConfig
 from vembed.mining.options import load_options
 from vembed.parallel.hardware import read_hardware
-from vembed.pipelines.stages.sequence import road_of_arguments, run_stages
+from vembed.pipelines.stages.sequence import pipeline_of_arguments, run_stages
 
 KNOWN_ELSEWHERE = {
     "cd",
@@ -132,11 +132,11 @@ def test_configs_load(block: Block, tmp_path: Path) -> None:
         }
         load_options(next(kind for name, kind in kinds.items() if name in values), path)
         return
-    road = read_road(values) if isinstance(values, dict) else None
+    pipeline = read_pipeline(values) if isinstance(values, dict) else None
     stages = (
         [None]
-        if road is None
-        else [step.name for step in road.steps if step.kind == "train"]
+        if pipeline is None
+        else [step.name for step in pipeline.steps if step.kind == "train"]
     )
     for stage in stages:
         try:
@@ -172,11 +172,11 @@ def check_paths(words: list[str]) -> None:
 def dry_run(words: list[str]) -> None:
     """What `vembed train` would do with these words."""
     arguments = parse_train_arguments([*words, "--dry-run"])
-    road = road_of_arguments(arguments)
-    if road is not None:
+    pipeline = pipeline_of_arguments(arguments)
+    if pipeline is not None:
         assert (
             run_stages(
-                road,
+                pipeline,
                 arguments,
                 run_process,
                 checked_words,

@@ -13,7 +13,7 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.stages import STAGES, TRAINING_STAGES
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
-from vembed.pipelines.stages.sequence import road_of_arguments, run_stages
+from vembed.pipelines.stages.sequence import pipeline_of_arguments, run_stages
 from vembed.training.checkpoint.resume import finished_run
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.callbacks import OnEvaluation, OnStep
@@ -44,8 +44,8 @@ def train(
     `hooks`: additions to the loop (`vembed/training/hooks/base.py`), for one run.
     """
     arguments = _with_stages(config, overrides)
-    road = None if arguments is None else road_of_arguments(arguments)
-    if arguments is None or road is None:
+    pipeline = None if arguments is None else pipeline_of_arguments(arguments)
+    if arguments is None or pipeline is None:
         return train_once(
             config,
             overrides,
@@ -65,7 +65,7 @@ def train(
         return 0
 
     code = run_stages(
-        road,
+        pipeline,
         arguments,
         run_process,
         checked_words,
@@ -76,10 +76,12 @@ def train(
         raise RunError(
             f"a step between the stages has failed with exit code {code}; what it said is above"
         )
-    last = next((step for step in reversed(road.steps) if step.kind == "train"), None)
-    done = None if last is None else finished_run(road.folder(last.name))
+    last = next(
+        (step for step in reversed(pipeline.steps) if step.kind == "train"), None
+    )
+    done = None if last is None else finished_run(pipeline.folder(last.name))
     if done is None:
-        raise RunError(f"{road.source}: none of its stages is a finished training")
+        raise RunError(f"{pipeline.source}: none of its stages is a finished training")
     return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
 
 

@@ -28,7 +28,7 @@ from vembed.errors import UserError
 from vembed.inference.encoding import default_budget, encode_items, first_dims
 from vembed.inference.quantization import Precision as VectorPrecision
 from vembed.inference.quantization import checked_ranges, quantized
-from vembed.models.bf16 import keep_copies
+from vembed.models.bf16 import keep_copies, never_keep_copies
 from vembed.models.embedding_model import load_embedder
 from vembed.models.hidden_states import HiddenStates
 from vembed.parallel.devices import bf16_instructions
@@ -97,8 +97,11 @@ class Embedder:
         )
         if self.precision.value == "bf16":
             model.compute_in_bf16()
-            # The weights do not change any more, so bfloat16 copies are made once and not in each forward pass.
-            keep_copies(model)
+            if session is not None and session.fsdp is not None:
+                never_keep_copies(model)
+            else:
+                # The weights do not change any more, so bfloat16 copies are made once and not in each forward pass.
+                keep_copies(model)
         log.info("%s: mixed precision: %s", path_or_name, self.precision)
         self.description = model.description
         self.backbone = model.backbone
@@ -112,6 +115,14 @@ class Embedder:
         self.featuriser = Featuriser(self.description)
         self.device = chosen
         self.truncate_dim = self._checked(truncate_dim) or self.description.truncate_dim
+
+    @property
+    def arithmetic(self) -> str:
+        """Dtype in which the layers compute, for messages."""
+        if self.precision.value == "bf16":
+            return "bfloat16"
+        dtype = next(self.backbone.parameters()).dtype
+        return str(dtype).removeprefix("torch.")
 
     def __repr__(self) -> str:
         one = self.description
@@ -341,8 +352,6 @@ def _precision(
     # bf16 on a GPU is as auto, which there is the dtype of the weights.
     if asked != "auto" and (asked == "no" or device.type == "cpu"):
         return Decision(asked, f"mixed_precision: {asked}")
-    if session is not None and session.fsdp is not None:
-        return Decision("no", "FSDP: the dtype of the weights")
     instructions = (
         bf16_instructions() if session is None else session.placement.instructions
     )

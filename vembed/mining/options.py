@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from vembed.config.entries import Frozen
 from vembed.config.loading import one_line_yaml
-from vembed.config.options import nearest, shown
+from vembed.config.options import nearest, quoted
 from vembed.config.parsing import Node, parse_value, read_tree
 from vembed.errors import UserError
 
@@ -121,7 +121,7 @@ def _enter(
             if near
             else f"; it has {', '.join(kind.model_fields)}"
         )
-        problems.append(f"{place}: unknown key {shown(name)}{hint}")
+        problems.append(f"{place}: unknown key {quoted(name)}{hint}")
         return
     given[name] = value
     where[name] = place
@@ -175,13 +175,13 @@ def _sentences(
         if problem["type"] == "missing" and len(location) == 1:
             text = f"{place}: {name} is missing: add `{name}: ...`, or give {name}=..."
         elif problem["type"] == "extra_forbidden":
-            text = f"{at}: {name} has the unknown key {shown(location[-1])}"
+            text = f"{at}: {name} has the unknown key {quoted(location[-1])}"
         elif problem["type"] == "value_error":
             text = f"{at}: {'' if not name else name + ': '}{problem['msg'].removeprefix('Value error, ')}"
         else:
             must = problem["msg"].replace("Input should be", "must be")
             near = _near_choice(kind, name, problem["input"])
-            text = f"{at}: {name} {must}, but is {shown(problem['input'])}{near}"
+            text = f"{at}: {name} {must}, but is {quoted(problem['input'])}{near}"
         found.setdefault(name or text, text)
     return list(found.values())
 
