@@ -336,7 +336,7 @@ def test_saved_models_load_elsewhere(
     del trained
     folder, some = (
         place / name / "final",
-        ["a red cat", "two dogs in the snow and a very long road home", "rain"],
+        ["a red cat", "two dogs in the snow and a very long pipeline home", "rain"],
     )
     with pytest.raises(vembed.UserError, match="trust_remote_code is false"):
         vembed.Embedder(folder)

@@ -109,10 +109,10 @@ def _required_names(config: TrainConfig) -> Iterator[Violation]:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                shown = text.encode(errors="replace").decode()
+                quoted = text.encode(errors="replace").decode()
                 yield Violation(
                     (option,),
-                    f"{option}: {shown!r:.200} has a lone surrogate at character "
+                    f"{option}: {quoted!r:.200} has a lone surrogate at character "
                     f"{error.start + 1}, which no file can hold: write it as UTF-8",
                 )
 

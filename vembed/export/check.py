@@ -4,35 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+from PIL import Image
 from scipy.stats import spearmanr
 
 from vembed.data.examples import Item, Kind
+from vembed.data.images.files import load_image
 from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.export.formats import ExportReader, WeightPrecision
+from vembed.export.onnx_format import OnnxImages, made_images
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.poolings import MODEL_POOLING, POOLINGS
 
 NUM_TEXTS = 200
-TOLERANCE: dict[WeightPrecision, float] = {
+NUM_IMAGES = 40
+DISTANCE_TOLERANCE: dict[WeightPrecision, float] = {
     "float32": 1e-4,
     "float16": 1e-3,
     "bfloat16": 1e-2,
     "int8": 5e-2,
 }
 """Largest allowed cosine distance by the precision of the weights."""
-LENGTHS = 10
+LENGTH_TOLERANCE_FACTOR = 10
 """Times the tolerance that the lengths of two embeddings may differ, relatively: a length changes in proportion to an
 error, a cosine distance with its square."""
 STUDENT_TOLERANCE = 0.5
 """Largest 1 - Spearman's correlation of a student's similarities with the model's."""
-NUM_QUERIES, NUM_DOCUMENTS = 500, 2_000
-"""Most queries and documents for the nDCG of an export. Relevant documents are always among them."""
+MAX_SCORED_QUERIES = 500
+MAX_SCORED_DOCUMENTS = 2_000
+"""For the nDCG of an export. Relevant documents are always among them."""
 METRIC = "ndcg@10"
 WORDS = (
     "the a of red green small bird garden sorted list returns house river music number city window open close "
@@ -56,9 +62,8 @@ class ImageCheck:
     @property
     def passes(self) -> bool:
         """True if the export may be used in the model's place."""
-        return (
-            self.largest_distance <= self.tolerance
-            and self.largest_length_error <= LENGTHS * self.tolerance
+        return _are_close(
+            self.largest_distance, self.largest_length_error, self.tolerance
         )
 
     def line(self) -> str:
@@ -87,7 +92,7 @@ class Check:
     evaluation: str = ""
     rank_correlation: float | None = None
     """Of a student: Spearman's correlation of the similarities of all pairs. It has vectors of its own, so that
-    distances to the model's say nothing."""
+    distances to the model's mean nothing."""
     images: ImageCheck | None = None
 
     @property
@@ -95,9 +100,8 @@ class Check:
         """True if the texts of the export may be used in the model's place."""
         if self.rank_correlation is not None:
             return 1 - self.rank_correlation <= self.tolerance
-        return (
-            self.largest_distance <= self.tolerance
-            and self.largest_length_error <= LENGTHS * self.tolerance
+        return _are_close(
+            self.largest_distance, self.largest_length_error, self.tolerance
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,49 +110,73 @@ class Check:
 
     def lines(self) -> list[str]:
         """Return what is printed and written into the card."""
+        lines = []
         both = f"{self.num_texts:,d} texts through the model and through {self.runtime}"
         if self.rank_correlation is not None:
-            found = [
+            lines.append(
                 f"{both}: Spearman correlation {self.rank_correlation:.3f} of the similarities of all pairs (at least "
                 f"{1 - self.tolerance:.2g})"
-            ]
-        else:
-            one = f"{both}: largest cosine distance {self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"
-            found = [one] if self.num_texts else []
-        if self.ndcg_model is not None and self.ndcg_export is not None:
-            found.append(
-                f"nDCG@10 of the model {self.ndcg_model:.4f}, of the export {self.ndcg_export:.4f} "
-                f"(difference {self.ndcg_export - self.ndcg_model:+.4f}; {self.evaluation})"
             )
-        return found if self.images is None else [*found, self.images.line()]
+        elif self.num_texts:
+            lines.append(
+                f"{both}: largest cosine distance {self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"
+            )
+        if self.ndcg_model is not None and self.ndcg_export is not None:
+            difference = self.ndcg_export - self.ndcg_model
+            lines.append(
+                f"nDCG@10 of the model {self.ndcg_model:.4f}, of the export {self.ndcg_export:.4f} "
+                f"(difference {difference:+.4f}; {self.evaluation})"
+            )
+        if self.images is not None:
+            lines.append(self.images.line())
+        return lines
 
 
 NO_TEXTS = Check("", 0, 0.0, 0.0, "", "document", 0.0)
 """Result of a model that embeds images only, to which the comparison of images is added."""
 
 
+def _are_close(distance: float, length_error: float, tolerance: float) -> bool:
+    return distance <= tolerance and length_error <= LENGTH_TOLERANCE_FACTOR * tolerance
+
+
+# ---- inputs --------------------------------------------------------------------------------------------------------
+
+
 def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
     """Return NUM_TEXTS texts: half queries and half documents of the evaluation data, filled up with made ones."""
-    found: Texts = []
-    if data is not None:
-        first, second = (
-            (data.queries, data.documents)
-            if isinstance(data, RetrievalData)
-            else (data.first, data.second)
-        )
-        kinds: tuple[tuple[Sequence[Item], Kind], ...] = (
-            (first, "query"),
-            (second, "document"),
-        )
-        for items, kind in kinds:
-            texts: dict[str, None] = {}
-            for item in items:  # to the last one needed: a corpus may have millions
-                if len(texts) == NUM_TEXTS // 2:
-                    break
-                if item.text and not item.images:
-                    texts[item.text] = None
-            found += [(text, kind) for text in texts]
-    return found + made_texts(NUM_TEXTS - len(found), max_length)
+    texts: Texts = []
+    for items, kind in _items_by_kind(data):
+        of_kind: dict[str, None] = {}
+        # Only as far as needed: a corpus may have millions.
+        for item in items:
+            if len(of_kind) == NUM_TEXTS // 2:
+                break
+            if item.text and not item.images:
+                of_kind[item.text] = None
+        texts += [(text, kind) for text in of_kind]
+    return texts + made_texts(NUM_TEXTS - len(texts), max_length)
+
+
+def images_to_compare(data: EvalData | None) -> list[Image.Image]:
+    """Return NUM_IMAGES images: the first half those of the evaluation data, the others made."""
+    images: list[Image.Image] = []
+    seen = set()
+    for items, _ in reversed(_items_by_kind(data)):  # documents first
+        for item in items:
+            for reference in item.images:
+                if len(images) < NUM_IMAGES // 2 and reference not in seen:
+                    seen.add(reference)
+                    images.append(load_image(reference))
+    return images + made_images(NUM_IMAGES - len(images))
+
+
+def _items_by_kind(data: EvalData | None) -> list[tuple[Sequence[Item], Kind]]:
+    if data is None:
+        return []
+    if isinstance(data, RetrievalData):
+        return [(data.queries, "query"), (data.documents, "document")]
+    return [(data.first, "query"), (data.second, "document")]
 
 
 def made_texts(count: int, max_length: int) -> Texts:
@@ -157,118 +185,127 @@ def made_texts(count: int, max_length: int) -> Texts:
     words = WORDS.split()
     # One text is longer than the limit, so that the cut is compared too.
     longest = min(max_length, 512) + 8
-    lengths = [1, 2, 3, longest] + [
-        int(draw.integers(1, min(longest, 40))) for _ in range(max(count - 4, 0))
-    ]
-    kinds: tuple[Kind, Kind] = ("query", "document")
-    return [
-        (" ".join(draw.choice(words, length)), kinds[at % 2])
-        for at, length in enumerate(lengths[:count])
-    ]
+    lengths = [1, 2, 3, longest]
+    for _ in range(count - len(lengths)):
+        lengths.append(int(draw.integers(1, min(longest, 40))))
+    texts: Texts = []
+    for number, length in enumerate(lengths[:count]):
+        text = " ".join(draw.choice(words, length))
+        texts.append((text, "document" if number % 2 else "query"))
+    return texts
+
+
+def bounded(data: EvalData | None) -> RetrievalData | None:
+    """Return retrieval data of texts with a bounded corpus; None for data without nDCG or with images in that part."""
+    if not isinstance(data, RetrievalData):
+        return None
+    queries = data.queries[:MAX_SCORED_QUERIES]
+    relevance = data.relevance[:MAX_SCORED_QUERIES]
+    # Relevant documents first, so that the bound leaves out none of them.
+    new_numbers: dict[int, int] = {}
+    for grades in relevance:
+        for document in grades:
+            new_numbers.setdefault(document, len(new_numbers))
+    for document in range(len(data.documents)):
+        if len(new_numbers) >= MAX_SCORED_DOCUMENTS:
+            break
+        new_numbers.setdefault(document, len(new_numbers))
+    documents = tuple(data.documents[number] for number in new_numbers)
+    if any(item.images or not item.text for item in (*queries, *documents)):
+        return None
+    new_relevance = []
+    for grades in relevance:
+        new_grades = {new_numbers[number]: grade for number, grade in grades.items()}
+        new_relevance.append(new_grades)
+    return RetrievalData(data.name, queries, documents, tuple(new_relevance))
+
+
+# ---- comparisons ---------------------------------------------------------------------------------------------------
 
 
 def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
     """Return [n, d] embeddings in the order of the texts; each kind is encoded together."""
-    found: list[Any] = [None] * len(texts)
+    rows: dict[int, np.ndarray] = {}
     for kind in get_args(Kind):
-        rows = [row for row, (_, own) in enumerate(texts) if own == kind]
-        if rows:
-            for row, vector in zip(
-                rows, encode([texts[row][0] for row in rows], kind), strict=True
-            ):
-                found[row] = vector
-    return np.stack(found)
-
-
-def smaller(data: EvalData | None) -> RetrievalData | None:
-    """Return retrieval data of texts with a bounded corpus; None for data without nDCG or with images in that part."""
-    if not isinstance(data, RetrievalData):
-        return None
-    relevance = data.relevance[:NUM_QUERIES]
-    # Relevant documents first, so that the bound leaves out none of them.
-    kept = dict.fromkeys(document for grades in relevance for document in grades)
-    for document in range(len(data.documents)):
-        if len(kept) >= NUM_DOCUMENTS:
-            break
-        kept[document] = None
-    place = {document: at for at, document in enumerate(kept)}
-    queries, documents = (
-        data.queries[:NUM_QUERIES],
-        tuple(data.documents[document] for document in kept),
-    )
-    if any(item.images or not item.text for item in (*queries, *documents)):
-        return None
-    return RetrievalData(
-        name=data.name,
-        queries=queries,
-        documents=documents,
-        relevance=tuple(
-            {place[document]: grade for document, grade in grades.items()}
-            for grades in relevance
-        ),
-    )
+        numbers = [number for number, entry in enumerate(texts) if entry[1] == kind]
+        if numbers:
+            vectors = encode([texts[number][0] for number in numbers], kind)
+            rows |= zip(numbers, vectors, strict=True)
+    return np.stack([rows[number] for number in range(len(texts))])
 
 
 def ndcg(encode: Encode, data: RetrievalData, *, normalize: bool) -> float:
     """Return nDCG@10 of an encoder."""
-    asked = encode([item.text or "" for item in data.queries], "query")
+    queries = encode([item.text or "" for item in data.queries], "query")
     documents = encode([item.text or "" for item in data.documents], "document")
-    return retrieval_metrics(asked, documents, data, [10], [], normalize=normalize)[
-        METRIC
-    ]
+    metrics = retrieval_metrics(queries, documents, data, [10], [], normalize=normalize)
+    return metrics[METRIC]
 
 
-def distances(one_ND: np.ndarray, other_ND: np.ndarray) -> np.ndarray:
+def distances(first_ND: np.ndarray, second_ND: np.ndarray) -> np.ndarray:
     """Return [n] cosine distances of rows, in float64; infinite where a value is not finite."""
-    one, other = one_ND.astype(np.float64), other_ND.astype(np.float64)
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    first = first_ND.astype(np.float64)
+    second = second_ND.astype(np.float64)
+    lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     # A vector of zeros has the distance 1 to any other.
-    found: np.ndarray = 1 - np.einsum("nd,nd->n", one, other) / np.maximum(
-        lengths, 1e-300
-    )
-    return np.where(np.isfinite(found), np.maximum(found, 0.0), np.inf)
+    cosines = np.einsum("nd,nd->n", first, second) / np.maximum(lengths, 1e-300)
+    is_finite = np.isfinite(cosines)
+    return np.where(is_finite, np.maximum(1 - cosines, 0.0), np.inf)
 
 
-def length_error(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
+def length_error(model_ND: np.ndarray, export_ND: np.ndarray) -> float:
     """Return the largest difference between the lengths of two rows, relative to the first."""
-    own, long = np.linalg.norm(one_ND, axis=1), np.linalg.norm(other_ND, axis=1)
-    return float(np.max(np.abs(long - own) / np.maximum(own, 1e-12)))
+    lengths = np.linalg.norm(model_ND, axis=1)
+    differences = np.abs(np.linalg.norm(export_ND, axis=1) - lengths)
+    return float(np.max(differences / np.maximum(lengths, 1e-12)))
 
 
-def similarity_correlation(one_ND: np.ndarray, other_ND: np.ndarray) -> float:
+def similarity_correlation(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
     """Return Spearman's correlation of the cosine similarities of all pairs of rows."""
-    above = np.triu_indices(len(one_ND), 1)
-    found = []
-    for vectors in (one_ND, other_ND):
+    pairs = np.triu_indices(len(first_ND), 1)
+    similarities = []
+    for vectors in (first_ND, second_ND):
         unit = first_dims(vectors, vectors.shape[1], True)
-        found.append((unit @ unit.T)[above])
-    return float(spearmanr(*found).statistic)
+        similarities.append((unit @ unit.T)[pairs])
+    return float(spearmanr(*similarities).statistic)
 
 
 def compare(
-    reader_name: str,
+    runtime: str,
     model_ND: np.ndarray,
     export_ND: np.ndarray,
     texts: Texts,
     tolerance: float,
 ) -> Check:
     """Return the comparison of two sets of embeddings of the same texts."""
+    text_distances = np.full(len(model_ND), np.inf)
+    largest_length_error = np.inf
     if model_ND.shape == export_ND.shape:
-        apart, lengths = (
-            distances(model_ND, export_ND),
-            length_error(model_ND, export_ND),
-        )
-    else:
-        apart, lengths = np.full(len(model_ND), np.inf), np.inf
-    worst = int(np.argmax(apart))
+        text_distances = distances(model_ND, export_ND)
+        largest_length_error = length_error(model_ND, export_ND)
+    worst = int(np.argmax(text_distances))
+    worst_text, worst_kind = texts[worst]
     return Check(
-        runtime=reader_name,
+        runtime=runtime,
         num_texts=len(texts),
-        largest_distance=float(apart[worst]),
+        largest_distance=float(text_distances[worst]),
         tolerance=tolerance,
-        worst_text=texts[worst][0],
-        worst_kind=texts[worst][1],
-        largest_length_error=lengths,
+        worst_text=worst_text,
+        worst_kind=worst_kind,
+        largest_length_error=largest_length_error,
+    )
+
+
+def compare_images(
+    folder: Path, images: Sequence[Image.Image], model_ND: np.ndarray, tolerance: float
+) -> ImageCheck:
+    """Return the comparison of the exported image graph with the model's own vectors of the same images."""
+    reader = OnnxImages(folder)
+    export_ND = reader.encode(images)
+    largest = float(distances(model_ND, export_ND).max())
+    largest_length_error = length_error(model_ND, export_ND)
+    return ImageCheck(
+        reader.runtime, len(images), largest, largest_length_error, tolerance
     )
 
 
@@ -277,39 +314,45 @@ def difference(
     embedder: Embedder,
     reader: ExportReader,
     model_ND: np.ndarray,
-    vectors: np.ndarray,
+    export_ND: np.ndarray,
 ) -> str:
     """Return what differs, found on the text with the largest distance: sizes, token ids, lengths or pooling."""
-    if model_ND.shape != vectors.shape:
-        return f"embeddings of {vectors.shape[1]:,d} dimensions instead of {model_ND.shape[1]:,d} (Dense, truncate_dim)"
-    text, kind = check.worst_text, check.worst_kind
+    if model_ND.shape != export_ND.shape:
+        return f"embeddings of {export_ND.shape[1]:,d} dimensions instead of {model_ND.shape[1]:,d} (Dense, truncate_dim)"
+    text = check.worst_text
+    kind = check.worst_kind
     featuriser = embedder.featuriser
-    (own,) = featuriser.features([(Item(text=text), kind)])
-    ids = [] if own.token_ids is None else own.token_ids.tolist()
-    theirs = reader.token_ids(text, kind)
-    if ids != theirs:
+    (features,) = featuriser.features([(Item(text=text), kind)])
+    model_ids = [] if features.token_ids is None else features.token_ids.tolist()
+    export_ids = reader.token_ids(text, kind)
+    if model_ids != export_ids:
         return (
-            f"its {kind} tokens: {len(theirs):,d} instead of {len(ids):,d} for the text {text!r:.60} (prompt, "
-            "tokenizer, special tokens or truncation)"
+            f"its {kind} tokens: {len(export_ids):,d} instead of {len(model_ids):,d} for the text {text!r:.60} "
+            "(prompt, tokenizer, special tokens or truncation)"
         )
     if check.largest_distance <= check.tolerance:
         return f"the lengths of its embeddings, by up to {check.largest_length_error:.2g} of them (normalisation)"
-    exported = reader.encode([text], kind)
     description = embedder.description
-    for pooling in POOLINGS.values():
-        if pooling.is_trained or pooling.name == description.pooling:
-            continue
-        if description.pooling == MODEL_POOLING:
-            break
-        if pooling.width(1) != POOLINGS[description.pooling].width(1):
-            continue
-        other = EmbeddingModel(
-            description.with_(pooling=pooling.name), embedder.backbone, embedder.head
+    export_1D = reader.encode([text], kind)
+    for pooling in _other_poolings(description.pooling):
+        model = EmbeddingModel(
+            description.with_(pooling=pooling), embedder.backbone, embedder.head
         ).eval()
-        (found,) = other([("text", featuriser.collate([own]))])
-        cut = embedder.finish(
-            found.detach().float().numpy(), embedder.truncate_dim, None
-        )
-        if distances(cut, exported)[0] <= check.tolerance:
-            return f"its pooling: {pooling.name} instead of {description.pooling}"
+        (vectors,) = model([("text", featuriser.collate([features]))])
+        full = vectors.detach().float().numpy()
+        pooled_1D = embedder.finish(full, embedder.truncate_dim, None)
+        if distances(pooled_1D, export_1D)[0] <= check.tolerance:
+            return f"its pooling: {pooling} instead of {description.pooling}"
     return "its arithmetic or weights: tokens, sizes and lengths agree"
+
+
+def _other_poolings(own: str) -> list[str]:
+    """Return the poolings that could stand in the place of a model's: untrained, and of the same width."""
+    if own == MODEL_POOLING:
+        return []
+    width = POOLINGS[own].width(1)
+    names = []
+    for pooling in POOLINGS.values():
+        if pooling.name != own and not pooling.is_trained and pooling.width(1) == width:
+            names.append(pooling.name)
+    return names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,35 +18,33 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.report.record import read_run
 from vembed.export.check import (
+    DISTANCE_TOLERANCE,
     NO_TEXTS,
     NUM_TEXTS,
     STUDENT_TOLERANCE,
-    TOLERANCE,
     Check,
     Texts,
+    bounded,
     compare,
+    compare_images,
     difference,
     encode_all,
+    images_to_compare,
     ndcg,
     similarity_correlation,
-    smaller,
     texts_to_compare,
 )
 from vembed.export.formats import (
     PRECISIONS,
+    ExportFormat,
     ExportJob,
-    ExportReader,
-    Format,
     FormatName,
     WeightPrecision,
-    say_nothing,
+    log_nothing,
 )
 from vembed.export.gguf_format import GgufFormat
-from vembed.export.onnx_format import OnnxFormat
-from vembed.export.onnx_images import compare_images, images_to_compare
-from vembed.export.openvino_format import OpenvinoFormat
+from vembed.export.onnx_format import OnnxFormat, OpenvinoFormat
 from vembed.export.safetensors_format import SafetensorsFormat
-from vembed.export.servers import ServerName, server_refusal, write_server_files
 from vembed.export.static_format import StaticFormat
 from vembed.inference.embedder import Embedder
 from vembed.models.families.backbones import file_dtype, read_config
@@ -55,10 +52,11 @@ from vembed.models.families.description import ModelDescription
 from vembed.models.families.weight_files import EXPORT_FILE
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder
+from vembed.saving.layout import write_json
 
-MOST_STUDENT_EXAMPLES = 10_000
+MAX_STUDENT_EXAMPLES = 10_000
 """Examples whose texts train a student; of more, as many spread over all."""
-KNOWN: dict[FormatName, Format] = {
+EXPORT_FORMATS: dict[FormatName, ExportFormat] = {
     "safetensors": SafetensorsFormat(),
     "onnx": OnnxFormat(),
     "openvino": OpenvinoFormat(),
@@ -81,35 +79,36 @@ class Exported:
 def export_model(
     model: str,
     output: str | Path,
-    form: FormatName,
+    format_name: FormatName,
     precision: WeightPrecision | None = None,
     *,
     check: bool = True,
     data: str | None = None,
     tolerance: float | None = None,
-    server: ServerName | None = None,
+    write_more: Callable[[Path, Embedder], object] | None = None,
+    refuse: Callable[[ModelDescription], object] | None = None,
     trust_remote_code: bool = False,
-    say: Callable[[str], object] = say_nothing,
+    log: Callable[[str], object] = log_nothing,
 ) -> Exported:
     """Write `model` to the new folder `output`. With `check`, an export whose embeddings differ by more than
     `tolerance` is refused, and nothing is left behind. `data`: evaluation data for the texts of the check and the nDCG;
-    by default those of the run. `say` takes a line before each part that may take minutes."""
+    by default those of the run. `refuse` may raise for a model, and `write_more` adds files to the export. `log` takes a
+    line before each part that may take minutes."""
     target = Path(output)
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
-    kind = KNOWN[form]
-    if precision is not None and precision not in kind.precisions:
+    export_format = EXPORT_FORMATS[format_name]
+    if precision is not None and precision not in export_format.precisions:
         raise UserError(
-            f"--precision {precision}: --format {form} takes {', '.join(kind.precisions)}"
+            f"--precision {precision}: --format {format_name} takes {', '.join(export_format.precisions)}"
         )
-    missing = kind.missing()
-    if missing is not None and (check or form != "safetensors"):
-        raise UserError(f"--format {form}: {missing}")
-    found = (
-        evaluation_data(model, data, trust_remote_code=trust_remote_code)
-        if check
-        else None
-    )
+    missing = export_format.missing()
+    if missing is not None and (check or format_name != "safetensors"):
+        raise UserError(f"--format {format_name}: {missing}")
+    evaluation = None
+    if check:
+        evaluation = evaluation_data(model, data, trust_remote_code=trust_remote_code)
+    # Float32 for every precision: each format rounds the weights itself, and the check compares with unrounded ones.
     embedder = Embedder(
         model,
         device="cpu",
@@ -117,291 +116,264 @@ def export_model(
         mixed_precision="no",
         trust_remote_code=trust_remote_code,
     )
-    # Float32 for every precision: each format rounds the weights itself, and the check compares with unrounded ones.
-    refusal = kind.refusal(embedder)
+    description = embedder.description
+    if refuse is not None:
+        refuse(description)
+    refusal = export_format.refusal(embedder)
     if refusal is not None:
-        raise UserError(f"--format {form}: {model} cannot be exported: {refusal}")
-    refusal = None if server is None else server_refusal(server, embedder.description)
-    if refusal is not None:
-        raise UserError(f"--for {server}: {model} cannot be served: {refusal}")
-    precision = precision or _default_precision(form, embedder.description)
+        raise UserError(
+            f"--format {format_name}: {model} cannot be exported: {refusal}"
+        )
+    precision = precision or _default_precision(format_name, description)
+    is_student = format_name == "static"
+    if tolerance is None:
+        tolerance = STUDENT_TOLERANCE if is_student else DISTANCE_TOLERANCE[precision]
+    texts = student_texts(model, evaluation) if is_student else []
+    job = ExportJob(model, embedder, precision, texts, log)
     # The folder has another name until the check has passed, so that a refused export leaves nothing behind.
     with replaced_folder(target) as folder:
-        job = ExportJob(
-            model,
-            embedder,
-            precision,
-            student_texts(model, found) if form == "static" else (),
-            say,
-        )
+        export = _Export(export_format, format_name, job, folder, tolerance)
         result = None
         if check:
-            usual = STUDENT_TOLERANCE if form == "static" else TOLERANCE[precision]
-            largest = usual if tolerance is None else tolerance
-            result = _write_and_check(kind, job, folder, found, largest, form)
+            result = export.write_and_check(evaluation)
         else:
-            _write(kind, job, folder, form)
-        facts = _describe(folder, embedder, form, precision, result) | (
-            {"num_training_texts": len(job.texts)} if form == "static" else {}
-        )
-        if server is not None:
-            dim = embedder.truncate_dim or embedder.description.embedding_dim
-            write_server_files(server, folder, embedder.description, dim)
-    return Exported(target, result, embedder.description, facts)
+            export.write()
+        facts = _describe(folder, embedder, format_name, precision, result)
+        if is_student:
+            facts["num_training_texts"] = len(texts)
+        if write_more is not None:
+            write_more(folder, embedder)
+    return Exported(target, result, description, facts)
 
 
 def _default_precision(
-    form: FormatName, description: ModelDescription
+    format_name: FormatName, description: ModelDescription
 ) -> WeightPrecision:
     """Return float32; for safetensors the dtype of the model's file, so that nothing grows or is rounded."""
-    if form != "safetensors":
+    if format_name != "safetensors":
         return "float32"
-    config = read_config(
-        Path(description.source), trust_remote_code=description.trust_remote_code
-    )
-    name = str(file_dtype(config)).removeprefix("torch.")
-    return next((one for one in PRECISIONS if one == name), "float32")
+    source = Path(description.source)
+    config = read_config(source, trust_remote_code=description.trust_remote_code)
+    return precision_named(str(file_dtype(config)).removeprefix("torch.")) or "float32"
+
+
+def precision_named(name: str) -> WeightPrecision | None:
+    """Return a precision by its name; None for another name."""
+    return next((precision for precision in PRECISIONS if precision == name), None)
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
 
 
 def evaluation_data(
     model: str, data: str | None, *, trust_remote_code: bool = False
 ) -> EvalData | None:
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
-    config = TrainConfig(
-        model_name=model, data_path="-", trust_remote_code=trust_remote_code
-    )
+    options: dict[str, Any] = {}
     if data is None:
-        run = run_folder(model)
-        if run is None:
-            return None
-        values = read_run(run).config
-        data = values.get("val_data_path")
+        options = _run_options(model, ("column_mapping", "image_root", "on_bad_record"))
+        data = _run_options(model, ("val_data_path",)).get("val_data_path")
         if data is None or not Path(data).exists():
             return None
-        known = ("column_mapping", "image_root", "on_bad_record")
-        config = config.changed(
-            **{name: values[name] for name in known if name in values}
-        )
+    config = TrainConfig(
+        model_name=model,
+        data_path="-",
+        trust_remote_code=trust_remote_code,
+        **options,
+    )
     return open_eval_data(config, data)
 
 
 def student_texts(model: str, data: EvalData | None) -> Texts:
     """Return the texts to train a student with: queries and documents of the run's training data, otherwise documents
     of the evaluation data that the check does not use."""
-    run = run_folder(model)
-    if run is not None:
-        values = read_run(run).config
-        known = (
-            "column_mapping",
-            "image_root",
-            "on_bad_record",
-            "max_train_examples",
-            "val_split",
-            "seed",
-        )
-        paths = (
-            values["data_path"]
-            if isinstance(values["data_path"], list)
-            else [values["data_path"]]
-        )
-        if all(isinstance(one, str) and Path(one).exists() for one in paths):
-            config = TrainConfig(
-                model_name=model,
-                data_path=paths,
-                **{name: values[name] for name in known if name in values},
-            )
-            return _texts_of(open_sets(config, compares=False).examples)
-    if isinstance(data, RetrievalData):
-        # As many spread over the whole corpus, which may have millions; the first are those of the check.
-        first = NUM_TEXTS // 2
-        step = max(-(-(len(data.documents) - first) // MOST_STUDENT_EXAMPLES), 1)
-        some = (
-            data.documents[number] for number in range(first, len(data.documents), step)
-        )
-        return [(one.text, "document") for one in some if one.text and not one.images]
-    return []
+    names = (
+        "data_path",
+        "column_mapping",
+        "image_root",
+        "on_bad_record",
+        "max_train_examples",
+        "val_split",
+        "seed",
+    )
+    options = _run_options(model, names)
+    if options:
+        paths = options["data_path"]
+        if not isinstance(paths, list):
+            paths = [paths]
+        if all(isinstance(path, str) and Path(path).exists() for path in paths):
+            config = TrainConfig(model_name=model, **options)
+            return _example_texts(open_sets(config, compares=False).examples)
+    if not isinstance(data, RetrievalData):
+        return []
+    # As many spread over the whole corpus, which may have millions; the first are those of the check.
+    first = NUM_TEXTS // 2
+    step = max(-(-(len(data.documents) - first) // MAX_STUDENT_EXAMPLES), 1)
+    texts: Texts = []
+    for number in range(first, len(data.documents), step):
+        item = data.documents[number]
+        if item.text and not item.images:
+            texts.append((item.text, "document"))
+    return texts
 
 
-def _texts_of(examples: ExampleStore) -> Texts:
+def _example_texts(examples: ExampleStore) -> Texts:
+    texts: dict[tuple[str, Kind], None] = {}
     # Every step-th example, as rows that stand together are often alike.
-    step = -(-len(examples) // MOST_STUDENT_EXAMPLES)
-    found: dict[tuple[str, Kind], None] = {}
+    step = -(-len(examples) // MAX_STUDENT_EXAMPLES)
     for number in range(0, len(examples), step):
         example = examples[number]
-        found |= {(example.query.text, "query"): None} if example.query.text else {}
-        found |= {
-            (one.text, "document"): None
-            for one in (*example.positives, *example.negatives)
-            if one.text
-        }
-    return list(found)
+        if example.query.text:
+            texts[example.query.text, "query"] = None
+        for item in (*example.positives, *example.negatives):
+            if item.text:
+                texts[item.text, "document"] = None
+    return list(texts)
 
 
-def run_folder(model: str) -> Path | None:
-    """Return the folder of the run that made a model; None for a model of another origin."""
-    place = Path(model).expanduser()
-    # `place` is the run itself, or its final/ or one of its checkpoints.
-    return next(
-        (one for one in (place, place.parent) if (one / "config.yaml").is_file()), None
-    )
+def _run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return options of the run that made a model; none for a model of another origin."""
+    path = Path(model).expanduser()
+    # The run itself, or its final/ or one of its checkpoints.
+    for folder in (path, path.parent):
+        if (folder / "config.yaml").is_file():
+            config = read_run(folder).config
+            return {name: config[name] for name in names if name in config}
+    return {}
 
 
-def _write_and_check(
-    kind: Format,
-    job: ExportJob,
-    folder: Path,
-    data: EvalData | None,
-    tolerance: float,
-    form: FormatName,
-) -> Check:
-    """Write the export and return its comparison with the model. Raise UserError if it differs."""
-    embedder = job.embedder
+# ---- writing and checking ------------------------------------------------------------------------------------------
 
-    def own(texts: list[str], kind: Kind) -> np.ndarray:
-        return embedder.encode(texts, kind)
 
-    # The model's own vectors first: a format may change the attention function of the modules.
-    images = (
-        images_to_compare(data)
-        if form == "onnx" and "image" in embedder.description.modalities
-        else []
-    )
-    image_ND = embedder.encode(images)
-    if "text" not in embedder.description.modalities:
-        _write(kind, job, folder, form)
-        return _with_images(NO_TEXTS, job, folder, images, image_ND, tolerance)
-    texts = texts_to_compare(data, embedder.description.max_length)
-    judged = smaller(data)
-    judged_texts = 0 if judged is None else len(judged.queries) + len(judged.documents)
-    job.say(f"encoding {len(texts) + judged_texts:,d} texts with the model")
-    model_ND = encode_all(own, texts)
-    normalize = embedder.description.similarity == "cosine"
-    before = None if judged is None else ndcg(own, judged, normalize=normalize)
-    _write(kind, job, folder, form)
-    reader = kind.reader(folder)
-    job.say(f"encoding the same texts with the export in {reader.runtime}")
-    vectors = encode_all(reader.encode, texts)
-    result = compare(reader.runtime, model_ND, vectors, texts, tolerance)
-    if (
-        form == "static"
-    ):  # another model: its vectors are not the model's, but its similarities should follow
-        result = replace(
-            result, rank_correlation=similarity_correlation(model_ND, vectors)
-        )
-        if not result.passes:
-            more = (
-                ""
-                if job.texts
-                else "; it had no texts to learn from: export a run, or give --data"
-            )
+@dataclass(frozen=True)
+class _Export:
+    """One export on its way into a folder."""
+
+    export_format: ExportFormat
+    format_name: FormatName
+    job: ExportJob
+    folder: Path
+    tolerance: float
+
+    def write(self) -> None:
+        self.job.log(f"writing the {self.format_name} files in {self.job.precision}")
+        self.export_format.write(self.job, self.folder)
+
+    def write_and_check(self, data: EvalData | None) -> Check:
+        """Write the export and return its comparison with the model. Raise UserError if it differs."""
+        embedder = self.job.embedder
+        description = embedder.description
+        # The model's own vectors first: a format may change the attention function of the modules.
+        images: list[Image.Image] = []
+        if self.format_name == "onnx" and "image" in description.modalities:
+            images = images_to_compare(data)
+        image_ND = embedder.encode(images)
+        if "text" not in description.modalities:
+            self.write()
+            return self._with_images(NO_TEXTS, images, image_ND)
+
+        def encode(texts: list[str], kind: Kind) -> np.ndarray:
+            return embedder.encode(texts, kind)
+
+        texts = texts_to_compare(data, description.max_length)
+        scored = bounded(data)
+        num_texts = len(texts)
+        if scored is not None:
+            num_texts += len(scored.queries) + len(scored.documents)
+        self.job.log(f"encoding {num_texts:,d} texts with the model")
+        model_ND = encode_all(encode, texts)
+        normalize = description.similarity == "cosine"
+        ndcg_model = ndcg(encode, scored, normalize=normalize) if scored else None
+
+        self.write()
+        reader = self.export_format.reader(self.folder)
+        self.job.log(f"encoding the same texts with the export in {reader.runtime}")
+        export_ND = encode_all(reader.encode, texts)
+        check = compare(reader.runtime, model_ND, export_ND, texts, self.tolerance)
+        if self.format_name == "static":
+            check = self._with_correlation(check, model_ND, export_ND)
+        elif not check.passes:
+            reason = difference(check, embedder, reader, model_ND, export_ND)
             raise UserError(
-                f"the static student of {job.model} does not follow the model: Spearman correlation "
-                f"{result.rank_correlation:.3f} of the similarities of {result.num_texts} texts, at least "
-                f"{1 - tolerance:.2g} is asked for{more}; nothing was written (--tolerance allows more)"
+                f"the {self.format_name} export of {self.job.model} differs from the model in {reason}; largest cosine "
+                f"distance {check.largest_distance:.2g} of {check.num_texts} texts, tolerance {self.tolerance:.2g}; "
+                "nothing was written (--tolerance allows more)"
             )
-    elif not result.passes:
-        why = difference(result, embedder, reader, model_ND, vectors)
-        raise UserError(
-            f"the {form} export of {job.model} differs from the model in {why}; largest cosine distance "
-            f"{result.largest_distance:.2g} of {result.num_texts} texts, tolerance {tolerance:.2g}; nothing was "
-            "written (--tolerance allows more)"
+        if images:
+            check = self._with_images(check, images, image_ND)
+        if scored is None:
+            return check
+        return replace(
+            check,
+            ndcg_model=ndcg_model,
+            ndcg_export=ndcg(reader.encode, scored, normalize=normalize),
+            evaluation=f"{len(scored.queries):,d} queries over {len(scored.documents):,d} documents",
         )
-    if images:
-        result = _with_images(result, job, folder, images, image_ND, tolerance)
-    if judged is not None:
-        result = _with_scores(result, reader, judged, before, normalize)
-    return result
 
-
-def _write(kind: Format, job: ExportJob, folder: Path, form: FormatName) -> None:
-    job.say(f"writing the {form} files in {job.precision}")
-    kind.write(job, folder)
-
-
-def _with_images(
-    result: Check,
-    job: ExportJob,
-    folder: Path,
-    images: list[Image.Image],
-    model_ND: np.ndarray,
-    tolerance: float,
-) -> Check:
-    """Add the comparison of images. Raise UserError if they differ."""
-    found = compare_images(folder, images, model_ND, tolerance)
-    if not found.passes:
+    def _with_correlation(
+        self, check: Check, model_ND: np.ndarray, export_ND: np.ndarray
+    ) -> Check:
+        """Add the correlation of a student, which is another model: its similarities should follow the model's."""
+        correlation = similarity_correlation(model_ND, export_ND)
+        check = replace(check, rank_correlation=correlation)
+        if check.passes:
+            return check
+        advice = ""
+        if not self.job.texts:
+            advice = "; it had no texts to learn from: export a run, or give --data"
         raise UserError(
-            f"the onnx export of {job.model} differs from the model in its images (image processor, pooling or "
-            f"weights); largest cosine distance {found.largest_distance:.2g} of {found.num_images} images, tolerance "
-            f"{tolerance:.2g}; nothing was written (--tolerance allows more)"
+            f"the static student of {self.job.model} does not follow the model: Spearman correlation {correlation:.3f} "
+            f"of the similarities of {check.num_texts} texts, at least {1 - self.tolerance:.2g} is asked for{advice}; "
+            "nothing was written (--tolerance allows more)"
         )
-    return replace(result, runtime=found.runtime, images=found)
 
-
-def _with_scores(
-    result: Check,
-    reader: ExportReader,
-    judged: RetrievalData,
-    before: float | None,
-    normalize: bool,
-) -> Check:
-    about = (
-        f"{len(judged.queries):,d} queries over {len(judged.documents):,d} documents"
-    )
-    return replace(
-        result,
-        ndcg_model=before,
-        ndcg_export=ndcg(reader.encode, judged, normalize=normalize),
-        evaluation=about,
-    )
+    def _with_images(
+        self, check: Check, images: list[Image.Image], model_ND: np.ndarray
+    ) -> Check:
+        """Add the comparison of images. Raise UserError if they differ."""
+        of_images = compare_images(self.folder, images, model_ND, self.tolerance)
+        if not of_images.passes:
+            raise UserError(
+                f"the onnx export of {self.job.model} differs from the model in its images (image processor, pooling "
+                f"or weights); largest cosine distance {of_images.largest_distance:.2g} of {of_images.num_images} "
+                f"images, tolerance {self.tolerance:.2g}; nothing was written (--tolerance allows more)"
+            )
+        return replace(check, runtime=of_images.runtime, images=of_images)
 
 
 def _describe(
     folder: Path,
     embedder: Embedder,
-    form: FormatName,
+    format_name: FormatName,
     precision: WeightPrecision,
     check: Check | None,
 ) -> dict[str, Any]:
     """Write export.json and the card; return the content of the first."""
     description = embedder.description
     facts = {
-        "format": form,
+        "format": format_name,
         "precision": precision,
         "embedding_dim": embedder.truncate_dim or description.embedding_dim,
         "normalized": description.normalize,
         "check": None if check is None else check.to_dict(),
     }
-    (folder / EXPORT_FILE).write_text(
-        json.dumps(facts, indent=2) + "\n", encoding="utf-8"
-    )
+    write_json(folder / EXPORT_FILE, facts)
+    card = folder / "README.md"
+    if card.is_file():
+        text = card.read_text(encoding="utf-8")
+    else:
+        text = render_card(description, Card())
+    lines = ["Not compared with the model (`--no-check`)."]
+    if check is not None:
+        lines = [f"- {line}" for line in check.lines()]
     section = [
+        text.rstrip(),
+        "",
         "## Export",
         "",
-        f"Exported by `vembed export --format {form} --precision {precision}`.",
+        f"Exported by `vembed export --format {format_name} --precision {precision}`.",
+        "",
+        *lines,
     ]
-    lines = (
-        ["Not compared with the model (`--no-check`)."]
-        if check is None
-        else [f"- {one}" for one in check.lines()]
-    )
-    section += ["", *lines]
-    card = folder / "README.md"
-    text = (
-        card.read_text(encoding="utf-8")
-        if card.is_file()
-        else render_card(description, Card())
-    )
-    card.write_text(
-        text.rstrip() + "\n\n" + "\n".join(section) + "\n", encoding="utf-8"
-    )
+    card.write_text("\n".join(section) + "\n", encoding="utf-8")
     return facts
-
-
-def precision_of(text: str) -> WeightPrecision | None:
-    """Return a precision by its name; None for an empty text."""
-    if not text:
-        return None
-    for one in PRECISIONS:
-        if one == text:
-            return one
-    raise UserError(f"--precision {text}: give one of {', '.join(PRECISIONS)}")

@@ -1,24 +1,31 @@
-"""Format: the interface of one export format, what it is given, and what reads its files."""
+"""ExportFormat: the interface of an export format, what it is given, and what reads its files."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
+from transformers import AutoTokenizer
 
 from vembed.data.examples import Kind
+from vembed.data.processing import CHARACTERS_PER_TOKEN, cut_words
 from vembed.inference.embedder import Embedder
+from vembed.models.families.weight_files import read_object
+from vembed.saving.layout import write_json
 
 FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
 WeightPrecision = Literal["float32", "float16", "bfloat16", "int8"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 PRECISIONS: tuple[WeightPrecision, ...] = get_args(WeightPrecision)
+PROMPTS_FILE = "config_sentence_transformers.json"
+LENGTH_FILE = "sentence_bert_config.json"
 
 
-def say_nothing(line: str) -> None:
+def log_nothing(line: str) -> None:
     """Take a line that nobody reads."""
 
 
@@ -33,7 +40,7 @@ class ExportJob:
     precision: WeightPrecision
     texts: Sequence[tuple[str, Kind]] = ()
     """Texts to train a student with; other formats need none."""
-    say: Callable[[str], object] = say_nothing
+    log: Callable[[str], object] = log_nothing
     """Takes a line before each part that may take minutes."""
 
 
@@ -52,24 +59,85 @@ class ExportReader(Protocol):
         ...
 
 
-class Format(Protocol):
+class ExportFormat(ABC):
     """One export format."""
 
-    precisions: tuple[WeightPrecision, ...]
+    precisions: ClassVar[tuple[WeightPrecision, ...]]
     """Precisions of the weights that the format has."""
 
+    @abstractmethod
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
-        ...
 
+    @abstractmethod
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
-        ...
 
+    @abstractmethod
     def write(self, job: ExportJob, folder: Path) -> None:
         """Write the export into an existing folder."""
-        ...
 
+    @abstractmethod
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in its own runtime."""
-        ...
+
+
+class FolderTexts:
+    """Prompts, tokenizer and maximum length of an exported folder, read from its files alone."""
+
+    def __init__(self, folder: Path) -> None:
+        stored = (read_object(folder / PROMPTS_FILE) or {}).get("prompts") or {}
+        self.prompts = {name: prompt or "" for name, prompt in stored.items()}
+        lengths = read_object(folder / LENGTH_FILE) or {}
+        self.max_length = int(lengths["max_seq_length"])
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def with_prompt(self, text: str, kind: Kind | None) -> str:
+        """Return a text with the prompt of its kind."""
+        return self.prompts.get(kind or "", "") + text
+
+    def token_ids(self, texts: Sequence[str], kind: Kind | None) -> list[list[int]]:
+        """Return the token ids of each text with its prompt."""
+        longest = CHARACTERS_PER_TOKEN * self.max_length
+        from_left = self.tokenizer.truncation_side == "left"
+        inputs = []
+        for text in texts:
+            whole = self.with_prompt(text, kind)
+            inputs.append(cut_words(whole, longest, from_left=from_left))
+        ids: list[list[int]] = self.tokenizer(
+            inputs, truncation=True, max_length=self.max_length
+        ).input_ids
+        return ids
+
+    def padded(
+        self, rows: Sequence[Sequence[int]], length: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Return int64 `input_ids` and `attention_mask` [n, tokens] of a batch, padded to its longest text or to
+        `length`, on the side that the tokenizer names."""
+        width = length or max(len(row) for row in rows)
+        ids = np.full((len(rows), width), self.tokenizer.pad_token_id, np.int64)
+        mask = np.zeros((len(rows), width), np.int64)
+        for number, row in enumerate(rows):
+            start = width - len(row) if self.tokenizer.padding_side == "left" else 0
+            ids[number, start : start + len(row)] = row
+            mask[number, start : start + len(row)] = 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+
+def write_texts(
+    folder: Path,
+    query_prompt: str,
+    document_prompt: str,
+    max_length: int,
+    similarity: str,
+) -> None:
+    """Write the files that FolderTexts and Sentence Transformers read, beside the tokenizer's own."""
+    settings = {
+        "model_type": "SentenceTransformer",
+        "prompts": {"query": query_prompt, "document": document_prompt},
+        "default_prompt_name": None,
+        "similarity_fn_name": similarity,
+    }
+    write_json(folder / PROMPTS_FILE, settings)
+    lengths = {"max_seq_length": max_length, "do_lower_case": False}
+    write_json(folder / LENGTH_FILE, lengths)

@@ -15,8 +15,7 @@ import torch
 
 from vembed.data.examples import Kind
 from vembed.errors import RunError
-from vembed.export.folder_texts import FolderTexts
-from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
+from vembed.export.formats import ExportFormat, ExportJob, ExportReader, FolderTexts
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.inference.embedder import Embedder
 from vembed.models.poolings import POOLINGS
@@ -24,12 +23,14 @@ from vembed.models.poolings import POOLINGS
 GGUF_FILE = "model.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
 _TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0"}
+NUM_SPECIAL_TOKENS = 8
+"""Room for special tokens beside a text of the greatest length."""
 
 
-class GgufFormat:
+class GgufFormat(ExportFormat):
     """GGUF. llama.cpp pools and normalises itself; a Dense module or truncation has no place in the file."""
 
-    precisions: tuple[WeightPrecision, ...] = ("float32", "float16", "bfloat16", "int8")
+    precisions = ("float32", "float16", "bfloat16", "int8")
 
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
@@ -47,43 +48,36 @@ class GgufFormat:
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
-        if not embedder.description.traits.reads_only_text:
+        description = embedder.description
+        if not description.traits.reads_only_text:
             return "llama.cpp's embeddings are of text models"
         if embedder.head is not None or embedder.truncate_dim is not None:
             return (
                 "llama.cpp has no Dense module and no truncate_dim; export it as onnx"
             )
-        pooling = POOLINGS[embedder.description.pooling]
+        pooling = POOLINGS[description.pooling]
         if "gguf" not in pooling.servers:
-            known = [one.name for one in POOLINGS.values() if "gguf" in one.servers]
+            known = [
+                other.name for other in POOLINGS.values() if "gguf" in other.servers
+            ]
             return f"llama.cpp pools by {', '.join(known)}, and this model by {pooling.name}"
         return None
 
     def write(self, job: ExportJob, folder: Path) -> None:
         """Write `model.gguf` and, for the check, the tokenizer and prompts."""
-        # The converter reads a folder of Transformers and rounds the weights itself; its tokenizer files stay for the
-        # check.
+        # The converter reads a folder of Transformers and rounds the weights itself.
         whole = folder / "whole"
         SafetensorsFormat().write(ExportJob(job.model, job.embedder, "float32"), whole)
         converter = shutil.which(CONVERTER)
         assert converter is not None
-        words = [
-            sys.executable,
-            converter,
-            str(whole),
-            "--outfile",
-            str(folder / GGUF_FILE),
-        ]
-        done = subprocess.run(
-            [*words, "--outtype", _TYPES[job.precision]],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise RunError(
-                f"{CONVERTER} failed: {done.stderr.strip().splitlines()[-1:]}"
-            )
+        command = [sys.executable, converter, str(whole)]
+        command += ["--outfile", str(folder / GGUF_FILE)]
+        command += ["--outtype", _TYPES[job.precision]]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode != 0:
+            last_line = process.stderr.strip().splitlines()[-1:]
+            raise RunError(f"{CONVERTER} failed: {last_line}")
+        # The tokenizer files stay for the check.
         for path in whole.iterdir():
             if path.is_file() and path.suffix != ".safetensors":
                 path.rename(folder / path.name)
@@ -91,11 +85,9 @@ class GgufFormat:
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in llama.cpp."""
-        return (
-            GgufReader(folder)
-            if find_spec("llama_cpp") is not None
-            else GgufServer(folder)
-        )
+        if find_spec("llama_cpp") is not None:
+            return GgufReader(folder)
+        return GgufServer(folder)
 
 
 class GgufReader:
@@ -118,21 +110,18 @@ class GgufReader:
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return llama.cpp's own token ids of a text with its prompt."""
-        given = self.texts.prompts.get(kind or "", "") + text
+        whole = self.texts.with_prompt(text, kind).encode()
         # special: prompts may hold special tokens in writing, such as <|im_end|>.
-        ids: list[int] = self.model.tokenize(given.encode(), add_bos=True, special=True)
+        ids: list[int] = self.model.tokenize(whole, add_bos=True, special=True)
         return ids[: self.texts.max_length]
 
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
-        prompt = self.texts.prompts.get(kind or "", "")
-        return np.array(
-            [
-                self.model.embed(prompt + text, normalize=True, truncate=True)
-                for text in texts
-            ],
-            np.float32,
-        )
+        vectors = []
+        for text in texts:
+            whole = self.texts.with_prompt(text, kind)
+            vectors.append(self.model.embed(whole, normalize=True, truncate=True))
+        return np.array(vectors, np.float32)
 
 
 class GgufServer:
@@ -147,33 +136,29 @@ class GgufServer:
         settings.embedding = True
         settings.n_parallel = 1
         settings.cpuparams.n_threads = torch.get_num_threads()
-        # Room for special tokens beside a text of the greatest length.
-        settings.n_ctx = settings.n_batch = settings.n_ubatch = (
-            self.texts.max_length + 8
-        )
+        num_tokens = self.texts.max_length + NUM_SPECIAL_TOKENS
+        settings.n_ctx = num_tokens
+        settings.n_batch = num_tokens
+        settings.n_ubatch = num_tokens
         self.server: Any = module.Server(settings)
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt, by the exported tokenizer: the server does not tell its
         own."""
-        return self.texts.token_ids(text, kind)
+        return self.texts.token_ids([text], kind)[0]
 
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
-        prompt = self.texts.prompts.get(kind or "", "")
-        return np.stack(
-            [
-                self._embedding(prompt + text, self.texts.token_ids(text, kind))
-                for text in texts
-            ]
-        )
-
-    def _embedding(self, text: str, ids: list[int]) -> np.ndarray:
-        # The server refuses what is longer than its context; clients cut such texts, and so it is done here.
-        given: str | list[int] = text if len(ids) < self.texts.max_length else ids
-        answer = self.server.handle_embeddings({"input": given})
-        if "data" not in answer:
-            raise RunError(
-                f"llama.cpp gave no embedding of a text of {len(ids):,d} tokens: {answer}"
-            )
-        return np.array(answer["data"][0]["embedding"], np.float32)
+        vectors = []
+        for text in texts:
+            ids = self.token_ids(text, kind)
+            # The server refuses what is longer than its context; clients cut such texts, and so it is done here.
+            is_cut = len(ids) >= self.texts.max_length
+            content = ids if is_cut else self.texts.with_prompt(text, kind)
+            answer = self.server.handle_embeddings({"input": content})
+            if "data" not in answer:
+                raise RunError(
+                    f"llama.cpp gave no embedding of a text of {len(ids):,d} tokens: {answer}"
+                )
+            vectors.append(answer["data"][0]["embedding"])
+        return np.array(vectors, np.float32)

@@ -1,10 +1,14 @@
-"""OnnxFormat: the text side of a model as one ONNX graph, and its image side as another, from inputs to embeddings."""
+"""OnnxFormat and OpenvinoFormat: the texts of a model as one graph, and its images as another, from inputs to embeddings."""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,47 +16,283 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoImageProcessor
 
-from vembed.data.examples import Kind
+from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
-from vembed.export.folder_texts import FolderTexts, write_texts
-from vembed.export.formats import ExportJob, WeightPrecision
-from vembed.export.graph import INPUTS, TextGraph, example_inputs
-from vembed.export.onnx_graphs import open_session, run_batches, save_graph, write_in
-from vembed.export.onnx_images import image_inputs, write_images
-from vembed.inference.embedder import Embedder
+from vembed.export.formats import (
+    ExportFormat,
+    ExportJob,
+    ExportReader,
+    FolderTexts,
+    WeightPrecision,
+    write_texts,
+)
+from vembed.inference.embedder import Embedder, to_item
+from vembed.models.families.backbones import is_decoder_only
+from vembed.models.families.description import IMAGE_TOWER_FOLDER
+from vembed.models.families.table import Modality
 from vembed.models.families.weight_files import read_object
+from vembed.models.modalities import pool, project, tower_features
 from vembed.models.processors import save_processors
 from vembed.models.towers import tower_module
 from vembed.saving.layout import write_json
 
 ONNX_FILE = "model.onnx"
+IMAGE_FILE = "image_model.onnx"
+OPENVINO_FILE = "openvino_model.xml"
+TEXT_INPUTS = ("input_ids", "attention_mask")
+PIXELS = "pixel_values"
+OUTPUT = "sentence_embedding"
 BATCH_TOKENS = 256
-"""Padded tokens of a forward pass. Its activations stay in the cache of a core: with 1,300 tokens each text took nearly
-twice as long (6 layers of width 384)."""
+"""Padded tokens of a forward pass in onnxruntime. Its activations stay in the cache of a core: with 1,300 tokens each
+text took nearly twice as long (6 layers of width 384)."""
+OPENVINO_BATCH_ROWS = 16
+MAX_FILE_BYTES = 1_800_000_000
+"""Weights in one file. ONNX files end at 2 GiB; larger weights go into a file beside."""
+TRACED_VOCAB_SIZE = 4
+"""Token ids that any vocabulary has, for models whose config names no size: the graph does not depend on them."""
+INT8_IMAGE_OPERATORS = ("MatMul", "Gemm")
+"""onnxruntime has no convolution of int8 weights, so that patch embeddings stay as they are."""
 
 
-FEW_TOKENS = 4
-"""Token ids that any vocabulary has: what is traced does not depend on them."""
+# ---- graphs --------------------------------------------------------------------------------------------------------
 
 
-class OnnxFormat:
+class Graph(nn.Module):
+    """Tower, pooling, projection, Dense modules, normalisation and truncation of one modality in one forward.
+
+    It has no step that depends on values, which tracing would freeze.
+    """
+
+    modality: Modality
+
+    def __init__(self, embedder: Embedder) -> None:
+        super().__init__()
+        self.description = embedder.description
+        self.backbone: Any = embedder.backbone
+        self.pooling = embedder.pooling
+        self.head = embedder.head
+        self.truncate_dim = embedder.truncate_dim
+        traits = self.description.traits
+        models: list[Any] = [self.backbone]
+        if traits.has_two_models:
+            models = [
+                tower_module(self.backbone, traits, name) for name in traits.towers
+            ]
+        # Eager attention is plain matrix products: every runtime has them, and int8 kernels replace them.
+        for model in models:
+            model.set_attn_implementation("eager")
+
+    def finish(self, features: Tensor) -> Tensor:
+        """Map tower features [n, width] to [n, d] embeddings, as `Embedder.encode` returns them."""
+        vectors = project(self.description, self.backbone, self.modality, features)
+        if self.head is not None:
+            vectors = self.head(vectors)
+        vectors = vectors.float()
+        # First the length, then the cut: the values of Embedder and Sentence Transformers.
+        if self.description.normalize:
+            vectors = nn.functional.normalize(vectors, dim=-1)
+        return vectors if self.truncate_dim is None else vectors[:, : self.truncate_dim]
+
+
+class TextGraph(Graph):
+    """Texts. The mask is always applied, and texts are padded."""
+
+    modality: Modality = "text"
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Map [n, tokens] ids and mask to [n, d] embeddings."""
+        return self.finish(self._features(input_ids, attention_mask))
+
+    def _features(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+        traits = self.description.traits
+        arguments: dict[str, Any] = {"input_ids": input_ids}
+        if traits.forwards["text"] == "pooled_towers":
+            # Texts of fixed length were trained without a mask.
+            if not traits.has_fixed_length:
+                arguments["attention_mask"] = mask
+            tower = tower_module(self.backbone, traits, "text")
+            pooled: Tensor = tower(**arguments).pooler_output
+            return pooled
+        model = _text_model(self.backbone, traits)
+        arguments["attention_mask"] = mask
+        if is_decoder_only(model.config):
+            arguments["use_cache"] = False
+            if self.description.padding_side == "left":
+                # Padded on the left, a text's first token must still have position 0; without this its position depends
+                # on the batch.
+                arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        hidden = model(**arguments).last_hidden_state
+        return pool(self.description.pooling, hidden, mask, module=self.pooling)
+
+
+class ImageGraph(Graph):
+    """Images of one size."""
+
+    modality: Modality = "image"
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Map [n, channels, height, width] pixels, as the image processor gives them, to [n, d] embeddings."""
+        inputs = {PIXELS: pixel_values}
+        features = tower_features(
+            self.description, self.backbone, "image", inputs, pooling=self.pooling
+        )
+        return self.finish(features)
+
+
+def example_inputs(vocab_size: int, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return [2, 8] ids and mask for tracing, or of a fixed length. Sizes exceed 1, which tracing would take for a
+    constant."""
+    tokens = length or 8
+    ids = torch.arange(2 * tokens).remainder(max(vocab_size, 1)).view(2, tokens)
+    return ids, torch.ones_like(ids)
+
+
+def _text_model(backbone: Any, traits: Any) -> Any:
+    """Return the model of Transformers that reads the texts."""
+    return tower_module(backbone, traits, "text") if traits.has_two_models else backbone
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def save_graph(
+    graph: nn.Module,
+    example: tuple[Tensor, ...],
+    shapes: Mapping[str, Mapping[int, Any]],
+    target: Path,
+) -> None:
+    """Trace a module and save it. `shapes`: the dimensions of each input that vary."""
+    exporter = logging.getLogger("torch.onnx")
+    level_before = exporter.level
+    # It names every operator library that is not installed.
+    exporter.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # deprecations inside torch and onnxscript
+            program: Any = torch.onnx.export(
+                graph.eval(),
+                example,
+                dynamo=True,
+                input_names=list(shapes),
+                output_names=[OUTPUT],
+                dynamic_shapes={name: dict(shape) for name, shape in shapes.items()},
+                verbose=False,
+            )
+            size = sum(weight.nbytes for weight in graph.parameters())
+            program.save(str(target), external_data=size > MAX_FILE_BYTES)
+    finally:
+        exporter.setLevel(level_before)
+
+
+def write_in(
+    precision: WeightPrecision,
+    trace: Callable[[Path], None],
+    target: Path,
+    int8_operators: Sequence[str] | None = None,
+) -> None:
+    """Write a graph in a precision. `trace` saves it in float32. `int8_operators`: those whose weights int8 takes;
+    None: all that onnxruntime's quantisation knows."""
+    if precision == "float32":
+        trace(target)
+        return
+    whole = target.with_name("whole.onnx")
+    trace(whole)
+    if precision == "int8":
+        _to_int8(whole, target, int8_operators)
+    else:
+        _to_float16(whole, target)
+    # Also whole.onnx.data, which large models have.
+    for path in target.parent.glob("whole.onnx*"):
+        path.unlink()
+
+
+def _to_int8(whole: Path, target: Path, operators: Sequence[str] | None) -> None:
+    """Quantise the weights of matrix products to int8. Activations are quantised as they are computed."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = _without_shapes(whole)
+    root = logging.getLogger()
+    level_before = root.level
+    # A hint about pre-processing, which changes nothing here.
+    root.setLevel(logging.ERROR)
+    try:
+        quantize_dynamic(
+            model,
+            target,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            op_types_to_quantize=None if operators is None else list(operators),
+            use_external_data_format=model.ByteSize() > MAX_FILE_BYTES,
+        )
+    finally:
+        root.setLevel(level_before)
+
+
+def _to_float16(whole: Path, target: Path) -> None:
+    """Store and compute in float16. Inputs and the output keep their types."""
+    import onnx
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    model: Any = convert_float_to_float16(_without_shapes(whole), keep_io_types=True)
+    onnx.save(model, target, save_as_external_data=model.ByteSize() > MAX_FILE_BYTES)
+
+
+def _without_shapes(path: Path) -> Any:
+    """Return a graph without the shapes of its inner values: of folded transposes they are those before folding, which
+    the converters refuse. They infer all shapes anew."""
+    import onnx
+
+    model: Any = onnx.load(path)
+    del model.graph.value_info[:]
+    return model
+
+
+def open_session(path: Path) -> Any:
+    """Return a graph in onnxruntime on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    # Waiting threads would take the cores from those of run_batches.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(
+        path,
+        options,
+        providers=["CPUExecutionProvider"],
+        # Its kernel took 9 times as long as an addition and a LayerNormalization, which it replaces (1.31).
+        disabled_optimizers=["SkipLayerNormFusion"],
+    )
+
+
+def run_batches(
+    session: Any, batches: Sequence[Mapping[str, np.ndarray]]
+) -> list[np.ndarray]:
+    """Return the output of each batch. As many are computed at a time as there are threads: a single one shares its
+    operators among them, which is slower where these are small."""
+    num_threads = torch.get_num_threads()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="vembed-onnx") as pool:
+        return list(pool.map(lambda batch: session.run([OUTPUT], batch)[0], batches))
+
+
+# ---- texts ---------------------------------------------------------------------------------------------------------
+
+
+class OnnxFormat(ExportFormat):
     """ONNX by torch's exporter; int8 and float16 by onnxruntime's converters."""
 
-    precisions: tuple[WeightPrecision, ...] = ("float32", "float16", "int8")
+    precisions = ("float32", "float16", "int8")
 
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
-        names = [
-            name
-            for name in ("onnx", "onnxscript", "onnxruntime")
-            if find_spec(name) is None
-        ]
-        return (
-            f"{', '.join(names)} not installed: `pip install 'vembed[export]'`"
-            if names
-            else None
-        )
+        packages = ("onnx", "onnxscript", "onnxruntime")
+        names = [name for name in packages if find_spec(name) is None]
+        if not names:
+            return None
+        return f"{', '.join(names)} not installed: `pip install 'vembed[export]'`"
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
@@ -60,28 +300,35 @@ class OnnxFormat:
         if description.traits.reads_chats:
             return "the ONNX graphs take texts and images apart, and a vision-language model reads them together"
         if "image" in description.modalities and list(image_inputs(embedder)) != [
-            "pixel_values"
+            PIXELS
         ]:
             return "the ONNX graph takes images of one size, and this model takes them in any shape"
         return None
 
     def write(self, job: ExportJob, folder: Path) -> None:
         """Write a graph for each modality, the tokenizer, the prompts, the image processor and the model's config."""
-        modalities = job.embedder.description.modalities
-        save_processors(job.embedder.description, folder)
-        if "text" in modalities:
-            write_text_graph(job, folder)
-        if "image" in modalities:
-            write_images(job, folder)
+        description = job.embedder.description
+        save_processors(description, folder)
+        if "text" in description.modalities:
+            write_text_graph(job.embedder, job.precision, folder)
+        if "image" in description.modalities:
+            write_in(
+                job.precision,
+                partial(_trace_images, job.embedder),
+                folder / IMAGE_FILE,
+                INT8_IMAGE_OPERATORS,
+            )
 
-    def reader(self, folder: Path) -> OnnxReader:
+    def reader(self, folder: Path) -> ExportReader:
         """Return the texts of the export in onnxruntime."""
         return OnnxReader(folder)
 
 
-def write_text_graph(job: ExportJob, folder: Path) -> None:
+def write_text_graph(
+    embedder: Embedder, precision: WeightPrecision, folder: Path
+) -> None:
     """Write `model.onnx`, the prompts and the config of the text model."""
-    description = job.embedder.description
+    description = embedder.description
     write_texts(
         folder,
         description.query_prompt,
@@ -89,20 +336,35 @@ def write_text_graph(job: ExportJob, folder: Path) -> None:
         description.max_length,
         description.similarity,
     )
-    _text_model(job.embedder).config.save_pretrained(folder)
+    _text_model(embedder.backbone, description.traits).config.save_pretrained(folder)
     config = read_object(folder / "config.json") or {}
-    if config.pop(
-        "auto_map", None
-    ):  # names Python code that a graph does without, and that is not in this folder
+    # It names Python code that a graph does without, and that is not in this folder.
+    if config.pop("auto_map", None):
         write_json(folder / "config.json", config)
-    write_in(job.precision, partial(_trace, job.embedder), folder / ONNX_FILE)
+    write_in(precision, partial(_trace_texts, embedder), folder / ONNX_FILE)
+
+
+def _trace_texts(embedder: Embedder, target: Path) -> None:
+    traits = embedder.description.traits
+    length = embedder.description.max_length if traits.has_fixed_length else None
+    # Dimensions that may vary; texts of fixed length have one only.
+    shape = {0: torch.export.Dim("batch")}
+    if length is None:
+        shape[1] = torch.export.Dim("tokens")
+    # A class of the user's own has a config without vocab_size.
+    config = _text_model(embedder.backbone, traits).config.get_text_config().to_dict()
+    example = example_inputs(int(config.get("vocab_size", TRACED_VOCAB_SIZE)), length)
+    shapes = dict.fromkeys(TEXT_INPUTS, shape)
+    save_graph(TextGraph(embedder), example, shapes, target)
 
 
 class GraphReader(ABC):
     """The texts of an export to a graph, with the tokenizer and the prompts of its folder."""
 
     runtime: str
-    texts: FolderTexts
+
+    def __init__(self, folder: Path) -> None:
+        self.texts = FolderTexts(folder)
 
     @abstractmethod
     def encode_ids(self, rows: Sequence[list[int]]) -> np.ndarray:
@@ -110,11 +372,11 @@ class GraphReader(ABC):
 
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] float32 embeddings of texts."""
-        return self.encode_ids(self.texts.all_token_ids(texts, kind))
+        return self.encode_ids(self.texts.token_ids(texts, kind))
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""
-        return self.texts.token_ids(text, kind)
+        return self.texts.token_ids([text], kind)[0]
 
 
 class OnnxReader(GraphReader):
@@ -125,11 +387,12 @@ class OnnxReader(GraphReader):
             raise UserError(
                 f"{folder} has no {ONNX_FILE}: this model embeds images only"
             )
+        super().__init__(folder)
         self.runtime = f"onnxruntime {version('onnxruntime')}"
-        self.texts = FolderTexts(folder)
         self.session: Any = open_session(folder / ONNX_FILE)
-        self.names = [one.name for one in self.session.get_inputs()]
-        length = self.session.get_inputs()[0].shape[1]
+        inputs = self.session.get_inputs()
+        self.names = [graph_input.name for graph_input in inputs]
+        length = inputs[0].shape[1]
         self.fixed_length = length if isinstance(length, int) else None
         """Tokens of every text, for a model with texts of fixed length."""
 
@@ -150,39 +413,122 @@ class OnnxReader(GraphReader):
 def _batches(lengths: Sequence[int]) -> list[list[int]]:
     """Return the rows of each batch, the longest texts first: BATCH_TOKENS padded tokens, or a single longer text."""
     batches: list[list[int]] = []
+    longest = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= BATCH_TOKENS:
+        if batches and longest * (len(batches[-1]) + 1) <= BATCH_TOKENS:
             batches[-1].append(row)
         else:
             batches.append([row])
+            longest = lengths[row]
     return batches
 
 
-def _trace(embedder: Embedder, target: Path) -> None:
-    description = embedder.description
-    length = description.max_length if description.traits.has_fixed_length else None
-    # Dimensions that may vary; texts of fixed length have one only.
-    shape = {0: torch.export.Dim("batch")} | (
-        {} if length else {1: torch.export.Dim("tokens")}
-    )
-    # A class of the user's own has a config without it.
-    vocab_size = (
-        _text_model(embedder)
-        .config.get_text_config()
-        .to_dict()
-        .get("vocab_size", FEW_TOKENS)
-    )
-    example = example_inputs(int(vocab_size), length)
-    save_graph(
-        TextGraph(embedder), example, INPUTS, dict.fromkeys(INPUTS, shape), target
-    )
+class OpenvinoFormat(ExportFormat):
+    """OpenVINO, converted from the float32 graph of ONNX."""
+
+    precisions = ("float32", "float16")
+
+    def missing(self) -> str | None:
+        """Return what is not installed and how to install it; None if everything is there."""
+        if find_spec("openvino") is None:
+            return "openvino is not installed: `pip install openvino 'vembed[export]'`"
+        return OnnxFormat().missing()
+
+    def refusal(self, embedder: Embedder) -> str | None:
+        """Return why this model cannot be exported; None if it can."""
+        if "text" not in embedder.description.modalities:
+            return "the OpenVINO graph takes texts, and this model embeds images only; export it as onnx"
+        if embedder.description.traits.has_fixed_length:
+            return "the OpenVINO graph pads texts to the longest of a batch, and this model needs texts of fixed length"
+        return OnnxFormat().refusal(embedder)
+
+    def write(self, job: ExportJob, folder: Path) -> None:
+        """Write the model, the tokenizer and the prompts."""
+        save_processors(job.embedder.description, folder)
+        write_text_graph(job.embedder, "float32", folder)
+        openvino: Any = import_module("openvino")
+        model = openvino.convert_model(str(folder / ONNX_FILE))
+        # Named, because save_model's own default stores float16.
+        is_float16 = job.precision == "float16"
+        target = str(folder / OPENVINO_FILE)
+        openvino.save_model(model, target, compress_to_fp16=is_float16)
+        for path in folder.glob(ONNX_FILE + "*"):
+            path.unlink()
+
+    def reader(self, folder: Path) -> ExportReader:
+        """Return the export in OpenVINO."""
+        return OpenvinoReader(folder)
 
 
-def _text_model(embedder: Embedder) -> Any:
-    """Return the model of Transformers that reads the texts."""
-    family = embedder.description.traits
-    return (
-        tower_module(embedder.backbone, family, "text")
-        if family.has_two_models
-        else embedder.backbone
-    )
+class OpenvinoReader(GraphReader):
+    """An export in OpenVINO on a CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        openvino: Any = import_module("openvino")
+        self.runtime = f"openvino {openvino.get_version()}"
+        # On CPUs with bfloat16 instructions it would otherwise compute in bfloat16.
+        options = {"INFERENCE_PRECISION_HINT": "f32"}
+        path = str(folder / OPENVINO_FILE)
+        self.model: Any = openvino.Core().compile_model(path, "CPU", options)
+        self.names = [graph_input.get_any_name() for graph_input in self.model.inputs]
+
+    def encode_ids(self, rows: Sequence[list[int]]) -> np.ndarray:
+        """Return [n, d] embeddings."""
+        embeddings = []
+        for start in range(0, len(rows), OPENVINO_BATCH_ROWS):
+            padded = self.texts.padded(rows[start : start + OPENVINO_BATCH_ROWS])
+            inputs = {name: padded[name] for name in self.names}
+            embeddings.append(np.array(self.model(inputs)[OUTPUT], np.float32))
+        return np.concatenate(embeddings)
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def image_inputs(embedder: Embedder) -> Mapping[str, Tensor]:
+    """Return what the model takes for two images."""
+    items: list[tuple[Item, Kind]] = [
+        (to_item(image), "document") for image in made_images(2)
+    ]
+    return embedder.featuriser.collate(embedder.featuriser.features(items))
+
+
+def _trace_images(embedder: Embedder, target: Path) -> None:
+    example = (image_inputs(embedder)[PIXELS].float(),)
+    shapes = {PIXELS: {0: torch.export.Dim("batch")}}
+    save_graph(ImageGraph(embedder), example, shapes, target)
+
+
+def made_images(count: int) -> list[Image.Image]:
+    """Return images of several shapes: gradients with noise; the same ones at every call."""
+    draw = np.random.default_rng(0)
+    images = []
+    for _ in range(count):
+        height, width = draw.integers(24, 160, size=2).tolist()
+        rows = np.linspace(0, 200, height)[:, None, None]
+        columns = np.linspace(0, 1, width)[None, :, None]
+        noise = draw.integers(0, 55, size=(height, width, 3))
+        pixels = rows * columns * draw.random(3) + noise
+        images.append(Image.fromarray(pixels.astype(np.uint8)))
+    return images
+
+
+class OnnxImages:
+    """The images of an ONNX export in onnxruntime, with the image processor of its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runtime = f"onnxruntime {version('onnxruntime')}"
+        tower = folder / IMAGE_TOWER_FOLDER
+        source = tower if tower.is_dir() else folder
+        self.processor: Any = AutoImageProcessor.from_pretrained(source)
+        self.session: Any = open_session(folder / IMAGE_FILE)
+
+    def encode(self, images: Sequence[Image.Image]) -> np.ndarray:
+        """Return [n, d] embeddings of images in RGB."""
+        batches = []
+        for image in images:
+            pixels = self.processor(images=[image], return_tensors="pt")[PIXELS]
+            batches.append({PIXELS: pixels.numpy().astype(np.float32)})
+        embeddings = run_batches(self.session, batches)
+        return np.concatenate(embeddings).astype(np.float32)

@@ -10,24 +10,17 @@ import numpy as np
 import torch
 
 from vembed.data.examples import Kind
-from vembed.export.folder_texts import FolderTexts
-from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
+from vembed.export.formats import ExportFormat, ExportJob, ExportReader, FolderTexts
 from vembed.inference.embedder import Embedder
 from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.saving.files import save_model
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
-
-class SafetensorsFormat:
+class SafetensorsFormat(ExportFormat):
     """Whole weights, adapters merged, in the layout that Sentence Transformers, TEI, vLLM and infinity read."""
 
-    precisions: tuple[WeightPrecision, ...] = ("float32", "float16", "bfloat16")
+    precisions = ("float32", "float16", "bfloat16")
 
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
@@ -50,7 +43,8 @@ class SafetensorsFormat:
         """Write the model's folder."""
         model = job.embedder.model
         assert isinstance(model, EmbeddingModel)  # an export has no shards
-        save_model(folder, model, model.state_dict(), dtype=_DTYPES[job.precision])
+        dtype = getattr(torch, job.precision)
+        save_model(folder, model, model.state_dict(), dtype=dtype)
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in Sentence Transformers."""
@@ -72,19 +66,17 @@ class SentenceTransformersReader:
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""
-        return FolderTexts(self.folder).token_ids(text, kind)
+        return FolderTexts(self.folder).token_ids([text], kind)[0]
 
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
         """Return [n, d] embeddings."""
-        encode = {
-            "query": self.model.encode_query,
-            "document": self.model.encode_document,
-        }.get(kind or "")
-        # An empty prompt in words: without one, `encode` would take the model's default prompt.
-        if encode is None:
-            vectors: np.ndarray = self.model.encode(
-                texts, prompt="", show_progress_bar=False, batch_size=16
-            )
+        options = {"show_progress_bar": False, "batch_size": 16}
+        vectors: np.ndarray
+        if kind == "query":
+            vectors = self.model.encode_query(texts, **options)
+        elif kind == "document":
+            vectors = self.model.encode_document(texts, **options)
         else:
-            vectors = encode(texts, show_progress_bar=False, batch_size=16)
+            # Without an empty prompt, `encode` would take the model's default one.
+            vectors = self.model.encode(texts, prompt="", **options)
         return vectors.astype(np.float32)

@@ -2,44 +2,56 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from vembed.config.schema import TrainConfig
 from vembed.data.examples import Kind
 from vembed.export.check import encode_all
-from vembed.export.folder_texts import write_texts
-from vembed.export.formats import ExportJob, ExportReader, WeightPrecision
-from vembed.export.static_training import distil
+from vembed.export.formats import ExportFormat, ExportJob, ExportReader, write_texts
 from vembed.inference.embedder import Embedder
+from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.losses.build import build_loss
+from vembed.losses.targets import TeacherVectors
 from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.families.model_files import STATIC
 from vembed.models.families.static_model import StaticConfig
 from vembed.models.processors import load_tokenizer
-from vembed.saving.layout import MODULE
+from vembed.saving.layout import MODULE, write_json
 
-NUM_DIMS = 256
+MAX_DIMS = 256
 """Most dimensions of a student."""
-COEFFICIENT = 1e-4
-"""Weight of a token: COEFFICIENT / (COEFFICIENT + its frequency), so that frequent tokens count little."""
+FREQUENCY_COEFFICIENT = 1e-4
+"""Weight of a token: this / (this + its frequency), so that frequent tokens count little."""
 TOKENS_AT_ONCE = 512
-MAX_LENGTH = 65_536
-"""Longest text in tokens: as good as no limit. Sentence Transformers has no limit for this module."""
+MAX_LENGTH_TOKENS = 65_536
+"""As good as no limit. Sentence Transformers has no limit for this module."""
+
+BATCH_TEXTS = 256
+MAX_STEPS = 400
+MAX_EPOCHS = 20
+MIN_TRAINING_TEXTS = 32
+LEARNING_RATE = 5e-3
+HELD_OUT_FRACTION = 0.1
+TEACHER = "model"
 
 
-class StaticFormat:
+class StaticFormat(ExportFormat):
     """A table of token embeddings made by the model: each token alone through the model, principal components, weights
     by frequency; then trained on texts, so that its similarities follow the model's. It is another model, so that the
     check compares similarities and not vectors."""
 
-    precisions: tuple[WeightPrecision, ...] = ("float32", "float16")
+    precisions = ("float32", "float16")
 
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
@@ -49,11 +61,10 @@ class StaticFormat:
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
-        if not embedder.description.traits.reads_only_text:
+        description = embedder.description
+        if not description.traits.reads_only_text:
             return "a static student embeds texts, and this model also images"
-        if not isinstance(
-            load_tokenizer(embedder.description), PreTrainedTokenizerFast
-        ):
+        if not isinstance(load_tokenizer(description), PreTrainedTokenizerFast):
             return "a static student needs the tokenizer as tokenizer.json"
         return None
 
@@ -65,41 +76,38 @@ class StaticFormat:
         backend = tokenizer.backend_tokenizer
         backend.no_padding()
         backend.no_truncation()
-        # The student's tokens, without special ones; the teacher reads the texts with its own tokenizer and prompts.
         if job.texts:
-            ids = [
-                one.ids
-                for one in backend.encode_batch(
-                    [text for text, _ in job.texts], add_special_tokens=False
-                )
-            ]
-            table, _ = distil(table, ids, encode_all(job.embedder.encode, job.texts))
-        backend.post_processor = TemplateProcessing(
-            single="$A", pair="$A $B"
-        )  # no special tokens
+            # The student's tokens, without special ones; the teacher reads the texts with its own tokenizer and
+            # prompts.
+            texts = [text for text, _ in job.texts]
+            encodings = backend.encode_batch(texts, add_special_tokens=False)
+            ids = [encoding.ids for encoding in encodings]
+            table = distil(table, ids, encode_all(job.embedder.encode, job.texts))
+        # No special tokens.
+        backend.post_processor = TemplateProcessing(single="$A", pair="$A $B")
         dtype = torch.float16 if job.precision == "float16" else torch.float32
-        save_file(
-            {"embedding.weight": table.to(dtype).contiguous()},
-            folder / "model.safetensors",
-        )
+        weights = {"embedding.weight": table.to(dtype).contiguous()}
+        save_file(weights, folder / "model.safetensors")
         config = StaticConfig(
             *table.shape,
             dtype=str(dtype).removeprefix("torch."),
             architectures=["StaticModel"],
         )
         config.save_pretrained(folder)
-        tokenizer.model_max_length = MAX_LENGTH
+        tokenizer.model_max_length = MAX_LENGTH_TOKENS
         tokenizer.save_pretrained(folder)
         (folder / "1_Normalize").mkdir()
-        kinds = [("", STATIC), ("1_Normalize", "Normalize")]
         modules = [
-            {"idx": at, "name": str(at), "path": path, "type": MODULE + kind}
-            for at, (path, kind) in enumerate(kinds)
+            {"idx": 0, "name": "0", "path": "", "type": MODULE + STATIC},
+            {
+                "idx": 1,
+                "name": "1",
+                "path": "1_Normalize",
+                "type": MODULE + "Normalize",
+            },
         ]
-        (folder / "modules.json").write_text(
-            json.dumps(modules, indent=2) + "\n", encoding="utf-8"
-        )
-        write_texts(folder, "", "", MAX_LENGTH, "cosine")
+        write_json(folder / "modules.json", modules)
+        write_texts(folder, "", "", MAX_LENGTH_TOKENS, "cosine")
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in Sentence Transformers."""
@@ -120,10 +128,9 @@ class StaticReader:
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:  # noqa: ARG002 - a student has no prompts
         """Return the token ids of a text."""
-        found: list[int] = self.model.tokenizer.encode(
-            text, add_special_tokens=False
-        ).ids
-        return found
+        encoding = self.model.tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:  # noqa: ARG002 - a student has no prompts
         """Return [n, d] embeddings."""
@@ -131,41 +138,139 @@ class StaticReader:
         return vectors.astype(np.float32)
 
 
-def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Return [vocabulary, d] token vectors. Frequencies follow Zipf's law by the order of ids, as vocabularies are
     sorted by frequency; special tokens get zeros."""
     size = len(tokenizer)
-    # Special tokens that the model was trained to see before and after a text; each token stands between them.
-    around = tokenizer("a").input_ids
-    inner = tokenizer("a", add_special_tokens=False).input_ids
-    start = next(
-        (at for at in range(len(around)) if around[at : at + len(inner)] == inner), 0
-    )
-    before, after = around[:start], around[start + len(inner) :]
-    rows = []
+    before, after = _special_tokens_around(tokenizer)
+    chunks = []
     with torch.no_grad():
         for first in range(0, size, TOKENS_AT_ONCE):
-            ids = [
-                [*before, token, *after]
-                for token in range(first, min(first + TOKENS_AT_ONCE, size))
-            ]
-            (vectors,) = embedder.model([("text", {"input_ids": torch.tensor(ids)})])
-            rows.append(vectors.float())
-    vectors = torch.cat(rows)
-    special = torch.tensor(
-        sorted({one for one in tokenizer.all_special_ids if one < size}),
-        dtype=torch.int64,
-    )
-    kept = torch.ones(size, dtype=torch.bool)
-    kept[special] = False
-    centred = (vectors - vectors[kept].mean(dim=0)).double()
-    covariance = centred[kept].T @ centred[kept]
-    dim = min(NUM_DIMS, vectors.shape[1])
+            tokens = range(first, min(first + TOKENS_AT_ONCE, size))
+            # Each token stands between the special tokens that the model was trained to see around a text.
+            ids = torch.tensor([[*before, token, *after] for token in tokens])
+            (vectors,) = embedder.model([("text", {"input_ids": ids})])
+            chunks.append(vectors.float())
+    vectors_VD = torch.cat(chunks)
+    is_special = torch.zeros(size, dtype=torch.bool)
+    for token in tokenizer.all_special_ids:
+        if token < size:
+            is_special[token] = True
+    centred_VD = (vectors_VD - vectors_VD[~is_special].mean(dim=0)).double()
+    covariance_DD = centred_VD[~is_special].T @ centred_VD[~is_special]
     # eigh gives ascending eigenvalues: the last vectors are the principal components.
-    directions = torch.linalg.eigh(covariance).eigenvectors.flip(1)[:, :dim]
-    ranks = torch.arange(2, size + 2, dtype=torch.float64)
-    frequency = (1 / ranks) / (1 / ranks).sum()
-    table = (centred @ directions) * (COEFFICIENT / (COEFFICIENT + frequency))[:, None]
-    table[special] = 0.0
-    found: torch.Tensor = table.float().contiguous()
-    return found
+    components_DD = torch.linalg.eigh(covariance_DD).eigenvectors.flip(1)
+    num_dims = min(MAX_DIMS, vectors_VD.shape[1])
+    shares = 1 / torch.arange(2, size + 2, dtype=torch.float64)
+    frequency_V = shares / shares.sum()
+    weight_V = FREQUENCY_COEFFICIENT / (FREQUENCY_COEFFICIENT + frequency_V)
+    table_VD = (centred_VD @ components_DD[:, :num_dims]) * weight_V[:, None]
+    table_VD[is_special] = 0.0
+    table: Tensor = table_VD.float().contiguous()
+    return table
+
+
+def _special_tokens_around(
+    tokenizer: PreTrainedTokenizerFast,
+) -> tuple[list[int], list[int]]:
+    whole = tokenizer("a").input_ids
+    inner = tokenizer("a", add_special_tokens=False).input_ids
+    for start in range(len(whole)):
+        stop = start + len(inner)
+        if whole[start:stop] == inner:
+            return whole[:start], whole[stop:]
+    return [], whole[len(inner) :]
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def distil(
+    table_VD: Tensor, token_ids: Sequence[Sequence[int]], teacher_NE: np.ndarray
+) -> Tensor:
+    """Return the table trained so that similarities of texts follow those of the model.
+
+    `token_ids`, `teacher_NE`: of each text, its tokens and the model's vector. Texts without a token are left out. The
+    loss is `loss: relational` of training: the squared difference of the student's and the model's similarities over
+    all pairs of a batch. A tenth of the texts is held out; the table with the smallest loss on them is kept.
+    """
+    used = [number for number, ids in enumerate(token_ids) if len(ids)]
+    if len(used) < MIN_TRAINING_TEXTS:
+        return table_VD
+    texts = [torch.tensor(token_ids[number]) for number in used]
+    vectors_NE = F.normalize(torch.from_numpy(teacher_NE[used]).float(), dim=1)
+    draw = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(texts), generator=draw)
+    num_held_out = max(int(HELD_OUT_FRACTION * len(texts)), 2)
+    held_out = order[:num_held_out][: 2 * BATCH_TEXTS]
+    trained = order[num_held_out:]
+    num_epochs = max(min(MAX_EPOCHS, MAX_STEPS * BATCH_TEXTS // len(trained)), 1)
+    num_steps = num_epochs * -(-len(trained) // BATCH_TEXTS)
+    loss = build_loss(
+        TrainConfig(model_name="-", data_path="-", loss="relational", teacher=TEACHER)
+    )
+
+    table = table_VD.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([table], lr=LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 - step / (num_steps + 1)
+    )
+    # The untrained table takes part, so that training never makes a student worse on the held-out texts.
+    best_table = table_VD
+    with torch.no_grad():
+        best_loss = float(_relational(loss, table_VD, texts, vectors_NE, held_out))
+    for _ in range(num_epochs):
+        shuffled = trained[torch.randperm(len(trained), generator=draw)]
+        for batch in torch.split(shuffled, BATCH_TEXTS):
+            if len(batch) < 2:
+                continue
+            batch_loss = _relational(loss, table, texts, vectors_NE, batch)
+            # A gradient of the table alone: parameters that a loss may have are not trained here.
+            (table.grad,) = torch.autograd.grad(batch_loss, table)
+            optimizer.step()
+            schedule.step()
+        with torch.no_grad():
+            held_out_loss = float(_relational(loss, table, texts, vectors_NE, held_out))
+        if held_out_loss < best_loss:
+            best_loss = held_out_loss
+            best_table = table.detach().clone()
+    return best_table
+
+
+def embed(table_VD: Tensor, texts: Sequence[Tensor]) -> Tensor:
+    """Return [n, d] means of the tokens' vectors."""
+    # embedding_bag takes the offsets at which texts begin: the sums of the lengths before each.
+    lengths = torch.tensor([0, *(len(text) for text in texts[:-1])])
+    offsets = lengths.cumsum(0)
+    return F.embedding_bag(torch.cat(list(texts)), table_VD, offsets, mode="mean")
+
+
+def _relational(
+    loss: EmbeddingLoss,
+    table_VD: Tensor,
+    texts: Sequence[Tensor],
+    vectors_NE: Tensor,
+    numbers: Tensor,
+) -> Tensor:
+    """Return the loss of a batch: one half of the texts stands for queries, the other for positives."""
+    half = len(numbers) // 2
+    numbers = numbers[: 2 * half]
+    query = torch.arange(half)
+    positive = torch.arange(half, 2 * half)
+    no_rows = torch.empty(0, dtype=torch.int64)
+    teacher = TeacherVectors(vectors_NE[numbers], query, positive, no_rows)
+    batch = LossBatch(
+        embeddings=embed(table_VD, [texts[number] for number in numbers.tolist()]),
+        content=torch.arange(2 * half),
+        query=query,
+        positive=positive,
+        example=query,
+        negative=no_rows,
+        negative_example=no_rows,
+        scores=None,
+        own_rows=slice(None),
+        own_negatives=slice(None),
+        teachers={TEACHER: teacher},
+    )
+    value: Tensor = loss(batch)
+    return value

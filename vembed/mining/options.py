@@ -19,7 +19,7 @@ from vembed.config.layers import (
     OptionValue,
 )
 from vembed.config.loading import find_beside_file, one_line_yaml
-from vembed.config.options import Option, all_options, field_option, nearest, shown
+from vembed.config.options import Option, all_options, field_option, nearest, quoted
 from vembed.config.parsing import read_tree, tree_of_mapping
 from vembed.config.spelling import value_of_text
 from vembed.config.stages import STAGES as STAGE_LIST
@@ -184,7 +184,7 @@ class _OptionReader:
         hint = f"; it has {', '.join(self._options)}"
         if near:
             hint = f", did you mean {near!r}?"
-        self._problems.append(f"{place}: unknown key {shown(name)}{hint}")
+        self._problems.append(f"{place}: unknown key {quoted(name)}{hint}")
 
     def _sentences(self, error: ValidationError) -> list[str]:
         """Return each mistake as one sentence: where, which option, what it must be, what it is."""
@@ -197,12 +197,12 @@ class _OptionReader:
             if problem["type"] == "missing" and len(path) == 1:
                 sentence = f"{name} is missing: add `{name}: ...`, or give {name}=..."
             elif problem["type"] == "extra_forbidden":
-                sentence = f"{name} has the unknown key {shown(path[-1])}"
+                sentence = f"{name} has the unknown key {quoted(path[-1])}"
             elif problem["type"] == "value_error":
                 sentence = f"{name}: {message}" if name else message
             else:
                 must = message.replace("Input should be", "must be")
-                sentence = f"{name} {must}, but is {shown(problem['input'])}"
+                sentence = f"{name} {must}, but is {quoted(problem['input'])}"
                 near = nearest(str(problem["input"]), self._options[name].choices)
                 if near:
                     sentence += f"; did you mean {near!r}?"

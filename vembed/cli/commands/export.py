@@ -72,17 +72,40 @@ def run_export_as(
     if output is not None and Path(output).exists():
         raise UserError(f"{output} exists already; give a new folder")
     from vembed.cli.commands.model_argument import usable_model
-    from vembed.export.exporting import export_model, precision_of
-    from vembed.export.formats import FORMATS
-    from vembed.export.servers import FORMAT_OF, SERVER_NAMES, start_of
+    from vembed.export.exporting import export_model, precision_named
+    from vembed.export.formats import FORMATS, PRECISIONS
+    from vembed.export.servers import (
+        FORMAT_OF,
+        SERVER_NAMES,
+        server_refusal,
+        start_of,
+        write_server_files,
+    )
+    from vembed.inference.embedder import Embedder
+    from vembed.models.families.description import ModelDescription
 
-    served = next((one for one in SERVER_NAMES if one == server), None)
+    served = next((name for name in SERVER_NAMES if name == server), None)
     wanted = FORMAT_OF[served] if served is not None else "safetensors"
-    chosen = next((one for one in FORMATS if one == form), wanted)
+    chosen = next((name for name in FORMATS if name == form), wanted)
     if served is not None and chosen != wanted:
         raise UserError(
             f"--for {server} reads --format {wanted}, and --format {form} is asked for; leave one out"
         )
+    weight_precision = precision_named(precision)
+    if precision and weight_precision is None:
+        raise UserError(f"--precision {precision}: give one of {', '.join(PRECISIONS)}")
+
+    def refuse(description: ModelDescription) -> None:
+        reason = None if served is None else server_refusal(served, description)
+        if reason is not None:
+            raise UserError(f"--for {server}: {model} cannot be served: {reason}")
+
+    def write_more(folder: Path, embedder: Embedder) -> None:
+        if served is not None:
+            description = embedder.description
+            dim = embedder.truncate_dim or description.embedding_dim
+            write_server_files(served, folder, description, dim)
+
     with (
         usable_model(model) as found,
         tempfile.TemporaryDirectory(prefix="vembed-") as scratch,
@@ -91,13 +114,14 @@ def run_export_as(
             found,
             output or Path(scratch, "export"),
             chosen,
-            precision_of(precision),
+            weight_precision,
             check=check,
             data=data,
             tolerance=tolerance,
-            server=served,
+            refuse=refuse,
+            write_more=write_more,
             trust_remote_code=trust_remote_code,
-            say=_say,
+            log=_log,
         )
     for line in (
         done.check.lines()
@@ -124,7 +148,7 @@ def run_export_as(
     return facts
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     """Write a line to stderr at once: the parts of an export take seconds to minutes each."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

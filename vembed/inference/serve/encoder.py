@@ -12,7 +12,7 @@ import numpy as np
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features
 from vembed.errors import UserError
-from vembed.export.exporting import KNOWN
+from vembed.export.exporting import EXPORT_FORMATS
 from vembed.export.onnx_format import GraphReader
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
@@ -121,7 +121,7 @@ class ExportEncoder:
 
     def __init__(self, folder: Path, format_name: str) -> None:
         export_format = next(
-            known for name, known in KNOWN.items() if name == format_name
+            known for name, known in EXPORT_FORMATS.items() if name == format_name
         )
         missing = export_format.missing()
         if missing is not None:
