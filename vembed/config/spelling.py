@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vembed.config.options import all_options
+from vembed.config.options import Option, all_options
 from vembed.config.parsing import parse_value
 from vembed.models.poolings import POOLINGS
 from vembed.training.optimizers.table import OPTIMIZERS
@@ -122,8 +122,12 @@ def normalise(name: str, value: Any) -> Any:
 
 
 def from_text(name: str, text: str) -> Any:
+    """Parse a value of the command line for an option of training."""
+    return value_of_text(all_options()[name], text)
+
+
+def value_of_text(option: Option, text: str) -> Any:
     """Parse a value of the command line: options of plain text take the text itself, others are parsed as YAML."""
-    option = all_options()[name]
     if option.is_plain_text:
         return None if text == "null" and "null" in option.kinds else text
     value = parse_value(text)
