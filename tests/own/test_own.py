@@ -154,7 +154,7 @@ def on_ranks(place: Path, strategy: str) -> Found:
         for case in CASES:
             config = config_of(case, place, **more)
             gradients, result = step_on_rank(
-                case, config, session, AuxiliaryLosses(config)
+                case, config, session, AuxiliaryLosses(config.objective)
             )
             found.gradients.append(gradients)
             found.auxiliary.append(dict(result.auxiliary))
