@@ -27,8 +27,6 @@ from vembed.losses.table import LOSSES
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
-MATCHED = frozenset({"infonce", "sigmoid", "triplet", "circle"})
-"""Losses that take every pair for a match."""
 LARGEST_SCORE = 3.4e38
 """Larger scores are infinite in float32, and all the same."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
@@ -396,9 +394,9 @@ class RecordFormat:
                 f"a scored sentence pair, and loss: {loss} would take each pair for a match whatever its score: "
                 "use loss: cosent or cosine"
             )
-        elif loss == "triplet" and not negatives:
+        if declared.negatives == "each" and not negatives and not self._gets_negatives:
             raise MissingNegative(
-                "no negative, which loss: triplet needs in every record"
+                f"no negative, which loss: {loss} needs in every record"
             )
 
 

@@ -17,9 +17,13 @@ from vembed.config.terms import needed_teachers, run_terms
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.data.examples import Example
 from vembed.errors import UserError
-from vembed.losses.batch import LossBatch
-from vembed.losses.matryoshka import arithmetic_dtype
-from vembed.losses.targets import TeacherScores, TeacherVectors, Teaching
+from vembed.losses.batch import (
+    LossBatch,
+    TeacherScores,
+    TeacherVectors,
+    Teaching,
+)
+from vembed.losses.similarity import arithmetic_dtype
 from vembed.models.families.model_files import ModelKind, kind_of, model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
