@@ -43,13 +43,12 @@ def count_rounds(
     )
     setattr(dist, name, counted(getattr(dist, name)))
     with start_session(
-        cases[0].config(folder, strategy=strategy, use_fsdp=strategy == "fsdp")
+        cases[0].config(folder, strategy=strategy)
     ) as session:
         for case in cases:
             config = case.config(
                 folder,
                 strategy=strategy,
-                use_fsdp=strategy == "fsdp",
                 gradient_checkpointing=False,
             )
             embedder, loss, featuriser = build(case, config)
