@@ -56,7 +56,7 @@ def push_final(config: TrainConfig) -> None:
 def _hub(config: TrainConfig) -> Hub:
     assert config.logging.push_to_hub is not None
     return Hub(
-        config.logging.push_to_hub, public=config.logging.push_public, say=log.debug
+        config.logging.push_to_hub, public=config.logging.push_public, log=log.debug
     )
 
 
