@@ -25,7 +25,9 @@ class Average(Hook):
     name = "average"
 
     def on_build(self, run: Run) -> None:
-        self.live = [one for one in run.parts.model.parameters() if one.requires_grad]
+        self.live = [
+            one for one in run.components.model.parameters() if one.requires_grad
+        ]
         self.averaged = [one.detach().clone() for one in self.live]
         self.num_steps = 0
         self.started_at = -1

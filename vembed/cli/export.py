@@ -52,15 +52,15 @@ def export(
     precision: Annotated[
         str,
         typer.Option(
-            help="float32, float16, bfloat16 or int8. Default: float32; of safetensors that of the file."
+            help="float32, float16, bfloat16 or int8. Default: float32, for safetensors that of the file."
         ),
     ] = "",
     check: Annotated[
         bool | None,
         typer.Option(
             "--check/--no-check",
-            help="Compare 200 texts through the export and the model; refuse an export that differs. "
-            "Default: yes, but a plain copy is not loaded; --check without --format takes safetensors.",
+            help="Compare 200 texts through the export and the model, and refuse an export that differs. "
+            "Default: yes, but a plain copy is not loaded. --check without --format takes safetensors.",
         ),
     ] = None,
     data: CheckData = None,
@@ -138,7 +138,7 @@ def serve(
         ),
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0: of every network.")
+        str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")
@@ -259,7 +259,7 @@ def push(
         ),
     ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the files; send nothing.")
+        bool, typer.Option("--dry-run", help="List the files and send nothing.")
     ] = False,
     json_file: JsonOutput = None,
 ) -> None:

@@ -34,7 +34,7 @@ Shards = Annotated[
     str,
     typer.Option(
         "--strategy",
-        help="ddp: a copy of the model per process; fsdp: a shard, for large ones; auto.",
+        help="ddp: a copy of the model per process, fsdp: a shard, for large models, or auto.",
     ),
 ]
 TrustRemoteCode = Annotated[

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from vembed.errors import UserError
 from vembed.models.backbone_loading import is_never_used
 from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.families.model_files import read_model, read_sentence_transformers
 from vembed.models.families.weight_files import read_object
+from vembed.models.processors import open_tokenizer
 from vembed.saving.files import ADAPTER_FOLDER
 from vembed.weights.methods import Read
 from vembed.weights.tensor_files import TensorEntry, TensorReader
@@ -231,7 +231,7 @@ def _vocabulary(folder: Path) -> str | None:
         return _digest(sorted(numbers.items()))
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         return None
-    vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
+    vocabulary = open_tokenizer(folder, trust_remote_code=False).get_vocab()
     return _digest(sorted(vocabulary.items()))
 
 

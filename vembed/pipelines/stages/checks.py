@@ -8,7 +8,7 @@ from typing import Any
 
 from vembed.config.options import nearest
 from vembed.config.places import is_hub_model, is_inside, missing_path, similar_path
-from vembed.config.stages import Road, Step
+from vembed.config.stages import Pipeline, Step
 from vembed.errors import UserError
 from vembed.pipelines.stages.requirements import check_conditions
 
@@ -44,16 +44,16 @@ def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
 
 
 def check_options(
-    road: Road, step: Step, options: Mapping[str, Any], made: Sequence[Path]
+    pipeline: Pipeline, step: Step, options: Mapping[str, Any], made: Sequence[Path]
 ) -> None:
     """Raise UserError where a step between names what is not there. `made`: folders of the steps before it."""
     problem = (
         _missing_data(options, made)
-        or _missing_model(road, step, options, made)
+        or _missing_model(pipeline, step, options, made)
         or _unmeasured(step, options)
     )
     if problem is not None:
-        raise UserError(f"{road.source}: stage {step.name}: {problem}")
+        raise UserError(f"{pipeline.source}: stage {step.name}: {problem}")
 
 
 def _missing_data(options: Mapping[str, Any], made: Sequence[Path]) -> str | None:
@@ -68,10 +68,10 @@ def _missing_data(options: Mapping[str, Any], made: Sequence[Path]) -> str | Non
 
 
 def _missing_model(
-    road: Road, step: Step, options: Mapping[str, Any], made: Sequence[Path]
+    pipeline: Pipeline, step: Step, options: Mapping[str, Any], made: Sequence[Path]
 ) -> str | None:
-    before = [one.name for one in road.before(step.name) if one.has_model]
-    others = {one.name for one in road.steps} - set(before)
+    before = [one.name for one in pipeline.before(step.name) if one.has_model]
+    others = {one.name for one in pipeline.steps} - set(before)
     for key in MODELS:
         for name in _texts(options.get(key)):
             if (

@@ -1,4 +1,4 @@
-"""Estimates of memory and time for every step of a road, from the shapes of its model, without weights."""
+"""Estimates of memory and time for every step of a pipeline, from the shapes of its model, without weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
-from vembed.config.stages import MINED, Road, Step
+from vembed.config.stages import MINED, Pipeline, Step
 from vembed.errors import UserError
 from vembed.progress import duration
 from vembed.training.fingerprints import of_model
@@ -38,7 +38,7 @@ class Estimate:
 
 
 def plan_stages(
-    road: Road, arguments: TrainArguments, predict: Predict, show: Show
+    pipeline: Pipeline, arguments: TrainArguments, predict: Predict, show: Show
 ) -> int:
     """Print the prediction of each training, then the estimates of all steps; exit code 1 if one does not fit."""
 
@@ -49,12 +49,14 @@ def plan_stages(
         show(prediction)
         return prediction
 
-    found = estimates(road, arguments, shown)
+    found = estimates(pipeline, arguments, shown)
     sys.stdout.write(table(found))
     return 0 if all(one.fits for one in found) else 1
 
 
-def road_table(road: Road, arguments: TrainArguments, env: Mapping[str, str]) -> str:
+def pipeline_table(
+    pipeline: Pipeline, arguments: TrainArguments, env: Mapping[str, str]
+) -> str:
     """Return the estimates of all steps for a dry run, which fetches nothing and without a model imports no torch."""
 
     def predicted(one: TrainArguments) -> Prediction:
@@ -67,11 +69,11 @@ def road_table(road: Road, arguments: TrainArguments, env: Mapping[str, str]) ->
 
         return predict(one, env)
 
-    return table(estimates(road, arguments, predicted, skips_missing=True))
+    return table(estimates(pipeline, arguments, predicted, skips_missing=True))
 
 
 def estimates(
-    road: Road,
+    pipeline: Pipeline,
     arguments: TrainArguments,
     predict: Predict,
     *,
@@ -82,14 +84,14 @@ def estimates(
     models: dict[str, str] = {}
     found: list[Estimate] = []
     newest: Prediction | None = None
-    for step in road.steps:
-        before = road.model_before(step.name)
+    for step in pipeline.steps:
+        before = pipeline.model_before(step.name)
         if step.kind != "train":
             models[step.name] = models[before.name] if before is not None else ""
             found.append(_between(step, newest))
             continue
         one = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
-        if before is not None and step.given("model_name") is None:
+        if before is not None and step.option("model_name") is None:
             one = replace(
                 one, overrides=(*one.overrides, f"model_name={models[before.name]}")
             )
@@ -98,7 +100,7 @@ def estimates(
         models[step.name] = resolve_run(
             one.source, one.overrides, stage=step.name
         ).config.model.model_name
-        unmined = _data_before_mining(road, step)
+        unmined = _data_before_mining(pipeline, step)
         if unmined is not None:
             one = replace(one, overrides=(*one.overrides, f"data_path={unmined}"))
         try:
@@ -142,13 +144,13 @@ def table(found: Sequence[Estimate]) -> str:
     )
 
 
-def _data_before_mining(road: Road, step: Step) -> str | None:
+def _data_before_mining(pipeline: Pipeline, step: Step) -> str | None:
     """Return the file that is mined for a training, while its own data, which come from that step, are not there."""
-    mined = road.mined_before(step.name)
+    mined = pipeline.mined_before(step.name)
     if (
         mined is None
-        or step.given("data_path") is not None
-        or (road.folder(mined.name) / MINED).is_file()
+        or step.option("data_path") is not None
+        or (pipeline.folder(mined.name) / MINED).is_file()
     ):
         return None
     data = mined.options().get("data_path")

@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vembed.config.stages import Road
+from vembed.config.stages import Pipeline
 
 REPORT = "stages.md"
 _SHOWN = ("ndcg@10", "mrr@10", "recall@10", "spearman")
 
 
-def write_report(road: Road, state_file: str) -> Path:
+def write_report(pipeline: Pipeline, state_file: str) -> Path:
     """Write the report into the folder of all stages, and return it."""
     rows = []
-    for step in road.steps:
-        folder = road.folder(step.name)
+    for step in pipeline.steps:
+        folder = pipeline.folder(step.name)
         path = folder / state_file
         state: dict[str, Any] = (
             json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -41,7 +41,7 @@ def write_report(road: Road, state_file: str) -> Path:
         "| --- | --- | --- | --- | --- | --- |",
         *rows,
     ]
-    path = Path(road.root) / REPORT
+    path = Path(pipeline.root) / REPORT
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
