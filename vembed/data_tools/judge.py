@@ -115,7 +115,7 @@ def judge(
     session: Session | None = None,
     say: Log | None = None,
 ) -> JudgeResult:
-    """Judge the negatives of training data as a YAML file, a dict or a JudgeConfig says. Collective, as `mine`."""
+    """Judge the negatives of training data with the options of a YAML file, a dict or a `JudgeConfig`. Collective, as `mine`."""
     config = load_options(JudgeConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from vembed.errors import UserError
 from vembed.models.backbone_loading import is_never_used
 from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.families.model_files import read_model, read_sentence_transformers
 from vembed.models.families.weight_files import read_object
+from vembed.models.processors import open_tokenizer
 from vembed.saving.files import ADAPTER_FOLDER
 from vembed.weights.methods import Read
 from vembed.weights.tensor_files import TensorEntry, TensorReader
@@ -221,7 +221,9 @@ def _vocabulary(folder: Path) -> str | None:
         return _digest([vocabulary, sorted(added)])
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         return None
-    return _digest(sorted(AutoTokenizer.from_pretrained(folder).get_vocab().items()))
+    return _digest(
+        sorted(open_tokenizer(folder, trust_remote_code=False).get_vocab().items())
+    )
 
 
 def _digest(value: Any) -> str:

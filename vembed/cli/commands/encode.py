@@ -69,14 +69,14 @@ class Encoded:
     skipped: Path | None = None
     """File with the number of each row that was left out, and the reason."""
 
-    def summary(self, shape: Sequence[int], precision: str) -> str:
-        """Return the line for the console."""
+    def summary(self, shape: Sequence[int], precision: str, arithmetic: str) -> str:
+        """Return the line for the console. `precision`: of the file. `arithmetic`: of the model."""
         sizes = " x ".join(f"{size:,d}" for size in (self.num_rows, *shape))
         left_out = (
             f", {self.num_skipped:,d} left out ({self.skipped})" if self.skipped else ""
         )
         rate = f"{self.num_rows / max(self.seconds, 1e-9):,.0f}/s"
-        return f"{self.path}: {sizes} {precision}{left_out}, in {duration(self.seconds)} ({rate})"
+        return f"{self.path}: {sizes} {precision}, computed in {arithmetic}{left_out}, in {duration(self.seconds)} ({rate})"
 
 
 def run_encode(
@@ -183,7 +183,9 @@ def run_encode(
             target, done, work.shape[-1], seconds, ranges_file, len(bad.found), skipped
         )
         if session.is_main:
-            text = result.summary(work.shape, precision) + kept_beside(target, keep)
+            text = result.summary(
+                work.shape, precision, embedder.arithmetic
+            ) + kept_beside(target, keep)
             console.print(text, markup=False, highlight=False, soft_wrap=True)
     return result
 

@@ -59,7 +59,7 @@ def audit(
     session: Session | None = None,
     say: Log | None = None,
 ) -> AuditResult:
-    """Look at training data as a YAML file, a dict or an AuditConfig says. Collective, as `mine`."""
+    """Check training data with the options of a YAML file, a dict or an `AuditConfig`. Collective, as `mine`."""
     config = load_options(AuditConfig, source, overrides)
     page = check_audit(config)
     json_path = page.with_suffix(".json")

@@ -73,7 +73,7 @@ def generate(
     session: Session | None = None,
     say: Log | None = None,
 ) -> GenerateResult:
-    """Make pairs from documents as a YAML file, a dict or a GenerateConfig says. Collective, as `mine`."""
+    """Make pairs from documents with the options of a YAML file, a dict or a `GenerateConfig`. Collective, as `mine`."""
     config = load_options(GenerateConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
