@@ -49,9 +49,9 @@ def plan_stages(
         show(prediction)
         return prediction
 
-    found = estimates(pipeline, arguments, shown)
-    sys.stdout.write(table(found))
-    return 0 if all(one.fits for one in found) else 1
+    step_estimates = estimates(pipeline, arguments, shown)
+    sys.stdout.write(table(step_estimates))
+    return 0 if all(one.fits for one in step_estimates) else 1
 
 
 def pipeline_table(
@@ -82,13 +82,13 @@ def estimates(
     """Return the estimate of each step. The weights of a stage's model need not be there yet: every stage has the
     architecture of the model that the first one starts from. `skips_missing`: a model that is not here is no error."""
     models: dict[str, str] = {}
-    found: list[Estimate] = []
+    step_estimates: list[Estimate] = []
     newest: Prediction | None = None
     for step in pipeline.steps:
         before = pipeline.model_before(step.name)
         if step.kind != "train":
             models[step.name] = models[before.name] if before is not None else ""
-            found.append(_between(step, newest))
+            step_estimates.append(_between(step, newest))
             continue
         one = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
         if before is not None and step.option("model_name") is None:
@@ -105,29 +105,34 @@ def estimates(
             one = replace(one, overrides=(*one.overrides, f"data_path={unmined}"))
         try:
             newest = predict(one)
-            found.append(
+            step_estimates.append(
                 _of_training(step, newest, WITHOUT_MINED if unmined is not None else "")
             )
         except UserError as error:
             if not skips_missing:
                 raise
             newest = None
-            found.append(Estimate(step, f"{UNKNOWN} ({str(error).splitlines()[0]})"))
-    return found
+            step_estimates.append(
+                Estimate(step, f"{UNKNOWN} ({str(error).splitlines()[0]})")
+            )
+    return step_estimates
 
 
-def table(found: Sequence[Estimate]) -> str:
+def table(step_estimates: Sequence[Estimate]) -> str:
     """Return the lines of all steps, and the sum of what is estimated."""
     rows = [
         COLUMNS,
-        *((one.step.name, one.step.kind, one.memory, one.time) for one in found),
+        *(
+            (one.step.name, one.step.kind, one.memory, one.time)
+            for one in step_estimates
+        ),
     ]
-    known = [one.seconds for one in found if one.seconds is not None]
+    known = [one.seconds for one in step_estimates if one.seconds is not None]
     if known:
         left_out = (
             ""
-            if len(known) == len(found)
-            else f", without the {len(found) - len(known)} not estimated"
+            if len(known) == len(step_estimates)
+            else f", without the {len(step_estimates) - len(known)} not estimated"
         )
         rows.append(("all", "", "", f"{_about(sum(known))}{left_out}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
