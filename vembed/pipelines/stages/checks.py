@@ -26,9 +26,9 @@ def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
         return dict(options)
     beside = Path(config).parent
 
-    def found(value: Any) -> Any:
+    def locate(value: Any) -> Any:
         if isinstance(value, list):
-            return [found(earlier) for earlier in value]
+            return [locate(entry) for entry in value]
         if (
             not isinstance(value, str)
             or Path(value).exists()
@@ -38,7 +38,7 @@ def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
         return str(beside / value)
 
     return {
-        key: found(value) if key in (*DATA, *MODELS) else value
+        key: locate(value) if key in (*DATA, *MODELS) else value
         for key, value in options.items()
     }
 
