@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vembed.config.entries import DataSource
-from vembed.config.rhythm import passes
+from vembed.config.run_intervals import decide_epochs
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources
 from vembed.data.columns import Columns
@@ -148,8 +148,11 @@ def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
         return config.optimizer.max_steps
     batch = per_step // config.batch.gradient_accumulation_steps
     train = num_examples * (1.0 - (config.data.val_split or 0.0))
-    epochs = passes(
-        config, int(train), has_scale=describe(config.model).traits.has_scale_and_bias
+    epochs = decide_epochs(
+        config.optimizer,
+        config.model,
+        int(train),
+        has_scale=describe(config.model).traits.has_scale_and_bias,
     ).value
     return max(
         math.ceil(epochs * (train // batch) / config.batch.gradient_accumulation_steps),

@@ -102,9 +102,9 @@ def run_train(
         return 0
     require_earlier_stage(resolved)
     if rank_info is None:
-        refuse_own_model(config)
+        refuse_own_model(config.run, config.model)
         candidates(
-            config
+            config.run
         )  # refuses a folder with an earlier run before any process is started
     if rank_info is not None or launch.world_size == 1:
         os.environ.update({**(launch.changes or {}), **run_variables})

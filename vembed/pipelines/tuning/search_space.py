@@ -95,7 +95,7 @@ def from_plain(values: Mapping[str, Any]) -> Range:
 def _all(config: TrainConfig) -> list[Range]:
     # Ranges are ratios around what the config has: three doublings of the rate; temperatures stay where a softmax is
     # neither one-hot nor flat.
-    rate = rate_of(config)
+    rate = rate_of(config.optimizer)
     search_ranges = [Range("learning_rate", rate, rate / 8, rate * 8)]
     if (
         any("temperature" in READS[loss] for loss in losses_of(config))
