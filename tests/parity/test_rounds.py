@@ -42,9 +42,7 @@ def count_rounds(
         else "reduce_scatter_tensor"
     )
     setattr(dist, name, counted(getattr(dist, name)))
-    with start_session(
-        cases[0].config(folder, strategy=strategy)
-    ) as session:
+    with start_session(cases[0].config(folder, strategy=strategy)) as session:
         for case in cases:
             config = case.config(
                 folder,
