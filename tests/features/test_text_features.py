@@ -229,6 +229,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
     )
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Strange"}}')
     with pytest.raises(
         UserError, match=f"the tokenizer of {tmp_path} cannot be loaded"
     ):

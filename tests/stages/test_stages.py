@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_bert_st
 from tests.weights.variants import pairs
 from vembed.cli.main import run_process
-from vembed.config.stages import read_road
+from vembed.config.stages import read_pipeline
 from vembed.errors import UserError
 from vembed.pipelines.stages.requirements import check_requirements
 
@@ -77,7 +77,7 @@ def losses(folder):
 
 
 def test_steps_of_a_list_and_where_each_starts():
-    road = read_road(
+    pipeline = read_pipeline(
         {
             "output_dir": "out",
             "stages": [
@@ -90,7 +90,7 @@ def test_steps_of_a_list_and_where_each_starts():
             ],
         }
     )
-    assert [(step.name, step.kind) for step in road.steps] == [
+    assert [(step.name, step.kind) for step in pipeline.steps] == [
         ("broad", "train"),
         ("sharp", "mine"),
         ("hard", "train"),
@@ -98,13 +98,13 @@ def test_steps_of_a_list_and_where_each_starts():
         ("evaluate-5", "evaluate"),
         ("last", "train"),
     ]
-    assert road.model_before("broad") is None
-    assert road.model_before("hard").name == "broad"
-    assert road.mined_before("hard").name == "sharp"
-    assert road.model_before("evaluate-5").name == "soup"
-    assert road.model_before("last").name == "broad"
-    assert road.mined_before("last") is None
-    assert str(road.folder("soup")) == "out/soup"
+    assert pipeline.model_before("broad") is None
+    assert pipeline.model_before("hard").name == "broad"
+    assert pipeline.mined_before("hard").name == "sharp"
+    assert pipeline.model_before("evaluate-5").name == "soup"
+    assert pipeline.model_before("last").name == "broad"
+    assert pipeline.mined_before("last") is None
+    assert str(pipeline.folder("soup")) == "out/soup"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_steps_of_a_list_and_where_each_starts():
 )
 def test_mistakes_in_the_list(stages, message):
     with pytest.raises(UserError, match=message):
-        read_road({"stages": stages})
+        read_pipeline({"stages": stages})
 
 
 def test_conditions():
@@ -580,8 +580,10 @@ def test_a_stage_that_mines_within_is_a_training():
         {"name": "one", "mine": {"every_epochs": 1}},
         {"name": "two", "mine": {"num_negatives": 2}},
     ]
-    road = read_road({"model_name": "m", "data_path": "d.jsonl", "stages": stages})
-    assert [step.kind for step in road.steps] == ["train", "mine"]
+    pipeline = read_pipeline(
+        {"model_name": "m", "data_path": "d.jsonl", "stages": stages}
+    )
+    assert [step.kind for step in pipeline.steps] == ["train", "mine"]
 
 
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):

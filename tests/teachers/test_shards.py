@@ -29,7 +29,7 @@ from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.rerankers import PairTeacher
 from vembed.teachers.shards import is_sharded
-from vembed.teachers.supply import Teachers, kind_of
+from vembed.teachers.supply import Teachers, teacher_kind
 
 
 def yes_no_decoder(folder: Path) -> Path:
@@ -129,8 +129,8 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
     )
     config = config_of(folder)
     teacher = Teacher(model=str(folder), instruction="Do they match")
-    assert kind_of(teacher, folder, wants_vectors=False) == "yes_no"
-    assert kind_of(teacher, folder, wants_vectors=True) == "embedder"
+    assert teacher_kind(teacher, folder, wants_vectors=False) == "yes_no"
+    assert teacher_kind(teacher, folder, wants_vectors=True) == "embedder"
     example = rows(1)[0]
     config = config.changed(
         **{"teachers": [teacher], "losses": None, "loss": "margin_mse"}

@@ -52,15 +52,15 @@ def export(
     precision: Annotated[
         str,
         typer.Option(
-            help="float32, float16, bfloat16 or int8. Default: float32; of safetensors that of the file."
+            help="float32, float16, bfloat16 or int8. Default: float32, for safetensors that of the file."
         ),
     ] = "",
     check: Annotated[
         bool | None,
         typer.Option(
             "--check/--no-check",
-            help="Compare 200 texts through the export and the model; refuse an export that differs. "
-            "Default: yes, but a plain copy is not loaded; --check without --format takes safetensors.",
+            help="Compare 200 texts through the export and the model, and refuse an export that differs. "
+            "Default: yes, but a plain copy is not loaded. --check without --format takes safetensors.",
         ),
     ] = None,
     data: CheckData = None,
@@ -138,7 +138,7 @@ def serve(
         ),
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0: of every network.")
+        str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")
@@ -171,9 +171,9 @@ def serve(
         from vembed.cli.commands.model_argument import usable_model
         from vembed.cli.commands.serve import run_serve
 
-        with usable_model(model) as found:
+        with usable_model(model) as model_path:
             run_serve(
-                found,
+                model_path,
                 host=host,
                 port=port,
                 served_name=served_name,
@@ -216,10 +216,10 @@ def check_server(
         from vembed.export.servers import check_server as run_check
 
         check_address(url, model)
-        with json_result(json_file) as give, usable_model(model) as found:
+        with json_result(json_file) as give, usable_model(model) as model_path:
             largest = run_check(
                 url,
-                found,
+                model_path,
                 data=data,
                 served_name=served_name,
                 tolerance=tolerance,
@@ -259,7 +259,7 @@ def push(
         ),
     ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the files; send nothing.")
+        bool, typer.Option("--dry-run", help="List the files and send nothing.")
     ] = False,
     json_file: JsonOutput = None,
 ) -> None:

@@ -147,7 +147,7 @@ def eval(
     compressed: Annotated[
         str | None,
         typer.Option(
-            help="Also score int8 and binary documents; the picture of quality against bytes (.png, .svg)."
+            help="Also score int8 and binary documents, and draw quality against bytes (.png, .svg)."
         ),
     ] = None,
     column_mapping: ColumnMapping = "",
@@ -174,10 +174,10 @@ def eval(
         from vembed.cli.commands.evaluate import run_evaluate
         from vembed.cli.commands.model_argument import usable_model
 
-        with json_result(json_file) as give, usable_model(model) as found:
+        with json_result(json_file) as give, usable_model(model) as model_path:
             give(
                 run_evaluate(
-                    found,
+                    model_path,
                     data,
                     split=split,
                     compressed=compressed,
@@ -199,7 +199,7 @@ def encode(
         str,
         typer.Argument(
             metavar="INPUT",
-            help="Texts (one per line), JSONL, a table or a folder of images; - is standard input.",
+            help="Texts (one per line), JSONL, a table or a folder of images. - is standard input.",
         ),
     ],
     output: Annotated[
@@ -215,7 +215,7 @@ def encode(
     keep: Annotated[
         str,
         typer.Option(
-            help="Columns to write beside the vectors, as id,title; for .npy to NAME.kept.jsonl."
+            help="Columns to write beside the vectors, as id,title. For .npy to NAME.kept.jsonl."
         ),
     ] = "",
     input_format: Annotated[str, typer.Option(help="auto, jsonl or text.")] = "auto",
@@ -289,9 +289,9 @@ def encode(
         from vembed.cli.commands.encode import run_encode
         from vembed.cli.commands.model_argument import usable_model
 
-        with json_result(json_file) as give, usable_model(model) as found:
+        with json_result(json_file) as give, usable_model(model) as model_path:
             encoded = run_encode(
-                found,
+                model_path,
                 input_file,
                 output,
                 truncate_dim=truncate_dim,
@@ -422,16 +422,16 @@ def plan(words: Words = None) -> None:
         from vembed.cli.commands.plan import predict, run_plan, show
         from vembed.parallel.hardware import read_hardware
         from vembed.pipelines.stages.estimates import plan_stages
-        from vembed.pipelines.stages.sequence import road_of_arguments
+        from vembed.pipelines.stages.sequence import pipeline_of_arguments
 
         with json_result(json_file) as give:
             results: list[Any] = []
             hardware = read_hardware(gpu, memory)
-            road = road_of_arguments(arguments)
-            if road is None:
+            pipeline = pipeline_of_arguments(arguments)
+            if pipeline is None:
                 return run_plan(arguments, hardware=hardware, give=give)
             code = plan_stages(
-                road,
+                pipeline,
                 arguments,
                 partial(predict, hardware=hardware),
                 partial(show, give=results.append),
@@ -457,7 +457,7 @@ app.command(cls=JsonCommand, rich_help_panel=RUNS)(start_commands.card)
 
 @app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=SETUP)
 def config(words: Words = None) -> None:
-    """Print the resolved config, with where each value comes from; fails if a file is missing."""
+    """Print the resolved config, with where each value comes from. Fails if a file is missing."""
 
     def call() -> int:
         from vembed.cli.commands.show_config import show_config
@@ -475,7 +475,7 @@ def schema(
     form: Annotated[
         str,
         typer.Option(
-            "--format", help="json, for editors; or markdown, the page of options."
+            "--format", help="json, for editors, or markdown, the page of options."
         ),
     ] = "json",
 ) -> None:
@@ -553,28 +553,28 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
     arguments = parse_train_arguments(rest)
     from vembed.cli.commands.train import run_train
     from vembed.pipelines.stages.sequence import (
+        pipeline_of_arguments,
         results_of,
-        road_of_arguments,
         run_stages,
     )
 
-    road = road_of_arguments(arguments)
+    pipeline = pipeline_of_arguments(arguments)
     with json_result(json_file) as give:
-        if road is None:
+        if pipeline is None:
             return run_train(
                 arguments,
                 starts_processes=starts_processes,
                 give=give if json_file else None,
             )
         code = run_stages(
-            road,
+            pipeline,
             arguments,
             run_process,
             checked_words,
             starts_processes=starts_processes,
         )
         if code == 0 and json_file and not arguments.is_dry_run:
-            give(results_of(road))
+            give(results_of(pipeline))
         return code
 
 

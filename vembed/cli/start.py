@@ -24,13 +24,13 @@ def init(
         str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")
     ] = "text_encoder",
     data: Annotated[
-        str, typer.Option(help="Training data; its first records are looked at.")
+        str, typer.Option(help="Training data. Its first records are read.")
     ] = "train.jsonl",
     val_data: Annotated[str | None, typer.Option(help="Validation data.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="Hub name or folder; demo: that of `vembed demo`. Default: a good one of that kind."
+            help="Hub name or folder. demo: that of `vembed demo`. Default: a good one of that kind."
         ),
     ] = None,
     query: Annotated[
@@ -148,7 +148,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="RUN",
-            help="Folders of runs, finished or not; the first is the baseline.",
+            help="Folders of runs, finished or not. The first is the baseline.",
         ),
     ],
     output: Annotated[
@@ -167,12 +167,12 @@ def compare(
             write_comparison,
         )
 
-        found = read_several(runs)
+        compared_runs = read_several(runs)
         with json_result(json_file) as give:
-            give(as_json(found))
-            sys.stdout.write(score_lines(found))
+            give(as_json(compared_runs))
+            sys.stdout.write(score_lines(compared_runs))
             if output is not None or json_file is None:
-                page = write_comparison(found, output or "comparison.html")
+                page = write_comparison(compared_runs, output or "comparison.html")
                 sys.stdout.write(f"wrote {page}\n")
 
     end(call)

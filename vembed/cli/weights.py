@@ -37,7 +37,7 @@ def score(
     output: Annotated[
         str,
         typer.Option(
-            "--output", "-o", help="NAME.npy or NAME.jsonl; - is standard output."
+            "--output", "-o", help="NAME.npy or NAME.jsonl. - is standard output."
         ),
     ] = "-",
     column_mapping: ColumnMapping = "",
@@ -62,9 +62,9 @@ def score(
         from vembed.cli.commands.model_argument import usable_model
         from vembed.cli.commands.score import run_score
 
-        with usable_model(model) as found:
+        with usable_model(model) as model_path:
             run_score(
-                found,
+                model_path,
                 pairs,
                 output,
                 image_root=image_root,
@@ -111,7 +111,7 @@ def merge(
         typer.Option(help="task_arithmetic, ties, dare: factor of the difference."),
     ] = 1.0,
     interpolate: Annotated[
-        float, typer.Option(help="1: the merged model; 0: back at the base.")
+        float, typer.Option(help="1: the merged model, 0: the base.")
     ] = 1.0,
     last: Annotated[
         int | None, typer.Option(min=1, help="Of a run: its last so many checkpoints.")
@@ -119,7 +119,7 @@ def merge(
     sweep: Annotated[
         str,
         typer.Option(
-            help="Evaluate a line of weights, as 0,0.25,0.5,0.75,1; keep the best."
+            help="Evaluate a line of weights, as 0,0.25,0.5,0.75,1, and keep the best."
         ),
     ] = "",
     data: Annotated[
@@ -228,14 +228,14 @@ def edit(
     where: Annotated[
         str,
         typer.Option(
-            help="layers: the weights that write to it; embedding: a layer behind the model; both."
+            help="layers: the weights that write to it, embedding: a layer behind the model, or both."
         ),
     ] = "layers",
     components: Annotated[
         int, typer.Option(min=1, help="principal: how many directions.")
     ] = 1,
     strength: Annotated[
-        float, typer.Option(help="1: all of it; less: a part; more: beyond.")
+        float, typer.Option(help="1: all of it, less: a part, more: beyond it.")
     ] = 1.0,
     layers: Annotated[
         str,

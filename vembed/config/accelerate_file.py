@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import vembed
 from vembed.config.aliases import target_of
-from vembed.config.options import all_options, checked, join_words, nearest, shown
+from vembed.config.options import all_options, checked, join_words, nearest, quoted
 from vembed.config.parsing import Node, parse_value, read_tree
 from vembed.config.spelling import as_bool, normalise
 from vembed.errors import UserError
@@ -142,7 +142,7 @@ def find_accelerate_file(name: str) -> Path:
             return path
     except OSError as error:
         raise UserError(
-            f"accelerate_config: {shown(name)} cannot be read: {error.strerror}"
+            f"accelerate_config: {quoted(name)} cannot be read: {error.strerror}"
         ) from None
     # `configs/accelerate_fsdp.yaml` names the preset even without a checkout.
     if path.stem in preset_names() and path.parent.name == "configs":
@@ -330,7 +330,7 @@ def _distribution(kind: Any, source: str) -> Distribution:
     )
     if str(kind).upper() not in known:
         raise UserError(
-            f"{source}: distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO for vembed, but is {shown(kind)}"
+            f"{source}: distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO for vembed, but is {quoted(kind)}"
         )
     return known[str(kind).upper()]
 
@@ -341,7 +341,7 @@ def _mixed_precision(value: Any, source: str) -> Literal["no", "bf16", "fp16"] |
     precision = normalise("mixed_precision", value)
     if precision not in ("no", "bf16", "fp16"):
         raise UserError(
-            f"{source}: mixed_precision must be no, bf16 or fp16, but is {shown(value)}"
+            f"{source}: mixed_precision must be no, bf16 or fp16, but is {quoted(value)}"
         )
     return precision  # type: ignore[no-any-return]
 
@@ -356,7 +356,7 @@ def _number(value: Mapping[str, Any], key: str, source: str) -> int | None:
         or not 0 <= number < 2**20
     ):
         raise UserError(
-            f"{source}: {key} must be a whole number, but is {shown(number)}"
+            f"{source}: {key} must be a whole number, but is {quoted(number)}"
         )
     return number
 
@@ -365,7 +365,7 @@ def _switch(value: Any, source: str) -> bool:
     try:
         return as_bool(value or False)
     except ValueError as error:
-        raise UserError(f"{source}: use_cpu {error}, but is {shown(value)}") from None
+        raise UserError(f"{source}: use_cpu {error}, but is {quoted(value)}") from None
 
 
 def _processes_per_machine(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vembed.config.aliases import BLOCKS, target_of
-from vembed.config.options import all_options, nearest, shown
+from vembed.config.options import all_options, nearest, quoted
 from vembed.config.spelling import BOOLS
 from vembed.errors import UserError
 
@@ -31,7 +31,7 @@ LAUNCH_FLAGS = {
     "from": ("NAME", "Run the stages from this one on."),
     "until": ("NAME", "Run the stages up to this one."),
     "nproc": ("N", "Processes on this machine. Default: one per GPU, 1 without."),
-    "num-machines": ("N", "Machines that take part; start the same command on each."),
+    "num-machines": ("N", "Machines that take part. Start the same command on each."),
     "machine-rank": ("R", "Number of this machine, from 0."),
     "main-process-ip": ("ADDRESS", "Address of machine 0."),
     "main-process-port": (
@@ -57,7 +57,7 @@ LAUNCH_FLAGS = {
     "debug": ("", "A detailed log per process in output_dir/logs/."),
     "dry-run": (
         "",
-        "Print what would be trained and launched, and the data; load no model, and end.",
+        "Print what would be trained and launched, and the data, without loading a model.",
     ),
     "json": (
         "[FILE.json]",
@@ -169,7 +169,7 @@ def train_help() -> str:
         lines.append(f"  {f'--{flag} {value}'.rstrip():<34}{text}")
     lines += [
         "",
-        "Exit codes: 0 done; 1 failed; 2 bad usage, config or data; 130, 143 stopped by a signal, and saved.",
+        "Exit codes: 0 done, 1 failed, 2 bad usage, config or data, 130 or 143 stopped by a signal, and saved.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -245,7 +245,7 @@ class _Parser:
             pair = value if has_value else self._value(word)
             if not PAIR.match(pair):
                 raise UserError(
-                    f"--set {shown(pair)}: it sets an option, as --set batch_size=16"
+                    f"--set {quoted(pair)}: it sets an option, as --set batch_size=16"
                 )
             self.overrides.append(pair)
         elif key == "config":
@@ -322,7 +322,7 @@ class _Parser:
     def _take_config(self, word: str) -> None:
         if self.config is not None:
             raise UserError(
-                f"unexpected {shown(word)} beside the config {shown(self.config)}: options are key=value or --key value"
+                f"unexpected {quoted(word)} beside the config {quoted(self.config)}: options are key=value or --key value"
             )
         self.config = word
 
@@ -332,6 +332,6 @@ class _Parser:
             return None
         if not text.isdecimal() or len(text) > 5:
             raise UserError(
-                f"--{key.replace('_', '-')} must be a whole number, but is {shown(text)}"
+                f"--{key.replace('_', '-')} must be a whole number, but is {quoted(text)}"
             )
         return int(text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from vembed.config.options import shown
+from vembed.config.options import quoted
 from vembed.config.schema import TrainConfig, option_fields
 from vembed.errors import UserError
 
@@ -139,8 +139,8 @@ def _sharding(values: Mapping[str, Any], version: int) -> tuple[Sharding, bool]:
         return strategy or "FULL_SHARD", not keeps
     if strategy is not None and reshard == keeps:
         raise UserError(
-            f"fsdp_sharding_strategy: {strategy} and fsdp_reshard_after_forward: {shown(reshard).lower()} contradict "
-            f"each other, since under FSDP2 the first means {shown(not keeps).lower()} for the second: keep one of them"
+            f"fsdp_sharding_strategy: {strategy} and fsdp_reshard_after_forward: {quoted(reshard).lower()} contradict "
+            f"each other, since under FSDP2 the first means {quoted(not keeps).lower()} for the second: keep one of them"
         )
     return strategy or ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"), bool(reshard)
 

@@ -22,7 +22,7 @@ from vembed.config.aliases import (
     known_names,
     target_of,
 )
-from vembed.config.options import checked, nearest, shown
+from vembed.config.options import checked, nearest, quoted
 from vembed.config.parsing import Node, parse_value, read_tree, tree_of_mapping
 from vembed.config.schema import TrainConfig
 from vembed.config.spelling import from_text, normalise
@@ -168,7 +168,7 @@ class Layer:
             settings = target(plain)
         except ValueError as error:
             self.problems.append(
-                (line, f"{place}: {written} {error}, but is {shown(plain)}")
+                (line, f"{place}: {written} {error}, but is {quoted(plain)}")
             )
             return
         results = []
@@ -206,7 +206,7 @@ class Layer:
                 (
                     0,
                     f"{switch.place}: {switch.key}: {yaml_word(switch.value)} and "
-                    f"{trackers.key}: {shown(trackers.value)} ({trackers.place}) "
+                    f"{trackers.key}: {quoted(trackers.value)} ({trackers.place}) "
                     "contradict each other: keep one of them",
                 )
             )
@@ -264,7 +264,7 @@ class Layer:
             meaning = f" ({target})" if is_alias else ""
             hint = f", did you mean {near!r}{meaning}?"
         inside = f" in {block}" if block else ""
-        sentence = f"{place}: unknown option {shown(key)}{inside}{hint}"
+        sentence = f"{place}: unknown option {quoted(key)}{inside}{hint}"
         self.problems.append((line, sentence))
 
 
@@ -361,7 +361,7 @@ def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
         key, is_pair, value = text.partition("=")
         path = [part.strip() for part in key.split(".")]
         if not is_pair or not all(path):
-            sentence = f"{COMMAND_LINE}: {shown(text)} is not of the form key=value"
+            sentence = f"{COMMAND_LINE}: {quoted(text)} is not of the form key=value"
             layer.problems.append((0, sentence))
         elif path == ["stage"]:
             stage = value
@@ -489,4 +489,4 @@ def yaml_word(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return value if isinstance(value, str) and len(value) <= 80 else shown(value)
+    return value if isinstance(value, str) and len(value) <= 80 else quoted(value)

@@ -52,21 +52,26 @@ class Option:
 def all_options() -> dict[str, Option]:
     """Return every option by name, in the order of the schema."""
     titles = section_titles()
-    options = {}
-    for name, field in option_fields().items():
-        words, choices, kinds = _accepted(field.annotation, field.metadata)
-        default = field.get_default(call_default_factory=True)
-        options[name] = Option(
-            name=name,
-            section=titles[name],
-            text=field.description or "",
-            default=None if default is PydanticUndefined else default,
-            is_required=field.is_required(),
-            accepts=join_words(words),
-            choices=tuple(choices),
-            kinds=frozenset(kinds),
-        )
-    return options
+    return {
+        name: field_option(name, field, titles[name])
+        for name, field in option_fields().items()
+    }
+
+
+def field_option(name: str, field: FieldInfo, section: str = "") -> Option:
+    """Return the metadata of an option from its field."""
+    words, choices, kinds = _accepted(field.annotation, field.metadata)
+    default = field.get_default(call_default_factory=True)
+    return Option(
+        name=name,
+        section=section,
+        text=field.description or "",
+        default=None if default is PydanticUndefined else default,
+        is_required=field.is_required(),
+        accepts=join_words(words),
+        choices=tuple(choices),
+        kinds=frozenset(kinds),
+    )
 
 
 def checked(name: str, value: Any) -> Any:
@@ -84,7 +89,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     )
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Return a short representation of a value for messages, with strings in quotes."""
     if isinstance(value, int) and value.bit_length() > 300:
         return f"a number of {value.bit_length():,d} bits"
@@ -133,7 +138,7 @@ def _refusal(option: Option, value: Any, error: ValidationError) -> str:
     if option.name in _BLOCKS and isinstance(value, Mapping):
         return f"{option.name}: {_inside(error)}"
     if value is None:
-        return f"{option.name} has no value; give {option.accepts}, or leave the line out for {shown(option.default)}"
+        return f"{option.name} has no value; give {option.accepts}, or leave the line out for {quoted(option.default)}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # 2^63 as a float too: YAML and JSON give 1e30.
     if (
@@ -142,10 +147,10 @@ def _refusal(option: Option, value: Any, error: ValidationError) -> str:
         and abs(value) >= 2**63
         and value == value // 1
     ):
-        return f"{option.name}: {shown(value)} is too large; a whole number must be below 2^63"
+        return f"{option.name}: {quoted(value)} is too large; a whole number must be below 2^63"
     near = nearest(str(value), option.choices) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
-    return f"{option.name} must be {option.accepts}, but is {shown(value)}{hint}"
+    return f"{option.name} must be {option.accepts}, but is {quoted(value)}{hint}"
 
 
 def _inside(error: ValidationError) -> str:
@@ -158,7 +163,7 @@ def _inside(error: ValidationError) -> str:
         for part in problem["loc"]
         if isinstance(part, int) or part in _BLOCK_NAMES
     )
-    return f"{name} {problem['msg'].replace('Input should be', 'must be')}, but is {shown(problem['input'])}"
+    return f"{name} {problem['msg'].replace('Input should be', 'must be')}, but is {quoted(problem['input'])}"
 
 
 def join_words(words: Sequence[str]) -> str:

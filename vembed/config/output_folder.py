@@ -56,7 +56,7 @@ def expand_output_dir(
         if "time" in names
         else "",
     }
-    return _FIELD.sub(lambda found: known[found[1]], template)
+    return _FIELD.sub(lambda match: known[match[1]], template)
 
 
 def _start_time(env: Mapping[str, str]) -> float:

@@ -166,9 +166,9 @@ class _YamlTree:
         if source.tag.removeprefix(_TAG) not in CORE_TAGS or not source.tag.startswith(
             _TAG
         ):
-            shown = source.tag.replace(_TAG, "!!")
+            tag = source.tag.replace(_TAG, "!!")
             raise UserError(
-                f"{self.name}, line {line}: the tag {shown} is not allowed in a config; write a plain value."
+                f"{self.name}, line {line}: the tag {tag} is not allowed in a config; write a plain value."
             )
         if isinstance(source, yaml.MappingNode):
             return Node(self._mapping(source, depth), line)
@@ -179,7 +179,7 @@ class _YamlTree:
         return Node(self._scalar(source, line), line)
 
     def _mapping(self, source: yaml.MappingNode, depth: int) -> dict[str, Node]:
-        own: dict[str, Node] = {}
+        pairs: dict[str, Node] = {}
         merged: dict[str, Node] = {}
         for key_node, value_node in source.value:
             line = key_node.start_mark.line + 1
@@ -202,12 +202,12 @@ class _YamlTree:
                         name: _at_line(inner, line) for name, inner in base.items()
                     } | merged
                 continue
-            if key in own:
+            if key in pairs:
                 raise UserError(
-                    f"{self.name}, line {line}: {key!r} is already given in line {own[key].line}; keep one of the two."
+                    f"{self.name}, line {line}: {key!r} is already given in line {pairs[key].line}; keep one of the two."
                 )
-            own[key] = Node(value.value, line)
-        return merged | own
+            pairs[key] = Node(value.value, line)
+        return merged | pairs
 
     def _scalar(self, source: yaml.Node, line: int) -> Any:
         text = str(source.value)
@@ -256,7 +256,14 @@ def parse_toml(text: str, name: str) -> Node:
         raise UserError(f"{name}: not valid TOML: {error}.") from None
     if not data:
         raise UserError(f"{name}: has no options; write one `key = value` per line.")
+    if _num_values(data) > MAX_VALUES:
+        raise UserError(f"{name}: more than {MAX_VALUES:,d} values.")
     return _with_lines(data, text.split("\n"), 0)
+
+
+def _num_values(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else ()
+    return 1 + sum(_num_values(entry) for entry in inner)
 
 
 def _with_lines(table: Mapping[str, Any], lines: list[str], start: int) -> Node:

@@ -13,15 +13,16 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources
 from vembed.errors import UserError
 
-DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
 # user/name:config:split, where the user, the config and the split may be missing.
 _HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
 
 
 def is_hub_dataset(path: str) -> bool:
     """Return whether a path that does not exist can be the name of a data set on the Hub."""
+    from vembed.data.formats.table import ENDINGS  # loads the formats' libraries
+
     folder = Path(path).parent
-    is_file = Path(path).suffix.lower() in DATA_ENDINGS or (
+    is_file = Path(path).suffix.lower() in ENDINGS or (
         folder != Path() and folder.is_dir()
     )
     return not is_file and _HUB_DATASET.fullmatch(path) is not None
@@ -38,7 +39,7 @@ def is_hub_model(name: str) -> bool:
 
 def is_pattern_or_address(path: str) -> bool:
     """Return whether a path stands for several files, or for files elsewhere: `data/*.parquet`, `s3://bucket/file`."""
-    return "://" in path or any(one in path for one in "*?[")
+    return "://" in path or any(character in path for character in "*?[")
 
 
 def data_places(config: TrainConfig) -> list[tuple[str, str]]:
@@ -89,7 +90,7 @@ def missing_places(
         for option, path in data_places(config)
         if not is_inside(path, made)
     ]
-    found = [sentence for sentence in sentences if sentence is not None]
+    problems = [sentence for sentence in sentences if sentence is not None]
     folder = config.model.model_name
     is_given_elsewhere = (
         folder == config.model.model_class
@@ -97,15 +98,15 @@ def missing_places(
         or is_inside(folder, made)
     )
     if not _exists(folder) and not is_hub_model(folder) and not is_given_elsewhere:
-        found.append(
+        problems.append(
             f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
             f"such as org/model{similar_path(folder)}"
         )
     if config.data.image_root is not None and not _exists(config.data.image_root):
-        found.append(
+        problems.append(
             f"image_root: {config.data.image_root} does not exist (looked from {Path.cwd()})"
         )
-    return found
+    return problems
 
 
 def require_places(
@@ -114,7 +115,7 @@ def require_places(
     """Raise UserError if a file or folder is missing that a run would look for, and that is in none of `made`."""
     if missing := missing_places(config, origins, made):
         raise UserError(
-            "\n".join([missing[0], *(f"also: {one}" for one in missing[1:])])
+            "\n".join([missing[0], *(f"also: {sentence}" for sentence in missing[1:])])
         )
 
 
@@ -128,7 +129,9 @@ def similar_path(path: str) -> str:
     try:
         near = nearest(
             place.name,
-            sorted(one.name for one in place.parent.iterdir() if one != place),
+            sorted(
+                sibling.name for sibling in place.parent.iterdir() if sibling != place
+            ),
         )
     except (OSError, ValueError, RuntimeError):
         return ""

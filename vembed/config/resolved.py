@@ -10,7 +10,7 @@ from typing import Generic, Literal, TypeVar
 from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.fsdp import FSDP_OPTIONS, AskedPrecision, FsdpConfig, resolve_fsdp
 from vembed.config.layers import Level, OptionValue, yaml_word
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection, ParallelSection, TrainConfig
 from vembed.errors import UserError
 
 T = TypeVar("T")
@@ -35,14 +35,17 @@ class Decision(Generic[T]):
 
     def as_text(self) -> dict[str, str]:
         """Return value, reason and source as they are written to run.json."""
-        value = (
+        return {"value": self.text, "reason": self.reason, "source": self.source}
+
+    @property
+    def text(self) -> str:
+        """The value as a config file would have it."""
+        return (
             str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
         )
-        return {"value": value, "reason": self.reason, "source": self.source}
 
     def __str__(self) -> str:
-        said = self.as_text()
-        return f"{said['value']} ({said['reason']})"
+        return f"{self.text} ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class ResolvedRun:
 
 def decide(
     config: TrainConfig,
-    given: Mapping[str, OptionValue],
+    values: Mapping[str, OptionValue],
     *,
     origins: Mapping[str, str],
     translated: tuple[str, ...],
@@ -116,34 +119,37 @@ def decide(
     base: str,
     env: Mapping[str, str],
 ) -> ResolvedRun:
-    """Make every decision. `given`: each option that any source gives, as the strongest source gives it; `base`: the
-    file or launcher that the FSDP settings start from."""
-    _check_file(config, given, file)
-    strategy = _strategy(config, given, base)
-    values = {
-        name: given[name].value
-        for name in FSDP_OPTIONS
-        if name in given and given[name].value is not None
-    }
-    own = [
-        one
-        for one in given.values()
-        if one.option in FSDP_OPTIONS and one.level in BY_HAND
-    ]
-    own = [one for one in own if one.value is not None]
+    """Make every decision.
+
+    `values`: each option that any source gives, as the strongest source gives it.
+    `base`: the file or launcher that the FSDP settings start from.
+    """
+    _check_file(config.parallel, values, file)
+    strategy = _strategy(config.parallel, values, base)
+    fsdp_values = {}
+    fsdp_given = []
+    for name in FSDP_OPTIONS:
+        value = values.get(name)
+        if value is None or value.value is None:
+            continue
+        fsdp_values[name] = value.value
+        if value.level in BY_HAND:
+            fsdp_given.append(str(value))
+    fsdp = None
+    fsdp_notes: list[str] = []
+    lines = list(notes)
     # Also for `auto`: the placement may choose FSDP, and needs its settings then.
-    fsdp, fsdp_notes = (
-        resolve_fsdp(config, values, base)
-        if strategy.value in ("auto", "fsdp")
-        else (None, [])
-    )
-    found = list(notes)
-    if fsdp is None and _wants_fsdp(config):
+    if strategy.value in ("auto", "fsdp"):
+        fsdp, fsdp_notes = resolve_fsdp(config, fsdp_values, base)
+    elif config.parallel.strategy == "fsdp":
         fsdp_notes = [
-            "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"
+            "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy "
+            "on each process)"
         ]
-    elif fsdp is None:
-        found += [f"{one} has no effect with strategy: {strategy.value}" for one in own]
+    else:
+        for text in fsdp_given:
+            lines.append(f"{text} has no effect with strategy: {strategy.value}")
+    parallel = config.parallel
     return ResolvedRun(
         config=config,
         origins=origins,
@@ -151,83 +157,78 @@ def decide(
         strategy=strategy,
         fsdp=fsdp,
         fsdp_notes=tuple(fsdp_notes),
-        fsdp_given=tuple(str(one) for one in own),
-        recomputation=_recomputation(given, strategy),
-        precision=_precision(config, given),
-        processes=_asked("num_processes", config.parallel.num_processes, given),
-        machines=_asked("num_machines", config.parallel.num_machines, given),
-        timeout_minutes=_timeout(config, given, env, found),
-        notes=tuple(found),
+        fsdp_given=tuple(fsdp_given),
+        recomputation=_recomputation(values, strategy),
+        precision=_precision(config.model, values),
+        processes=_asked("num_processes", parallel.num_processes, values),
+        machines=_asked("num_machines", parallel.num_machines, values),
+        timeout_minutes=_timeout(parallel, values, env, lines),
+        notes=tuple(lines),
         file=file,
     )
 
 
-def _wants_fsdp(config: TrainConfig) -> bool:
-    return config.parallel.strategy == "fsdp"
-
-
 def _check_file(
-    config: TrainConfig, given: Mapping[str, OptionValue], file: AccelerateFile | None
+    parallel: ParallelSection,
+    values: Mapping[str, OptionValue],
+    file: AccelerateFile | None,
 ) -> None:
-    """Refuse FSDP beside a file without it, unless FSDP was asked for by a stronger source than the file."""
-    if file is None or file.distribution == "fsdp" or not _wants_fsdp(config):
+    """Refuse FSDP beside a file without it, unless a stronger source than the file asks for it."""
+    if file is None or file.distribution == "fsdp" or parallel.strategy != "fsdp":
         return
-    asked = given["strategy"]
-    # A stronger source (the command line over the YAML) may ask for FSDP beside such a file.
-    if asked.level <= given["accelerate_config"].level:
+    asked = values["strategy"]
+    if asked.level <= values["accelerate_config"].level:
         raise UserError(
-            f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for {file.distribution}: name a file "
-            "with distributed_type: FSDP (for example accelerate_config: accelerate_fsdp), or leave "
+            f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} "
+            f"is for {file.distribution}: name a file with distributed_type: FSDP (for "
+            "example accelerate_config: accelerate_fsdp), or leave "
             f"{asked.key} out"
         )
 
 
-def _asked(name: str, value: T, given: Mapping[str, OptionValue]) -> Decision[T]:
+def _asked(name: str, value: T, values: Mapping[str, OptionValue]) -> Decision[T]:
     """Return an option as it is. The reason is its name, or the file or launcher that gives it."""
-    one = given.get(name)
-    if one is None:
+    asked = values.get(name)
+    if asked is None:
         return Decision(value, DEFAULT)
-    return Decision(value, name if one.level in BY_HAND else one.place, one.source)
+    reason = name if asked.level in BY_HAND else asked.place
+    return Decision(value, reason, asked.source)
 
 
 def _strategy(
-    config: TrainConfig, given: Mapping[str, OptionValue], base: str
+    parallel: ParallelSection, values: Mapping[str, OptionValue], base: str
 ) -> Decision[AskedStrategy]:
-    """Return how processes share the model, as far as somebody has said it."""
-    if _wants_fsdp(config):
-        source = given["strategy"].source
-        sharding = given.get("fsdp_sharding_strategy")
-        # FSDP with NO_SHARD is a copy on each process, which ddp gives without wrapping anything.
-        if sharding is not None and sharding.value == "NO_SHARD":
-            return Decision(
-                "ddp", "asked for by fsdp_sharding_strategy: NO_SHARD", source
-            )
-        return Decision("fsdp", f"asked for, with the options of {base}", source)
-    if config.parallel.strategy != "auto":
-        asked = given["strategy"]
+    """Return how processes share the model, as far as a source says it."""
+    if parallel.strategy == "auto":
+        reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
+        return Decision("auto", reason)
+    asked = values["strategy"]
+    if parallel.strategy != "fsdp":
         reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
-        return Decision(config.parallel.strategy, reason, asked.source)
-    return Decision(
-        "auto",
-        "decided by the size of the model: ddp where it fits, fsdp where it does not",
-    )
+        return Decision(parallel.strategy, reason, asked.source)
+    sharding = values.get("fsdp_sharding_strategy")
+    # FSDP with NO_SHARD is a copy on each process, which ddp gives without wrapping.
+    if sharding is not None and sharding.value == "NO_SHARD":
+        reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
+        return Decision("ddp", reason, asked.source)
+    return Decision("fsdp", f"asked for, with the options of {base}", asked.source)
 
 
 def _recomputation(
-    given: Mapping[str, OptionValue], strategy: Decision[AskedStrategy]
+    values: Mapping[str, OptionValue], strategy: Decision[AskedStrategy]
 ) -> Decision[bool]:
-    asked = given.get("gradient_checkpointing")
+    asked = values.get("gradient_checkpointing")
     if asked is not None and asked.value is not None:
-        return _asked("gradient_checkpointing", bool(asked.value), given)
+        return _asked("gradient_checkpointing", bool(asked.value), values)
     if strategy.value == "fsdp":
         return Decision(True, "default with strategy: fsdp")
     return Decision(False, "default without strategy: fsdp")
 
 
 def _precision(
-    config: TrainConfig, given: Mapping[str, OptionValue]
+    model: ModelSection, values: Mapping[str, OptionValue]
 ) -> Decision[AskedPrecision]:
-    asked = _asked("mixed_precision", config.model.mixed_precision, given)
+    asked = _asked("mixed_precision", model.mixed_precision, values)
     if asked.value == "auto":
         return Decision("auto", "auto", asked.source)
     place = "" if asked.reason == "mixed_precision" else f", set by {asked.reason}"
@@ -235,28 +236,30 @@ def _precision(
 
 
 def _timeout(
-    config: TrainConfig,
-    given: Mapping[str, OptionValue],
+    parallel: ParallelSection,
+    values: Mapping[str, OptionValue],
     env: Mapping[str, str],
     notes: list[str],
 ) -> Decision[float]:
-    asked = _asked("dist_timeout_minutes", config.parallel.dist_timeout_minutes, given)
-    said = env.get(TIMEOUT_VARIABLE)
-    if not said:
+    asked = _asked("dist_timeout_minutes", parallel.dist_timeout_minutes, values)
+    text = env.get(TIMEOUT_VARIABLE)
+    if not text:
         return asked
     try:
-        seconds = float(said)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
         raise UserError(
-            f"{TIMEOUT_VARIABLE}={said} must be a number of seconds above 0; or use dist_timeout_minutes"
+            f"{TIMEOUT_VARIABLE}={text} must be a number of seconds above 0; or use "
+            "dist_timeout_minutes"
         )
-    # The config is more specific than the environment, also where it gives the default's value.
-    if "dist_timeout_minutes" not in given:
-        return Decision(seconds / 60, f"{TIMEOUT_VARIABLE}={said}", "environment")
+    # The config is more specific than the environment, also with the default's value.
+    if "dist_timeout_minutes" not in values:
+        return Decision(seconds / 60, f"{TIMEOUT_VARIABLE}={text}", "environment")
     if seconds != 60 * asked.value:
         notes.append(
-            f"{given['dist_timeout_minutes']} overrides {TIMEOUT_VARIABLE}={said} (environment)"
+            f"{values['dist_timeout_minutes']} overrides {TIMEOUT_VARIABLE}={text} "
+            "(environment)"
         )
     return asked

@@ -46,7 +46,7 @@ class Sampling:
             ]
             factor = sum(wanted) / sum(shares)
             wanted = [share * factor for share in shares]
-        return [max(1, round(one)) for one in wanted]
+        return [max(1, round(count)) for count in wanted]
 
 
 PROPORTIONAL = Sampling()
@@ -54,11 +54,11 @@ PROPORTIONAL = Sampling()
 
 def parse_sampling(text: str) -> Sampling:
     """Return the sampling that a value of the option stands for."""
-    found = FORM.fullmatch(text)
-    alpha = 1.0 if found is None or found[2] is None else float(found[2])
-    if found is None or alpha > 1.0:
+    match = FORM.fullmatch(text)
+    alpha = 1.0 if match is None or match[2] is None else float(match[2])
+    if match is None or alpha > 1.0:
         raise ValueError(f"must be {ACCEPTED}")
-    match found[1]:
+    match match[1]:
         case "round_robin":
             return Sampling("round_robin")
         case "weights":

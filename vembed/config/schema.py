@@ -22,6 +22,7 @@ from vembed.config.values import (
     Fraction,
     Frozen,
     Momentum,
+    NamesFiles,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
@@ -30,6 +31,15 @@ from vembed.config.values import (
 )
 from vembed.errors import UserError
 from vembed.losses.table import LOSSES, loss_options, with_constraints
+from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.trackers.table import TRACKERS
+
+if TYPE_CHECKING:
+    OptimizerName = str
+    TrackerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+    TrackerName = Literal[tuple(TRACKERS)]
 from vembed.models.families.table import FamilyName
 from vembed.models.poolings import PoolingName, pooling_text
 
@@ -41,25 +51,25 @@ class Section(Frozen):
 class ModelSection(Section, title="model"):
     """Weights, dtypes, attention, inputs and pooling of the model."""
 
-    model_name: str
+    model_name: Annotated[str, NamesFiles("model")]
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
     model_family: Literal["auto"] | FamilyName = "auto"
-    """Kind of model. `auto`: from the model's config and files; the log gives the reason."""
+    """Kind of model. `auto`: from the model's config and files. The log gives the reason."""
     model_revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Only for models that you trust as you trust your own code."""
-    model_class: str | None = None
+    model_class: Annotated[str | None, NamesFiles("code")] = None
     """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
     `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
     """Keyword arguments of `model_class` (also `model_config`)."""
-    tokenizer_name: str | None = None
+    tokenizer_name: Annotated[str | None, NamesFiles("model")] = None
     """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
     from_scratch: bool = False
     """Start from random weights with the config of `model_name`, whose weights are not read."""
-    image_model_name: str | None = None
-    """Model of a second tower for images; `model_name` then encodes text (model_family: composed)."""
+    image_model_name: Annotated[str | None, NamesFiles("model")] = None
+    """Model of a second tower for images. `model_name` then encodes text (model_family: composed)."""
     composed_dim: PositiveInt | None = None
     """Size of the shared space of a composed model. Default: the smaller of the two towers' sizes."""
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -73,35 +83,35 @@ class ModelSection(Section, title="model"):
     rounding, for a model that is served in int8. `final/` has the rounded weights. Not with `use_lora`."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
-    hidden size of at least 256 that are not sharded; otherwise no. Trained weights, gradients, norms, pooling and loss
+    hidden size of at least 256 that are not sharded. Otherwise no. Trained weights, gradients, norms, pooling and loss
     are float32 in any case. `no` gives the same numbers on CPUs with and without these instructions."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernel. `auto`: flash-attn where it is installed and the GPU allows, otherwise sdpa."""
     padding_free: Literal["auto"] | bool = "auto"
-    """Concatenate the texts of a micro-batch instead of padding them. `auto`: where model and kernel support it;
+    """Concatenate the texts of a micro-batch instead of padding them. `auto`: where model and kernel support it.
     `true`: the run stops with the reason where they do not."""
     bidirectional_attention: bool = False
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
-    """Maximum length of a text in tokens; longer texts are truncated. Default: the model's own limit, at most 512."""
+    """Maximum length of a text in tokens. Longer texts are truncated. Default: the model's own limit, at most 512."""
     pooling: Literal["auto"] | PoolingName = Field(
         default="auto", description=pooling_text()
     )
     query_prompt: str | None = None
-    """Text put before every query. Default: the model's own; an empty string means none."""
+    """Text put before every query. Default: the model's own. An empty string means none."""
     document_prompt: str | None = None
-    """Text put before every document. Default: the model's own; an empty string means none."""
+    """Text put before every document. Default: the model's own. An empty string means none."""
     min_pixels: PositiveInt | None = None
-    """Vision-language models: smallest image area in pixels; smaller images are enlarged. Default: the model's own."""
+    """Vision-language models: smallest image area in pixels. Smaller images are enlarged. Default: the model's own."""
     max_pixels: PositiveInt | None = None
-    """Vision-language models: largest image area in pixels; larger images are reduced. Default: the model's own."""
+    """Vision-language models: largest image area in pixels. Larger images are reduced. Default: the model's own."""
     torch_compile: Literal["auto"] | bool = "auto"
     """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
-    compiled and plain layers give the same embeddings at the start; the log says so. On CPUs only if asked for. Has no
+    compiled and plain layers give the same embeddings at the start. The log says so. On CPUs only if asked for. Has no
     effect with gradient checkpointing where texts are packed (`padding_free`)."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Default: true with `strategy: fsdp`,
-    except on GPUs where micro-batches fit without it and Gradient Cache may be used; otherwise false."""
+    except on GPUs where micro-batches fit without it and Gradient Cache may be used. Otherwise false."""
 
 
 class MatryoshkaSection(Section, title="Matryoshka sizes"):
@@ -133,13 +143,13 @@ class AdapterSection(Section, title="adapters and frozen parts"):
     lora_target_modules: Literal["auto", "all-linear"] | list[str] = "auto"
     """Layers that get an adapter. `auto`: attention and feed-forward projections of the chosen towers."""
     lora_towers: Literal["text", "vision", "all"] = "all"
-    """Towers that get adapters; the others are frozen."""
+    """Towers that get adapters. The others are frozen."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead, which suits large ranks."""
     use_dora: bool = False
     """Weight-decomposed adapters: slower, often better at small ranks."""
     use_qlora: bool = False
-    """Keep the frozen base weights in 4 bits (nf4); implies `use_lora`. Needs bitsandbytes."""
+    """Keep the frozen base weights in 4 bits (nf4). This implies `use_lora`. Needs bitsandbytes."""
     save_merged: bool = True
     """After a LoRA run, save the merged model in `final/`, with the adapter beside it. false: only the adapter."""
     freeze: list[str] = Field(default_factory=list)
@@ -150,16 +160,16 @@ class AdapterSection(Section, title="adapters and frozen parts"):
 class DataSection(Section, title="data"):
     """Training and validation data."""
 
-    data_path: str | list[str | DataSource]
-    """Training data: a file (JSONL, CSV, TSV, Parquet; also .gz, .zst), a folder or pattern of files, an address
+    data_path: Annotated[str | list[str | DataSource], NamesFiles("data")]
+    """Training data: a file (JSONL, CSV, TSV, Parquet, also .gz, .zst), a folder or pattern of files, an address
     (`s3://...`), a Hub name, or a list with weights."""
-    val_data_path: str | None = None
-    """Validation data: as `data_path`, or a BEIR-style folder (corpus, queries and qrels; JSON Lines or Parquet)."""
+    val_data_path: Annotated[str | None, NamesFiles("data")] = None
+    """Validation data: as `data_path`, or a BEIR-style folder (corpus, queries and qrels, in JSON Lines or Parquet)."""
     val_split: (
         Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None
     ) = None
     """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. Examples with equal
-    or nearly equal queries or documents go to one side; which side depends on the seed and the texts alone. All
+    or nearly equal queries or documents go to one side. Which side depends on the seed and the texts alone. All
     documents of the data are searched."""
     column_mapping: dict[str, str] | None = None
     """Names in your file -> names that vembed reads, e.g. {question: query, answer: positive}."""
@@ -173,16 +183,16 @@ class DataSection(Section, title="data"):
     on_bad_record: Literal["stop", "skip"] = "stop"
     """Invalid records: stop before training and list the first ten, or skip them and count them."""
     max_negatives: NonNegativeInt | None = None
-    """Maximum number of negatives per record; the first ones are used. Default: all."""
+    """Maximum number of negatives per record. The first ones are used. Default: all."""
     max_train_examples: PositiveInt | None = None
     """Use only this many examples, the first ones of each source. Default: all."""
     no_duplicates: bool = False
     """Avoid equal contents in one global batch. At most the last incomplete batch is left out wherever an arrangement
-    exists; the log says how many."""
+    exists. The log says how many."""
     drop_last: bool = True
     """Leave the last incomplete batch of an epoch out, unless it is the only one. `false`: train on it too."""
     homogeneous_batches: Literal["task"] | bool = False
-    """With several sources: draw every global batch from a single source; `task`: from sources of one task, which have
+    """With several sources: draw every global batch from a single source. `task`: from sources of one task, which have
     the same losses, temperature and batch size."""
     sampling: SamplingName = "proportional"
     """With several sources: a source of n examples is drawn in proportion to its weight times n (`proportional`), n to
@@ -192,7 +202,7 @@ class DataSection(Section, title="data"):
     """Hard negatives mined by the run's own model between epochs, after those of the data: {every_epochs: 1,
     num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
-    """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images; 0: none."""
+    """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none."""
 
     def sources(self) -> list[DataSource]:
         """Return an entry for each source of `data_path`."""
@@ -213,13 +223,13 @@ class _Objective(Section, title="loss"):
     embedding that `model_name` gives before training. A source of texts alone (`text`) with `losses: [{loss: anchor}]`
     adds unlabelled texts. The vectors are computed once and kept on disk, as a teacher's."""
     auxiliary_losses: dict[str, float] | None = None
-    """Weight of each loss that an own model returns, by name. Default: 1 for each; 0: logged only."""
+    """Weight of each loss that an own model returns, by name. Default: 1 for each. 0: logged only."""
     language_modelling: Literal["auto"] | bool = "auto"
     """Train by the model's language-model head: `next_token` for decoders, `masked_token` for encoders. `auto`: with
     loss: none. true: beside another loss too, for decoders, with the weight that `auxiliary_losses` gives."""
     mlm_probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.15
     """Share of an encoder's tokens that language modelling hides."""
-    losses: list[LossTerm] | None = None
+    losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section."""
     similarity: Literal["cosine", "dot"] = "cosine"
@@ -230,7 +240,7 @@ class _Objective(Section, title="loss"):
     quantize_embeddings: Literal["int8", "binary"] | None = None
     """Train for vectors that are stored in int8 or as bits: the loss is the mean of that of the float embeddings and
     that of the stored ones, straight-through, at every size of `mrl_dims`. Evaluations score all stored forms too."""
-    teachers: list[str | Teacher] | None = None
+    teachers: Annotated[list[str | Teacher] | None, NamesFiles("model")] = None
     """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
 
 
@@ -257,14 +267,14 @@ class BatchSection(Section, title="batch"):
     batch_size: PositiveInt = 32
     """Examples per process and step."""
     global_batch_size: PositiveInt | None = None
-    """Examples per step over all processes; replaces `batch_size`."""
+    """Examples per step over all processes. Replaces `batch_size`."""
     gradient_accumulation_steps: PositiveInt = 1
     """Batches per optimizer step. Each has its own negatives: for a larger contrastive batch raise `batch_size`,
     whose memory is bounded by `micro_batch_tokens`."""
     micro_batch_tokens: Literal["auto"] | PositiveInt = "auto"
     """Padded tokens (and image patches) per micro-batch. Affects memory and speed, not the result."""
     gradient_cache_chunk_size: PositiveInt | None = None
-    """Rows per micro-batch; replaces `micro_batch_tokens`."""
+    """Rows per micro-batch. Replaces `micro_batch_tokens`."""
     use_gradient_cache: Literal["auto"] | bool = "auto"
     """Gradient Cache: run every micro-batch twice instead of keeping its autograd graph, so that the memory of one
     micro-batch is enough. `auto`: only if the batch is larger than `kept_graph_tokens`. The gradient is the same."""
@@ -294,24 +304,22 @@ class OptimizerSection(Section, title="optimizer"):
     """Optimizer, learning rate and length of the run."""
 
     epochs: Literal["auto"] | PositiveFloat = "auto"
-    """Passes over the data; may be a fraction. `max_steps` takes precedence. `auto`: one over many examples, up to six
-    over few, four times as many from initial weights, CLIP and SigLIP up to 48; the log gives the number."""
+    """Passes over the data. May be a fraction. `max_steps` takes precedence. `auto`: one over many examples, up to six
+    over few, four times as many from initial weights, CLIP and SigLIP up to 48. The log gives the number."""
     max_steps: PositiveInt | None = None
     """Optimizer steps. Default: from `epochs`."""
     learning_rate: Literal["auto"] | PositiveFloat = "auto"
     """Peak learning rate. It does not depend on the number of processes. `auto`: by what is trained (all weights of an
-    encoder or a decoder by width and steps, adapters by alpha, a head alone, initial weights, CLIP); the log gives the
+    encoder or a decoder by width and steps, adapters by alpha, a head alone, initial weights, CLIP). The log gives the
     reason."""
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply the learning rate by global batch / `base_batch_size` (or its square root); the log shows the result."""
+    """Multiply the learning rate by global batch / `base_batch_size` (or its square root). The log shows the result."""
     base_batch_size: PositiveInt = 32
-    """The global batch that `learning_rate` was chosen for; only with `scale_learning_rate`."""
-    optim: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"] = (
-        "adamw"
-    )
+    """The global batch that `learning_rate` was chosen for, only with `scale_learning_rate`."""
+    optim: OptimizerName = "adamw"
     """Optimizer. The state of the 8-bit ones takes a quarter of the memory."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay; not applied to biases and norms."""
+    """Decoupled weight decay, not applied to biases and norms."""
     adam_beta1: Momentum = 0.9
     """Decay rate of the first moment."""
     adam_beta2: Momentum = 0.999
@@ -319,7 +327,7 @@ class OptimizerSection(Section, title="optimizer"):
     adam_epsilon: PositiveFloat = 1e-8
     """Term added to the denominator for numerical stability."""
     head_learning_rate: PositiveFloat | None = None
-    """Learning rate of heads, projections and learned scales. Default: `learning_rate`; 1e-3 for the new projections of
+    """Learning rate of heads, projections and learned scales. Default: `learning_rate`, and 1e-3 for the new projections of
     a composed model with `learning_rate: auto`."""
     layer_lr_decay: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0
     """Factor on the learning rate per layer below the last one. 1: the same rate for all layers."""
@@ -329,7 +337,7 @@ class OptimizerSection(Section, title="optimizer"):
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """Decay of the learning rate after the warm-up. constant: no decay."""
     max_grad_norm: NonNegativeFloat = 1.0
-    """Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
+    """Maximum global gradient norm. Larger gradients are scaled down to it. 0: no clipping."""
     ema: Annotated[float, Field(gt=0.0, lt=1.0), Number] | None = None
     """Decay of an exponential moving average of the weights, such as 0.999. Evaluations and `final/` use the average.
     The decay is lower during the first steps. Not under FSDP1."""
@@ -341,8 +349,8 @@ class ParallelSection(Section, title="parallel"):
     """Processes, devices and sharding."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """Distribution of the model over processes: ddp, a copy on each; fsdp, sharded, with the options of
-    `configs/accelerate_fsdp.yaml`. `auto`: by size; see the log. Also `use_fsdp: true` for fsdp; `use_fsdp: false` rules
+    """Distribution of the model over processes: ddp, a copy on each, or fsdp, sharded, with the options of
+    `configs/accelerate_fsdp.yaml`. `auto`: by size (see the log). Also `use_fsdp: true` for fsdp. `use_fsdp: false` rules
     sharding out."""
     accelerate_config: str | None = None
     """Accelerate YAML or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
@@ -356,8 +364,8 @@ class ParallelSection(Section, title="parallel"):
     fsdp_sharding_strategy: (
         Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None
     ) = None
-    """Sharding strategy. FULL_SHARD: parameters, gradients and optimizer state are sharded; SHARD_GRAD_OP: parameters
-    stay gathered between forward and backward; NO_SHARD: plain DDP; HYBRID_SHARD: sharded inside a machine, replicated
+    """Sharding strategy. FULL_SHARD: parameters, gradients and optimizer state are sharded. SHARD_GRAD_OP: parameters
+    stay gathered between forward and backward. NO_SHARD: plain DDP. HYBRID_SHARD: sharded inside a machine, replicated
     between machines."""
     fsdp_offload_params: bool | None = None
     """Keep parameters, gradients and optimizer state in host memory between uses."""
@@ -367,16 +375,16 @@ class ParallelSection(Section, title="parallel"):
     """Choice of FSDP units: each transformer layer, each module above `fsdp_min_num_params`, or the whole model."""
     fsdp_transformer_layer_cls_to_wrap: str | list[str] | None = None
     """Layer classes (name, dotted path, or a list). Default: the classes that the backbone declares."""
-    wrap_policy: str | None = None
+    wrap_policy: Annotated[str | None, NamesFiles("code")] = None
     """A function of your own that chooses the FSDP units, instead of the policy: path/to/file.py:function. It is called
     with each module of the model and returns whether it is a unit."""
     fsdp_min_num_params: NonNegativeInt | None = None
     """Minimum number of parameters of a unit. SIZE_BASED_WRAP: 0 or none is 1,000,000. TRANSFORMER_BASED_WRAP: smaller
-    layers are no units; 0 or none: every layer is one."""
+    layers are no units. 0 or none: every layer is one."""
     fsdp_wrap_embeddings: bool = True
     """TRANSFORMER_BASED_WRAP alone: make the input embeddings, trained or frozen, a unit of their own."""
     fsdp_reshard_after_forward: bool | None = None
-    """FSDP2: free the gathered parameters after the forward pass. Default: from the sharding strategy; if all gathered
+    """FSDP2: free the gathered parameters after the forward pass. Default: from the sharding strategy. If all gathered
     parameters take at most a fifth of a process's memory, training frees them only at the end of a step."""
     fsdp_backward_prefetch: (
         Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None
@@ -397,7 +405,7 @@ class ParallelSection(Section, title="parallel"):
     fsdp_sync_module_states: bool | None = None
     """FSDP1: broadcast the weights of rank 0 at the start."""
     fsdp_param_dtype: Dtype | None = None
-    """Dtype of the gathered parameters and thus of computation; it overrides `mixed_precision`. Default: from
+    """Dtype of the gathered parameters and thus of computation. It overrides `mixed_precision`. Default: from
     `mixed_precision`."""
     fsdp_reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced. Default: float32."""
@@ -408,7 +416,7 @@ class ParallelSection(Section, title="parallel"):
     sync_batchnorm: bool = False
     """Convert batch norms so that they use statistics over all processes. Micro-batches remain separate batches."""
     dist_timeout_minutes: PositiveFloat = 30.0
-    """Timeout of collectives in minutes; after it the run fails with a message. If the option is not given, the
+    """Timeout of collectives in minutes. After it the run fails with a message. If the option is not given, the
     variable `NCCL_TIMEOUT` (seconds) sets it."""
 
 
@@ -425,7 +433,7 @@ class EvaluationSection(Section, title="evaluation"):
     """Evaluate before the first step, for the comparison in the report."""
     eval_metric: str = "auto"
     """Metric that selects the best checkpoint. `auto`: ndcg@10 for retrieval, spearman for scored pairs."""
-    guards: list[str | Guard] | None = None
+    guards: Annotated[list[str | Guard] | None, NamesFiles("data")] = None
     """Evaluation data of other abilities, scored with each evaluation. A run that falls on one of them by more than its
     `max_drop` ends, and `final/` is the last checkpoint that held. Needs val_data_path, eval_steps and save_steps."""
     eval_ks: list[PositiveInt] = Field(default_factory=lambda: [1, 5, 10, 100])
@@ -446,14 +454,12 @@ class LoggingSection(Section, title="logging"):
 
     logging_steps: Literal["auto"] | PositiveInt = "auto"
     """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
-    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
-        default=["tensorboard"]
-    )
-    """Trackers; `none` for no tracker."""
+    report_to: list[TrackerName] = Field(default=["tensorboard"])
+    """Trackers. `none` for no tracker."""
     report_every: PositiveInt | None = None
     """Steps between writings of the report while the run goes on. Default: only at the end."""
     run_name: str | None = None
-    """Name of the run in trackers; for TensorBoard, a folder inside `tensorboard/`. Default: the name of output_dir,
+    """Name of the run in trackers. For TensorBoard, a folder inside `tensorboard/`. Default: the name of output_dir,
     and no such folder."""
     wandb_project: str = "vembed"
     """Project in wandb or trackio, experiment in MLflow."""
@@ -465,7 +471,7 @@ class LoggingSection(Section, title="logging"):
     push_public: bool = False
     """push_to_hub: make the repository public. Default: private."""
     console: Literal["normal", "verbose", "quiet"] = "normal"
-    """Lines on the console: five on the set-up, then steps and scores; all lines of the log file (also `--verbose`); or
+    """Lines on the console: five on the set-up, then steps and scores. Or all lines of the log file (also `--verbose`), or
     only warnings (also `--quiet`)."""
     log_file: str = "training_log.txt"
     """Log file, inside output_dir."""
@@ -481,19 +487,19 @@ class RunSection(Section, title="run"):
     seed: NonNegativeInt = 42
     """Seed of data order, initialisation of new weights and dropout."""
     deterministic: bool = False
-    """Use deterministic kernels on GPUs; slower."""
+    """Use deterministic kernels on GPUs, which are slower."""
     output_dir: str = "output"
     """Folder of the run: config, logs, checkpoints, model and report. May contain {model}, {data}, {seed} and {time}
     (the start), as in runs/{model}-{time}."""
     overwrite: bool = False
-    """Replace the earlier run in `output_dir`; without it, a folder with checkpoints or a finished run is refused."""
+    """Replace the earlier run in `output_dir`. Without it, a folder with checkpoints or a finished run is refused."""
     save_steps: Literal["auto"] | PositiveInt | None = "auto"
-    """Steps between checkpoints. `auto`: at each evaluation; without validation data about ten in a run of 200 steps or
-    more; none in a very short run, or where one takes over 20 GB. null: none before the end."""
+    """Steps between checkpoints. `auto`: at each evaluation. Without validation data about ten in a run of 200 steps or
+    more, none in a very short run, or where one takes over 20 GB. null: none before the end."""
     save_total_limit: PositiveInt | None = 3
-    """Number of checkpoints to keep; the best and the newest are never deleted."""
+    """Number of checkpoints to keep. The best and the newest are never deleted."""
     load_best_model_at_end: Literal["auto"] | bool = "auto"
-    """`final/` holds the best evaluated checkpoint instead of the last weights; needs eval_steps and save_steps.
+    """`final/` holds the best evaluated checkpoint instead of the last weights. It needs eval_steps and save_steps.
     `auto`: with validation data, where every checkpoint is evaluated."""
     async_save: bool = False
     """Write checkpoints in the background while training continues."""
@@ -502,11 +508,11 @@ class RunSection(Section, title="run"):
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights in `final/`. `auto`: that of the original model's files, although training uses float32."""
     resume: Literal["auto"] | bool | str = False
-    """true: continue from the newest valid checkpoint of output_dir; auto: the same if there is one; or a path."""
+    """true: continue from the newest valid checkpoint of output_dir. auto: the same if there is one, or a path."""
     resume_anyway: bool = False
     """Resume although model, data, batch or seed have changed."""
     max_train_minutes: PositiveFloat | None = None
-    """Time limit in minutes; the run saves a checkpoint and ends before it."""
+    """Time limit in minutes. The run saves a checkpoint and ends before it."""
 
 
 class TrainConfig(Frozen):

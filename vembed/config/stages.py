@@ -37,12 +37,12 @@ class Step:
         """True if the step leaves a model in `final/` of its folder."""
         return self.kind in ("train", "merge")
 
-    def given(self, option: str) -> Node | None:
+    def option(self, option: str) -> Node | None:
         """Return what the step says itself for an option, a training under any of its names; None where it says
         nothing."""
         # Names of options of the steps between mean other things: `output_path` of a mining is a file.
         return (
-            given_in(self.block, option)
+            option_in(self.block, option)
             if self.kind == "train"
             else self.block.get(option)
         )
@@ -53,7 +53,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Road:
+class Pipeline:
     """The steps of a config in order."""
 
     source: str
@@ -64,9 +64,9 @@ class Road:
     def folder(self, name: str) -> Path:
         """Return the folder of a step."""
         for step in self.steps:
-            own = step.given("output_dir") if step.name == name else None
-            if own is not None:
-                return Path(str(own.plain()))
+            folder = step.option("output_dir") if step.name == name else None
+            if folder is not None:
+                return Path(str(folder.plain()))
         return Path(self.root, name)
 
     def before(self, name: str) -> list[Step]:
@@ -76,10 +76,14 @@ class Road:
 
     def model_before(self, name: str) -> Step | None:
         """Return the step whose model one starts from; None: from the config's own."""
-        step = next(one for one in self.steps if one.name == name)
+        by_name = {step.name: step for step in self.steps}
+        step = by_name[name]
         if step.start is not None:
-            return next(one for one in self.steps if one.name == step.start)
-        return next((one for one in reversed(self.before(name)) if one.has_model), None)
+            return by_name[step.start]
+        for earlier in reversed(self.before(name)):
+            if earlier.has_model:
+                return earlier
+        return None
 
     def mined_before(self, name: str) -> Step | None:
         """Return the mining step whose data a training stage gets: the last one since the stage before."""
@@ -91,7 +95,7 @@ class Road:
         return None
 
 
-def given_in(keys: Mapping[str, Node], option: str) -> Node | None:
+def option_in(keys: Mapping[str, Node], option: str) -> Node | None:
     """Return the value of an option among keys, under any of its names; None where it is not there."""
     for key, node in keys.items():
         if option_of(key) == option:
@@ -104,20 +108,20 @@ def given_in(keys: Mapping[str, Node], option: str) -> Node | None:
     return None
 
 
-def read_road(
+def read_pipeline(
     source: str | Path | Mapping[str, Any], root: str | None = None
-) -> Road | None:
+) -> Pipeline | None:
     """Return the steps of a config file or dict; None where it has no stages. `root`: instead of its output_dir."""
     if isinstance(source, Mapping):
         tree, name = tree_of_mapping(source), "the config"
     else:
         tree, name = read_tree(Path(source)), str(source)
-    return road_of(dict(tree.value), name, root)
+    return pipeline_of(dict(tree.value), name, root)
 
 
-def road_of(
+def pipeline_of(
     keys: Mapping[str, Node], name: str, root: str | None = None
-) -> Road | None:
+) -> Pipeline | None:
     """Return the steps of the keys of a config; None where it has no stages."""
     if STAGES not in keys and TRAINING_STAGES not in keys:
         return None
@@ -126,13 +130,14 @@ def road_of(
             f"{name}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one"
         )
     if root is None:
-        named = given_in(keys, "output_dir")
+        named = option_in(keys, "output_dir")
         root = DEFAULT_ROOT if named is None else str(named.plain())
     steps: list[Step] = []
-    for number, (given, block) in enumerate(_blocks(keys, name), start=1):
-        step = _step(given, block, number, name, [one.name for one in steps])
+    for number, (step_name, block) in enumerate(_blocks(keys, name), start=1):
+        earlier = [step.name for step in steps]
+        step = _step(step_name, block, number, name, earlier)
         steps.append(step)
-    return Road(name, root, tuple(steps))
+    return Pipeline(name, root, tuple(steps))
 
 
 def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
@@ -140,26 +145,29 @@ def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
     what the steps before it give it. None where the config has no `stages:`."""
     if STAGES not in keys:
         return None
-    road = road_of(keys, name)
-    assert road is not None
+    pipeline = pipeline_of(keys, name)
+    assert pipeline is not None
     blocks: dict[str, Node] = {}
-    for step in road.steps:
+    for step in pipeline.steps:
         if step.kind != "train":
             continue
         block = dict(step.block)
-        before, mined = road.model_before(step.name), road.mined_before(step.name)
+        before, mined = (
+            pipeline.model_before(step.name),
+            pipeline.mined_before(step.name),
+        )
         # A training stage right before is found by those who read the blocks, and named as the place of the model.
         implied = before is not None and (
             step.start is not None or before.kind != "train"
         )
         # What the block says itself holds.
-        if before is not None and implied and step.given("model_name") is None:
+        if before is not None and implied and step.option("model_name") is None:
             block["model_name"] = Node(
-                str(road.folder(before.name) / "final"), keys[STAGES].line
+                str(pipeline.folder(before.name) / "final"), keys[STAGES].line
             )
-        if mined is not None and step.given("data_path") is None:
+        if mined is not None and step.option("data_path") is None:
             block["data_path"] = Node(
-                str(road.folder(mined.name) / MINED), keys[STAGES].line
+                str(pipeline.folder(mined.name) / MINED), keys[STAGES].line
             )
         blocks[step.name] = Node(block, keys[STAGES].line)
     return Node(blocks, keys[STAGES].line)
@@ -179,16 +187,16 @@ def _blocks(
         return [(known, dict(block.value)) for known, block in node.value.items()]
     if not isinstance(node.value, list) or not node.value:
         raise UserError(f"{name}, line {node.line}: {STAGES} must be a list of stages")
-    found: list[tuple[str | None, dict[str, Node]]] = []
-    for number, one in enumerate(node.value, start=1):
-        if not isinstance(one, dict):
+    blocks: list[tuple[str | None, dict[str, Node]]] = []
+    for number, entry in enumerate(node.value, start=1):
+        if not isinstance(entry, dict):
             raise UserError(
                 f"{name}, line {node.line}: stage {number} of {STAGES} must hold options"
             )
-        block = dict(tree_of_mapping(one).value)
-        given = block.pop("name", None)
-        found.append((None if given is None else str(given.plain()), block))
-    return found
+        block = dict(tree_of_mapping(entry).value)
+        step_name = block.pop("name", None)
+        blocks.append((None if step_name is None else str(step_name.plain()), block))
+    return blocks
 
 
 def _mines_within(node: Node) -> bool:
@@ -197,7 +205,7 @@ def _mines_within(node: Node) -> bool:
 
 
 def _step(
-    given: str | None,
+    given_name: str | None,
     block: dict[str, Node],
     number: int,
     name: str,
@@ -212,7 +220,9 @@ def _step(
     if kinds == ["mine"] and _mines_within(block["mine"]):
         kinds = []
     kind: Kind = kinds[0] if kinds else "train"
-    step_name = given or (f"{kind}{number}" if kind == "train" else f"{kind}-{number}")
+    step_name = given_name or (
+        f"{kind}{number}" if kind == "train" else f"{kind}-{number}"
+    )
     if step_name in earlier:
         raise UserError(
             f"{name}: two stages are called {step_name}; give each a name of its own"

@@ -115,22 +115,21 @@ def _temperature(
     return run_temperature, "default"
 
 
-def with_temperature(
+def run_temperature(
     config: TrainConfig, model_temperature: float | None = None
-) -> TrainConfig:
-    """Return the config with the temperature of its loss, if no option named it.
+) -> float:
+    """Return the value of the option `temperature` for the files of the run.
 
-    Files of the run then name it, and a resumed run keeps it. A learned temperature and
-    those of several losses are not in the config.
+    Where no option named it, it is that of the run's one loss, so that a resumed run
+    keeps it. A learned temperature and those of several losses are not in the files.
     """
+    default: float = dict(config.objective)["temperature"]
     if not leaves_temperature(config):
-        return config
+        return default
     term = loss_terms(
         config.objective, config.model.model_name, None, model_temperature
     )[0]
-    if term.temperature in (None, dict(config.objective)["temperature"]):
-        return config
-    return config.changed(temperature=term.temperature)
+    return default if term.temperature is None else term.temperature
 
 
 def leaves_temperature(config: TrainConfig) -> bool:

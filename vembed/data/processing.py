@@ -6,6 +6,7 @@ construction, so all classes are thread-safe.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,12 +26,55 @@ from vembed.models.families.description import ModelDescription
 from vembed.models.image_positions import POSITIONS, token_positions, tower_inputs
 from vembed.models.processors import load_chat_template, load_tokenizer
 
+log = logging.getLogger("vembed")
+
 Encode = Callable[[Sequence[str]], list[list[int]]]
 """Function from texts to token ids."""
 
 
 CHARACTERS_PER_TOKEN = 64
 """Texts of more characters than this times `max_length` are cut at a space before they are tokenised."""
+
+
+UNKNOWN_SHARE = 0.1
+UNKNOWN_SAMPLE_TOKENS = 5_000
+LEAST_SAMPLE_TOKENS = 100
+
+
+class UnknownTokens:
+    """Warns once if more than a tenth of the tokens of the first texts are unknown to the tokeniser."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._name = str(tokenizer.name_or_path)
+        self._unknown: int | None = tokenizer.unk_token_id
+        # Decoders name their end token as the unknown one, too.
+        others = {tokenizer.bos_token_id, tokenizer.eos_token_id}
+        if self._unknown in others:
+            self._unknown = None
+        self._special = [
+            number for number in tokenizer.all_special_ids if number != self._unknown
+        ]
+        self._num_tokens = 0
+        self._num_unknown = 0
+
+    def look_at(self, rows: Sequence[np.ndarray]) -> None:
+        """Count the tokens of some texts, until enough were seen."""
+        if self._unknown is None or self._num_tokens >= UNKNOWN_SAMPLE_TOKENS:
+            return
+        for row in rows[:UNKNOWN_SAMPLE_TOKENS]:
+            self._num_tokens += int((~np.isin(row, self._special)).sum())
+            self._num_unknown += int((row == self._unknown).sum())
+        if self._num_tokens < LEAST_SAMPLE_TOKENS:
+            return
+        share = self._num_unknown / self._num_tokens
+        if share > UNKNOWN_SHARE:
+            log.warning(
+                "the tokenizer of %s does not know %.0f%% of the tokens of the first texts: is it that of the model, and "
+                "of this language?",
+                self._name,
+                100 * share,
+            )
+            self._unknown = None
 
 
 class TextProcessing:
@@ -46,6 +90,7 @@ class TextProcessing:
         self._around: tuple[int, int] | None = None
         self.padding = Padding(tokenizer, description)
         self.vocab_size = len(tokenizer)
+        self._unknown = UnknownTokens(tokenizer)
 
     def encode(
         self, texts: Sequence[str], limits: Sequence[int | None] = ()
@@ -59,6 +104,7 @@ class TextProcessing:
             raise UserError(
                 f"the text {empty!r:.60} becomes no token at all with this model's tokenizer; take it out"
             )
+        self._unknown.look_at(rows)
         for position, limit in enumerate(limits):
             if limit is not None and limit < len(rows[position]):
                 rows[position] = self._shorter(rows[position], limit)

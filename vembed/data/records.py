@@ -17,6 +17,7 @@ from vembed.data.examples import (
     Example,
     ImageRef,
     Item,
+    MissingNegative,
     has_lone_surrogate,
 )
 from vembed.data.formats.base import Block
@@ -55,7 +56,7 @@ class RecordFormat:
         self._document_is_path = mode in ("t2i", "i2i", "m2i")
         self.columns = columns
         self.losses = tuple(losses)
-        self._max_negatives = max_negatives
+        self.max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
         self._gets_negatives = gets_negatives
         self._null = "empty" if numbers_in_text else "null"  # a cell without a text
@@ -71,7 +72,7 @@ class RecordFormat:
     def num_plain_negatives(self, block: Block) -> int | None:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
         `example` would accept them; None if that cannot be said of all together."""
-        names = block.names()
+        names = block.columns()
         if (
             self._query_is_path
             or self._document_is_path
@@ -94,7 +95,7 @@ class RecordFormat:
             return None
         if not block.are_texts(texts):
             return None
-        negatives = ((Item(),) * len(layout.negatives))[: self._max_negatives]
+        negatives = ((Item(),) * len(layout.negatives))[: self.max_negatives]
         try:
             for loss in self.losses:
                 self._check_loss(loss, layout, negatives, None)
@@ -136,9 +137,9 @@ class RecordFormat:
             record, layout, len(positives), len(negatives)
         )
         # After the scores: a list of scores counts all negatives of the record.
-        negatives = negatives[: self._max_negatives]
+        negatives = negatives[: self.max_negatives]
         negative_scores = (
-            None if negative_scores is None else negative_scores[: self._max_negatives]
+            None if negative_scores is None else negative_scores[: self.max_negatives]
         )
         for loss in self.losses:
             self._check_loss(loss, layout, negatives, scores)
@@ -394,13 +395,8 @@ class RecordFormat:
                 "use loss: cosent or cosine"
             )
         if declared.negatives == "each" and not negatives and not self._gets_negatives:
-            if self._max_negatives == 0:
-                raise BadRecord(
-                    f"max_negatives: 0 leaves no negative, which loss: {loss} needs in every record: raise it"
-                )
-            raise BadRecord(
-                f"no negative, which loss: {loss} needs in every record: add negatives, or use loss: infonce, which "
-                "takes the other documents of the batch"
+            raise MissingNegative(
+                f"no negative, which loss: {loss} needs in every record"
             )
 
 

@@ -13,7 +13,7 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.stages import STAGES, TRAINING_STAGES
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
-from vembed.pipelines.stages.sequence import road_of_arguments, run_stages
+from vembed.pipelines.stages.sequence import pipeline_of_arguments, run_stages
 from vembed.training.checkpoint.resume import finished_run
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.callbacks import OnEvaluation, OnStep
@@ -34,18 +34,22 @@ def train(
     on_evaluation: OnEvaluation | None = None,
     model: nn.Module | type[nn.Module] | None = None,
 ) -> TrainResult:
-    """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores.
+    """Train and return the model's folder and its scores.
 
-    With `stages` all of them run in order, as by `vembed train`, each in this process; the result is that of the last
-    training. An override `stage=NAME` runs one. In a dict, `data_path` and `val_data_path` may be lists of dicts or a
-    `datasets.Dataset`. `on_step` and `on_evaluation` are called with a StepInfo and an EvaluationInfo
-    (`vembed/training/hooks/callbacks.py`) and may return "stop", which ends the run, or this stage, with a model and a
-    report. `model`: a torch module or its class, as `model_class`; a module's weights are where training starts.
-    `hooks`: additions to the loop (`vembed/training/hooks/base.py`), for one run.
+    Args:
+        config: a path, a dict or a `TrainConfig`. In a dict, `data_path` and `val_data_path` may also be lists of dicts,
+            a `datasets.Dataset`, a `pandas.DataFrame` or a `pyarrow.Table`.
+        overrides: `key=value` options, which win over the config. `stage=NAME` runs one of its stages.
+        hooks: additions to the training loop.
+        on_step: called with a `StepInfo` after each step. If it returns "stop", the run ends with a model and a report.
+        on_evaluation: the same with an `EvaluationInfo` after each evaluation.
+        model: a torch module or its class, as `model_class`. With a module, training starts from its weights.
+
+    With `stages` all of them run in this process, and the result is that of the last training.
     """
     arguments = _with_stages(config, overrides)
-    road = None if arguments is None else road_of_arguments(arguments)
-    if arguments is None or road is None:
+    pipeline = None if arguments is None else pipeline_of_arguments(arguments)
+    if arguments is None or pipeline is None:
         return train_once(
             config,
             overrides,
@@ -59,13 +63,17 @@ def train(
             "hooks and model= are for one training: name one of the stages, as overrides=['stage=NAME']"
         )
 
-    def train_stage(one: TrainArguments) -> int:
-        resolved = resolve_run(one.source, one.overrides, stage=one.stage)
+    def train_stage(arguments_of_stage: TrainArguments) -> int:
+        resolved = resolve_run(
+            arguments_of_stage.source,
+            arguments_of_stage.overrides,
+            stage=arguments_of_stage.stage,
+        )
         train_once(resolved, on_step=on_step, on_evaluation=on_evaluation)
         return 0
 
     code = run_stages(
-        road,
+        pipeline,
         arguments,
         run_process,
         checked_words,
@@ -76,10 +84,12 @@ def train(
         raise RunError(
             f"a step between the stages has failed with exit code {code}; what it said is above"
         )
-    last = next((step for step in reversed(road.steps) if step.kind == "train"), None)
-    done = None if last is None else finished_run(road.folder(last.name))
+    last = next(
+        (step for step in reversed(pipeline.steps) if step.kind == "train"), None
+    )
+    done = None if last is None else finished_run(pipeline.folder(last.name))
     if done is None:
-        raise RunError(f"{road.source}: none of its stages is a finished training")
+        raise RunError(f"{pipeline.source}: none of its stages is a finished training")
     return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
 
 
@@ -103,16 +113,17 @@ def _stored(config: Mapping[str, Any]) -> dict[str, Any]:
             for key, value in values.items()
         }
 
-    found = block(config)
+    stored = block(config)
     for name in (STAGES, TRAINING_STAGES):
-        stages = found.get(name)
+        stages = stored.get(name)
         if isinstance(stages, Mapping):
-            found[name] = {
-                key: block(one) if isinstance(one, Mapping) else one
-                for key, one in stages.items()
+            stored[name] = {
+                key: block(entry) if isinstance(entry, Mapping) else entry
+                for key, entry in stages.items()
             }
         elif isinstance(stages, list):
-            found[name] = [
-                block(one) if isinstance(one, Mapping) else one for one in stages
+            stored[name] = [
+                block(entry) if isinstance(entry, Mapping) else entry
+                for entry in stages
             ]
-    return found
+    return stored

@@ -28,7 +28,7 @@ from vembed.errors import UserError
 from vembed.inference.encoding import default_budget, encode_items, first_dims
 from vembed.inference.quantization import Precision as VectorPrecision
 from vembed.inference.quantization import checked_ranges, quantized
-from vembed.models.bf16 import keep_copies
+from vembed.models.bf16 import keep_copies, never_keep_copies
 from vembed.models.embedding_model import load_embedder
 from vembed.models.hidden_states import HiddenStates
 from vembed.parallel.devices import bf16_instructions
@@ -97,8 +97,11 @@ class Embedder:
         )
         if self.precision.value == "bf16":
             model.compute_in_bf16()
-            # The weights do not change any more, so bfloat16 copies are made once and not in each forward pass.
-            keep_copies(model)
+            if session is not None and session.fsdp is not None:
+                never_keep_copies(model)
+            else:
+                # The weights do not change any more, so bfloat16 copies are made once and not in each forward pass.
+                keep_copies(model)
         log.info("%s: mixed precision: %s", path_or_name, self.precision)
         self.description = model.description
         self.backbone = model.backbone
@@ -112,6 +115,14 @@ class Embedder:
         self.featuriser = Featuriser(self.description)
         self.device = chosen
         self.truncate_dim = self._checked(truncate_dim) or self.description.truncate_dim
+
+    @property
+    def arithmetic(self) -> str:
+        """Dtype in which the layers compute, for messages."""
+        if self.precision.value == "bf16":
+            return "bfloat16"
+        dtype = next(self.backbone.parameters()).dtype
+        return str(dtype).removeprefix("torch.")
 
     def __repr__(self) -> str:
         one = self.description
@@ -147,15 +158,21 @@ class Embedder:
         show_progress: bool = False,
         show_progress_bar: bool = False,
     ) -> np.ndarray:
-        """Return [n, d] float32 embeddings in the order of the inputs; [d] for a single input that is not in a list.
+        """Return [n, d] float32 embeddings in the order of the inputs, or [d] for a single input.
 
-        `kind` chooses the prompt, and `prompt` gives another one. `normalize_embeddings` and `show_progress_bar` are
-        those of Sentence Transformers: the first false leaves the vectors as by default. `precision`: float32, int8,
-        uint8, binary or ubinary; `ranges` [2, d] for int8 and uint8: the lowest and highest value of each coordinate,
-        by default those of these inputs. `convert_to_tensor`: a torch tensor on the model's device. `batch_size` limits
-        the inputs per forward pass, which their padded length limits too. `normalize`: true normalises each vector
-        after truncation, false returns the model's output. By default the values equal those of Sentence Transformers:
-        normalised if the model says so, then cut by `truncate_dim`.
+        Args:
+            inputs: texts, PIL images, or dicts with `text`, `image` or both.
+            kind: query or document, which chooses the prompt.
+            prompt: another prompt.
+            batch_size: maximum number of inputs per forward pass.
+            truncate_dim: keep the first coordinates.
+            normalize: true normalises each vector after truncation, false returns the model's output. By default the
+                values equal those of Sentence Transformers: normalised if the model says so, then cut.
+            precision: float32, int8, uint8, binary or ubinary.
+            ranges: [2, d] lowest and highest value of each coordinate for int8 and uint8. Default: those of the inputs.
+            convert_to_tensor: return a torch tensor on the model's device.
+            normalize_embeddings: as in Sentence Transformers. False leaves the default.
+            show_progress_bar: as in Sentence Transformers.
         """
         if kind not in ("query", "document"):
             raise UserError(f"kind is {kind!r}; give query or document")
@@ -230,11 +247,10 @@ class Embedder:
         batch_size: int | None = None,
         budget_tokens: int | None = None,
     ) -> np.ndarray:
-        """[n, layers, width] float32: what each layer of the text tower hands on, pooled to one vector per text, in the
-        order of the inputs.
+        """Return [n, layers, width] float32 outputs of the layers of the text tower, pooled to one vector per text.
 
-        Layer 0 is what goes into the first transformer layer, layer k what the k-th one gives, before any last norm;
-        -1 is the last. `pooling`: by default the model's own.
+        Layer 0 is the input of the first transformer layer, layer k the output of the k-th one before any last norm, and -1
+        the last layer. `pooling` is the model's own by default.
         """
         states = HiddenStates(
             self.model, self.backbone, self.description, layers, pooling
@@ -341,8 +357,6 @@ def _precision(
     # bf16 on a GPU is as auto, which there is the dtype of the weights.
     if asked != "auto" and (asked == "no" or device.type == "cpu"):
         return Decision(asked, f"mixed_precision: {asked}")
-    if session is not None and session.fsdp is not None:
-        return Decision("no", "FSDP: the dtype of the weights")
     instructions = (
         bf16_instructions() if session is None else session.placement.instructions
     )

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from vembed.errors import UserError
 from vembed.models.backbone_loading import quiet_transformers
+from vembed.models.families.model_settings import check_attention
 from vembed.models.families.weight_files import check_whole_weights
+from vembed.models.processors import open_tokenizer
 
 Agree = Callable[[int], int]
 """Returns the number of batches that all ranks run, from that of this rank: sharded models are run in step."""
@@ -40,9 +42,7 @@ class Reranker:
         holds: torch.device | str | None = None,
     ) -> None:
         """`holds`: where the weights are put, for a model that will be sharded; by default `device`."""
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
-        )
+        self.tokenizer = open_tokenizer(folder, trust_remote_code=trust_remote_code)
         model = read_weights(
             AutoModelForSequenceClassification, folder, dtype, trust_remote_code
         )
@@ -90,6 +90,7 @@ def read_weights(
 ) -> Any:
     """Return a model of an Auto class, from safetensors alone: reading pickled weights would run their code."""
     check_whole_weights(folder)
+    check_attention(folder, trust_remote_code=trust_remote_code)
     stored = "auto" if dtype is None else dtype
     with quiet_transformers():
         return kind.from_pretrained(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from vembed.errors import UserError
 from vembed.inference.reranker import (
@@ -17,6 +17,7 @@ from vembed.inference.reranker import (
     of_one_rank,
     read_weights,
 )
+from vembed.models.processors import open_tokenizer
 
 YES_NO_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -41,7 +42,7 @@ class YesNoReranker:
         holds: torch.device | str | None = None,
     ) -> None:
         """`holds`: where the weights are put, for a model that will be sharded; by default `device`."""
-        self.tokenizer = AutoTokenizer.from_pretrained(
+        self.tokenizer = open_tokenizer(
             folder, padding_side="left", trust_remote_code=trust_remote_code
         )
         add_padding_token(self.tokenizer)

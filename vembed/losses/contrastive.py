@@ -37,6 +37,7 @@ from pydantic import Field
 
 from vembed.config.values import (
     Fraction,
+    NamesFiles,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
@@ -72,7 +73,7 @@ class GuidedLoss(CandidateLoss):
         Annotated[float, Field(allow_inf_nan=False), Number] | None
     ) = None
     """Mask candidates that score above the positive's score plus this margin. Default: none is masked."""
-    guide: str | None = None
+    guide: Annotated[str | None, NamesFiles("model")] = None
     """loss: infonce, sigmoid, circle: a teacher that says which candidates are no negatives: those that it scores above
     the row's own pair less `guide_margin`."""
     guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] = 0.0
@@ -141,7 +142,7 @@ class InfoNCE(GuidedLoss, Temperature):
     takes_model_temperature = True
 
     bidirectional: bool = False
-    """Also score each positive against all queries; the loss is the mean of both directions."""
+    """Also score each positive against all queries. The loss is the mean of both directions."""
     hardness_alpha: NonNegativeFloat = 0.0
     """loss: infonce: add this times a candidate's similarity to its logit, as a constant: hard negatives count more."""
     focal_gamma: NonNegativeFloat = 0.0
@@ -198,7 +199,7 @@ class Circle(GuidedLoss):
     negatives = "optional"
 
     bidirectional: bool = False
-    """Also score each positive against all queries; the loss is the mean of both directions."""
+    """Also score each positive against all queries. The loss is the mean of both directions."""
     circle_margin: Fraction = 0.25
     """loss: circle: similarities of 1 - margin for positives and below the margin for negatives are good enough."""
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from vembed.config.values import Frozen, PositiveFloat
+from vembed.config.values import Frozen, NamesFiles, PositiveFloat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -182,5 +182,5 @@ class CandidateLoss(MaskedLoss, FixedTemperature):
 class TeacherLoss(Loss):
     """Base class of losses that may follow a teacher."""
 
-    teacher: str | None = None
+    teacher: Annotated[str | None, NamesFiles("model")] = None
     """Teacher of a loss: one of `teachers`, a model, or `scores` (those in the data). Default: the first of them."""

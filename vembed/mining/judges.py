@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 
 from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash
@@ -28,7 +27,7 @@ from vembed.mining.documents import Documents
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.known import Known
-from vembed.models.families.model_files import whole_model_folder
+from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
@@ -136,29 +135,23 @@ def answer_of(text: str) -> float | None:
     return None if found is None else float(found[1].lower() in POSITIVE)
 
 
-def kind_of(judge: Judge, options: WeightOptions) -> str:
+def _kind(judge: Judge) -> str:
     """Return the kind of judge of a model if the config leaves it open."""
     if judge.kind != "auto":
         return judge.kind
     if judge.base_url is not None:
         return "endpoint"
-    try:
-        config = AutoConfig.from_pretrained(
-            judge.model, trust_remote_code=options.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"judges: {judge.model} cannot be loaded: {str(error).splitlines()[0]}"
-        ) from error
-    architectures = " ".join(config.architectures or ())
-    return "yes_no" if "ForCausalLM" in architectures else "cross_encoder"
+    kind = kind_of(model_folder(judge.model, option="judges"))
+    if kind in ("sparse encoder", "late-interaction model"):
+        raise UserError(f"judges: {judge.model} is a {kind}; give a reranker")
+    return "yes_no" if kind == "yes_no" else "cross_encoder"
 
 
 def load_judge(
     judge: Judge, options: WeightOptions, device: torch.device
 ) -> JudgeModel:
     """The model of a judge."""
-    kind = kind_of(judge, options)
+    kind = _kind(judge)
     if kind == "endpoint":
         return EndpointJudge(judge)
     return (

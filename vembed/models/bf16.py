@@ -1,5 +1,6 @@
 """Arithmetic in bfloat16 with float32 weights: linear layers that use copies of their weights, norms and embeddings
-whose output is bfloat16. For models that are not sharded; FSDP2 does the same by its policy.
+whose output is bfloat16. For training without shards, and for use with and without; in training FSDP2 does the same
+by its policy.
 
 Autocast converts every weight in every forward pass and leaves the hidden states between the layers in float32. Here
 weights are converted once while they stay the same (`holding_copies`), and hidden states are bfloat16 throughout.
@@ -38,6 +39,8 @@ class WeightCopies:
         self._copies: dict[tuple[int, int, int], Tensor] = {}
         """By the weight, its memory and its version, which torch counts up with every change of it."""
         self._holders = 0
+        self.may_keep = True
+        """False where weights are gathered for a layer alone: kept copies would be the whole model."""
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the copy of a weight."""
@@ -46,7 +49,7 @@ class WeightCopies:
         copy = self._copies.get(name)
         if copy is None:
             copy = weight.detach().to(torch.bfloat16)
-            if self._holders:
+            if self._holders and self.may_keep:
                 self._copies[name] = copy
         return copy
 
@@ -214,6 +217,12 @@ def _narrow_class(name: str, module: nn.Module) -> type[nn.Module] | None:
     if type(module).__name__ in _RMS_NORMS:
         return Bf16RMSNorm
     return None
+
+
+def never_keep_copies(model: nn.Module) -> None:
+    """Convert weights anew in each forward pass, for a model that will be sharded."""
+    for copies in _copies_of(model):
+        copies.may_keep = False
 
 
 def keep_copies(model: nn.Module) -> None:

@@ -16,8 +16,9 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerB
 from vembed.errors import UserError
 from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.custom.folder import is_own
+from vembed.models.families.backbones import POSITIONS_AFTER_PADDING
 from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
-from vembed.models.families.model_files import tokenizer_folder
+from vembed.models.families.model_files import has_tokenizer_files, tokenizer_folder
 from vembed.models.families.model_settings import LIBRARY_ERRORS, first_sentence
 from vembed.models.families.weight_files import read_object
 
@@ -42,25 +43,18 @@ class ChatTemplate:
 def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer with the description's maximum length and padding side, and a padding token."""
     source = _texts_folder(description)
-    try:
-        # Pass these at loading: set later, they would be missing from the saved tokenizer.
-        # Transformers does not know the model type of an own model, and warns of it.
-        with quiet_transformers() if is_own(source) else nullcontext():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                source,
-                trust_remote_code=description.trust_remote_code,
-                model_max_length=description.max_length,
-                padding_side=description.padding_side,
-            )
-    except Exception as error:
-        # The tokenizers library raises plain Exception for files that it cannot use.
-        if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
-            raise
-        raise UserError(
-            f"the tokenizer of {source} cannot be loaded: {first_sentence(error)}"
-        ) from error
-    num_rows = _num_rows(Path(description.source))
+    # Pass these at loading: set later, they would be missing from the saved tokenizer.
+    tokenizer = open_tokenizer(
+        source,
+        trust_remote_code=description.trust_remote_code,
+        model_max_length=description.max_length,
+        padding_side=description.padding_side,
+    )
+    folder = Path(description.source)
+    num_rows = _num_rows(folder)
     _check_vocabulary(source, tokenizer, num_rows)
+    if not is_own(folder):
+        _check_special_tokens(source, folder, tokenizer)
     if description.traits.has_fixed_length:
         # SigLIP was trained without an attention mask; this keeps other programs from creating one.
         tokenizer.model_input_names = ["input_ids"]
@@ -74,6 +68,32 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     settings = read_object(source / "sentence_bert_config.json") or {}
     if tokenizer.is_fast and settings.get("do_lower_case", False):
         _add_lowercase(tokenizer)
+    return tokenizer
+
+
+def open_tokenizer(
+    folder: Path, *, trust_remote_code: bool, **options: Any
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder. Raise UserError if the folder has none, where Transformers makes an empty one
+    that maps every text to unknown tokens."""
+    if not has_tokenizer_files(folder):
+        raise UserError(
+            f"no tokenizer files in {folder}: copy them (tokenizer.json, tokenizer_config.json) from the model that the "
+            "weights come from"
+        )
+    try:
+        # Transformers does not know the model type of an own model, and warns of it.
+        with quiet_transformers() if is_own(folder) else nullcontext():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, **options
+            )
+    except Exception as error:
+        # The tokenizers library raises plain Exception for files that it cannot use.
+        if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
+            raise
+        raise UserError(
+            f"the tokenizer of {folder} cannot be loaded: {first_sentence(error)}"
+        ) from error
     return tokenizer
 
 
@@ -118,6 +138,39 @@ def _check_vocabulary(
             f"the tokenizer of {folder} has tokens up to number {largest:,d}, and config.json has vocab_size "
             f"{num_rows:,d}: one of the two is of another model; copy the model again"
         )
+
+
+def _check_special_tokens(
+    tokenizer_folder: Path, model_folder: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raise UserError if none of the special tokens in config.json is one of the tokenizer, or if padding differs where
+    positions depend on it."""
+    settings = read_object(model_folder / "config.json") or {}
+    inner = settings.get("text_config")
+    settings = inner if isinstance(inner, dict) else settings
+    numbers = {
+        name: settings[f"{name}_token_id"]
+        for name in ("pad", "bos", "eos", "cls", "sep")
+        if isinstance(settings.get(f"{name}_token_id"), int)
+    }
+    special = {
+        number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+    special |= set(tokenizer.all_special_ids)
+    shifts_positions = settings.get("model_type") in POSITIONS_AFTER_PADDING
+    if shifts_positions and numbers.get("pad", 1) != tokenizer.pad_token_id:
+        problem = f"padding is token {tokenizer.pad_token_id}"
+    elif numbers and special and not special & set(numbers.values()):
+        problem = f"its special tokens are {', '.join(map(str, sorted(special)[:8]))}"
+    else:
+        return
+    named = ", ".join(f"{name}_token_id {number}" for name, number in numbers.items())
+    raise UserError(
+        f"the tokenizer of {tokenizer_folder} does not belong to the model in {model_folder}: {problem}, and config.json "
+        f"has {named or 'pad_token_id 1'}; copy the tokenizer of that model"
+    )
 
 
 def load_image_processor(description: ModelDescription) -> Any:

@@ -25,8 +25,7 @@ from vembed.losses.batch import (
     Teaching,
 )
 from vembed.losses.similarity import arithmetic_dtype
-from vembed.models.families.model_files import model_folder
-from vembed.models.families.weight_files import read_object
+from vembed.models.families.model_files import ModelKind, kind_of, model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.teachers.cached import CachedTeacher
@@ -66,7 +65,9 @@ class Teachers:
                 wants_vectors.add(term.teacher)
         for teacher in needed_teachers(config):
             files = model_folder(teacher.model, option="teacher")
-            kind = kind_of(teacher, files, wants_vectors=teacher.label in wants_vectors)
+            kind = teacher_kind(
+                teacher, files, wants_vectors=teacher.label in wants_vectors
+            )
             if kind != "embedder":
                 if teacher.label in wants_vectors:
                     raise UserError(
@@ -268,22 +269,14 @@ class Teachers:
         return collectives.all_gather_rows(column, counts)
 
 
-def kind_of(teacher: Teacher, files: Path, *, wants_vectors: bool) -> str:
-    """Return `embedder`, `reranker` or `yes_no`. `wants_vectors`: a loss of the run needs the teacher's vectors."""
+def teacher_kind(teacher: Teacher, files: Path, *, wants_vectors: bool) -> ModelKind:
+    """Return the kind of a teacher. `wants_vectors`: a loss of the run needs the teacher's vectors."""
     if teacher.kind != "auto":
         return teacher.kind
-    if (
-        files / "modules.json"
-    ).is_file():  # the layout of Sentence Transformers' embedding models
-        return "embedder"
-    architectures = (read_object(files / "config.json") or {}).get(
-        "architectures"
-    ) or []
-    if any(name.endswith("ForSequenceClassification") for name in architectures):
-        return "reranker"
-    return (
-        "yes_no"
-        if not wants_vectors
-        and any(name.endswith("ForCausalLM") for name in architectures)
-        else "embedder"
-    )
+    kind = kind_of(files)
+    if kind not in ("embedder", "reranker", "yes_no"):
+        raise UserError(
+            f"teacher {teacher.label} is a {kind}, and a teacher is an embedding model or a reranker"
+        )
+    # A decoder without files of Sentence Transformers may be either.
+    return "embedder" if kind == "yes_no" and wants_vectors else kind

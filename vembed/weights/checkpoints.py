@@ -41,13 +41,13 @@ def is_checkpoint(folder: Path) -> bool:
 
 def last_checkpoints(run: Path, count: int) -> list[Path]:
     """Return the last `count` checkpoints of a run, oldest first."""
-    found = [path for _, path in integrity.list_checkpoints(run)]
-    if len(found) < count:
+    checkpoints = [path for _, path in integrity.list_checkpoints(run)]
+    if len(checkpoints) < count:
         raise UserError(
-            f"{run} has {len(found)} checkpoints, and the last {count} are asked for: set save_steps and "
+            f"{run} has {len(checkpoints)} checkpoints, and the last {count} are asked for: set save_steps and "
             "save_total_limit so that the run keeps more of them"
         )
-    return found[-count:]
+    return checkpoints[-count:]
 
 
 def whole_model(name: str, folder: Path) -> Path | None:
@@ -59,11 +59,7 @@ def whole_model(name: str, folder: Path) -> Path | None:
     if files.adapter is None:
         return None
     embedder = load_embedder(name)
-    return save_model(
-        folder,
-        embedder,
-        embedder.state_dict(),
-    )
+    return save_model(folder, embedder, embedder.state_dict())
 
 
 def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
@@ -93,17 +89,16 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         start_scale=scale,
         start_bias=bias,
         embedding_dim=size,
-        teacher_dims={one.label: size for one in needed_teachers(config)},
+        teacher_dims={teacher.label: size for teacher in needed_teachers(config)},
     )
     # The loss is built only for its learned scale and bias, which are stored beside the weights; no optimizer state is
     # read.
     reader = CheckpointReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
-    shapes = {
-        key: list(one.size)
-        for key, one in entries.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
+    shapes = {}
+    for key, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shapes[key] = list(entry.size)
     for name, parameter in loss.named_parameters(prefix="loss"):
         # The checkpoint knows the size of a teacher's vectors without the teacher.
         if list(parameter.shape) != shapes[name]:

@@ -13,7 +13,6 @@ import numpy as np
 from rich.console import Console
 
 from vembed.cli.commands.encode_input import (
-    ID_COLUMNS,
     ITEM_COLUMNS,
     BadInputs,
     Format,
@@ -32,6 +31,7 @@ from vembed.cli.commands.vector_files import (
     vector_writer,
 )
 from vembed.config.schema import TrainConfig
+from vembed.data.documents import ID_FIELDS
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
@@ -69,14 +69,14 @@ class Encoded:
     skipped: Path | None = None
     """File with the number of each row that was left out, and the reason."""
 
-    def summary(self, shape: Sequence[int], precision: str) -> str:
-        """Return the line for the console."""
+    def summary(self, shape: Sequence[int], precision: str, arithmetic: str) -> str:
+        """Return the line for the console. `precision`: of the file. `arithmetic`: of the model."""
         sizes = " x ".join(f"{size:,d}" for size in (self.num_rows, *shape))
         left_out = (
             f", {self.num_skipped:,d} left out ({self.skipped})" if self.skipped else ""
         )
         rate = f"{self.num_rows / max(self.seconds, 1e-9):,.0f}/s"
-        return f"{self.path}: {sizes} {precision}{left_out}, in {duration(self.seconds)} ({rate})"
+        return f"{self.path}: {sizes} {precision}, computed in {arithmetic}{left_out}, in {duration(self.seconds)} ({rate})"
 
 
 def run_encode(
@@ -126,12 +126,12 @@ def run_encode(
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
         rows = rows_of(input, input_format)
-        wanted = (*ID_COLUMNS, *keep, *([column] if column else ITEM_COLUMNS))
+        wanted = (*ID_FIELDS, *keep, *([column] if column else ITEM_COLUMNS))
         lines = InputLines(input, session, rows, wanted, CHUNK_LINES)
         bad = BadInputs(session, skips=on_bad_record == "skip")
-        given: Format = "jsonl" if rows else input_format
+        chosen_format: Format = "jsonl" if rows else input_format
         parser = InputParser(
-            input, column, given, image_root, bad, of_rows=rows is not None
+            input, column, chosen_format, image_root, bad, of_rows=rows is not None
         )
         chunks = (parser.rows(part, first) for first, part in lines)
         start = next(
@@ -183,7 +183,9 @@ def run_encode(
             target, done, work.shape[-1], seconds, ranges_file, len(bad.found), skipped
         )
         if session.is_main:
-            text = result.summary(work.shape, precision) + kept_beside(target, keep)
+            text = result.summary(
+                work.shape, precision, embedder.arithmetic
+            ) + kept_beside(target, keep)
             console.print(text, markup=False, highlight=False, soft_wrap=True)
     return result
 
@@ -338,7 +340,7 @@ class _Layers:
 
     def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
         """The rows of some inputs; collective."""
-        found = self.embedder.hidden_states(
+        states = self.embedder.hidden_states(
             items,
             self.layers,
             self.kind,
@@ -346,4 +348,4 @@ class _Layers:
             budget_tokens=self.batch_tokens,
         )
         progress(len(items), len(items))
-        return found
+        return states

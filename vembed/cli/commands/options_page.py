@@ -9,11 +9,11 @@ from vembed.config.spelling import SPELLINGS
 HEAD = """\
 # Options
 
-Written from `vembed/config/schema.py` by `vembed schema --format markdown`; do not edit it here.
+Every option with its values, default and meaning, written from `vembed/config/schema.py` by `vembed schema --format markdown`.
 
 One option per line of a flat YAML, TOML or JSON file, `key=value` on the command line, or a flag (`--batch-size 8`).
 The command line comes before the file, that before the launcher's environment, an Accelerate file or preset, and these
-before the defaults; `vembed config CFG` shows where each value of a config comes from. Values that are words may be
+before the defaults. `vembed config CFG` shows where each value of a config comes from. Values that are words may be
 written in upper or lower case. Relative paths start in the current directory or, where nothing is there, beside the
 config file. An option given twice with two values is an error, and so is a key that is not on this page.
 """
@@ -29,7 +29,7 @@ def options_page() -> str:
         lines.append(_entry(option))
     lines.append("## Other names\n")
     lines.append(
-        "These keys of other systems are understood too, and set the option that says the same; `vembed config CFG` "
+        "These keys of other systems are understood too, and set the option that says the same. `vembed config CFG` "
         "lists what was translated:\n"
     )
     lines.append(f"{_code(TRANSLATED)}.\n")
@@ -48,7 +48,7 @@ def _entry(option: Option) -> str:
     )
     parts = [
         f"### `{option.name}`\n",
-        f"{option.accepts}; {default}\n",
+        f"{option.accepts}, {default}\n",
         " ".join(option.text.split()) + "\n",
     ]
     if option.name in ALIASES:

@@ -7,15 +7,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from vembed.data.cache import short_hash
+from vembed.data_tools.config import GenerateConfig, Writer
 from vembed.inference.reranker import add_padding_token, read_weights
-from vembed.mining.config import GenerateConfig, Writer
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.judges import DTYPES
 from vembed.models.families.model_files import whole_model_folder
+from vembed.models.processors import open_tokenizer
 
 PROMPTS = {
     "question": "Write one question that the document below answers.",
@@ -63,7 +64,7 @@ class LocalWriter:
     ) -> None:
         self._writer, self._device = writer, device
         folder = whole_model_folder(writer.model, option="writer")
-        self._tokenizer = AutoTokenizer.from_pretrained(
+        self._tokenizer = open_tokenizer(
             folder, padding_side="left", trust_remote_code=config.trust_remote_code
         )
         add_padding_token(self._tokenizer)

@@ -29,6 +29,7 @@ from vembed.models.custom.classes import trusted_class
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families.model_settings import (
     LIBRARY_ERRORS,
+    check_attention,
     check_config,
     check_fit,
     first_sentence,
@@ -84,6 +85,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
         raise UserError(
             f"{folder} has no config.json; give the folder of a Transformers model"
         )
+    check_attention(folder, trust_remote_code=trust_remote_code)
     own = read_own_config(folder, trust_remote_code=trust_remote_code)
     if own is not None:
         return own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -55,6 +56,11 @@ _VOCABULARIES = (
     "sentencepiece.bpe.model",
     "tokenizer.model",
 )
+_VOCABULARY_SUFFIXES = frozenset({".model", ".spm", ".tiktoken", ".vocab"})
+_WITHOUT_VOCABULARY = frozenset(
+    {"ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer"}
+)
+"""Tokenizers of bytes and characters."""
 POOLING_MODULE = "vembed.models.poolings."
 """Begins the type of a module that is a pooling which Sentence Transformers does not
 have: it refuses the model instead of pooling otherwise."""
@@ -182,6 +188,63 @@ class SentenceTransformersFiles:
     truncate_dim: int | None = None
 
 
+ModelKind = Literal[
+    "embedder", "reranker", "yes_no", "sparse encoder", "late-interaction model"
+]
+_KINDS: dict[str, ModelKind] = {
+    "SentenceTransformer": "embedder",
+    "CrossEncoder": "reranker",
+    "SparseEncoder": "sparse encoder",
+    "MultiVectorEncoder": "late-interaction model",
+    "ColBERT": "late-interaction model",
+}
+"""`model_type` in config_sentence_transformers.json -> what a model gives."""
+
+
+def kind_of(folder: Path) -> ModelKind:
+    """Return what the model in a folder gives, by its files."""
+    stated = _stated_kind(folder)
+    if stated is not None:
+        return _KINDS[stated]
+    if (folder / "modules.json").is_file():
+        return "embedder"
+    config = read_object(folder / "config.json") or {}
+    names = " ".join(config.get("architectures") or ())
+    if "ForSequenceClassification" in names:
+        return "reranker"
+    return "yes_no" if "ForCausalLM" in names else "embedder"
+
+
+def check_embedder(folder: Path) -> None:
+    """Raise UserError if a folder's files say that its model gives no embeddings."""
+    stated = _stated_kind(folder)
+    if stated is None or _KINDS[stated] == "embedder":
+        return
+    kind = _KINDS[stated]
+    way_out = {
+        "reranker": "use it as a teacher or a judge, or give an embedding model",
+    }.get(kind, "vembed has no such models yet: give an embedding model")
+    raise UserError(
+        f"{folder} holds a {stated} of Sentence Transformers, a {kind}, and no embedding model; {way_out}"
+    )
+
+
+def _stated_kind(folder: Path) -> str | None:
+    """Return the `model_type` that a folder's files state; None: they state none."""
+    path = folder / "config_sentence_transformers.json"
+    settings = read_settings(path, ModelSettings)
+    stated = None if settings is None else settings.model_type
+    if stated is None:
+        # CrossEncoder writes its settings into config.json, up to version 5 nothing else.
+        config = read_object(folder / "config.json") or {}
+        return "CrossEncoder" if "sentence_transformers" in config else None
+    if stated not in _KINDS:
+        raise UserError(
+            f"{path}: model_type {stated!r} is unknown; vembed knows {', '.join(_KINDS)}"
+        )
+    return stated
+
+
 def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None:
     """Read the Sentence Transformers files of a folder; None if it has none."""
     modules = read_modules(folder)
@@ -293,6 +356,7 @@ class ModelFiles:
 def read_model(name: str, revision: str | None = None) -> ModelFiles:
     """Locate a model's files. For a folder with an adapter alone, follow the base model that it names."""
     folder = model_folder(name, revision)
+    check_embedder(folder)
     files = read_sentence_transformers(folder)
     backbone = folder if files is None else files.backbone
     check_weight_files(backbone)
@@ -321,6 +385,18 @@ def _is_adapter(folder: Path) -> bool:
     """Return True if a folder holds an adapter and no weights of a whole model."""
     return (folder / ADAPTER_CONFIG).is_file() and all(
         path.name == ADAPTER_WEIGHTS for path in folder.glob("*.safetensors")
+    )
+
+
+def has_tokenizer_files(folder: Path) -> bool:
+    """Return True if a folder has a vocabulary, or a tokenizer that needs none."""
+    for path in folder.iterdir():
+        if path.name in _VOCABULARIES or path.suffix in _VOCABULARY_SUFFIXES:
+            return True
+    settings = read_object(folder / _TOKENIZER_SETTINGS) or {}
+    # Code of the model's own may read any file.
+    return "auto_map" in settings or (
+        settings.get("tokenizer_class") in _WITHOUT_VOCABULARY
     )
 
 

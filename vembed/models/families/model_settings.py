@@ -114,6 +114,7 @@ class DenseSettings(Settings):
 class ModelSettings(Settings):
     """config_sentence_transformers.json."""
 
+    model_type: str | None = None
     prompts: dict[str, str | None] | None = None
     default_prompt_name: str | None = None
     similarity_fn_name: str | None = None
@@ -238,6 +239,24 @@ def check_config(path: Path, tensors: int | None) -> None:
             raise UserError(
                 f"{path}: {place}num_labels is {labels:,d}, and at most {MOST_LABELS:,d} are built"
             )
+
+
+def check_attention(folder: Path, *, trust_remote_code: bool) -> None:
+    """Raise UserError if a config.json names an attention kernel of a repository, whose code Transformers would fetch
+    and run."""
+    path = folder / "config.json"
+    settings = read_object(path) or {}
+    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    for part in parts:
+        for key in ("attn_implementation", "_attn_implementation"):
+            value = part.get(key)
+            names = value.values() if isinstance(value, dict) else [value]
+            for name in names:
+                if isinstance(name, str) and "/" in name and not trust_remote_code:
+                    raise UserError(
+                        f"{path}: {key} {name} is code of a repository, and trust_remote_code is false; remove it, or set "
+                        "trust_remote_code: true if you trust this code"
+                    )
 
 
 def check_fit(

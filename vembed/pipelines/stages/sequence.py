@@ -17,10 +17,10 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
 from vembed.config.places import require_places
-from vembed.config.stages import MINED, Road, Step, read_road
+from vembed.config.stages import MINED, Pipeline, Step, read_pipeline
 from vembed.errors import RunError, UserError
 from vembed.pipelines.stages.checks import check_options, located
-from vembed.pipelines.stages.estimates import road_table
+from vembed.pipelines.stages.estimates import pipeline_table
 from vembed.pipelines.stages.fingerprint import of_options, of_training
 from vembed.pipelines.stages.requirements import check_requirements
 from vembed.pipelines.stages.stages_report import write_report
@@ -41,14 +41,14 @@ Train = Callable[[TrainArguments], int]
 
 @dataclass(frozen=True)
 class Range:
-    """The steps of a road that are run."""
+    """The steps of a pipeline that are run."""
 
     only: str | None = None
     first: str | None = None
     last: str | None = None
 
 
-def road_of_arguments(arguments: TrainArguments) -> Road | None:
+def pipeline_of_arguments(arguments: TrainArguments) -> Pipeline | None:
     """Return the steps that these arguments ask for; None where it is one training: no stages, or one by name."""
     if arguments.config is None and arguments.mapping is None:
         return None
@@ -57,14 +57,14 @@ def road_of_arguments(arguments: TrainArguments) -> Road | None:
     named = arguments.stage or next(
         (value for option, value, _ in pairs if option == "stage"), None
     )
-    road = read_road(arguments.source, root)
-    if road is None or (named is not None and _is_training(road, named)):
+    pipeline = read_pipeline(arguments.source, root)
+    if pipeline is None or (named is not None and _is_training(pipeline, named)):
         return None
-    return road
+    return pipeline
 
 
 def run_stages(
-    road: Road,
+    pipeline: Pipeline,
     arguments: TrainArguments,
     verb: Verb,
     check: Check,
@@ -81,18 +81,18 @@ def run_stages(
     """
     prints: dict[str, str] = {}
     chosen = _chosen(
-        road, Range(arguments.stage, arguments.first_stage, arguments.last_stage)
+        pipeline, Range(arguments.stage, arguments.first_stage, arguments.last_stage)
     )
     stages = [
-        _Stage(road, step, arguments, verb, env, starts_processes, train)
-        for step in road.steps
+        _Stage(pipeline, step, arguments, verb, env, starts_processes, train)
+        for step in pipeline.steps
     ]
     for stage in stages:
         if stage.step in chosen:
             stage.check(
                 check
             )  # a mistake in the last step must not come out after days of training
-    for step, stage in zip(road.steps, stages, strict=True):
+    for step, stage in zip(pipeline.steps, stages, strict=True):
         # Also of steps that are not run: those behind them depend on it.
         prints[step.name] = stage.fingerprint(prints)
         if step not in chosen:
@@ -105,18 +105,18 @@ def run_stages(
         if code:
             return code
     if arguments.is_dry_run:
-        sys.stdout.write(road_table(road, arguments, env))
+        sys.stdout.write(pipeline_table(pipeline, arguments, env))
     elif _is_main(env):
-        path = write_report(road, STATE_FILE)
+        path = write_report(pipeline, STATE_FILE)
         _say(f"stages: all done; report: {path}", env)
     return 0
 
 
-def results_of(road: Road) -> list[dict[str, Any]]:
+def results_of(pipeline: Pipeline) -> list[dict[str, Any]]:
     """Return the result of each training that has finished, in order, as JSON values."""
     folders = [
-        (step.name, road.folder(step.name))
-        for step in road.steps
+        (step.name, pipeline.folder(step.name))
+        for step in pipeline.steps
         if step.kind == "train"
     ]
     return [
@@ -127,11 +127,11 @@ def results_of(road: Road) -> list[dict[str, Any]]:
 
 
 class _Stage:
-    """One step of a road, with what it takes to run it."""
+    """One step of a pipeline, with what it takes to run it."""
 
     def __init__(
         self,
-        road: Road,
+        pipeline: Pipeline,
         step: Step,
         arguments: TrainArguments,
         verb: Verb,
@@ -139,9 +139,9 @@ class _Stage:
         starts_processes: bool,
         train: Train | None = None,
     ) -> None:
-        self.road = road
+        self.pipeline = pipeline
         self.step = step
-        self.folder = road.folder(step.name)
+        self.folder = pipeline.folder(step.name)
         self.verb = verb
         self.env = env
         self.starts_processes = starts_processes
@@ -158,7 +158,7 @@ class _Stage:
     def check(self, check: Check) -> None:
         """Raise UserError where this step cannot work, as far as can be told before the steps before it have run."""
         name = self.step.name
-        made = [self.road.folder(one.name) for one in self.road.before(name)]
+        made = [self.pipeline.folder(step.name) for step in self.pipeline.before(name)]
         if self.step.kind == "train":
             run = resolve_run(
                 self.arguments.source,
@@ -169,10 +169,10 @@ class _Stage:
             if not self.arguments.is_dry_run:
                 require_places(run.config, run.origins, made)
             return
-        check_options(self.road, self.step, self.options(), made)
+        check_options(self.pipeline, self.step, self.options(), made)
         problem = check(*self._words())
         if problem is not None:
-            raise UserError(f"{self.road.source}: stage {name}: {problem}")
+            raise UserError(f"{self.pipeline.source}: stage {name}: {problem}")
 
     def options(self) -> dict[str, Any]:
         """Return the options of a step between, with paths that are found beside the config file."""
@@ -180,11 +180,11 @@ class _Stage:
 
     def fingerprint(self, known: Mapping[str, str]) -> str:
         """Return what this step depends on. `known`: the fingerprints of the steps before it."""
-        before = self.road.model_before(self.step.name)
+        before = self.pipeline.model_before(self.step.name)
         if self.step.kind != "train":
             return of_options(
                 self.options(),
-                [known[one.name] for one in self.road.before(self.step.name)],
+                [known[step.name] for step in self.pipeline.before(self.step.name)],
             )
         run = resolve_run(
             self.arguments.source,
@@ -192,20 +192,20 @@ class _Stage:
             stage=self.step.name,
             env=self.env,
         )
-        mined = self.road.mined_before(self.step.name)
+        mined = self.pipeline.mined_before(self.step.name)
         start = (
             None
-            if before is None or self.step.given("model_name") is not None
+            if before is None or self.step.option("model_name") is not None
             else known[before.name]
         )
-        found = of_training(
+        fingerprint = of_training(
             run.config, start, self._world_size(run.processes.value, run.machines.value)
         )
         # Mined data are made anew with the step that mines them; their file need not be there yet.
         return (
-            found
+            fingerprint
             if mined is None
-            else of_options({"training": found}, [known[mined.name]])
+            else of_options({"training": fingerprint}, [known[mined.name]])
         )
 
     def run(self, fingerprint: str) -> int:
@@ -326,9 +326,9 @@ class _Stage:
         models = options.pop("models", None)
         if models is None:
             models = [
-                one.name
-                for one in self.road.before(self.step.name)
-                if one.kind == "train"
+                step.name
+                for step in self.pipeline.before(self.step.name)
+                if step.kind == "train"
             ]
         places = [self._run_or_model(model, "last" in options) for model in models]
         return "merge", [
@@ -348,31 +348,39 @@ class _Stage:
 
     def _model(self) -> str:
         """Return the model of the last step before this one that leaves one, else the config's own."""
-        before = self.road.model_before(self.step.name)
+        before = self.pipeline.model_before(self.step.name)
         if before is not None:
-            return str(self.road.folder(before.name) / "final")
-        given = [
+            return str(self.pipeline.folder(before.name) / "final")
+        named_models = [
             value
             for key, value, _ in _pairs(self.given.overrides)
             if key == "model_name"
         ]
-        own = shared_layer(self.given.source).values.get("model_name")
-        if not given and own is None:
+        start_model = shared_layer(self.given.source).values.get("model_name")
+        if not named_models and start_model is None:
             raise UserError(
-                f"{self.road.source}: stage {self.step.name}: no step before it leaves a model, and the config has no "
+                f"{self.pipeline.source}: stage {self.step.name}: no step before it leaves a model, and the config has no "
                 "model_name to begin with"
             )
-        return given[-1] if own is None or given else str(own.value)
+        return (
+            named_models[-1]
+            if start_model is None or named_models
+            else str(start_model.value)
+        )
 
     def _place(self, name: str | None) -> str | None:
         """Return the model of a stage by its name; any other name as it is."""
-        known = {one.name for one in self.road.before(self.step.name) if one.has_model}
-        return str(self.road.folder(name) / "final") if name in known else name
+        known = {
+            step.name for step in self.pipeline.before(self.step.name) if step.has_model
+        }
+        return str(self.pipeline.folder(name) / "final") if name in known else name
 
     def _run_or_model(self, name: str, takes_run: bool) -> str:
         place = self._place(name)
         return (
-            str(self.road.folder(name)) if takes_run and place != name else str(place)
+            str(self.pipeline.folder(name))
+            if takes_run and place != name
+            else str(place)
         )
 
     # ---- parts ---------------------------------------------------------------------------------------------------
@@ -380,7 +388,7 @@ class _Stage:
     def _overrides(self, arguments: TrainArguments) -> tuple[str, ...]:
         """Return the overrides of a training: those of the command line, with a moved root divided among the stages."""
         pairs = _pairs(arguments.overrides)
-        before = self.road.model_before(self.step.name)
+        before = self.pipeline.model_before(self.step.name)
         # A model that the command line names is the one that the first stage starts from.
         left = (
             ("output_dir", "stage")
@@ -392,11 +400,11 @@ class _Stage:
             any(option == "output_dir" for option, _, _ in pairs)
             and self.step.kind == "train"
         ):
-            if before is not None and self.step.given("model_name") is None:
-                kept.append(f"model_name={self.road.folder(before.name) / 'final'}")
-            mined = self.road.mined_before(self.step.name)
-            if mined is not None and self.step.given("data_path") is None:
-                kept.append(f"data_path={self.road.folder(mined.name) / MINED}")
+            if before is not None and self.step.option("model_name") is None:
+                kept.append(f"model_name={self.pipeline.folder(before.name) / 'final'}")
+            mined = self.pipeline.mined_before(self.step.name)
+            if mined is not None and self.step.option("data_path") is None:
+                kept.append(f"data_path={self.pipeline.folder(mined.name) / MINED}")
             kept.append(f"output_dir={self.folder}")
         if not any(option == "resume" for option, _, _ in pairs):
             kept.append(
@@ -444,8 +452,8 @@ class _Stage:
             partial.replace(path)
 
 
-def _chosen(road: Road, asked: Range) -> list[Step]:
-    names = [step.name for step in road.steps]
+def _chosen(pipeline: Pipeline, asked: Range) -> list[Step]:
+    names = [step.name for step in pipeline.steps]
     for flag, name in (
         ("--stage", asked.only),
         ("--from", asked.first),
@@ -453,26 +461,26 @@ def _chosen(road: Road, asked: Range) -> list[Step]:
     ):
         if name is not None and name not in names:
             raise UserError(
-                f"{flag} {name}: {road.source} has the stages {', '.join(names)}"
+                f"{flag} {name}: {pipeline.source} has the stages {', '.join(names)}"
             )
     if asked.only is not None:
         if asked.first is not None or asked.last is not None:
             raise UserError(
                 "--stage runs one stage alone: leave out --from and --until"
             )
-        return [road.steps[names.index(asked.only)]]
+        return [pipeline.steps[names.index(asked.only)]]
     first = names.index(asked.first) if asked.first else 0
     last = names.index(asked.last) if asked.last else len(names) - 1
     if first > last:
         raise UserError(
-            f"--from {asked.first} stands after --until {asked.last} in {road.source}"
+            f"--from {asked.first} stands after --until {asked.last} in {pipeline.source}"
         )
-    return list(road.steps[first : last + 1])
+    return list(pipeline.steps[first : last + 1])
 
 
-def _is_training(road: Road, name: str) -> bool:
+def _is_training(pipeline: Pipeline, name: str) -> bool:
     # A name that no step has counts as one: the training refuses it with the names that there are.
-    return all(step.kind == "train" for step in road.steps if step.name == name)
+    return all(step.kind == "train" for step in pipeline.steps if step.name == name)
 
 
 def _aside(folder: Path) -> Path:
@@ -502,7 +510,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 def _word(value: Any) -> str:
     """Return a value as a word of the command line: lists of plain values with commas, the rest as JSON."""
     if isinstance(value, list) and all(
-        isinstance(one, int | float | str) for one in value
+        isinstance(step, int | float | str) for step in value
     ):
         return ",".join(map(str, value))
     return value if isinstance(value, str) else json.dumps(value)

@@ -6,33 +6,33 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vembed.config.stages import Road
+from vembed.config.stages import Pipeline
 
 REPORT = "stages.md"
 _SHOWN = ("ndcg@10", "mrr@10", "recall@10", "spearman")
 
 
-def write_report(road: Road, state_file: str) -> Path:
+def write_report(pipeline: Pipeline, state_file: str) -> Path:
     """Write the report into the folder of all stages, and return it."""
     rows = []
-    for step in road.steps:
-        folder = road.folder(step.name)
+    for step in pipeline.steps:
+        folder = pipeline.folder(step.name)
         path = folder / state_file
         state: dict[str, Any] = (
             json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         )
         scores = state.get("scores") or _last_scores(folder / "metrics.jsonl")
-        shown = ", ".join(
+        scores_text = ", ".join(
             f"{name} {scores[name]:.4f}" for name in _SHOWN if name in scores
         )
-        own = (
+        link = (
             f"[report]({folder.name}/report.html)"
             if (folder / "report.html").is_file()
             else ""
         )
         took = f"{state['seconds']:,.0f} s" if "seconds" in state else ""
         rows.append(
-            f"| {step.name} | {step.kind} | {state.get('state', 'not run')} | {took} | {shown} | {own} |"
+            f"| {step.name} | {step.kind} | {state.get('state', 'not run')} | {took} | {scores_text} | {link} |"
         )
     lines = [
         "# Stages",
@@ -41,7 +41,7 @@ def write_report(road: Road, state_file: str) -> Path:
         "| --- | --- | --- | --- | --- | --- |",
         *rows,
     ]
-    path = Path(road.root) / REPORT
+    path = Path(pipeline.root) / REPORT
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -51,9 +51,9 @@ def _last_scores(metrics: Path) -> dict[str, float]:
     """Return the newest evaluation of a training."""
     if not metrics.is_file():
         return {}
-    found: dict[str, float] = {}
+    last_scores: dict[str, float] = {}
     for line in metrics.read_text(encoding="utf-8").splitlines():
         values = json.loads(line)
         if "eval" in values:
-            found = values["eval"]
-    return found
+            last_scores = values["eval"]
+    return last_scores

@@ -1,0 +1,185 @@
+"""Folders that hold no embedding model, or not all of one, are refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, BertConfig, BertModel
+
+from tests import tiny
+from tests.harness import run_ranks
+from tests.models.families import SENTENCES
+from tests.tiny_tokenizers import wordpiece_tokenizer
+from vembed.cli.commands.encode import session_config
+from vembed.config.schema import ModelSection
+from vembed.data.examples import Item
+from vembed.data.features import Featuriser
+from vembed.errors import UserError
+from vembed.inference.embedder import Embedder
+from vembed.inference.reranker import Reranker
+from vembed.models.families.decisions import describe
+from vembed.models.families.model_files import kind_of
+from vembed.models.processors import load_tokenizer
+from vembed.parallel import session as sessions
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def changed(path: Path, **values: object) -> None:
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**settings, **values}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [
+        ("CrossEncoder", "reranker"),
+        ("SparseEncoder", "sparse encoder"),
+        ("MultiVectorEncoder", "late-interaction model"),
+        ("ColBERT", "late-interaction model"),
+    ],
+)
+def test_another_kind_of_model_is_no_embedder(model_type, kind, tmp_path):
+    folder = copied(tiny.shared(tiny.tiny_bert_st), tmp_path / "model")
+    assert kind_of(folder) == "embedder"
+    changed(folder / "config_sentence_transformers.json", model_type=model_type)
+    assert kind_of(folder) == kind
+    with pytest.raises(UserError, match=f"{model_type}.*{kind}"):
+        Embedder(folder)
+    with pytest.raises(UserError, match=model_type):
+        describe(ModelSection(model_name=str(folder)))
+
+
+def test_an_unknown_kind_is_refused_by_name(tmp_path):
+    folder = copied(tiny.shared(tiny.tiny_bert_st), tmp_path / "model")
+    changed(folder / "config_sentence_transformers.json", model_type="Oracle")
+    with pytest.raises(UserError, match="Oracle"):
+        Embedder(folder)
+
+
+def test_an_older_cross_encoder_is_known_by_its_config(tmp_path):
+    folder = copied(tiny.shared(tiny.tiny_bert), tmp_path / "model")
+    changed(folder / "config.json", sentence_transformers={"version": "4.1.0"})
+    assert kind_of(folder) == "reranker"
+    with pytest.raises(UserError, match="CrossEncoder"):
+        Embedder(folder)
+
+
+def without_tokenizer(folder: Path) -> Path:
+    for path in folder.iterdir():
+        if path.name.startswith(("tokenizer", "vocab", "special")):
+            path.unlink()
+    return folder
+
+
+def test_a_folder_without_tokenizer_files_is_refused(tmp_path):
+    folder = copied(tiny.shared(tiny.tiny_bert), tmp_path / "model")
+    without_tokenizer(folder)
+    for use in (
+        lambda: Embedder(folder),
+        lambda: load_tokenizer(describe(ModelSection(model_name=str(folder)))),
+        lambda: Reranker(
+            folder,
+            role="judges: it",
+            max_labels=2,
+            dtype=None,
+            device=torch.device("cpu"),
+            trust_remote_code=False,
+        ),
+    ):
+        with pytest.raises(UserError, match=r"no tokenizer files in .*model"):
+            use()
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    folder = copied(tiny.shared(tiny.tiny_bert), tmp_path / "shorter")
+    AutoTokenizer.from_pretrained(tiny.shared(tiny.tiny_gpt2)).save_pretrained(folder)
+    with pytest.raises(UserError, match="vocab_size"):
+        load_tokenizer(describe(ModelSection(model_name=str(folder))))
+    roberta = copied(tiny.shared(tiny.tiny_roberta), tmp_path / "padding")
+    changed(roberta / "config.json", pad_token_id=7)
+    with pytest.raises(UserError, match="pad_token_id 7"):
+        load_tokenizer(describe(ModelSection(model_name=str(roberta))))
+    other = copied(tiny.shared(tiny.tiny_gpt2), tmp_path / "special")
+    changed(other / "config.json", bos_token_id=11, eos_token_id=12, pad_token_id=None)
+    with pytest.raises(UserError, match="does not belong"):
+        load_tokenizer(describe(ModelSection(model_name=str(other))))
+
+
+def test_many_unknown_tokens_are_warned_of_once(caplog):
+    featuriser = Featuriser(
+        describe(ModelSection(model_name=str(tiny.shared(tiny.tiny_bert))))
+    )
+    known = [(Item(text="red cat " * 20), "document") for _ in range(10)]
+    with caplog.at_level(logging.WARNING, logger="vembed"):
+        featuriser.features(known)
+        assert not caplog.records
+        for number in range(3):
+            strange = Item(text=f"\u4e00\u4e01\u4e03 {number} " * 200)
+            featuriser.features([(strange, "document")])
+    (warning,) = caplog.records
+    assert "does not know" in warning.getMessage()
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_an_attention_kernel_of_a_repository_is_refused(key, tmp_path):
+    folder = copied(tiny.shared(tiny.tiny_bert), tmp_path / "model")
+    changed(folder / "config.json", **{key: "somebody/fast-attention"})
+    with pytest.raises(UserError, match=f"{key} somebody/fast-attention"):
+        Embedder(folder)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A BERT that is wide enough for bfloat16 to pay."""
+    folder = tmp_path_factory.mktemp("wide")
+    tokenizer = wordpiece_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    BertModel(
+        BertConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=512,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+def encoded(folder: Path, strategy: str) -> tuple[np.ndarray, str]:
+    sessions.bf16_instructions = lambda: "amx_bf16"
+    config = session_config(str(folder), strategy, trust_remote_code=False)
+    with sessions.start_session(config) as session:
+        embedder = Embedder(folder, session=session)
+        return one_by_one(embedder), embedder.arithmetic
+
+
+def one_by_one(embedder: Embedder) -> np.ndarray:
+    """Vectors of texts in batches of one: which texts are together changes the order of sums."""
+    return np.stack([embedder.encode(text) for text in SENTENCES])
+
+
+def test_shards_compute_as_one_process_does(wide):
+    one_process = Embedder(wide, mixed_precision="bf16")
+    assert one_process.arithmetic == "bfloat16"
+    assert Embedder(wide, mixed_precision="no").arithmetic == "float32"
+    vectors = one_by_one(one_process)
+    exact = one_by_one(Embedder(wide, mixed_precision="no"))
+    assert np.abs(vectors - exact).max() > 1e-4, "bfloat16 rounds"
+    for strategy in ("ddp", "fsdp"):
+        ranks = run_ranks(encoded, 2, str(wide), strategy, process_group=False)
+        for of_rank, arithmetic in ranks:
+            assert arithmetic == "bfloat16"
+            np.testing.assert_allclose(of_rank, vectors, atol=2e-6)
