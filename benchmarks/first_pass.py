@@ -27,7 +27,7 @@ from vembed.config.schema import TrainConfig
 from vembed.cores import num_cores
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import open_examples
-from vembed.data.index_worker import OBJECTS_BETWEEN_COLLECTIONS
+from vembed.data.first_pass import OBJECTS_BETWEEN_COLLECTIONS
 
 GIB = 2**30
 RECORDS_OF_A_GROUP = 50_000
@@ -171,7 +171,7 @@ def opened(path: Path, cache: Path, processes: int) -> Opened:
     config = TrainConfig(model_name="none", data_path=str(path))
     began, processor = time.perf_counter(), processor_time()
     with (
-        mock.patch("vembed.data.index_worker.num_cores", return_value=processes),
+        mock.patch("vembed.data.first_pass.num_cores", return_value=processes),
         peaks_of_children() as others,
     ):
         store = open_examples(config, str(path), cache_dir=cache)
@@ -220,7 +220,7 @@ def processor_seconds(
                 json.loads(line)
 
     def first_pass(number: int) -> None:
-        with mock.patch("vembed.data.index_worker.num_cores", return_value=1):
+        with mock.patch("vembed.data.first_pass.num_cores", return_value=1):
             open_examples(config, str(path), cache_dir=cache / str(number))
 
     gc.set_threshold(

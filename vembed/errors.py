@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """An error in the config, the data or the environment; the message gives values and a solution. Exit code 2."""
+    """An error in the config, the data or the environment. The message gives the values and what to do. Exit code 2."""
 
 
 class RunError(Exception):

@@ -21,11 +21,11 @@ HEAD = """\
 
 One row per promise that five guides to sharded training make (A: Heretic's set-up guide, B: its implementation notes,
 C: a guide of ModularModel, D: one of vembed-factory, E: one of a free transformer). A promise that makes sense for
-embedding models is met here; a wrong statement is [corrected](../../docs/other-guides.md).
+embedding models is met here. A wrong statement is [corrected](../../docs/other-guides.md).
 
-Kind: CFG, parsing and checks; CPU2, two gloo processes on CPUs; GPU and nGPU, one or several GPUs (these were not at
-hand: the table names the command to run); DOC, a page. `pytest --promise D27` runs the tests of a row. The table is
-made from `promises.yaml` and the tests' marks by `python -m tests.acceptance.table`.
+Kinds: CFG is parsing and checks, CPU2 two gloo processes on CPUs, GPU and nGPU one or several GPUs, and DOC a page.
+GPUs were not available, so the table names the command to run. `pytest --promise D27` runs the tests of a row. The
+table is made from `promises.yaml` and the tests' marks by `python -m tests.acceptance.table`.
 
 | row | promise | kind | shown by |
 | --- | --- | --- | --- |

@@ -56,9 +56,9 @@ def test_bad_lines_of_json(tmp_path: Path, line: str | bytes, message: str) -> N
 def test_a_line_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("json_files", "delimited"):
+    for module in ("base", "json_lines", "delimited"):
         monkeypatch.setattr(
-            sys.modules[f"vembed.data.formats.{module}"], "MAX_RECORD", 1000
+            sys.modules[f"vembed.data.formats.{module}"], "MAX_RECORD_BYTES", 1000
         )
     good = '{"query": "a", "positive": "b"}'
     path = write_lines(
@@ -116,7 +116,7 @@ def test_a_line_that_does_not_end(
         ("jsonl", "\n \n", "holds no records"),
         ("jsonl", "", "is empty"),
         ("csv", "", "is empty"),
-        ("csv", b"\xef\xbb\xbf", "header cannot be read: there is none"),
+        ("csv", b"\xef\xbb\xbf", "there is no header"),
         ("json", "[]", "holds no records"),
         ("json", "[ \n", "a.json:2: not JSON"),
         (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vembed.data.file_content import add_content
+from vembed.data.cache import add_content
 
 
 @pytest.mark.parametrize(

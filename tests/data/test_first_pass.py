@@ -23,57 +23,14 @@ from tests.data.files import (
 from tests.data.pictures import write
 from vembed.data import example_store as sources
 from vembed.data.example_store import open_examples
-from vembed.data.formats import opening
-from vembed.data.formats import parquet as parquet_table
 
 # ---- Parquet -------------------------------------------------------------------------------------------------------
-
-
-def test_large_parquet_files_are_unpacked_once(
-    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
-    monkeypatch.setattr(parquet_table, "CHUNK_ROWS", 6)
-    rows = [
-        {**record, "id": i, "negatives": ["x", "y"][: i % 3]}
-        for i, record in enumerate(RECORDS)
-    ]
-    pq.write_table(
-        pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=10
-    )
-    store = open_path(tmp_path / "a.parquet")
-    assert [store[i].query.text for i in (39, 0, 17)] == [
-        RECORDS[i]["query"] for i in (39, 0, 17)
-    ]
-    (unpacked,) = (cache_home / "vembed" / "parquet").rglob("*.arrow")
-    before = unpacked.stat()
-    assert open_path(tmp_path / "a.parquet").fingerprint == store.fingerprint
-    assert unpacked.stat() == before
-    pq.write_table(pa.Table.from_pylist(rows[:20]), tmp_path / "a.parquet")
-    assert len(open_path(tmp_path / "a.parquet")) == 20
-    (new,) = (cache_home / "vembed" / "parquet").rglob("*.arrow")
-    assert new != unpacked, "the older one is gone"
-
-
-def test_no_room_to_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
-    path = write_format(tmp_path, "parquet", RECORDS)
-    monkeypatch.setattr(
-        opening.shutil,
-        "disk_usage",
-        lambda folder: opening.shutil._ntuple_diskusage(10, 9, 1),
-    )
-    assert "unpacks to" in refused(path)
-    monkeypatch.undo()
-    monkeypatch.setattr(parquet_table, "IN_MEMORY", 100)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
-    assert "could not be unpacked" in refused(path)
 
 
 def test_wrong_types_in_parquet(tmp_path: Path) -> None:
     rows = [{"query": i, "positive": "p"} for i in range(3)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert "row 1: query is a number (0)" in refused(tmp_path / "a.parquet")
+    assert "a.parquet:1: query is a number (0)" in refused(tmp_path / "a.parquet")
 
 
 def test_a_damaged_page_of_parquet(tmp_path: Path) -> None:
@@ -181,7 +138,7 @@ def test_a_damaged_cache_is_made_again(
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     open_path(path)
-    for name in ("starts.npy", "facts.json", "lines.npy"):
+    for name in ("numbers.npy", "facts.json", "lines.npy"):
         (damaged,) = cache_home.rglob(name)
         damaged.write_bytes(damaged.read_bytes()[:-9])
         assert len(open_path(path)) == 40
@@ -211,11 +168,9 @@ def test_memory_of_an_index(tmp_path: Path) -> None:
     store = open_path(path)
     index = store._sources[0].index
     assert (
-        sum(array.nbytes for array in (index.starts, index.sizes, index.lines))
-        / len(store)
-        <= 16
+        sum(array.nbytes for array in (index.numbers, index.lines)) / len(store) <= 16
     )
-    assert isinstance(index.starts, np.ndarray)
+    assert isinstance(index.numbers, np.ndarray)
 
 
 def test_reading_data_needs_no_torch() -> None:

@@ -25,8 +25,7 @@ from hypothesis import strategies as st
 from tests.data.pictures import encoded
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import ExampleStore, open_examples
-from vembed.data.formats import delimited
-from vembed.data.formats import json_files as readers
+from vembed.data.formats import base, delimited, json_lines
 from vembed.errors import UserError
 
 NUM_INPUTS = int(os.environ.get("VEMBED_FUZZ", "500"))
@@ -50,8 +49,9 @@ def rank_batch(percent: int) -> settings:
 def folder() -> Iterator[Path]:
     with (
         tempfile.TemporaryDirectory() as name,
-        mock.patch.object(readers, "MAX_RECORD", LONGEST_LINE),
-        mock.patch.object(delimited, "MAX_RECORD", LONGEST_LINE),
+        mock.patch.object(base, "MAX_RECORD_BYTES", LONGEST_LINE),
+        mock.patch.object(json_lines, "MAX_RECORD_BYTES", LONGEST_LINE),
+        mock.patch.object(delimited, "MAX_RECORD_BYTES", LONGEST_LINE),
     ):
         yield Path(name)
 

@@ -414,7 +414,7 @@ def test_a_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert len(open_path("owner/name")) == 40
     assert len(open_examples(config(), "owner/name:en", role="validation")) == 5
-    assert open_path("owner/name:en:dev")[7].where == "owner/name:en:dev, row 8"
+    assert open_path("owner/name:en:dev")[7].where == "owner/name:en:dev:8"
     assert open_path("owner/name::dev")[7].query == Item(RECORDS[7]["query"])
     assert asked == [
         ("owner/name", None, None),
@@ -516,7 +516,7 @@ def test_images_inside_of_parquet_and_datasets(tmp_path: Path) -> None:
         str(tmp_path / "folder")
     )
     for name, num_good in (("a.parquet", 2), ("folder", 1)):
-        assert f"{tmp_path / name}, row 2: image of 100 bytes is broken" in refused(
+        assert f"{tmp_path / name}:2: image of 100 bytes is broken" in refused(
             tmp_path / name
         )
         store = open_path(tmp_path / name, on_bad_record="skip")

@@ -1,4 +1,4 @@
-"""docs/cli.md: every verb of the command with its arguments and flags, generated from the commands."""
+"""docs/cli.md, generated from the commands: arguments and options of each. `python -m tests.docs.cli_page` prints it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from vembed.cli.main import app
 from vembed.config.arguments import LAUNCH_FLAGS, VERB_FLAGS
 
 HEAD = """\
@@ -26,94 +27,74 @@ checkpoints.
 | command | purpose |
 | --- | --- |
 """
-
-
-OWN_WORDS = frozenset({"mine", "judge", "generate", "audit"})
-"""Verbs with options of their own, in a file or as words."""
+DATA_COMMANDS = frozenset({"mine", "judge", "generate", "audit"})
+"""Commands with options of their own, in a file or as arguments."""
 
 
 def cli_page() -> str:
     """Return the page as Markdown."""
-    from vembed.cli.main import app
-
     group: Any = typer.main.get_command(app)
-    verbs = {
-        name: command for name, command in group.commands.items() if not command.hidden
-    }
-    rows = [
-        f"| [`{name}`](#vembed-{name}) | {_first_sentence(command.help)} |"
-        for name, command in verbs.items()
+    rows = []
+    sections = []
+    for name, command in group.commands.items():
+        if command.hidden:
+            continue
+        text = " ".join((command.help or "").split())
+        purpose = text.split(". ")[0].rstrip(".").replace("|", "\\|")
+        rows.append(f"| [`{name}`](#vembed-{name}) | {purpose}. |")
+        takes_config = command.context_settings.get("ignore_unknown_options")
+        lines = config_command(name) if takes_config else plain_command(name, command)
+        sections.append("\n".join([f"## `vembed {name}`", "", text, "", *lines]) + "\n")
+    return HEAD + "\n".join(rows) + "\n\n" + "\n".join(sections)
+
+
+def usage(text: str) -> list[str]:
+    return ["```text", text.rstrip(), "```", ""]
+
+
+def config_command(name: str) -> list[str]:
+    """The lines of a command that takes a config and its options."""
+    config = "[CFG]" if name in DATA_COMMANDS else "CFG"
+    lines = usage(f"vembed {name} {config} [KEY=VALUE | --OPTION VALUE] ...")
+    if name in DATA_COMMANDS:
+        return [*lines, f"`vembed {name} --help` lists the options."]
+    flags = LAUNCH_FLAGS if name == "train" else VERB_FLAGS[name]
+    for flag, (value, text) in flags.items():
+        lines.append(f"- `{f'--{flag} {value}'.rstrip()}`: {text}")
+    if name != "train":
+        lines += [
+            "",
+            "The config, its options and the flags are those of `vembed train`.",
+        ]
+    return lines
+
+
+def plain_command(name: str, command: Any) -> list[str]:
+    """The lines of a command with arguments and options of its own."""
+    arguments = []
+    details = []
+    options = []
+    for parameter in command.params:
+        text = " ".join((getattr(parameter, "help", None) or "").split())
+        if parameter.param_type_name == "argument":
+            argument = parameter.metavar or parameter.name.upper()
+            if text:
+                details.append(f"- `{argument}`: {text}")
+            if not parameter.required:
+                argument = f"[{argument}]"
+            arguments.append(argument + (" ..." if parameter.nargs == -1 else ""))
+        elif "--help" not in parameter.opts:
+            default = default_text(parameter.default)
+            options.append(f"- `{', '.join(parameter.opts)}`{default}: {text}")
+    more = " [OPTIONS]" if options else ""
+    return [
+        *usage(f"vembed {name} {' '.join(arguments)}{more}"),
+        *details,
+        *options,
     ]
-    return (
-        HEAD
-        + "\n".join(rows)
-        + "\n\n"
-        + "\n".join(_verb(name, command) for name, command in verbs.items())
-    )
 
 
-def _verb(name: str, command: Any) -> str:
-    lines = [f"## `vembed {name}`", "", " ".join((command.help or "").split()), ""]
-    if command.context_settings.get("ignore_unknown_options"):
-        words = "[CFG]" if name in OWN_WORDS else "CFG"
-        words += " [KEY=VALUE | --OPTION VALUE] ..."
-        lines += ["```text", f"vembed {name} {words}", "```", ""]
-        if name == "train":
-            lines += [
-                f"- `{f'--{flag} {value}'.rstrip()}`: {text}"
-                for flag, (value, text) in LAUNCH_FLAGS.items()
-            ]
-        elif name in OWN_WORDS:
-            lines.append(f"`vembed {name} --help` lists the options.")
-        else:
-            lines += [
-                f"- `--{flag} {value}`: {text}"
-                for flag, (value, text) in VERB_FLAGS[name].items()
-            ]
-            lines += [
-                "",
-                "The config, its options and the flags are those of `vembed train`.",
-            ]
-        return "\n".join(lines) + "\n"
-    arguments = [one for one in command.params if one.param_type_name == "argument"]
-    options = [
-        one
-        for one in command.params
-        if one.param_type_name == "option" and "--help" not in one.opts
-    ]
-    names = [one.metavar or one.name.upper() for one in arguments]
-    usage = " ".join(
-        (name if one.required else f"[{name}]") + (" ..." if one.nargs == -1 else "")
-        for name, one in zip(names, arguments, strict=True)
-    )
-    lines += [
-        "```text",
-        f"vembed {name} {usage}{' [OPTIONS]' if options else ''}".rstrip(),
-        "```",
-        "",
-    ]
-    lines += [
-        f"- `{name}`: {_text(one)}"
-        for name, one in zip(names, arguments, strict=True)
-        if _text(one)
-    ]
-    lines += [
-        f"- `{', '.join(one.opts)}`{_default(one)}: {_text(one)}" for one in options
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _first_sentence(text: str | None) -> str:
-    words = " ".join((text or "").split())
-    return words.split(". ")[0].rstrip(".").replace("|", "\\|") + "."
-
-
-def _text(parameter: Any) -> str:
-    return " ".join((getattr(parameter, "help", None) or "").split())
-
-
-def _default(parameter: Any) -> str:
-    value = parameter.default
+def default_text(value: Any) -> str:
     if value is None or value is False or value == "" or callable(value):
         return ""
     return f" (default `{value}`)"

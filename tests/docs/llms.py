@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
@@ -21,38 +19,41 @@ Agents start with [Agents](agents/). In the repository the page `NAME/` is `docs
 def llms_text() -> str:
     """Return the file's text."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    sections: dict[str, list[str]] = {"Start": []}
+    for entry in site["nav"]:
+        for title, target in entry.items():
+            if isinstance(target, str):
+                sections["Start"].append(link(title, target))
+                continue
+            sections[title] = []
+            for page in target:
+                sections[title] += [link(name, path) for name, path in page.items()]
     lines = [f"# {site['site_name']}", "", f"> {site['site_description']}", "", NOTE]
-    alone = [one for one in site["nav"] if isinstance(next(iter(one.values())), str)]
-    sections = [
-        ("Start", alone),
-        *(next(iter(one.items())) for one in site["nav"] if one not in alone),
-    ]
-    for title, pages in sections:
-        lines += [f"## {title}", "", *_links(pages), ""]
+    for title, links in sections.items():
+        lines += [f"## {title}", "", *links, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _links(pages: list[dict[str, Any]]) -> Iterator[str]:
-    for one in pages:
-        ((title, page),) = one.items()
-        address = page.removesuffix(".md").removesuffix("index")
-        about = first_sentence((ROOT / "docs" / page).read_text(encoding="utf-8"))
-        yield f"- [{title}]({address + '/' if address else './'})" + (
-            f": {about}" if about else ""
-        )
+def link(title: str, page: str) -> str:
+    address = page.removesuffix(".md").removesuffix("index")
+    sentence = first_sentence((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    return f"- [{title}]({address + '/' if address else './'}): {sentence}"
 
 
 def first_sentence(page: str) -> str:
     """Return the first sentence of a page's first paragraph of plain text."""
     text = re.sub(r"^```.*?^```|^<!--.*?-->", "", page, flags=re.MULTILINE | re.DOTALL)
-    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-    plain = next(
-        (part for part in paragraphs if part and part[0] not in "#|!-*<>`"), ""
-    )
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", plain)
-    return textwrap.shorten(
-        re.split(r"(?<=[.:]) ", plain)[0].rstrip(":"), 200, placeholder=" ..."
-    )
+    for part in text.split("\n\n"):
+        paragraph = " ".join(part.split())
+        if paragraph and paragraph[0] not in "#|!-*<>`":
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
+            sentence = re.split(r"(?<=[.:]) ", plain)[0].rstrip(":")
+            return textwrap.shorten(sentence, 200, placeholder=" ...")
+    return title_of(page)
+
+
+def title_of(page: str) -> str:
+    return page.partition("\n")[0].removeprefix("# ")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def text_of(page: Path) -> str:
 
 def blocks(*languages: str) -> list[Block]:
     """All blocks of these languages, in order."""
-    found = []
+    matching = []
     for page in PAGES:
         text = text_of(page)
         for match in _FENCE.finditer(text):
@@ -57,10 +57,10 @@ def blocks(*languages: str) -> list[Block]:
                     line.removeprefix(indent) for line in match["text"].splitlines()
                 ]
                 number = text.count("\n", 0, match.start()) + 1
-                found.append(
+                matching.append(
                     Block(page, number, match["language"], "\n".join(lines) + "\n")
                 )
-    return found
+    return matching
 
 
 def prose(page: Path) -> str:
@@ -80,27 +80,28 @@ def links(page: Path) -> list[str]:
 
 def anchors(page: Path) -> set[str]:
     """What a link to a part of the page may name, as Python-Markdown makes it."""
-    found: set[str] = set()
+    slugs: set[str] = set()
     for heading in _HEADING.findall(prose(page)):
         slug = re.sub(r"[^\w\s-]", "", heading).strip().lower()
-        found.add(re.sub(r"[-\s]+", "-", slug))
-    return found
+        slugs.add(re.sub(r"[-\s]+", "-", slug))
+    return slugs
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """(place, words) of every command in blocks of shell and, where they are whole ones, in spans."""
-    found = []
+    """(location, arguments) of every command in shell blocks and of whole commands in spans."""
+    found_commands = []
     for block in blocks("bash"):
         text = block.text.replace("\\\n", " ")
         for number, line in enumerate(text.splitlines(), block.line + 1):
             for part in re.split(r"\s(?:&&|\|)\s", line):
-                if words := shlex.split(part, comments=True):
-                    found.append((f"{block.page.relative_to(ROOT)}:{number}", words))
+                if arguments := shlex.split(part, comments=True):
+                    location = f"{block.page.relative_to(ROOT)}:{number}"
+                    found_commands.append((location, arguments))
     for page in PAGES:
         for span in spans(page):
             starts = span.startswith(
                 ("vembed ", "accelerate launch ", "torchrun ", "bash ")
             )
             if starts and re.search(r"\.(yaml|sh|py)\b", span) and "..." not in span:
-                found.append((str(page.relative_to(ROOT)), shlex.split(span)))
-    return found
+                found_commands.append((str(page.relative_to(ROOT)), shlex.split(span)))
+    return found_commands

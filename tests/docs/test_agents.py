@@ -43,8 +43,8 @@ def test_the_page_for_agents_names_the_commands_with_json() -> None:
     group: Any = typer.main.get_command(app)
     with_json = {
         name
-        for name, one in group.commands.items()
-        if any("--json" in each.opts for each in one.params)
+        for name, command in group.commands.items()
+        if any("--json" in parameter.opts for parameter in command.params)
     }
     assert (
         set(re.findall(r"^\| `(\w[\w-]*)` ", table, re.MULTILINE))

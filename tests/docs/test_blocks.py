@@ -34,7 +34,7 @@ from vembed.mining.options import load_options
 from vembed.parallel.hardware import read_hardware
 from vembed.pipelines.stages.sequence import pipeline_of_arguments, run_stages
 
-KNOWN_ELSEWHERE = {
+OTHER_PROGRAMS = {
     "cd",
     "cp",
     "curl",
@@ -51,7 +51,7 @@ KNOWN_ELSEWHERE = {
 NOT_RUN = ("import mteb", "localhost:8080")
 """Python that needs a network, or a server; tests/docs/test_tutorial.py runs the tutorial's."""
 
-DATA_VERBS = {
+DATA_COMMANDS = {
     "mine": run_mine,
     "judge": run_judge,
     "audit": run_audit,
@@ -62,18 +62,18 @@ DATA_VERBS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the commands of the pages run: a config, data, stages, a trained model, and the checkout's folders."""
-    place = tmp_path_factory.mktemp("docs")
+    workdir = tmp_path_factory.mktemp("docs")
     for name in ("examples", "configs", "vembed", "Makefile"):
-        (place / name).symlink_to(ROOT / name)
-    (place / "data").mkdir()
+        (workdir / name).symlink_to(ROOT / name)
+    (workdir / "data").mkdir()
     texts = tiny.texts(24)
     rows = [
         {"query": text, "positive": f"found {text}", "negatives": ["none"]}
         for text in texts
     ]
-    for name, some in (("train", rows[:16]), ("val", rows[16:])):
-        (place / "data" / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in some)
+    for name, part in (("train", rows[:16]), ("val", rows[16:])):
+        (workdir / "data" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in part)
         )
     config = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
@@ -82,23 +82,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "batch_size": 8,
         "report_to": "none",
     }
-    (place / "tune").mkdir()
+    (workdir / "tune").mkdir()
     for name in ("cfg.yaml", "tune/best.yaml"):
-        (place / name).write_text(yaml.safe_dump(config))
+        (workdir / name).write_text(yaml.safe_dump(config))
     stages = next(
         block.text
         for block in blocks("yaml")
         if re.search("^stages:", block.text, re.MULTILINE)
     )
-    (place / "stages.yaml").write_text(stages)
+    (workdir / "stages.yaml").write_text(stages)
     before = Path.cwd()
-    os.chdir(place)
+    os.chdir(workdir)
     try:
         vembed.train("cfg.yaml", ["max_steps=1"])
-        yield place
+        yield workdir
     finally:
         os.chdir(before)
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(workdir, ignore_errors=True)
 
 
 # ---- configs -------------------------------------------------------------------------------------------------------
@@ -156,28 +156,28 @@ def test_records_are_json(block: Block) -> None:
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
-def without_variables(words: list[str]) -> list[str]:
-    """The words behind NAME=value in front of a command."""
-    while words and re.match(r"[A-Z_]+=", words[0]):
-        words = words[1:]
-    return words
+def without_variables(arguments: list[str]) -> list[str]:
+    """The arguments behind NAME=value in front of a command."""
+    while arguments and re.match(r"[A-Z_]+=", arguments[0]):
+        arguments = arguments[1:]
+    return arguments
 
 
-def check_paths(words: list[str]) -> None:
-    for word in words:
+def check_paths(arguments: list[str]) -> None:
+    for word in arguments:
         if word.startswith(("examples/", "configs/", "vembed/")):
             assert (ROOT / word).exists(), word
 
 
-def dry_run(words: list[str]) -> None:
-    """What `vembed train` would do with these words."""
-    arguments = parse_train_arguments([*words, "--dry-run"])
-    pipeline = pipeline_of_arguments(arguments)
+def dry_run(arguments: list[str]) -> None:
+    """What `vembed train` would do with these arguments."""
+    parsed = parse_train_arguments([*arguments, "--dry-run"])
+    pipeline = pipeline_of_arguments(parsed)
     if pipeline is not None:
         assert (
             run_stages(
                 pipeline,
-                arguments,
+                parsed,
                 run_process,
                 checked_words,
                 env={},
@@ -186,79 +186,79 @@ def dry_run(words: list[str]) -> None:
             == 0
         )
         return
-    assert run_train(arguments, env={}) == 0
+    assert run_train(parsed, env={}) == 0
 
 
-def started_by(parser: ArgumentParser, words: list[str]) -> None:
-    """A launcher takes the words, and the script takes the rest."""
-    given: Any = parser.parse_args(words)
-    check_paths([given.training_script])
+def started_by(parser: ArgumentParser, arguments: list[str]) -> None:
+    """A launcher takes the arguments, and the script takes the rest."""
+    launched: Any = parser.parse_args(arguments)
+    check_paths([launched.training_script])
     if (
-        given.training_script.endswith(".py")
-        and "entrypoints" not in given.training_script
+        launched.training_script.endswith(".py")
+        and "entrypoints" not in launched.training_script
     ):
         return
-    dry_run(given.training_script_args)
+    dry_run(launched.training_script_args)
 
 
-def check_vembed(words: list[str]) -> None:
-    verb, *rest = words
-    if verb == "train":
+def check_vembed(arguments: list[str]) -> None:
+    command, *rest = arguments
+    if command == "train":
         dry_run(taken_flags(json_words(rest), ("--json",))[0])
-    elif verb in DATA_VERBS:
-        assert rest == ["--help"] or DATA_VERBS[verb]([*rest, "--dry-run"]) == 0
-    elif verb in ("config", "plan"):
+    elif command in DATA_COMMANDS:
+        assert rest == ["--help"] or DATA_COMMANDS[command]([*rest, "--dry-run"]) == 0
+    elif command in ("config", "plan"):
         rest, (gpu, memory, _) = taken_flags(
             json_words(rest), ("--gpu", "--memory", "--json")
         )
         read_hardware(gpu, memory)
         resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)
-    elif verb != "--help":
-        found: Any = typer.main.get_command(app)
-        found.commands[verb].make_context(verb, list(rest))
+    elif command != "--help":
+        group: Any = typer.main.get_command(app)
+        group.commands[command].make_context(command, list(rest))
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("location", "arguments"),
     commands(),
-    ids=lambda one: one if isinstance(one, str) else " ".join(one)[:60],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60],
 )
 @pytest.mark.promise("A11", "C22", "C33", "E04", "E05")
 def test_commands_are_understood(
-    place: str,
-    words: list[str],
+    location: str,
+    arguments: list[str],
     folder: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
-    words = [
+    arguments = [
         word
-        for word in without_variables(words)
+        for word in without_variables(arguments)
         if word not in ("2>&1", ">") and not word.endswith(".schema.json")
     ]
-    if not words:
+    if not arguments:
         return
-    name, *rest = words
+    name, *rest = arguments
     if name == "vembed":
         check_vembed(rest)
-    elif words[:2] == ["accelerate", "launch"]:
+    elif arguments[:2] == ["accelerate", "launch"]:
         started_by(launch_command_parser(), rest[1:])
     elif name == "torchrun":
         started_by(get_args_parser(), rest)
-    elif words[:3] == ["python", "-m", "vembed.entrypoints.train"]:
+    elif arguments[:3] == ["python", "-m", "vembed.entrypoints.train"]:
         dry_run(rest[2:])
     elif name == "make":
         targets = [word for word in rest if "=" not in word]
         assert all(
             re.search(rf"^{target}:", Path("Makefile").read_text(), re.MULTILINE)
             for target in targets
-        ), place
+        ), location
     elif name in ("bash", "python"):
         check_paths(rest)
-        assert rest[0] == "-m" or (ROOT / rest[0]).exists(), place
+        assert rest[0] == "-m" or (ROOT / rest[0]).exists(), location
     else:
-        assert name in KNOWN_ELSEWHERE, f"{place}: {words}"
+        assert name in OTHER_PROGRAMS, f"{location}: {arguments}"
         check_paths(rest)
 
 

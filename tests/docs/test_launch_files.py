@@ -18,7 +18,7 @@ from vembed.config.arguments import TrainArguments, parse_train_arguments
 LAUNCH = ROOT / "examples" / "launch"
 
 
-def train_words(text: str) -> TrainArguments:
+def train_arguments(text: str) -> TrainArguments:
     """Return the arguments of the line that starts `vembed train`, with a number for each variable."""
     line = next(line for line in text.splitlines() if "vembed train" in line)
     words = [
@@ -41,8 +41,10 @@ def test_skypilot() -> None:
         "run",
     }
     assert (ROOT / task["envs"]["CONFIG"]).is_file()
-    found = train_words(task["run"])
-    assert "resume=auto" in found.overrides and "num_machines=2" in found.overrides
+    arguments = train_arguments(task["run"])
+    assert (
+        "resume=auto" in arguments.overrides and "num_machines=2" in arguments.overrides
+    )
     subprocess.run(
         ["bash", "-n"], input=task["run"] + task["setup"], text=True, check=True
     )
@@ -64,8 +66,8 @@ def test_hugging_face_jobs() -> None:
         in done.stdout
     )
     assert done.stdout.split()[-4:] == words
-    found = train_words(script.read_text())
-    assert "output_dir=run" in found.overrides
+    arguments = train_arguments(script.read_text())
+    assert "output_dir=run" in arguments.overrides
     assert "--private" in script.read_text() and not re.search(
         r"hf_\w{10}", script.read_text()
     )
@@ -73,14 +75,14 @@ def test_hugging_face_jobs() -> None:
 
 def test_modal() -> None:
     tree = ast.parse((LAUNCH / "modal_app.py").read_text())
-    functions = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert functions == {"train", "main"}
-    lists = [one for one in ast.walk(tree) if isinstance(one, ast.List)]
+    lists = [node for node in ast.walk(tree) if isinstance(node, ast.List)]
     words = [
-        [each.value for each in one.elts if isinstance(each, ast.Constant)]
-        for one in lists
+        [each.value for each in node.elts if isinstance(each, ast.Constant)]
+        for node in lists
     ]
-    (command,) = [one for one in words if one[:2] == ["vembed", "train"]]
+    (command,) = [argv for argv in words if argv[:2] == ["vembed", "train"]]
     assert parse_train_arguments(["cfg.yaml", *command[2:]]).overrides
 
 

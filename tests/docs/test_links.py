@@ -33,11 +33,11 @@ def test_links_resolve(page: Path) -> None:
         if link.startswith(("http://", "https://")):
             continue
         target, _, part = link.partition("#")
-        found = (page.parent / target).resolve() if target else page
-        assert found.exists(), f"{page.name}: {link}"
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{page.name}: {link}"
         if part:
-            assert part in anchors(found), (
-                f"{page.name}: {link} (there is {sorted(anchors(found))})"
+            assert part in anchors(path), (
+                f"{page.name}: {link} (there is {sorted(anchors(path))})"
             )
 
 
@@ -90,9 +90,9 @@ def test_options_page_is_that_of_the_schema() -> None:
 
 
 def test_the_table_of_columns_has_every_name() -> None:
-    said = set(spans(ROOT / "docs" / "data.md"))
+    spans_of_page = set(spans(ROOT / "docs" / "data.md"))
     for names in COLUMNS.values():
-        assert set(names) <= said, sorted(set(names) - said)
+        assert set(names) <= spans_of_page, sorted(set(names) - spans_of_page)
 
 
 def test_the_page_of_the_installation_has_every_extra() -> None:

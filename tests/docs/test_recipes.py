@@ -135,18 +135,18 @@ def test_the_script_in_python_runs_as_it_stands(tmp_path: Path) -> None:
 
 @pytest.mark.promise("A10", "C27")
 def test_several_machines_in_slurm_and_kubernetes(tmp_path: Path) -> None:
-    said = dry_run(
+    output = dry_run(
         EXAMPLES / "launch/slurm/train.sbatch",
         tmp_path,
         str(EXAMPLES / "bert.yaml"),
         SLURM_JOB_NUM_NODES="3",
     )
-    assert "world size: 3 = 1 process(es) on each of 3 machines" in said
+    assert "world size: 3 = 1 process(es) on each of 3 machines" in output
     job = yaml.safe_load((EXAMPLES / "launch/kubernetes/pytorchjob.yaml").read_text())
     replicas = job["spec"]["pytorchReplicaSpecs"]
-    num_machines = sum(one["replicas"] for one in replicas.values())
-    for one in replicas.values():
-        (container,) = one["template"]["spec"]["containers"]
+    num_machines = sum(replica["replicas"] for replica in replicas.values())
+    for replica in replicas.values():
+        (container,) = replica["template"]["spec"]["containers"]
         assert container["name"] == "pytorch"
         assert f"--num-machines {num_machines} " in container["command"][-1]
 

@@ -29,38 +29,40 @@ LAST = "## Smaller and faster"
 def steps() -> list[tuple[str, str]]:
     """(language, text) of each command and each piece of Python, in order."""
     end = PAGE.read_text(encoding="utf-8").partition(LAST)[0].count("\n")
-    found = [
-        one for one in blocks("bash", "python") if one.page == PAGE and one.line < end
+    commands = [
+        block
+        for block in blocks("bash", "python")
+        if block.page == PAGE and block.line < end
     ]
     lines = [
         ("bash", line)
-        for one in found
-        if one.language == "bash"
-        for line in one.text.splitlines()
+        for block in commands
+        if block.language == "bash"
+        for line in block.text.splitlines()
     ]
     return [
         *lines,
-        *(("python", one.text) for one in found if one.language == "python"),
+        *(("python", block.text) for block in commands if block.language == "python"),
     ]
 
 
 @contextmanager
-def started(words: list[str]) -> Iterator[None]:
+def started(arguments: list[str]) -> Iterator[None]:
     """The command in another terminal; it says when it is ready."""
-    said = Path("said.txt")
-    said.touch()
-    process = start(*words[1:], module=words[0], stdout=said)
+    output = Path("output.txt")
+    output.touch()
+    process = start(*arguments[1:], module=arguments[0], stdout=output)
     try:
         until = time.monotonic() + LIMIT
-        while not said.read_text().endswith("\n"):
+        while not output.read_text().endswith("\n"):
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.02)
-        assert "POST /v1/embeddings" in said.read_text()
+        assert "POST /v1/embeddings" in output.read_text()
         yield
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(LIMIT)
-    assert code == 0 and said.read_text().splitlines()[1:] == ["stopped"]
+    assert code == 0 and output.read_text().splitlines()[1:] == ["stopped"]
 
 
 def test_the_walk(
@@ -69,16 +71,16 @@ def test_the_walk(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     model, port = str(shared(tiny_bert_st)), str(free_port())
-    todo = [(language, text.replace("8080", port)) for language, text in steps()]
+    remaining = [(language, text.replace("8080", port)) for language, text in steps()]
     serve = next(
         number
-        for number, (_, text) in enumerate(todo)
+        for number, (_, text) in enumerate(remaining)
         if text.startswith("vembed serve")
     )
-    for _, text in todo[:serve]:
+    for _, text in remaining[:serve]:
         run(shlex.split(text.replace("--model demo", f"--model {model}")))
-    with started(shlex.split(todo[serve][1])):
-        for language, text in todo[serve + 1 :]:
+    with started(shlex.split(remaining[serve][1])):
+        for language, text in remaining[serve + 1 :]:
             if language == "python":
                 exec(compile(text, str(PAGE), "exec"), {"__name__": "__docs__"})
             else:
@@ -86,14 +88,14 @@ def test_the_walk(
     assert "\n" in capsys.readouterr().out, "the best document is printed"
 
 
-def run(words: list[str]) -> None:
-    if words[0] == "pip":
+def run(arguments: list[str]) -> None:
+    if arguments[0] == "pip":
         return
-    if words[0] == "vembed":
-        more = ["report_to=none", "max_steps=2"] if words[1] == "train" else []
-        done = CliRunner().invoke(app, [*words[1:], *more])
+    if arguments[0] == "vembed":
+        extra = ["report_to=none", "max_steps=2"] if arguments[1] == "train" else []
+        done = CliRunner().invoke(app, [*arguments[1:], *extra])
         assert done.exit_code == 0, done.output
-        if words[1] == "check-server":
-            assert f"{words[2]}/v1/embeddings equals output" in done.output
-    elif words[0] == "cp" or shutil.which(words[0]) is not None:
-        subprocess.run(words, check=True, capture_output=True)
+        if arguments[1] == "check-server":
+            assert f"{arguments[2]}/v1/embeddings equals output" in done.output
+    elif arguments[0] == "cp" or shutil.which(arguments[0]) is not None:
+        subprocess.run(arguments, check=True, capture_output=True)

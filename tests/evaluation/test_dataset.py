@@ -11,7 +11,7 @@ import pytest
 
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item, ReadAs
-from vembed.data.formats import json_files as readers
+from vembed.data.formats import json_lines as readers
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import open_records
 from vembed.evaluation.corpus import Corpus, read_corpus
@@ -246,7 +246,7 @@ def test_beir_folder_in_parquet(tmp_path, is_of_hub):
         ),
         again,
     )
-    with pytest.raises(UserError, match=rf"{again.name}, row 2: _id d1 occurs twice"):
+    with pytest.raises(UserError, match=rf"{again.name}:2: _id d1 occurs twice"):
         opened(place)
 
 
@@ -295,7 +295,7 @@ def test_grades_under_another_name_are_not_taken_for_one(tmp_path):
         opened(folder)
     (folder / "qrels" / "test.jsonl").unlink()
     pq.write_table(pa.Table.from_pylist(rows), folder / "qrels" / "test.parquet")
-    with pytest.raises(UserError, match="row 1: no score, and label is not read"):
+    with pytest.raises(UserError, match=":1: no score, and label is not read"):
         opened(folder)
 
 
@@ -354,7 +354,11 @@ def test_names_and_contents_that_occur_twice_in_a_corpus(tmp_path):
         for line in str(caught.value).splitlines()
         if "corpus.jsonl:" in line
     ]
-    assert said == [":4: _id b occurs twice", ":5: e has no text", ":6: no field _id"]
+    assert said == [
+        ":4: _id b occurs twice",
+        ":5: e has no text",
+        ":6: no id (_id, id, doc_id, document_id, docid, pid are read)",
+    ]
     data = opened(folder, on_bad_record="skip")
     assert found(data) == {"first": {"2": 1}, "second": {"1": 2}}
     assert data.notes[-1] == "joined 1 documents with equal content"
@@ -484,10 +488,10 @@ def test_bad_records_are_named_with_file_and_line(tmp_path):
     for part in (
         f"{corpus}:4: not JSON",
         f"{corpus}:5: d5 has no text",
-        f"{corpus}:6: no field _id",
+        f"{corpus}:6: no id (_id, id, doc_id, document_id, docid, pid are read)",
         f"{corpus}:7: _id d1 occurs twice",
-        f"{corpus}:8: no field _id",
-        f"{corpus}:9: no field _id",
+        f"{corpus}:8: no id (_id, id, doc_id, document_id, docid, pid are read)",
+        f"{corpus}:9: no id (_id, id, doc_id, document_id, docid, pid are read)",
         f"{qrels}:3: not query-id, corpus-id and a whole score",
         f"{qrels}:4: query q9 is not in the queries",
         f"{qrels}:5: document d9 is not in the corpus",

@@ -178,7 +178,7 @@ def test_one_process_with_fsdp_runs_whole_with_one_line() -> None:
     alone = placed(LARGE, 1, strategy="fsdp")
     assert (alone.strategy.value, alone.fsdp) == ("single", None)
     assert alone.strategy.reason == (
-        "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
+        "FSDP needs at least two processes; training unsharded"
     )
 
 
@@ -363,7 +363,7 @@ def test_plain_process_with_fsdp() -> None:
         one_process, 1, str(shared(tiny_bert)), process_group=False
     )[0]
     assert (kind, fsdp, name, initialised) == ("single", None, "Linear", False)
-    assert sum("nobody to shard with" in line for line in lines) == 1
+    assert sum("FSDP needs at least two" in line for line in lines) == 1
 
 
 SEVERAL_SESSIONS = """

@@ -52,7 +52,11 @@ Source = str | Path | Mapping[str, Any] | TrainConfig
 def load_config(
     source: Source | ResolvedRun, overrides: Sequence[str] = ()
 ) -> TrainConfig:
-    """Return the config of a file, a dict or a TrainConfig, with `key=value` overrides; UserError on anything wrong."""
+    """Return the checked config of a file, a dict or a `TrainConfig`, with `key=value` overrides.
+
+    Raises:
+        UserError: a key is unknown, a value has the wrong type, or options contradict each other.
+    """
     return resolve_run(source, overrides).config
 
 

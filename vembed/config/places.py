@@ -13,15 +13,16 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources
 from vembed.errors import UserError
 
-DATA_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
 # user/name:config:split, where the user, the config and the split may be missing.
 _HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
 
 
 def is_hub_dataset(path: str) -> bool:
     """Return whether a path that does not exist can be the name of a data set on the Hub."""
+    from vembed.data.formats.table import ENDINGS  # loads the formats' libraries
+
     folder = Path(path).parent
-    is_file = Path(path).suffix.lower() in DATA_ENDINGS or (
+    is_file = Path(path).suffix.lower() in ENDINGS or (
         folder != Path() and folder.is_dir()
     )
     return not is_file and _HUB_DATASET.fullmatch(path) is not None

@@ -347,6 +347,12 @@ class Columns:
         )
 
 
+def is_negative_name(name: str) -> bool:
+    """Return True for the name of a field that holds negatives."""
+    names = (*COLUMNS["negative"], *COLUMNS["negative_image"], "negatives")
+    return name in names or _NUMBERED_NEGATIVE.fullmatch(name) is not None
+
+
 def refuse_repeated(name: str, columns: Iterable[str]) -> None:
     """Raise UserError if two columns of a table have one name. Columns without a name are not read."""
     twice = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vembed.config.entries import DataSource
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection, TrainConfig
 from vembed.config.terms import (
     TEXTS_ALONE,
     compares_listed_alone,
@@ -25,7 +25,7 @@ from vembed.config.terms import (
 from vembed.config.user_folders import cache_folder
 from vembed.data.batching.class_batches import next_of_class
 from vembed.data.batching.schedule import ContentKeys
-from vembed.data.cache import IndexCache, short_hash
+from vembed.data.cache import short_hash
 from vembed.data.columns import (
     LABEL,
     Columns,
@@ -36,32 +36,73 @@ from vembed.data.columns import (
 )
 from vembed.data.conversations import is_conversation
 from vembed.data.examples import BadRecord, Example, ReadAs
-from vembed.data.first_pass import Index, build_index
-from vembed.data.formats.json_files import Reader
+from vembed.data.first_pass import (
+    NUM_NAMED,
+    Index,
+    IndexCache,
+    build_index,
+    content_keys,
+)
+from vembed.data.formats.base import Format
 from vembed.data.formats.opening import open_reader
 from vembed.data.formats.saved_datasets import Role
 from vembed.data.images.files import ImageRoot
-from vembed.data.index_parts import NUM_SHOWN, content_keys
 from vembed.data.messages import joined, listed
 from vembed.data.plain_texts import taken_for_texts
-from vembed.data.records import NO_NEGATIVE, RecordFormat
+from vembed.data.records import RecordFormat
 from vembed.data.watched_files import FileStamp
 from vembed.errors import UserError
 
 CACHE_AFTER_SECONDS = 1.0
 """The result of a validation pass that took longer is stored in the cache folder."""
 
-NUM_LOOKED_AT = 20
-_Opened = tuple[Reader, RecordFormat, Index, tuple[FileStamp, ...]]
+NUM_INSPECTED = 20
+"""Examples of a source that are looked at for what is probably not meant."""
 
 
 @dataclass(frozen=True)
-class _Source:
+class Records:
+    """The good records of one source, by number."""
+
     name: str
-    weight: float
-    reader: Reader
+    reader: Format
     form: RecordFormat
     index: Index
+    image_folder: str
+    """Folder of relative paths of images."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def where(self, number: int) -> str:
+        """Return the name of a record for messages."""
+        return self.reader.where(int(self.index.lines[number]))
+
+    def record(self, number: int) -> dict[str, Any]:
+        """Return a record as it stands in its file."""
+        record = self.reader.read(int(self.index.numbers[number]))
+        if isinstance(record, dict):
+            return record
+        reason = record if isinstance(record, BadRecord) else "no object"
+        raise self._changed(number, reason)
+
+    def example(self, number: int) -> Example:
+        """Return what a record means."""
+        try:
+            return self.form.example(self.record(number), self.where(number))
+        except BadRecord as error:
+            raise self._changed(number, error) from error
+
+    def _changed(self, number: int, reason: object) -> UserError:
+        where = self.where(number)
+        return UserError(
+            f"{where} has changed since the run began ({reason}): start again"
+        )
+
+
+@dataclass(frozen=True)
+class _Source(Records):
+    weight: float
     size: int
     """Number of examples in use, the first ones of the index."""
     read_as: ReadAs
@@ -81,37 +122,13 @@ class _Source:
         """Return an example. That of labelled data has the next one of its class as positive."""
         if self.mates is not None:
             return self.pair(number, int(self.mates[number]))
-        return self.read_as.apply(self._read(number))
+        return self.read_as.apply(super().example(number))
 
     def pair(self, number: int, mate: int) -> Example:
         """Return an example of labelled data with another one as its positive."""
-        return self.read_as.apply(
-            replace(self._read(number), positives=(self._read(mate).query,))
-        )
-
-    def _read(self, number: int) -> Example:
-        start, size, line = (
-            self.index.starts[number],
-            self.index.sizes[number],
-            self.index.lines[number],
-        )
-        where = self.reader.where(int(line))
-        try:
-            record = self.reader.read(int(start), int(size))
-            if isinstance(record, BadRecord):
-                raise record
-            return self.form.example(record, where)
-        except BadRecord as error:
-            raise UserError(
-                f"{where} has changed since the run began ({error}): start again"
-            ) from error
-
-    def record(self, number: int) -> dict[str, Any]:
-        """Return the record of an example as it stands in its file."""
-        record = self.reader.read(
-            int(self.index.starts[number]), int(self.index.sizes[number])
-        )
-        return record if isinstance(record, dict) else {}
+        positive = super().example(mate).query
+        example = replace(super().example(number), positives=(positive,))
+        return self.read_as.apply(example)
 
     def summary(self) -> str:
         counts, num_records = self.index.counts, len(self.index)
@@ -152,45 +169,37 @@ class _Source:
         ]
         return "data: " + ", ".join(parts)
 
-    def doubts(self) -> list[str]:
+    def weak_points(self) -> list[str]:
         """Return what is probably not meant: columns and scores that are not read, contents that are taken for plain
         texts, and records that were left out."""
-        counts, unused = self.index.counts, self.index.unused
-        first = [
-            self.example(number) for number in range(min(NUM_LOOKED_AT, self.size))
-        ]
-        takes_matches, is_training = (
-            self.labels is None and self.form.takes_matches,
-            bool(self.form.losses),
-        )
-        found = (
-            [unread_negatives(unused), unread_prompt(unused)]
-            if self.labels is None and is_training
-            else []
-        )
+        counts = self.index.counts
+        unused = self.index.unused
+        num_inspected = min(NUM_INSPECTED, self.size)
+        examples = [self.example(number) for number in range(num_inspected)]
+        takes_matches = self.labels is None and self.form.takes_matches
+        is_training = bool(self.form.losses)
+        sentences: list[str | None] = []
+        if self.labels is None and is_training:
+            sentences += [unread_negatives(unused), unread_prompt(unused)]
         if takes_matches and not counts.scored:
-            found.append(unread_judgement(unused))
+            sentences.append(unread_judgement(unused))
         if takes_matches and counts.scored and is_training and not self.reads_scores:
-            found.append(self._unread_scores())
+            sentences.append(self._unread_scores())
         if counts.scored and self.reads_scores and self._score_column(0) == LABEL:
-            found.append(
-                classes_as_scores(
-                    {score for one in first for score in one.scores or ()}
-                )
-            )
-        num_bad, num_records = self.index.num_bad, len(self.index) + self.index.num_bad
+            scores = {score for example in examples for score in example.scores or ()}
+            sentences.append(classes_as_scores(scores))
+        num_bad = self.index.num_bad
         if num_bad:
-            found.append(
-                f"{num_bad:,d} of {num_records:,d} records cannot be used and are left out (on_bad_record: skip); the "
-                "log names the first"
+            sentences.append(
+                f"{num_bad:,d} of {len(self.index) + num_bad:,d} records cannot be used and are left out "
+                "(on_bad_record: skip); the log names the first"
             )
-        return [one for one in found if one is not None] + taken_for_texts(
-            first, unused
-        )
+        said = [sentence for sentence in sentences if sentence is not None]
+        return said + taken_for_texts(examples, unused)
 
     def _unread_scores(self) -> str:
         name = next(
-            filter(None, map(self._score_column, range(min(NUM_LOOKED_AT, self.size)))),
+            filter(None, map(self._score_column, range(min(NUM_INSPECTED, self.size)))),
             "score",
         )
         way_out = "set loss: cosent if it says how well a pair matches, or leave out the pairs that do not match"
@@ -324,7 +333,9 @@ class ExampleStore:
     def warnings(self) -> list[str]:
         """Return a sentence for each source that is probably not meant as it is read."""
         return [
-            f"{one.name}: {doubt}" for one in self._sources for doubt in one.doubts()
+            f"{source.name}: {sentence}"
+            for source in self._sources
+            for sentence in source.weak_points()
         ]
 
     def _locate(self, index: int) -> tuple[int, int]:
@@ -341,202 +352,223 @@ def open_examples(
     role: Role = "train",
     cache_dir: Path | None = None,
 ) -> ExampleStore:
-    """Validate every record of `path_spec` and return the good ones. Raise UserError with the first ten bad ones.
+    """Check every record of `path_spec` and return the good ones. Raise UserError with the first ten bad ones.
 
     For validation data, `max_train_examples`, `max_negatives` and the requirements of the loss do not apply.
     """
-    entries = [path_spec] if isinstance(path_spec, str) else path_spec
-    given = [
-        DataSource(path=entry) if isinstance(entry, str) else entry for entry in entries
+    specs = [path_spec] if isinstance(path_spec, str) else path_spec
+    entries = [
+        DataSource(path=spec) if isinstance(spec, str) else spec for spec in specs
     ]
-    if not given:
+    if not entries:
         raise UserError(
             "data_path is an empty list: name at least one file, folder or dataset"
         )
     cache = cache_folder() if cache_dir is None else cache_dir
-    opened = [
-        _open_source(config, source, role, cache, alone=len(given) == 1)
-        for source in given
-    ]
-    _refuse_bad_records(config, opened, role)
-    if role == "train" and len(given) > 1:
-        _refuse_names_nowhere(given, opened)
-    limit = config.data.max_train_examples if role == "train" else None
+    is_training = role == "train"
+    sources = []
+    for entry in entries:
+        own_config = source_config(config, entry)
+        requirements = _Requirements()
+        if is_training:
+            losses = losses_of(own_config)
+            requirements = _Requirements(
+                losses,
+                own_config.data.max_negatives,
+                "cosine" in losses and own_config.objective.similarity == "cosine",
+                config.data.no_duplicates,
+            )
+        source = _open_source(
+            config.data, entry, requirements, role, cache, alone=len(entries) == 1
+        )
+        sources.append(replace(source, reads_scores=reads_scores(own_config)))
+    for source in sources:
+        _refuse_missing_negatives(source)
+    if is_training and config.data.mine is None and compares_listed_alone(config):
+        losses = tuple({term.objective.loss for _, term in run_terms(config)})
+        _refuse_nothing_to_compare(sources, losses)
+    refuse_bad_records(
+        sources,
+        on_bad_record=config.data.on_bad_record,
+        purpose="train" if is_training else "evaluate",
+    )
+    if is_training and len(entries) > 1:
+        _refuse_missing_names(
+            source
+            for entry, source in zip(entries, sources, strict=True)
+            if entry.column_mapping is None
+        )
+    limit = config.data.max_train_examples if is_training else None
+    sizes = _sizes([len(source) for source in sources], limit)
     sources = [
-        _Source(
-            source.name or source.path,
-            source.weight,
-            reader,
-            form,
-            index,
-            size,
-            _read_as(source),
-            stamps,
-            _mates(index, size),
-            reads_scores(source_config(config, source)),
-        )
-        for source, (reader, form, index, stamps), size in zip(
-            given,
-            opened,
-            _sizes([len(index) for _, _, index, _ in opened], limit),
-            strict=True,
-        )
+        replace(source, size=size, mates=_mates(source.index, size))
+        for source, size in zip(sources, sizes, strict=True)
     ]
-    return ExampleStore(sources, _fingerprint(config, given, sources, role))
+    options = [
+        config.data.retrieval_mode,
+        config.data.column_mapping,
+        config.data.max_negatives if is_training else None,
+    ]
+    identities = []
+    for entry, source in zip(entries, sources, strict=True):
+        identity = [source.index.fingerprint, source.size, source.weight]
+        identity += [entry.column_mapping, entry.max_negatives]
+        if source.read_as != ReadAs():
+            identity.append(astuple(source.read_as))
+        identities.append(identity)
+    return ExampleStore(sources, short_hash(options, identities))
+
+
+@dataclass(frozen=True)
+class _Requirements:
+    """What a run asks of the records of a source, besides a query and a positive."""
+
+    losses: tuple[str, ...] = ()
+    max_negatives: int | None = None
+    bounded_scores: bool = False
+    with_keys: bool = False
 
 
 def _open_source(
-    config: TrainConfig, source: DataSource, role: Role, cache: Path, *, alone: bool
-) -> _Opened:
-    mapping = (
-        config.data.column_mapping
-        if source.column_mapping is None
-        else source.column_mapping
-    )
+    data: DataSection,
+    entry: DataSource,
+    requirements: _Requirements,
+    role: Role,
+    cache: Path,
+    *,
+    alone: bool,
+) -> _Source:
+    mapping = entry.column_mapping
+    if mapping is None:
+        mapping = data.column_mapping
+    losses = requirements.losses
     # A mapping for several files need not match each of them; validation data may use vembed's own names.
-    may_miss = (not alone or role == "validation") and source.column_mapping is None
-    own = source_config(config, source)
-    texts_alone = role == "train" and all(
-        loss in TEXTS_ALONE for loss in losses_of(own)
-    )
+    may_miss = (not alone or role == "validation") and entry.column_mapping is None
+    texts_alone = role == "train" and all(loss in TEXTS_ALONE for loss in losses)
     columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
-    reader = open_reader(source.path, columns, role, cache)
+    reader = open_reader(entry.path, columns, role, cache)
     # Before reading: a change during the pass is noticed too.
     stamps = tuple(FileStamp.of(path) for path in reader.files())
     images = ImageRoot(
-        config.data.image_root or str(reader.folder),
-        allow_urls=config.data.allow_image_urls,
+        data.image_root or str(reader.folder), allow_urls=data.allow_image_urls
     )
-    losses, max_negatives = (
-        (losses_of(own), own.data.max_negatives) if role == "train" else ((), None)
-    )
-    bounded = "cosine" in losses and own.objective.similarity == "cosine"
     form = RecordFormat(
         columns,
         images,
-        mode=config.data.retrieval_mode,
+        mode=data.retrieval_mode,
         losses=losses,
-        max_negatives=max_negatives,
-        numbers_in_text=reader.numbers_in_text,
-        bounded_scores=bounded,
+        max_negatives=requirements.max_negatives,
+        numbers_in_text=reader.numbers_are_text,
+        bounded_scores=requirements.bounded_scores,
     )
-    with_keys = config.data.no_duplicates and role == "train"
     options = [
         reader.name,
         mapping,
-        config.data.retrieval_mode,
+        data.retrieval_mode,
         images.folder,
         images.allow_urls,
-        losses,
-        max_negatives,
-        with_keys,
-        bounded,
+        astuple(requirements),
     ]
-    kept = IndexCache(cache, reader.files(), options)
-    # Without the unpacked rows, to which an index points, the pass is made again.
-    index = None if reader.unpacks() else kept.load()
+    index_cache = IndexCache(cache, reader.files(), options)
+    index = index_cache.load()
     if index is None:
         began = time.monotonic()
-        index = build_index(reader, form, with_keys=with_keys)
+        index = build_index(reader, form, with_keys=requirements.with_keys)
         # A short pass is not worth a file in the cache.
         if time.monotonic() - began >= CACHE_AFTER_SECONDS or len(reader.parts()) > 1:
-            kept.save(index)
+            index_cache.save(index)
     if index.missing and not may_miss:
         raise UserError(
             f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
         )
-    return reader, form, index, stamps
+    return _Source(
+        name=entry.name or entry.path,
+        reader=reader,
+        form=form,
+        index=index,
+        image_folder=images.folder,
+        weight=entry.weight,
+        size=len(index),
+        read_as=ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length),
+        stamps=stamps,
+        mates=None,
+        reads_scores=False,
+    )
+
+
+def refuse_bad_records(
+    sources: Sequence[Records], *, on_bad_record: str, purpose: str
+) -> None:
+    """Raise UserError with the first bad records, unless they are left out; and for a source without a good one."""
+    num_bad = sum(source.index.num_bad for source in sources)
+    num_good = sum(map(len, sources))
+    problems = [problem for source in sources for problem in source.index.problems]
+    problems = problems[:NUM_NAMED]
+    if num_bad and (on_bad_record == "stop" or not num_good):
+        lines = joined(problems)
+        if num_bad > len(problems):
+            lines.append(f"and {num_bad - len(problems):,d} more")
+        way_out = "fix them, or set on_bad_record: skip to leave them out"
+        if not num_good:
+            way_out = f"there is nothing to {purpose} on"
+        raise UserError(
+            f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
+            + "\n  ".join(lines)
+        )
+    for source in sources:
+        if not len(source):
+            reason = "no records"
+            if source.index.problems:
+                reason = f"no record that can be used: {source.index.problems[0]}"
+            raise UserError(f"{source.reader.name} holds {reason}")
+
+
+def _refuse_missing_negatives(source: _Source) -> None:
+    """Raise UserError if all records of a source lack the negatives that its loss needs."""
+    num_records = source.index.num_without_negatives
+    if not num_records or len(source):
+        return
+    if source.form.max_negatives == 0:
+        raise UserError(
+            f"{source.reader.name}: max_negatives: 0 leaves none of its {num_records:,d} records a negative, which "
+            "loss: triplet needs: raise it, or use loss: infonce"
+        )
+    raise UserError(
+        f"{source.reader.name}: none of its {num_records:,d} records has a negative, which loss: triplet needs: add "
+        "negatives, take the source out, or use loss: infonce, which takes the others of the batch"
+    )
+
+
+def _refuse_nothing_to_compare(
+    sources: Sequence[_Source], losses: Collection[str]
+) -> None:
+    if any(source.index.counts.negatives for source in sources):
+        return
+    if not any(map(len, sources)):
+        return
+    raise UserError(
+        f"loss: {' and '.join(sorted(losses))} compares a positive with the hard negatives of its record, and no "
+        "record has one, so that the loss would be 0 at every step: `vembed mine` adds some; kl with "
+        "distill_candidates: batch, embedding and relational need none"
+    )
+
+
+def _refuse_missing_names(sources: Iterable[_Source]) -> None:
+    """Raise UserError if the run's column_mapping has a name that none of the sources has which it serves."""
+    missing: set[str] | None = None
+    hint = ""
+    for source in sources:
+        names = set(source.index.missing)
+        missing = names if missing is None else missing & names
+        hint = hint or source.form.columns.nearest()
+    if missing:
+        raise UserError(
+            f"column_mapping names {listed(sorted(missing))}, which no record of any source has{hint}"
+        )
 
 
 def _mates(index: Index, size: int) -> np.ndarray | None:
     return None if index.labels is None else next_of_class(index.labels[:size])
-
-
-def _read_as(source: DataSource) -> ReadAs:
-    return ReadAs(source.query_prompt, source.document_prompt, source.max_length)
-
-
-def _refuse_nothing_to_compare(
-    config: TrainConfig, indices: Sequence[Index], role: Role
-) -> None:
-    has_negatives = config.data.mine is not None or any(
-        index.counts.negatives for index in indices
-    )
-    if (
-        role != "train"
-        or has_negatives
-        or not any(map(len, indices))
-        or not compares_listed_alone(config)
-    ):
-        return
-    names = " and ".join(sorted({term.objective.loss for _, term in run_terms(config)}))
-    raise UserError(
-        f"loss: {names} compares a positive with the hard negatives of its record, and no record has one, so that the "
-        "loss would be 0 at every step: `vembed mine` adds some; kl with distill_candidates: batch, embedding and "
-        "relational need none"
-    )
-
-
-def _refuse_bad_records(
-    config: TrainConfig, opened: Sequence[_Opened], role: Role
-) -> None:
-    for reader, _, index, _ in opened:
-        if index.num_bad and not len(index) and NO_NEGATIVE in index.problems[0]:
-            raise UserError(
-                f"{reader.name}: none of its {index.num_bad:,d} records has a negative, which loss: triplet needs: add "
-                "negatives, take the source out, or use loss: infonce, which takes the others of the batch"
-            )
-    indices = [index for _, _, index, _ in opened]
-    _refuse_nothing_to_compare(config, indices, role)
-    num_bad, num_good = sum(index.num_bad for index in indices), sum(map(len, indices))
-    problems = [problem for index in indices for problem in index.problems][:NUM_SHOWN]
-    if num_bad and (config.data.on_bad_record == "stop" or not num_good):
-        more = (
-            [f"and {num_bad - len(problems):,d} more"]
-            if num_bad > len(problems)
-            else []
-        )
-        nothing = f"there is nothing to {'train' if role == 'train' else 'evaluate'} on"
-        way_out = (
-            "mend them, or set on_bad_record: skip to leave them out"
-            if num_good
-            else nothing
-        )
-        raise UserError(
-            f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
-            + "\n  ".join(joined(problems) + more)
-        )
-    for reader, _, index, _ in opened:
-        if not len(index):
-            reason = (
-                f"no record that can be used: {index.problems[0]}"
-                if index.problems
-                else "no records"
-            )
-            raise UserError(f"{reader.name} holds {reason}")
-
-
-def _refuse_names_nowhere(
-    given: Sequence[DataSource], opened: Sequence[_Opened]
-) -> None:
-    """Raise UserError if the run's column_mapping has a name that none of the sources has which it serves."""
-    served = [
-        one
-        for source, one in zip(given, opened, strict=True)
-        if source.column_mapping is None
-    ]
-    nowhere = (
-        set.intersection(*(set(index.missing) for _, _, index, _ in served))
-        if served
-        else set()
-    )
-    if nowhere:
-        near = next(
-            (hint for _, form, _, _ in served if (hint := form.columns.nearest())), ""
-        )
-        raise UserError(
-            f"column_mapping names {listed(sorted(nowhere))}, which no record of any source has{near}"
-        )
 
 
 def _sizes(sizes: list[int], limit: int | None) -> list[int]:
@@ -549,37 +581,7 @@ def _sizes(sizes: list[int], limit: int | None) -> list[int]:
     return [max(1, end - begin) for begin, end in itertools.pairwise([0, *ends])]
 
 
-def _fingerprint(
-    config: TrainConfig,
-    given: Sequence[DataSource],
-    sources: Sequence[_Source],
-    role: Role,
-) -> str:
-    options = [
-        config.data.retrieval_mode,
-        config.data.column_mapping,
-        config.data.max_negatives if role == "train" else None,
-    ]
-    return short_hash(
-        options,
-        [
-            [
-                one.index.fingerprint,
-                one.size,
-                one.weight,
-                entry.column_mapping,
-                entry.max_negatives,
-                *_own(one.read_as),
-            ]
-            for one, entry in zip(sources, given, strict=True)
-        ],
-    )
-
-
-def _own(read_as: ReadAs) -> list[tuple[object, ...]]:
-    return [] if read_as == ReadAs() else [astuple(read_as)]
-
-
 def _kept(source: _Source, is_kept: np.ndarray) -> _Source:
-    index, size = source.index.subset(is_kept), int(is_kept.sum())
+    index = source.index.subset(is_kept)
+    size = int(is_kept.sum())
     return replace(source, index=index, size=size, mates=_mates(index, size))

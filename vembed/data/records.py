@@ -18,6 +18,7 @@ from vembed.data.examples import (
     Example,
     ImageRef,
     Item,
+    MissingNegative,
     has_lone_surrogate,
 )
 from vembed.data.formats.base import Block
@@ -28,7 +29,6 @@ Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
 MATCHED = frozenset({"infonce", "sigmoid", "triplet", "circle"})
 """Losses that take every pair for a match."""
-NO_NEGATIVE = "no negative"
 LARGEST_SCORE = 3.4e38
 """Larger scores are infinite in float32, and all the same."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
@@ -56,7 +56,7 @@ class RecordFormat:
         self._document_is_path = mode in ("t2i", "i2i", "m2i")
         self.columns = columns
         self.losses = tuple(losses)
-        self._max_negatives = max_negatives
+        self.max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
         self._null = "empty" if numbers_in_text else "null"  # a cell without a text
         self._bounded_scores = bounded_scores
@@ -69,7 +69,7 @@ class RecordFormat:
     def num_plain_negatives(self, block: Block) -> int | None:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
         `example` would accept them; None if that cannot be said of all together."""
-        names = block.names()
+        names = block.columns()
         if (
             self._query_is_path
             or self._document_is_path
@@ -92,7 +92,7 @@ class RecordFormat:
             return None
         if not block.are_texts(texts):
             return None
-        negatives = ((Item(),) * len(layout.negatives))[: self._max_negatives]
+        negatives = ((Item(),) * len(layout.negatives))[: self.max_negatives]
         try:
             for loss in self.losses:
                 self._check_loss(loss, layout, negatives, None)
@@ -134,9 +134,9 @@ class RecordFormat:
             record, layout, len(positives), len(negatives)
         )
         # After the scores: a list of scores counts all negatives of the record.
-        negatives = negatives[: self._max_negatives]
+        negatives = negatives[: self.max_negatives]
         negative_scores = (
-            None if negative_scores is None else negative_scores[: self._max_negatives]
+            None if negative_scores is None else negative_scores[: self.max_negatives]
         )
         for loss in self.losses:
             self._check_loss(loss, layout, negatives, scores)
@@ -388,7 +388,9 @@ class RecordFormat:
                 "use loss: cosent or cosine"
             )
         elif loss == "triplet" and not negatives:
-            raise BadRecord(f"{NO_NEGATIVE}, which loss: triplet needs in every record")
+            raise MissingNegative(
+                "no negative, which loss: triplet needs in every record"
+            )
 
 
 def _text(value: str, name: str) -> str:

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from vembed.data.columns import COLUMNS
+from vembed.data.columns import COLUMNS, is_negative_name
 from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import Example
 from vembed.errors import UserError
 from vembed.mining.config import JudgeConfig
 from vembed.mining.documents import content_key, row_value
 from vembed.mining.judges import UNDECIDED, Cascade, Pair, text_of
-from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME, is_negative_name
+from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
@@ -115,7 +115,7 @@ def judge(
     session: Session | None = None,
     say: Log | None = None,
 ) -> JudgeResult:
-    """Judge the negatives of training data as a YAML file, a dict or a JudgeConfig says. Collective, as `mine`."""
+    """Judge the negatives of training data with the options of a YAML file, a dict or a `JudgeConfig`. Collective, as `mine`."""
     config = load_options(JudgeConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()

@@ -34,14 +34,18 @@ def train(
     on_evaluation: OnEvaluation | None = None,
     model: nn.Module | type[nn.Module] | None = None,
 ) -> TrainResult:
-    """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores.
+    """Train and return the model's folder and its scores.
 
-    With `stages` all of them run in order, as by `vembed train`, each in this process; the result is that of the last
-    training. An override `stage=NAME` runs one. In a dict, `data_path` and `val_data_path` may be lists of dicts or a
-    `datasets.Dataset`. `on_step` and `on_evaluation` are called with a StepInfo and an EvaluationInfo
-    (`vembed/training/hooks/callbacks.py`) and may return "stop", which ends the run, or this stage, with a model and a
-    report. `model`: a torch module or its class, as `model_class`; a module's weights are where training starts.
-    `hooks`: additions to the loop (`vembed/training/hooks/base.py`), for one run.
+    Args:
+        config: a path, a dict or a `TrainConfig`. In a dict, `data_path` and `val_data_path` may also be lists of dicts,
+            a `datasets.Dataset`, a `pandas.DataFrame` or a `pyarrow.Table`.
+        overrides: `key=value` options, which win over the config. `stage=NAME` runs one of its stages.
+        hooks: additions to the training loop.
+        on_step: called with a `StepInfo` after each step. If it returns "stop", the run ends with a model and a report.
+        on_evaluation: the same with an `EvaluationInfo` after each evaluation.
+        model: a torch module or its class, as `model_class`. With a module, training starts from its weights.
+
+    With `stages` all of them run in this process, and the result is that of the last training.
     """
     arguments = _with_stages(config, overrides)
     pipeline = None if arguments is None else pipeline_of_arguments(arguments)

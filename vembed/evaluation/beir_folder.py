@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from vembed.config.user_folders import cache_folder
-from vembed.data.columns import Columns, judgement_column
-from vembed.data.formats.json_files import Reader
-from vembed.data.formats.opening import data_files, open_reader
+from vembed.data.documents import open_document_reader
+from vembed.data.formats.base import Format
+from vembed.data.formats.opening import data_files
 from vembed.errors import UserError
-from vembed.evaluation.corpus import ID_FIELDS
 
 TextPart = Literal["corpus", "queries"]
 QRELS_ENDINGS = (".tsv", ".jsonl", ".parquet")
-_READ = frozenset({*ID_FIELDS, "title", "text", "query-id", "corpus-id", "score"})
 _SHARD = "-00000-of-"
-
-
-class _Read(Columns):
-    """Columns of documents, queries and judgements."""
-
-    def check(self, columns: Iterable[str]) -> None:
-        """Accept any header: a record without an id or text is named."""
-
-    def needed(self, columns: Iterable[str]) -> list[str]:
-        """Return the columns that are read."""
-        return [name for name in columns if name in _READ or judgement_column([name])]
 
 
 def is_beir_folder(folder: Path) -> bool:
@@ -44,7 +29,7 @@ def texts_path(folder: Path, part: TextPart) -> Path | None:
     return found
 
 
-def open_texts(folder: Path, part: TextPart) -> Reader:
+def open_texts(folder: Path, part: TextPart) -> Format:
     """Return the reader of the documents or queries."""
     path = texts_path(folder, part)
     if path is None:
@@ -54,9 +39,9 @@ def open_texts(folder: Path, part: TextPart) -> Reader:
     return open_records(path)
 
 
-def open_records(path: Path) -> Reader:
+def open_records(path: Path) -> Format:
     """Return the reader of a file with documents, queries or judgements."""
-    return open_reader(str(path), _Read(), "validation", cache_folder())
+    return open_document_reader(path)
 
 
 def qrels_files(folder: Path) -> dict[str, Path]:

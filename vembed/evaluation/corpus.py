@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from vembed.data.documents import ID_FIELDS, document_id, document_text
 from vembed.data.examples import (
     LONE_SURROGATE,
     BadRecord,
@@ -16,23 +17,20 @@ from vembed.data.examples import (
     ReadAs,
     has_lone_surrogate,
 )
-from vembed.data.formats.json_files import Reader
+from vembed.data.formats.base import Format
 from vembed.errors import UserError
-
-ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
-"""Names of the id in records of a corpus; the first one that is there."""
 
 
 class Corpus(Sequence[Item]):
-    """Documents that are read when they are asked for; 24 bytes are held for each."""
+    """Documents that are read when they are asked for; 20 bytes are held for each."""
 
     def __init__(
         self,
-        reader: Reader,
+        reader: Format,
         rows: dict[str, np.ndarray],
         settings: ReadAs | None = None,
     ) -> None:
-        """`rows`: `starts` and `sizes` of the records, `lengths` of the texts in characters, `keys` of the contents."""
+        """`rows`: `numbers` of the records, `lengths` of the texts in characters, `keys` of the contents."""
         self._reader = reader
         self._rows = rows
         self._settings = settings or ReadAs()
@@ -61,10 +59,8 @@ class Corpus(Sequence[Item]):
                 {name: values[place] for name, values in self._rows.items()},
                 self._settings,
             )
-        record = self._reader.read(
-            int(self._rows["starts"][place]), int(self._rows["sizes"][place])
-        )
-        item = Item(text=titled_text(record)) if isinstance(record, dict) else Item()
+        record = self._reader.read(int(self._rows["numbers"][place]))
+        item = Item(text=document_text(record)) if isinstance(record, dict) else Item()
         # The text was checked at opening and is read again only now; its key tells whether it is still the same.
         if item.key() != self.keys[place]:
             raise UserError(
@@ -106,25 +102,24 @@ class FoundCorpus:
     num_joined: int
 
 
-def read_corpus(reader: Reader, problems: list[str]) -> FoundCorpus:
+def read_corpus(reader: Format, problems: list[str]) -> FoundCorpus:
     """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
-    # 32 bytes for each document. Lines are not among them: they are counted again for the few that are named.
+    # 28 bytes for each document. Lines are not among them: they are counted again for the few that are named.
     # Plain arrays grow in place; lists of Python numbers would take 30 to 40 bytes for each number.
     rows = {
-        "starts": array("q"),
-        "sizes": array("I"),
+        "numbers": array("q"),
         "lengths": array("i"),
         "keys": array("q"),
         "hashes": array("q"),
     }
     found: list[tuple[int, str]] = []
-    for start, size, line, record in reader.scan():
+    for number, line, record in reader.rows():
         given = identified_text(record)
         if isinstance(given, str):
             found.append((line, given))
             continue
         identity, text = given
-        values = start, size, len(text), Item(text=text).key(), _hash(identity)
+        values = number, len(text), Item(text=text).key(), _hash(identity)
         for one, value in zip(rows.values(), values, strict=True):
             one.append(value)
     # frombuffer shares the arrays' memory, but takes no empty one.
@@ -134,11 +129,11 @@ def read_corpus(reader: Reader, problems: list[str]) -> FoundCorpus:
     }
     repeated = _repeats(held["hashes"])
     if repeated.any():  # the file is read once more for their lines
-        starts = set(held["starts"][repeated].tolist())
+        numbers = set(held["numbers"][repeated].tolist())
         records = (
-            (line, record_id(record))
-            for start, _, line, record in reader.scan()
-            if start in starts
+            (line, document_id(record))
+            for number, line, record in reader.rows()
+            if number in numbers
         )
         found += [(line, f"_id {name} occurs twice") for line, name in records]
     problems += [f"{reader.where(line)}: {reason}" for line, reason in sorted(found)]
@@ -155,32 +150,13 @@ def identified_text(record: Any) -> tuple[str, str] | str:
     """Return `_id` and text of a record, or what is wrong with it."""
     if isinstance(record, BadRecord):
         return str(record)
-    identity = record_id(record)
+    identity = document_id(record)
     if identity is None:
-        return "no field _id"
-    text = titled_text(record)
+        return f"no id ({', '.join(ID_FIELDS)} are read)"
+    text = document_text(record)
     if has_lone_surrogate(text):
         return f"{identity} {LONE_SURROGATE}"
     return (identity, text) if text else f"{identity} has no text"
-
-
-def record_id(record: Any) -> str | None:
-    """Return the id of a record of a corpus, if it has one."""
-    given = record if isinstance(record, dict) else {}
-    found = next(
-        (given[name] for name in ID_FIELDS if given.get(name) is not None), None
-    )
-    return (
-        str(found)
-        if isinstance(found, str | int) and not isinstance(found, bool)
-        else None
-    )
-
-
-def titled_text(record: dict[str, Any]) -> str:
-    """Return title and text of a document joined by a space, as BEIR encodes them; just one if the other is empty."""
-    parts = [record.get("title"), record.get("text")]
-    return " ".join(part for part in parts if isinstance(part, str) and part).strip()
 
 
 def _hash(identity: str) -> int:

@@ -12,7 +12,7 @@ from vembed.config.options import join_words
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import open_examples
 from vembed.data.examples import Example, Item, ReadAs
-from vembed.data.formats.json_files import Reader
+from vembed.data.formats.base import Format
 from vembed.data.messages import listed
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import (
@@ -350,9 +350,9 @@ def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
     )
 
 
-def _read_texts(reader: Reader, problems: list[str]) -> dict[str, Item]:
+def _read_texts(reader: Format, problems: list[str]) -> dict[str, Item]:
     items: dict[str, Item] = {}
-    for _, _, number, record in reader.scan():
+    for _, number, record in reader.rows():
         where, given = reader.where(number), identified_text(record)
         if isinstance(given, str):
             problems.append(f"{where}: {given}")

@@ -53,7 +53,7 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
 
 def _of_records(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
     reader = open_records(path)
-    for _, _, line, record in reader.scan():
+    for _, line, record in reader.rows():
         given = record if isinstance(record, dict) else {}
         query, document, score = (
             given.get("query-id"),

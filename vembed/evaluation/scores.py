@@ -66,11 +66,15 @@ def evaluate(
     compressed: bool = False,
     show_progress: bool = False,
 ) -> dict[str, float]:
-    """Score a model folder (vembed's or any of Sentence Transformers) on a BEIR-style folder or a file of pairs.
+    """Return the scores of a model, with keys such as `ndcg@10`, `dim256/ndcg@10` or `spearman`.
 
-    `dims`: additional embedding sizes; by default the model's Matryoshka dims, if it has any. `split`: which of a BEIR
-    folder's qrels, by default test. `session`: the session of the processes that call this together. The keys of the
-    result are `ndcg@10`, `dim256/ndcg@10`, ... or `spearman`, ...
+    Args:
+        model: a folder, a run, a Hub name or an `Embedder`. Any model that Sentence Transformers loads is possible.
+        data: a BEIR-style folder, or a file of pairs.
+        dims: additional embedding sizes. Default: the model's Matryoshka sizes.
+        ks: cut-offs of the metrics.
+        split: which qrels of a BEIR folder. Default: test.
+        session: the process group, if several processes call this together.
     """
     if not isinstance(data, str | Path | RetrievalData | ScoredPairs):
         raise UserError(

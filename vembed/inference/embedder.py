@@ -158,15 +158,21 @@ class Embedder:
         show_progress: bool = False,
         show_progress_bar: bool = False,
     ) -> np.ndarray:
-        """Return [n, d] float32 embeddings in the order of the inputs; [d] for a single input that is not in a list.
+        """Return [n, d] float32 embeddings in the order of the inputs, or [d] for a single input.
 
-        `kind` chooses the prompt, and `prompt` gives another one. `normalize_embeddings` and `show_progress_bar` are
-        those of Sentence Transformers: the first false leaves the vectors as by default. `precision`: float32, int8,
-        uint8, binary or ubinary; `ranges` [2, d] for int8 and uint8: the lowest and highest value of each coordinate,
-        by default those of these inputs. `convert_to_tensor`: a torch tensor on the model's device. `batch_size` limits
-        the inputs per forward pass, which their padded length limits too. `normalize`: true normalises each vector
-        after truncation, false returns the model's output. By default the values equal those of Sentence Transformers:
-        normalised if the model says so, then cut by `truncate_dim`.
+        Args:
+            inputs: texts, PIL images, or dicts with `text`, `image` or both.
+            kind: query or document, which chooses the prompt.
+            prompt: another prompt.
+            batch_size: maximum number of inputs per forward pass.
+            truncate_dim: keep the first coordinates.
+            normalize: true normalises each vector after truncation, false returns the model's output. By default the
+                values equal those of Sentence Transformers: normalised if the model says so, then cut.
+            precision: float32, int8, uint8, binary or ubinary.
+            ranges: [2, d] lowest and highest value of each coordinate for int8 and uint8. Default: those of the inputs.
+            convert_to_tensor: return a torch tensor on the model's device.
+            normalize_embeddings: as in Sentence Transformers. False leaves the default.
+            show_progress_bar: as in Sentence Transformers.
         """
         if kind not in ("query", "document"):
             raise UserError(f"kind is {kind!r}; give query or document")
@@ -241,11 +247,10 @@ class Embedder:
         batch_size: int | None = None,
         budget_tokens: int | None = None,
     ) -> np.ndarray:
-        """[n, layers, width] float32: what each layer of the text tower hands on, pooled to one vector per text, in the
-        order of the inputs.
+        """Return [n, layers, width] float32 outputs of the layers of the text tower, pooled to one vector per text.
 
-        Layer 0 is what goes into the first transformer layer, layer k what the k-th one gives, before any last norm;
-        -1 is the last. `pooling`: by default the model's own.
+        Layer 0 is the input of the first transformer layer, layer k the output of the k-th one before any last norm, and -1
+        the last layer. `pooling` is the model's own by default.
         """
         states = HiddenStates(
             self.model, self.backbone, self.description, layers, pooling

@@ -11,25 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from vembed.config.user_folders import cache_folder
-from vembed.data.examples import (
-    LONE_SURROGATE,
-    BadRecord,
-    Example,
-    ImageRef,
-    Item,
-    has_lone_surrogate,
-)
-from vembed.data.formats.json_files import Reader
-from vembed.data.formats.opening import open_reader
+from vembed.data.documents import document_id, document_item, open_document_reader
+from vembed.data.examples import BadRecord, Example, ImageRef, Item
 from vembed.data.images.files import ImageRoot
-from vembed.data.messages import listed
 from vembed.data.near_duplicates import casefolded
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import texts_path
-from vembed.evaluation.corpus import record_id, titled_text
 from vembed.mining.config import DataOptions
-from vembed.mining.record_tables import AnyColumns, BeirTable, RowSource, TextLines
+from vembed.mining.record_tables import BeirTable, RowSource
 
 NOT_FOUND = -1
 
@@ -81,18 +70,6 @@ class KeyIndex:
         return np.where(self._keys[places] == keys, self._positions[places], NOT_FOUND)
 
 
-TEXT_FIELDS = (
-    "text",
-    "document",
-    "positive",
-    "passage",
-    "content",
-    "contents",
-    "body",
-    "abstract",
-    "sentence",
-)
-IMAGE_FIELDS = ("image", "images", "image_path")
 NUM_SHOWN = 10
 ROWS = -1
 """In place of a file's number: the rows of the training data."""
@@ -103,14 +80,7 @@ class CorpusFile:
 
     def __init__(self, path: str, options: DataOptions) -> None:
         place = Path(path).expanduser()
-        place = texts_path(place, "corpus") or place
-        is_text = place.suffix.lower() in (".txt", ".text") and place.is_file()
-        columns = AnyColumns()
-        self.reader: Reader = (
-            TextLines(place)
-            if is_text
-            else open_reader(str(place), columns, "train", cache_folder())
-        )
+        self.reader = open_document_reader(texts_path(place, "corpus") or place)
         self.images = ImageRoot(
             options.image_root or str(self.reader.folder),
             allow_urls=options.allow_image_urls,
@@ -118,40 +88,7 @@ class CorpusFile:
 
     def item(self, record: Any) -> Item:
         """The document that a record means; `BadRecord` says why it means none."""
-        if isinstance(record, BadRecord):
-            raise record
-        if isinstance(record, str):
-            record = {"text": record}
-        if not isinstance(record, dict):
-            raise BadRecord("neither an object nor a text")
-        images = next(
-            (record[name] for name in IMAGE_FIELDS if record.get(name) is not None),
-            None,
-        )
-        name = next(
-            (name for name in TEXT_FIELDS if isinstance(record.get(name), str)), None
-        )
-        text = (
-            titled_text(record) if name in (None, "text") else str(record[name]).strip()
-        )
-        if images is None and not text:
-            fields = f"{', '.join(TEXT_FIELDS)} and image are read, and it has {listed(record) or 'no fields'}"
-            raise BadRecord(f"no text and no image ({fields})")
-        if has_lone_surrogate(text):
-            raise BadRecord(f"the text {LONE_SURROGATE}")
-        given = (
-            images if isinstance(images, list) else [] if images is None else [images]
-        )
-        return Item(text=text or None, images=tuple(self._image(one) for one in given))
-
-    def _image(self, given: Any) -> ImageRef:
-        if isinstance(given, dict):
-            given = given.get("bytes") or given.get("path")
-        if isinstance(given, bytes):
-            return ImageRef(data=given)
-        if not isinstance(given, str):
-            raise BadRecord("an image that is no path")
-        return self.images.reference(given)
+        return document_item(record, self.images)
 
 
 @dataclass(frozen=True)
@@ -162,8 +99,8 @@ class _Entries:
     """Number of the file; -1 for the rows of the training data."""
     starts: np.ndarray
     """Offset of the record in its file, or the row number."""
-    sizes: np.ndarray
-    """Size of the record, or the place among the row's positives and negatives."""
+    slots: np.ndarray
+    """Place among the positives and negatives of a row; 0 for a record of a file."""
     keys: np.ndarray
     """Contents without differences of case and spaces."""
     exact: np.ndarray
@@ -255,12 +192,12 @@ class Documents:
 
     def item(self, number: int) -> Item:
         """A document as it is encoded."""
-        source, start, size = self._place(number)
+        source, start, slot = self._place(number)
         if source < 0:
-            return items_of(self._rows.example(start))[size]
+            return items_of(self._rows.example(start))[slot]
         file = self._files[source]
         try:
-            return file.item(file.reader.read(start, size))
+            return file.item(file.reader.read(start))
         except BadRecord as error:
             raise UserError(
                 f"{file.reader.name} has changed since the run began ({error}): start again"
@@ -268,11 +205,9 @@ class Documents:
 
     def identity(self, number: int) -> str | None:
         """A document's id in its file, if it has one."""
-        source, start, size = self._place(number)
+        source, start, _ = self._place(number)
         return (
-            None
-            if source < 0
-            else record_id(self._files[source].reader.read(start, size))
+            None if source < 0 else document_id(self._files[source].reader.read(start))
         )
 
     def find_contents(self, keys: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -306,7 +241,7 @@ class Documents:
         return (
             int(entries.sources[number]),
             int(entries.starts[number]),
-            int(entries.sizes[number]),
+            int(entries.slots[number]),
         )
 
 
@@ -335,7 +270,7 @@ def _of_files(
 ) -> tuple[_Entries, list[str]]:
     collector, problems, num_bad = _Collector(), list[str](), 0
     for source, file in enumerate(files):
-        for start, size, line, record in file.reader.scan():
+        for start, line, record in file.reader.rows():
             try:
                 item = file.item(record)
             except BadRecord as error:
@@ -346,13 +281,13 @@ def _of_files(
                     else []
                 )
                 continue
-            identity = record_id(record)
+            identity = document_id(record)
             number = 0 if identity is None else id_key(identity)
-            collector.add(source, start, size, content_key(item), item.key(), number)
+            collector.add(source, start, 0, content_key(item), item.key(), number)
     found = collector.entries()
     if num_bad and (on_bad_record == "stop" or not len(found)):
         raise UserError(
-            f"{num_bad:,d} documents of corpus_path cannot be used, mend them, or set on_bad_record: skip to leave "
+            f"{num_bad:,d} documents of corpus_path cannot be used, fix them, or set on_bad_record: skip to leave "
             "them out:\n  " + "\n  ".join(problems)
         )
     if not len(found):

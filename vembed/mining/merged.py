@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from vembed.data.columns import is_negative_name
 from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import Example, Item
 from vembed.mining.choice import of_turn
@@ -17,17 +17,6 @@ from vembed.mining.judges import UNDECIDED, Judged
 from vembed.mining.known import Known, Pairs
 from vembed.mining.record_tables import Rows
 
-NEGATIVE_NAMES = (
-    "negatives",
-    "negative",
-    "neg",
-    "hard_negatives",
-    "negative_passages",
-    "rejected_response",
-    "negative_image",
-    "negative_images",
-)
-_NUMBERED = re.compile(r"(neg|negative)_(\d+)")
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
 POSITIVE_NAME, QUERY_NAME, NEGATIVES_NAME = "positive", "query", "negatives"
 
@@ -201,8 +190,3 @@ class RowMaker:
             self._documents.item(number)
             for number in self._judged.relabelled.get(query, ())
         ]
-
-
-def is_negative_name(name: str) -> bool:
-    """Return True for the name of a field that holds negatives."""
-    return name in NEGATIVE_NAMES or _NUMBERED.fullmatch(name) is not None

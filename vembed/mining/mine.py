@@ -83,10 +83,9 @@ def mine(
     session: Session | None = None,
     say: Log | None = None,
 ) -> MineResult:
-    """Mine hard negatives as a YAML file, a dict or a MineConfig says, with `key=value` overrides.
+    """Mine hard negatives with the options of a YAML file, a dict or a `MineConfig`, and `key=value` overrides.
 
-    With several processes it is collective: all call it, all encode and search, and the first one writes. `session`: of
-    the processes that call it, where there is one already. `say` gets each line of the log on the first process.
+    Several processes may call it together. All of them encode and search, and the first one writes.
     """
     config = load_options(MineConfig, source, overrides)
     target = check_config(config)

@@ -11,18 +11,17 @@ import numpy as np
 from vembed.config.entries import DataSource
 from vembed.config.user_folders import cache_folder
 from vembed.data.columns import Columns
-from vembed.data.examples import BadRecord, Example
+from vembed.data.documents import document_id, document_text
+from vembed.data.example_store import Records, refuse_bad_records
+from vembed.data.examples import Example
 from vembed.data.first_pass import build_index
-from vembed.data.formats.base import Found
-from vembed.data.formats.json_files import Reader, TextFile
+from vembed.data.formats.base import Format
 from vembed.data.formats.opening import open_reader
 from vembed.data.images.files import ImageRoot
-from vembed.data.index_parts import NUM_SHOWN
-from vembed.data.messages import joined, listed
+from vembed.data.messages import listed
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import is_beir_folder, open_texts, qrels_files
-from vembed.evaluation.corpus import record_id, titled_text
 from vembed.evaluation.qrels import read_judgements
 from vembed.mining.config import RowOptions
 
@@ -32,8 +31,15 @@ SPLITS = ("train", "dev", "validation", "val", "test")
 class Table(Protocol):
     """Rows of training data by number."""
 
-    name: str
-    image_folder: str
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        ...
+
+    @property
+    def image_folder(self) -> str:
+        """Folder of relative paths of images."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -54,75 +60,6 @@ class AllColumns(Columns):
         return list(columns)
 
 
-class AnyColumns(AllColumns):
-    """Takes tables without queries, as files of documents are."""
-
-    def check(self, columns: Any) -> None:
-        """Every header will do."""
-
-
-class TextLines(TextFile):
-    """A plain text file: every line that is not blank is one record, a string."""
-
-    def scan(self) -> Iterator[Found]:
-        """All lines in order."""
-        start = self._begin
-        with self._from(start) as file:
-            for number, line in enumerate(file, 1):
-                if not line.isspace():
-                    yield start, len(line), number, self._text(line)
-                start += len(line)
-
-    def read(self, start: int, size: int) -> Any:
-        """One line again."""
-        return self._text(self._bytes(start, size))
-
-    def _text(self, line: bytes) -> str | BadRecord:
-        try:
-            return line.decode().strip()
-        except UnicodeDecodeError:
-            return BadRecord("not UTF-8: save the file as UTF-8")
-
-
-class FileTable:
-    """The rows of one source that training would use."""
-
-    def __init__(
-        self, reader: Reader, form: RecordFormat, images: ImageRoot, name: str
-    ) -> None:
-        self.name = name
-        self.image_folder = images.folder
-        self.index = build_index(reader, form, with_keys=False)
-        self._reader, self._form = reader, form
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def record(self, number: int) -> dict[str, Any]:
-        """The row as it stands in the file, with every field."""
-        found = self._reader.read(
-            int(self.index.starts[number]), int(self.index.sizes[number])
-        )
-        if not isinstance(found, dict):
-            raise UserError(
-                f"{self._where(number)} has changed since the run began: start again"
-            )
-        return found
-
-    def example(self, number: int) -> Example:
-        """Meaning of a row."""
-        where = self._where(number)
-        try:
-            return self._form.example(self.record(number), where)
-        except BadRecord as error:
-            raise UserError(
-                f"{where} has changed since the run began ({error}): start again"
-            ) from error
-
-    def _where(self, number: int) -> str:
-        return self._reader.where(int(self.index.lines[number]))
-
-
 class BeirTable:
     """A BEIR-style folder as rows: a query with its relevant documents and the ids of all."""
 
@@ -137,18 +74,18 @@ class BeirTable:
         # Only judged documents are kept in memory, by position; the corpus may be large.
         wanted = {identity for found in relevant.values() for identity in found}
         places = {
-            str(record_id(one)): (start, size)
-            for start, size, one in _objects(self._corpus)
+            str(document_id(record)): number
+            for number, record in _objects(self._corpus)
         }
         self._documents = {
             identity: places[identity] for identity in wanted if identity in places
         }
         self._rows = [
-            (str(record_id(one)), start, size)
-            for start, size, one in _objects(self._queries)
+            (str(document_id(record)), number)
+            for number, record in _objects(self._queries)
             if any(
                 identity in self._documents
-                for identity in relevant.get(str(record_id(one)), ())
+                for identity in relevant.get(str(document_id(record)), ())
             )
         ]
         self._relevant = relevant
@@ -163,10 +100,10 @@ class BeirTable:
 
     def record(self, number: int) -> dict[str, Any]:
         """The query, the texts of its relevant documents, and the ids."""
-        identity, start, size = self._rows[number]
+        identity, place = self._rows[number]
         ids = [one for one in self._relevant[identity] if one in self._documents]
-        texts = [titled_text(self._corpus.read(*self._documents[one])) for one in ids]
-        query = titled_text(self._queries.read(start, size))
+        texts = [document_text(self._corpus.read(self._documents[one])) for one in ids]
+        query = document_text(self._queries.read(place))
         return {
             "query_id": identity,
             "query": query,
@@ -247,13 +184,15 @@ def open_rows(options: RowOptions) -> Rows:
             tables.append(BeirTable(folder, options.split))
         else:
             tables.append(_open_file(options, source, alone=len(given) == 1))
-    _refuse_bad_records(
-        options, [table for table in tables if isinstance(table, FileTable)]
+    refuse_bad_records(
+        [table for table in tables if isinstance(table, Records)],
+        on_bad_record=options.on_bad_record,
+        purpose="work",
     )
     return Rows(tables)
 
 
-def _open_file(options: RowOptions, source: DataSource, *, alone: bool) -> FileTable:
+def _open_file(options: RowOptions, source: DataSource, *, alone: bool) -> Records:
     mapping = (
         options.column_mapping
         if source.column_mapping is None
@@ -270,37 +209,14 @@ def _open_file(options: RowOptions, source: DataSource, *, alone: bool) -> FileT
         columns,
         images,
         mode=options.retrieval_mode,
-        numbers_in_text=reader.numbers_in_text,
+        numbers_in_text=reader.numbers_are_text,
     )
-    table = FileTable(reader, form, images, source.name or source.path)
-    if table.index.missing and not may_miss:
+    index = build_index(reader, form, with_keys=False)
+    if index.missing and not may_miss:
         raise UserError(
-            f"{reader.name}: column_mapping names {listed(table.index.missing)}, which no record has"
+            f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has"
         )
-    return table
-
-
-def _refuse_bad_records(options: RowOptions, tables: Sequence[FileTable]) -> None:
-    num_bad, num_good = (
-        sum(table.index.num_bad for table in tables),
-        sum(map(len, tables)),
-    )
-    problems = [problem for table in tables for problem in table.index.problems][
-        :NUM_SHOWN
-    ]
-    if num_bad and (options.on_bad_record == "stop" or not num_good):
-        more = (
-            [f"and {num_bad - len(problems):,d} more"]
-            if num_bad > len(problems)
-            else []
-        )
-        raise UserError(
-            f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, mend them, or set on_bad_record: skip to "
-            "leave them out:\n  " + "\n  ".join(joined(problems) + more)
-        )
-    for table in tables:
-        if not len(table):
-            raise UserError(f"{table.name} holds no records")
+    return Records(source.name or source.path, reader, form, index, images.folder)
 
 
 def qrels_file(folder: Path, split: str | None) -> Path:
@@ -328,8 +244,8 @@ def read_qrels(path: Path) -> dict[str, list[str]]:
     return relevant
 
 
-def _objects(reader: Reader) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    for start, size, line, record in reader.scan():
-        if record_id(record) is None:
+def _objects(reader: Format) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line, record in reader.rows():
+        if document_id(record) is None:
             raise UserError(f"{reader.where(line)}: no record with a field _id")
-        yield start, size, record
+        yield number, record

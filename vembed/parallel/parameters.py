@@ -30,8 +30,8 @@ log = logging.getLogger("vembed")
 def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
     """Convert parameters to one dtype where FSDP requires it, and return the number of converted parameters.
 
-    FSDP2 requires one dtype among the trainable parameters; FSDP1 flattens all parameters of a unit into one tensor and
-    requires one dtype for all. The target is the widest dtype, so float32 master weights are never downcast.
+    FSDP2 requires one dtype among the trainable parameters. FSDP1 requires one dtype for all parameters of a unit. The
+    target is the widest dtype, so float32 master weights are never downcast.
     """
     floating = {
         name: one for name, one in model.named_parameters() if one.is_floating_point()

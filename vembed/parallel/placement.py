@@ -529,7 +529,7 @@ def _choose_strategy(
     asked = run.strategy
     if ranks.world_size == 1:
         if asked.value == "fsdp":
-            reason = "FSDP was asked for, but one process has nobody to shard with: the model stays whole"
+            reason = "FSDP needs at least two processes; training unsharded"
             return Decision("single", reason, asked.source), None, None
         return Decision("single", "one process"), None, None
     if asked.value == "single":

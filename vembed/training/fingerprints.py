@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from vembed.data.file_content import add_content
+from vembed.data.cache import add_content
 
 WHOLE_BYTES = 64 * 2**20
 """Files up to this size are read whole; of larger ones their size and PARTS pieces are."""

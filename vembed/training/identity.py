@@ -12,9 +12,9 @@ from vembed.config.ranks import BY_CONTENT, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_entries
+from vembed.data.cache import add_content
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item
-from vembed.data.file_content import add_content
 from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.parallel.launch_check import COMPARED, DERIVED, require_equal
 from vembed.training.fingerprints import of_data, of_model

@@ -74,12 +74,18 @@ def edit(
     trust_remote_code: bool = False,
     session: Session | None = None,
 ) -> EditResult:
-    """Take what tells two sets of texts apart out of a model, and write it to the new folder `output`.
+    """Remove what tells two sets of texts apart from a model, and write it to the new folder `output`.
 
-    `first`, `second`: lists of texts, or files with one text per line. `where`: out of the weights of the layers, out
-    of the embedding by a linear layer behind the model, or both. `trials`: search over strength, layers and components
-    for the plan that hides most and costs the main score at most `max_drop`. `session`: of the processes that call this
-    together; where its strategy is fsdp, the model is in shards.
+    Args:
+        model: a folder, a run or a Hub name.
+        output: the new folder.
+        first: texts of one kind, as a list or a file with one text per line.
+        second: texts of the other kind.
+        where: layers (the weights), embedding (a linear layer behind the model) or both.
+        data: evaluation data, scored before and after.
+        trials: search over strength, layers and components with so many trials. 0: no search.
+        max_drop: largest loss of the main score that the search accepts.
+        session: the process group. If its strategy is fsdp, the model is sharded.
     """
     target = Path(output)
     sets = TextSets(_texts(first), _texts(second))

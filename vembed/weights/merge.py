@@ -67,11 +67,16 @@ def merge(
 ) -> MergeResult:
     """Merge models into the new folder `output`, one piece of one tensor at a time.
 
-    `models`: folders, Hub names, adapters, checkpoints, or runs of which the `last` k checkpoints are taken. `method`:
-    mean, weighted, slerp, task_arithmetic, ties, dare, or soup (the mean of those members that make it better on
-    `data`). `base`: what differences are taken from, by default the model that all were tuned from. `interpolate`:
-    how far from the base (0) to the merged model (1). `sweep_points`: evaluate the line of two models, or of a base and
-    one model, at these places, draw it, and write the best. `session`: of the processes that call this together.
+    Args:
+        models: folders, Hub names, adapters, checkpoints, or runs (with `last`: their last checkpoints).
+        output: the new folder.
+        method: mean, weighted, slerp, task_arithmetic, ties, dare or soup.
+        weights: one weight per model.
+        base: the model that differences are taken from. Default: the one that all were tuned from.
+        interpolate: 1 is the merged model, 0 the base.
+        sweep_points: evaluate these points of the line between two models, or a base and a model, and write the best.
+        data: evaluation data for soup and sweep.
+        session: the process group, if several processes call this together.
     """
     given = [
         str(one) for one in ([models] if isinstance(models, str | Path) else models)

@@ -13,7 +13,6 @@ import numpy as np
 from rich.console import Console
 
 from vembed.cli.commands.encode_input import (
-    ID_COLUMNS,
     ITEM_COLUMNS,
     BadInputs,
     Format,
@@ -32,6 +31,7 @@ from vembed.cli.commands.vector_files import (
     vector_writer,
 )
 from vembed.config.schema import TrainConfig
+from vembed.data.documents import ID_FIELDS
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
@@ -126,7 +126,7 @@ def run_encode(
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
         rows = rows_of(input, input_format)
-        wanted = (*ID_COLUMNS, *keep, *([column] if column else ITEM_COLUMNS))
+        wanted = (*ID_FIELDS, *keep, *([column] if column else ITEM_COLUMNS))
         lines = InputLines(input, session, rows, wanted, CHUNK_LINES)
         bad = BadInputs(session, skips=on_bad_record == "skip")
         given: Format = "jsonl" if rows else input_format

@@ -12,32 +12,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from vembed.cli.commands.table_rows import is_table, num_rows, table_rows
+from vembed.cli.commands.table_rows import is_table, open_table, row_line, table_rows
 from vembed.config.options import nearest
 from vembed.config.user_folders import cache_folder
+from vembed.data.documents import (
+    IMAGE_FIELDS,
+    TEXT_FIELDS,
+    document_id,
+    document_text,
+)
 from vembed.data.examples import BadRecord, Item
+from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
 from vembed.data.formats.copies import CODECS, unpacked_copy
-from vembed.data.formats.opening import PACKED, WAYS_OUT, kind_of
+from vembed.data.formats.opening import UNPACKERS, WAYS_OUT
 from vembed.data.formats.saved_datasets import is_saved_dataset
+from vembed.data.formats.table import ending_of
 from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
-from vembed.data.index_parts import IMAGE_THREADS, NUM_SHOWN, image_problem
 from vembed.data.messages import listed
 from vembed.data.records import described
 from vembed.errors import UserError
-from vembed.evaluation.corpus import titled_text
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
 FIRST_LINES = 256
 """Lines that are read and checked before the model is loaded."""
-TEXT_COLUMNS = ("text", "query", "positive", "document", "sentence")
+TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
 """Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
 `text`, as in evaluation."""
-ITEM_COLUMNS = (*TEXT_COLUMNS, "title", "image")
-ID_COLUMNS = ("_id", "id")
+ITEM_COLUMNS = (*TEXT_COLUMNS, *IMAGE_FIELDS, "title")
 READ = "plain text, JSON Lines, CSV, TSV and Parquet, also packed (.gz, .zst, .bz2)"
 NO_LINES = {
-    **{kind: f"unpack it ({command})" for kind, command in PACKED.items()},
+    **{kind: f"unpack it ({command})" for kind, command in UNPACKERS.items()},
     **dict.fromkeys(WAYS_OUT.keys() - {".txt", ".text"}, "write it as Parquet or CSV"),
 }
 """Endings of files that hold no lines of text, and what to do with them."""
@@ -134,7 +139,7 @@ class InputLines:
             if self.path.suffix.lower() in CODECS:
                 self.path = unpacked_copy(self.path, cache_folder())
             if self.rows_of is not None:
-                return {"total": num_rows(self.path), "error": None}
+                return {"total": open_table(self.path).num_records(), "error": None}
             with self.path.open("rb") as file:
                 total, last = 0, b"\n"
                 while block := file.read(2**20):
@@ -157,14 +162,9 @@ class InputLines:
                 and self.rows_of is not None
                 and holds_images(self.rows_of)
             ):
-                records = (
-                    {"id": name, "image": name} for name in images_in(self.rows_of)
-                )
                 file = (
-                    json.dumps(record, ensure_ascii=False).encode(
-                        errors="surrogateescape"
-                    )
-                    for record in records
+                    row_line(number, {"id": name, "image": name})
+                    for number, name in enumerate(images_in(self.rows_of), 1)
                 )
             elif self.session.is_main and self.rows_of is not None:
                 file = table_rows(self.path, self.columns)
@@ -210,14 +210,14 @@ class BadInputs:
         """Leave inputs out, or raise UserError with the first of them."""
         if found and not self.skips:
             more = (
-                [f"and {len(found) - NUM_SHOWN:,d} more"]
-                if len(found) > NUM_SHOWN
+                [f"and {len(found) - NUM_NAMED:,d} more"]
+                if len(found) > NUM_NAMED
                 else []
             )
             count = "1 input" if len(found) == 1 else f"{len(found):,d} inputs"
             raise UserError(
-                f"{count} cannot be encoded, mend them, or leave them out by --on-bad-record skip:\n  "
-                + "\n  ".join([reason for _, reason in found[:NUM_SHOWN]] + more)
+                f"{count} cannot be encoded, fix them, or leave them out by --on-bad-record skip:\n  "
+                + "\n  ".join([reason for _, reason in found[:NUM_NAMED]] + more)
             )
         self.found += found
 
@@ -288,10 +288,10 @@ class InputParser:
         if given == "auto" and source != "-":
             self.format = (
                 "jsonl"
-                if kind_of(Path(source)) in (".jsonl", ".ndjson", ".json")
+                if ending_of(Path(source)) in (".jsonl", ".ndjson", ".json")
                 else "text"
             )
-        kind = kind_of(Path(source))
+        kind = ending_of(Path(source))
         if given == "auto" and source != "-" and kind in NO_LINES:
             raise UserError(
                 f"{source} has the ending {kind}, and vembed encode reads {READ}: {NO_LINES[kind]}"
@@ -326,11 +326,7 @@ class InputParser:
 
     def _record(self, line: str, number: int) -> Row:
         """Return the input on a line. Raise BadRecord if it cannot be encoded."""
-        where = (
-            f"{self.source}, row {number:,d}"
-            if self.of_rows
-            else f"{self.source}:{number}"
-        )
+        where = f"{self.source}:{number}"
         if not line.strip():
             raise BadRecord(
                 f"{where} is empty, and every line has to give one embedding; remove it"
@@ -346,11 +342,6 @@ class InputParser:
             self.format = "jsonl" if line.lstrip()[0] in '{"' else "text"
         if self.format == "text":
             return Row(number, Item(text=line))
-        if line.startswith("[") and number == 1:
-            raise UserError(
-                f"{where} begins a JSON array, and vembed encode reads one record per line: write JSON Lines (in "
-                "pandas df.to_json(path, orient='records', lines=True))"
-            )
         try:
             value = json.loads(line)
         except ValueError as error:
@@ -359,17 +350,14 @@ class InputParser:
             ) from error
         except RecursionError as error:
             raise BadRecord(f"{where} is nested too deeply to be read") from error
-        if self.of_rows and isinstance(
-            value, str
-        ):  # the reason why the row cannot be read
-            raise BadRecord(f"{where}: {value}")
+        if self.of_rows:
+            place, value = value
+            where = f"{self.source}:{place}"
+            if isinstance(value, str):  # the reason why the row cannot be read
+                raise BadRecord(f"{where}: {value}")
         identity = None
         if isinstance(value, dict):
-            found = next(
-                (value[name] for name in ID_COLUMNS if value.get(name) is not None),
-                None,
-            )
-            identity = None if found is None else str(found)
+            identity = document_id(value)
         try:
             item = self._item(value).read_from("" if self.of_images else where)
             return Row(number, item, identity, value if isinstance(value, dict) else {})
@@ -394,10 +382,8 @@ class InputParser:
                     raise BadRecord(
                         f"none of the fields {', '.join(TEXT_COLUMNS)} (it has {listed(value)}): use --column"
                     )
-                if name == "text" and isinstance(
-                    value.get("title"), str
-                ):  # a document of a BEIR folder
-                    return self._of_field(titled_text(value), name)
+                if name == "text" and isinstance(value.get("title"), str):
+                    return self._of_field(document_text(value), name)
                 return self._of_field(value[name], name)
         return self._of_field(value, "the record")
 

@@ -1,88 +1,54 @@
-"""Rows of CSV, TSV and Parquet files and of saved data sets as JSON lines, which `vembed encode` reads like records."""
+"""Rows of tables and of saved data sets as JSON lines, which `vembed encode` reads like records."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from vembed.config.user_folders import cache_folder
 from vembed.data.examples import BadRecord
-from vembed.data.formats.delimited import DelimitedFile
-from vembed.data.formats.opening import kind_of
-from vembed.data.formats.saved_datasets import is_saved_dataset, saved_split
+from vembed.data.formats.base import Format
+from vembed.data.formats.json_lines import JsonLines, is_array
+from vembed.data.formats.opening import open_reader
+from vembed.data.formats.saved_datasets import is_saved_dataset
+from vembed.data.formats.table import ENDINGS, ending_of
 from vembed.errors import UserError
-from vembed.mining.record_tables import AnyColumns
-
-DELIMITED = {".csv": ",", ".tsv": "\t"}
-PARQUET = (".parquet", ".pq")
-CHUNK_ROWS = 1024
 
 
 def is_table(path: Path) -> bool:
-    """Return whether the file's suffix is that of a table, packed or not."""
-    return kind_of(path) in (*DELIMITED, *PARQUET)
+    """Return whether the file's ending is that of a table, packed or not; a JSON array is one too."""
+    form = ENDINGS.get(ending_of(path))
+    if form is JsonLines:
+        return path.suffix.lower() in ENDINGS and path.is_file() and is_array(path)
+    return form is not None
 
 
-def num_rows(path: Path) -> int | None:
-    """Return the number of rows if the table stores it. Raise UserError if the table cannot be read."""
+def open_table(path: Path) -> Format:
+    """Open a table. Raise UserError if a folder holds several data sets."""
     if path.is_dir():
-        return len(_saved(path))
-    path.open(
-        "rb"
-    ).close()  # a file that is missing is said as for lines, not in Arrow's words
-    if path.suffix.lower() not in PARQUET:
-        _delimited(path)  # its header
-        return None
-    try:
-        return int(pq.read_metadata(path).num_rows)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(
-            f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}"
-        ) from error
+        splits = sorted(
+            child.name for child in path.iterdir() if is_saved_dataset(child)
+        )
+        if len(splits) > 1:
+            raise UserError(
+                f"{path} holds the data sets {', '.join(splits)}: give one of them, as {path / splits[0]}"
+            )
+    return open_reader(str(path), None, "train", cache_folder())
 
 
 def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
-    """Yield every row as one object, and a row of CSV or TSV that cannot be read as a string, the reason.
-
-    Of Parquet and data sets only the wanted columns are read, if there are any.
-    """
-    if path.is_dir():
-        dataset = _saved(path)
-        columns = [
-            name for name in dataset.column_names if name in wanted
-        ] or dataset.column_names
-        for table in (
-            dataset.select_columns(columns).with_format("arrow").iter(CHUNK_ROWS)
-        ):
-            for row in table.to_pylist():
-                yield json.dumps(row, default=str).encode()
-        return
-    if path.suffix.lower() in PARQUET:
-        with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            columns = [name for name in names if name in wanted] or names
-            for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=columns):
-                for row in batch.to_pylist():
-                    yield json.dumps(row, default=str).encode()
-        return
-    for _, _, _, record in _delimited(path).scan():
-        row = str(record) if isinstance(record, BadRecord) else record
-        yield json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape")
+    """Yield every row as its line and an object, and a row that cannot be read as its line and a string, the reason.
+    Only the wanted columns are read, if there are any."""
+    reader = open_table(path)
+    columns = [name for name in reader.columns or () if name in wanted]
+    if columns:
+        reader.select(columns)
+    for _, line, record in reader.rows():
+        yield row_line(line, str(record) if isinstance(record, BadRecord) else record)
 
 
-def _delimited(path: Path) -> DelimitedFile:
-    return DelimitedFile(path, DELIMITED[path.suffix.lower()], AnyColumns())
-
-
-def _saved(folder: Path) -> Any:
-    """Return a data set that `datasets` has saved. Raise UserError if the folder holds several."""
-    splits = sorted(path.name for path in folder.iterdir() if is_saved_dataset(path))
-    if len(splits) > 1:
-        raise UserError(
-            f"{folder} holds the data sets {', '.join(splits)}: give one of them, as {folder / splits[0]}"
-        )
-    return saved_split(folder, "train")
+def row_line(line: int, row: object) -> bytes:
+    """Return a row and the line where it stands as JSON."""
+    text = json.dumps([line, row], ensure_ascii=False, default=str)
+    return text.encode(errors="surrogateescape")

@@ -47,7 +47,7 @@ def unpacked_copy(path: Path, cache: Path) -> Path:
     most = max(MOST, MOST_TIMES * path.stat().st_size)
     title = f"unpacking {path}"
     with (
-        _partial(target, str(path)) as partial,
+        partial_copy(target, str(path)) as partial,
         ProgressReport(title, say=log.info) as say,
     ):
         try:
@@ -62,7 +62,7 @@ def unpacked_copy(path: Path, cache: Path) -> Path:
             raise UserError(
                 f"{path} cannot be unpacked as {CODECS[path.suffix.lower()]}: {reason}"
             ) from error
-    _remove_older(target)
+    remove_older(target)
     return target
 
 
@@ -110,12 +110,12 @@ def _fetched(files: Any, place: str, cache: Path) -> Path:
     )
     if not target.exists():
         with (
-            _partial(target, address) as partial,
+            partial_copy(target, address) as partial,
             ProgressReport(f"fetching {address}", say=log.info) as say,
             files.open(place, "rb") as source,
         ):
             _copy(source, partial, say, address, None)
-        _remove_older(target)
+        remove_older(target)
     return target
 
 
@@ -144,8 +144,8 @@ def _copy(
 
 
 @contextmanager
-def _partial(target: Path, name: str) -> Iterator[Path]:
-    """Give a file beside the target, which becomes the target when the with-block ends well."""
+def partial_copy(target: Path, name: str) -> Iterator[Path]:
+    """Yield a file beside the target that becomes the target when the with-block ends well."""
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def _partial(target: Path, name: str) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _remove_older(target: Path) -> None:
+def remove_older(target: Path) -> None:
     """Remove the copies of earlier versions."""
     folder = target.parent
     for older in folder.parent.glob(f"{folder.name.partition('-')[0]}-*"):

@@ -1,4 +1,4 @@
-"""Reader of CSV and TSV files."""
+"""CSV and TSV files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
-from vembed.data.columns import Columns, guess_mapping, refuse_repeated
 from vembed.data.examples import BadRecord
-from vembed.data.formats.base import Found
-from vembed.data.formats.json_files import MAX_RECORD, TextFile
+from vembed.data.formats.base import MAX_RECORD_BYTES, Row, TextFormat
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
@@ -22,164 +20,162 @@ DELIMITERS = (",", ";", "\t", "|")
 _SEPARATOR = re.compile(r"sep=(.)\r?\n")
 
 
-class DelimitedFile(TextFile):
-    """CSV or TSV with a header. Fields may be quoted and then hold newlines; empty cells are None."""
+class DelimitedFile(TextFormat):
+    """CSV with a header. Fields may be quoted and then hold newlines; empty cells are None."""
 
-    numbers_in_text = True
+    endings: ClassVar[tuple[str, ...]] = (".csv",)
+    title = "CSV"
+    sentence = "A header, then one record on each line; the delimiter is found out."
+    numbers_are_text = True
+    expected_delimiter = ","
 
-    def __init__(self, path: Path, delimiter: str, columns: Columns) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
         # The limit is global to the process; raising it is harmless.
-        csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
-        first, number = self._first_line(), 1
-        if said := _SEPARATOR.fullmatch(first):  # a line for Excel, before the header
-            self._begin, number = self._begin + len(first.encode()), 2
-        self._delimiter = said[1] if said else delimiter_of(first, delimiter)
-        if self._delimiter != delimiter:
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD_BYTES))
+        self.columns = ()
+        first = self._first_line()
+        line = 1
+        if separator := _SEPARATOR.fullmatch(first):  # a line for Excel
+            self.start += len(first.encode())
+            line = 2
+            self._delimiter = separator[1]
+        else:
+            self._delimiter = delimiter_of(first, self.expected_delimiter)
+        if self._delimiter != self.expected_delimiter:
             log.info(
                 "%s: fields are separated by %r, not %r, as its header shows",
                 path,
                 self._delimiter,
-                delimiter,
+                self.expected_delimiter,
             )
-        self._header: list[str] = []
-        start, size, number, problem = next(
-            self._spans(self._begin, number), (0, 0, number, "there is none")
-        )
-        header = BadRecord(problem) if problem else self._row(self._bytes(start, size))
-        if isinstance(header, BadRecord):
+        header_row = next(self._parsed(self.start, line), None)
+        if header_row is None:
+            raise UserError(f"{self.where(line)}: there is no header")
+        _, line, cells, header_size = header_row
+        if isinstance(cells, BadRecord):
             hint = (
                 ", or let `vembed init --data` make such a copy"
-                if "not UTF-8" in str(header)
+                if "not UTF-8" in str(cells)
                 else ""
             )
             raise UserError(
-                f"{self.where(number)}: the header cannot be read: {header}{hint}"
+                f"{self.where(line)}: the header cannot be read: {cells}{hint}"
             )
-        self._header = header
-        self._data = start + size, number + self._bytes(start, size).count(b"\n")
-        self._check_header(columns)
+        self.columns = tuple(cells)
+        self.start = header_row[0] + header_size
+        self._num_header_lines = self._bytes(0, self.start).count(b"\n")
 
-    @property
-    def header(self) -> tuple[str, ...]:
-        """Names of the columns."""
-        return tuple(self._header)
+    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
+        """Yield the records that begin in a range. Lines count from the beginning of the file."""
+        start = self.start if start is None else start
+        stop = self.stop if stop is None else stop
+        assert self.columns is not None
+        for number, line, cells, _ in self._parsed(start, 1 + self._num_header_lines):
+            if number >= stop:
+                return
+            if isinstance(cells, BadRecord):
+                yield number, line, cells
+            elif len(cells) != len(self.columns):
+                reason = f"the number of cells is {len(cells):,d}, and the header has {len(self.columns):,d}"
+                yield number, line, BadRecord(reason)
+            else:
+                yield number, line, self._as_record(cells)
 
-    def scan(self) -> Iterator[Found]:
-        """Yield all records in order."""
-        for start, size, number, problem in self._spans(*self._data):
-            if problem is not None:
-                yield start, 0, number, BadRecord(problem)
-                continue
-            raw = self._bytes(start, size)
-            if raw.strip(b" \r\n"):
-                yield start, size, number, self._record(raw)
+    def read(self, number: int) -> Any:
+        """Return one record again."""
+        assert self.columns is not None
+        line = self._line(number)
+        if b'"' not in line and line.endswith(b"\n"):
+            # One line without quotes, as most are, needs no search for the record's end.
+            cells = _simple_cells(line, self._delimiter)
+            if len(cells) == len(self.columns):
+                return self._as_record(cells)
+        return super().read(number)
 
-    def read(self, start: int, size: int) -> Any:
-        """Return one record again, from the position and size that `scan` yielded."""
-        return self._record(self._bytes(start, size))
-
-    def _check_header(self, columns: Columns) -> None:
-        refuse_repeated(self.name, self._header)
-        try:
-            columns.check(self._header)
-        except UserError as error:
-            is_odd = not guess_mapping(self._header, ("query", "positive"))
-            hint = (
-                "; the first line of the file is taken for the names of the columns"
-                if is_odd
-                else ""
-            )
-            raise UserError(f"{self.name}: {error}{hint}") from error
+    def _as_record(self, cells: list[str]) -> dict[str, str | None]:
+        assert self.columns is not None
+        values = [cell or None for cell in cells]
+        return dict(zip(self.columns, values, strict=True))
 
     def _first_line(self) -> str:
-        with self._from(self._begin) as file:
-            return file.readline(MAX_RECORD).decode(errors="replace")
+        with self._from(self.start) as file:
+            return file.readline(MAX_RECORD_BYTES).decode(errors="replace")
 
-    def _spans(
-        self, start: int, number: int
-    ) -> Iterator[tuple[int, int, int, str | None]]:
-        """Yield the position, size, first line and problem of each record.
+    def _parsed(
+        self, start: int, line: int
+    ) -> Iterator[tuple[int, int, list[str] | BadRecord, int]]:
+        """Yield position, line, cells and size of each record.
 
         An unclosed quote would consume the records after it, so an unparsable record ends with its first line.
         """
         with self._from(start) as file:
-            feed = _Lines(file)
-            rows = csv.reader(feed, delimiter=self._delimiter, strict=True)
+            lines = _Lines(file)
+            rows = csv.reader(lines, delimiter=self._delimiter, strict=True)
             while True:
-                feed.begin_record()
-                problem = None
+                lines.begin_record()
+                cells: list[str] | BadRecord
                 try:
                     row = next(rows, None)
                     if row is None:
                         return
-                    if (
-                        self._header
-                        and len(row) != len(self._header)
-                        and feed.num_lines > 1
-                    ):
-                        problem = f"quoted over {feed.num_lines:,d} lines, which make {len(row):,d} cells"
-                    elif (
-                        self._header
-                        and feed.num_lines > 1
-                        and self._are_rows(start, feed.size)
-                    ):
-                        problem = f"quoted over {feed.num_lines:,d} lines, each of which is a row"
+                    cells = self._checked(row, lines)
                 except csv.Error as error:
-                    problem = f"not CSV ({_reason(error)})"
+                    cells = BadRecord(f"not CSV ({_reason(error)})")
                 except BadRecord as error:
-                    problem = str(error)
-                size, num_lines = feed.size, feed.num_lines
-                if problem is not None and num_lines > 1:
-                    size, num_lines = feed.first_size, 1
-                    file.seek(start + size)
-                if self._is_tsv and size <= MAX_RECORD:
-                    problem = (
-                        None  # quotes in TSV may be ordinary characters: `_row` decides
-                    )
-                yield start, size, number, problem
-                start += size
-                number += num_lines
+                    cells = error
+                if isinstance(cells, BadRecord) and lines.num_lines > 1:
+                    lines.keep_first()
+                    file.seek(start + lines.size)
+                if self.is_tsv and isinstance(cells, BadRecord):
+                    # Many TSV files do not use quoting; a quote is an ordinary character there.
+                    cells = self._by_tabs(lines, cells)
+                if not lines.is_blank:
+                    yield start, line, cells, lines.size
+                start += lines.size
+                line += lines.num_lines
 
-    def _are_rows(self, start: int, size: int) -> bool:
-        """Return whether each line of a record in TSV is a row: its quotes are ordinary characters then."""
-        lines = self._bytes(start, size).rstrip(b"\r\n").split(b"\n")
-        return self._is_tsv and all(
-            line.count(b"\t") == len(self._header) - 1 for line in lines
-        )
+    def _checked(self, row: list[str], lines: _Lines) -> list[str] | BadRecord:
+        """Return the cells of a record, or why they are none."""
+        num_lines = lines.num_lines
+        if self.columns and num_lines > 1:
+            if len(row) != len(self.columns):
+                return BadRecord(
+                    f"quoted over {num_lines:,d} lines, which make {len(row):,d} cells"
+                )
+            if self.is_tsv and lines.count_each(b"\t") == {len(row) - 1}:
+                return BadRecord(
+                    f"quoted over {num_lines:,d} lines, each of which is a row"
+                )
+        if lines.has_foreign_bytes:
+            return lines.refuse_encoding()
+        if self.is_tsv and self.columns and len(row) != len(self.columns):
+            return BadRecord("another number of cells")
+        return row
+
+    def _by_tabs(self, lines: _Lines, problem: BadRecord) -> list[str] | BadRecord:
+        """Return the cells of a line whose quotes are ordinary characters."""
+        if lines.size > MAX_RECORD_BYTES:
+            return problem
+        try:
+            text = lines.data.decode()
+        except UnicodeDecodeError:
+            return lines.refuse_encoding()
+        return text.rstrip("\r\n").split("\t")
 
     @property
-    def _is_tsv(self) -> bool:
+    def is_tsv(self) -> bool:
+        """True if cells are separated by tabs."""
         return self._delimiter == "\t"
 
-    def _record(self, raw: bytes) -> dict[str, str | None] | BadRecord:
-        row = self._row(raw)
-        if isinstance(row, BadRecord):
-            return row
-        if len(row) != len(self._header):
-            return BadRecord(
-                f"the number of cells is {len(row):,d}, and the header has {len(self._header):,d}"
-            )
-        return {
-            name: cell or None for name, cell in zip(self._header, row, strict=True)
-        }
 
-    def _row(self, raw: bytes) -> list[str] | BadRecord:
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError as error:
-            return BadRecord(
-                f"not UTF-8 (byte {error.start + 1:,d} of the record): save the file as UTF-8"
-            )
-        try:
-            row = next(csv.reader([text], delimiter=self._delimiter, strict=True), [])
-            if not self._is_tsv or len(row) == len(self._header):
-                return row
-        except csv.Error as error:
-            if not self._is_tsv:
-                return BadRecord(f"not CSV ({_reason(error)})")
-        # Many TSV files do not use quoting; a quote is an ordinary character there.
-        return text.rstrip("\r\n").split("\t")
+class TsvFile(DelimitedFile):
+    """TSV with a header."""
+
+    endings: ClassVar[tuple[str, ...]] = (".tsv",)
+    title = "TSV"
+    sentence = "CSV with tabs; quotes may be ordinary characters."
+    expected_delimiter = "\t"
 
 
 def delimiter_of(header: str, expected: str) -> str:
@@ -198,36 +194,88 @@ def delimiter_of(header: str, expected: str) -> str:
     return best if num_fields(best) > 1 else expected
 
 
+def _simple_cells(line: bytes, delimiter: str) -> list[str]:
+    """Return the cells of a line without quotes; none if something is wrong with it."""
+    try:
+        return next(csv.reader([line.decode()], delimiter=delimiter, strict=True), [])
+    except (csv.Error, UnicodeDecodeError):
+        return []
+
+
 class _Lines:
-    """Iterator of a file's lines for csv.reader that counts the bytes of the current record."""
+    """Iterator of a file's lines for csv.reader that keeps the bytes of the current record."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.begin_record()
 
     def begin_record(self) -> None:
-        """Reset the counters at the start of a record."""
-        self.size = self.first_size = self.num_lines = 0
+        """Forget the record before."""
+        self._lines: list[bytes] = []
+        self.size = 0
+        self.has_foreign_bytes = False
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of the record."""
+        return len(self._lines)
+
+    @property
+    def data(self) -> bytes:
+        """Bytes of the record."""
+        return b"".join(self._lines)
+
+    @property
+    def is_blank(self) -> bool:
+        """True for an empty line."""
+        return not self.data.strip(b" \r\n")
+
+    def count_each(self, character: bytes) -> set[int]:
+        """Return how often a character is in each line."""
+        return {line.count(character) for line in self._lines}
+
+    def keep_first(self) -> None:
+        """Take the first line alone for the record."""
+        self._lines = self._lines[:1]
+        self.size = self._first_size
+
+    def refuse_encoding(self) -> BadRecord:
+        """Return what is wrong with bytes that are not UTF-8."""
+        try:
+            self.data.decode()
+        except UnicodeDecodeError as error:
+            return BadRecord(
+                f"not UTF-8 (byte {error.start + 1:,d} of the record): save the file as UTF-8"
+            )
+        return BadRecord("not UTF-8: save the file as UTF-8")
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        line = piece = self._file.readline(MAX_RECORD + 1)
+        line = self._file.readline(MAX_RECORD_BYTES + 1)
         if not line:
             raise StopIteration
         size = len(line)
-        while len(piece) > MAX_RECORD and not piece.endswith(b"\n"):
-            piece = self._file.readline(MAX_RECORD + 1)
+        piece = line
+        while len(piece) > MAX_RECORD_BYTES and not piece.endswith(b"\n"):
+            piece = self._file.readline(MAX_RECORD_BYTES + 1)
             size += len(piece)
+        if not self._lines:
+            self._first_size = size
+        self._lines.append(line)
         self.size += size
-        self.first_size = self.first_size or size
-        self.num_lines += 1
-        if size > MAX_RECORD:
-            raise BadRecord(f"a line of more than {MAX_RECORD:,d} bytes")
-        if self.size > MAX_RECORD:
-            raise BadRecord(f"a quote that is not closed within {MAX_RECORD:,d} bytes")
-        return line.decode(errors="surrogateescape")
+        if size > MAX_RECORD_BYTES:
+            raise BadRecord(f"a line of more than {MAX_RECORD_BYTES:,d} bytes")
+        if self.size > MAX_RECORD_BYTES:
+            raise BadRecord(
+                f"a quote that is not closed within {MAX_RECORD_BYTES:,d} bytes"
+            )
+        try:
+            return line.decode()
+        except UnicodeDecodeError:
+            self.has_foreign_bytes = True
+            return line.decode(errors="surrogateescape")
 
 
 def _reason(error: csv.Error) -> str:

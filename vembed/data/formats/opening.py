@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from vembed.config.places import is_hub_dataset, similar_path
-from vembed.data.cache import short_hash, stamp
-from vembed.data.columns import Columns
+from vembed.data.columns import Columns, guess_mapping, refuse_repeated
+from vembed.data.formats.base import Block, Format, Part
 from vembed.data.formats.class_folders import class_records, is_class_folder
 from vembed.data.formats.copies import (
     CODECS,
@@ -19,26 +19,18 @@ from vembed.data.formats.copies import (
     is_pattern,
     unpacked_copy,
 )
-from vembed.data.formats.delimited import DelimitedFile
-from vembed.data.formats.json_files import JsonArray, JsonLines, Reader
-from vembed.data.formats.parquet import ParquetTable
 from vembed.data.formats.saved_datasets import (
     Role,
     is_saved_dataset,
     open_folder,
     open_hub,
 )
-from vembed.data.formats.several_files import SeveralFiles
+from vembed.data.formats.table import ENDINGS, described_formats, ending_of
 from vembed.data.images.files import IMAGE_SUFFIXES
-from vembed.data.messages import ROOM, listed
+from vembed.data.messages import listed
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
-
-FORMATS = (
-    "JSON Lines (.jsonl, .ndjson), JSON (.json), CSV (.csv), TSV (.tsv) and Parquet (.parquet), also packed (.gz, "
-    ".zst, .bz2)"
-)
 
 WAYS_OUT = {
     **dict.fromkeys(
@@ -48,83 +40,190 @@ WAYS_OUT = {
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV"),
     **dict.fromkeys((".txt", ".text"), "give the file the ending of what is in it"),
 }
-"""Ways to make use of files whose ending no reader has."""
-PACKED = {".xz": "unxz -k", ".zip": "unzip"}
+"""Ways to make use of files whose ending no format has."""
+UNPACKERS = {".xz": "unxz -k", ".zip": "unzip"}
 """Endings of packed files that nothing here unpacks, and the commands that do."""
-READ = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".pq")
-"""Endings of the files that a folder or a pattern stands for, also packed."""
 
 
-def open_reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
+_FILE_OF_NUMBER = 44
+_FILE_OF_LINE = 40
+"""Bits behind which numbers and lines of several files hold the number of the file."""
+
+
+class SeveralFiles(Format):
+    """The files of a folder or pattern as one source."""
+
+    def __init__(self, name: str, readers: Sequence[Format]) -> None:
+        super().__init__(readers[0].path)
+        self.name = name
+        self.folder = readers[0].folder
+        self.readers = tuple(readers)
+        self.numbers_are_text = readers[0].numbers_are_text  # type: ignore[misc]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Each file is opened again."""
+        return {**self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """See __getstate__."""
+        self.__dict__.update(state)
+
+    def parts(self) -> list[Part]:
+        """Return the parts of all files."""
+        parts = []
+        for number, reader in enumerate(self.readers):
+            shift = number << _FILE_OF_NUMBER
+            for part in reader.parts():
+                parts.append(Part(part.start + shift, part.stop + shift))
+        return parts
+
+    def blocks(
+        self, start: int | None = None, stop: int | None = None
+    ) -> Iterator[Block]:
+        """Yield the rows of one file in blocks; without `start` those of all files."""
+        if start is None:
+            for number, reader in enumerate(self.readers):
+                for block in reader.blocks():
+                    first_line = number << _FILE_OF_LINE
+                    yield block.moved(number << _FILE_OF_NUMBER, first_line)
+            return
+        number, start = _divided(start, _FILE_OF_NUMBER)
+        shift = number << _FILE_OF_NUMBER
+        end = None if stop is None else stop - shift
+        for block in self.readers[number].blocks(start, end):
+            yield block.moved(shift, 0)
+
+    def read(self, number: int) -> Any:
+        """Return one record again."""
+        file, number = _divided(number, _FILE_OF_NUMBER)
+        return self.readers[file].read(number)
+
+    def where(self, line: int) -> str:
+        """Return the name of a record for messages."""
+        file, line = _divided(line, _FILE_OF_LINE)
+        return self.readers[file].where(line)
+
+    def first_line(self, part: Part) -> int:
+        """Return the number from which the lines of the part's file count."""
+        return part.start >> _FILE_OF_NUMBER << _FILE_OF_LINE
+
+    def num_lines(self, part: Part) -> int:
+        """Return the number of lines of a part."""
+        file, start = _divided(part.start, _FILE_OF_NUMBER)
+        _, stop = _divided(part.stop, _FILE_OF_NUMBER)
+        return self.readers[file].num_lines(Part(start, stop))
+
+    def num_records(self) -> int | None:
+        """Return the number of records where it is known without reading them."""
+        counts = [reader.num_records() for reader in self.readers]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    def files(self) -> Sequence[Path]:
+        """Return the files that the records come from."""
+        return [path for reader in self.readers for path in reader.files()]
+
+
+def _divided(number: int, bits: int) -> tuple[int, int]:
+    """Return the number of the file, and the number in it."""
+    return number >> bits, number & (1 << bits) - 1
+
+
+def open_reader(path: str, columns: Columns | None, role: Role, cache: Path) -> Format:
     """Return the reader of a file, a pattern such as `data/*.parquet`, a folder, an address that fsspec opens, or a Hub
-    dataset. Raise UserError if the cache folder has no room for what is unpacked from it."""
-    reader = _reader(path, columns, role, cache)
-    size = reader.unpacks()
-    if size:
-        folder = next(one for one in (cache, *cache.absolute().parents) if one.exists())
-        free = shutil.disk_usage(folder).free
-        if free < size:
-            raise UserError(
-                f"{reader.name} unpacks to {size:,d} bytes, and {cache} has {free:,d} left: {ROOM}"
-            )
-        log.info(
-            "%s: %s bytes are unpacked into %s, once for each version of the data",
-            reader.name,
-            f"{size:,d}",
-            cache,
+    dataset. Without `columns` any header is accepted and all columns are read."""
+    readers = _readers(path, role, cache)
+    for reader in readers:
+        if columns is not None and reader.columns is not None:
+            check_columns(reader, columns)
+            reader.select(columns.needed(reader.columns))
+    return readers[0] if len(readers) == 1 else SeveralFiles(path, readers)
+
+
+def check_columns(reader: Format, columns: Columns) -> None:
+    """Raise UserError if a table lacks a required column, or has two of one name."""
+    assert reader.columns is not None
+    refuse_repeated(reader.name, reader.columns)
+    try:
+        columns.check(reader.columns)
+    except UserError as error:
+        is_odd = not guess_mapping(reader.columns, ("query", "positive"))
+        hint = (
+            "; the first line of the file is taken for the names of the columns"
+            if is_odd and reader.numbers_are_text
+            else ""
         )
-    return reader
+        raise UserError(f"{reader.name}: {error}{hint}") from error
 
 
-def _reader(path: str, columns: Columns, role: Role, cache: Path) -> Reader:
+def _readers(path: str, role: Role, cache: Path) -> list[Format]:
     if is_address(path):
-        copies = fetched_copies(path, cache)
-        return _joined(
-            path,
-            [_named(copy, name, columns, cache, len(copies)) for name, copy in copies],
-        )
+        return [
+            _open_file(copy, cache, name) for name, copy in fetched_copies(path, cache)
+        ]
     try:
         place = Path(path).expanduser()
         status = place.stat()
     except FileNotFoundError:
         if is_pattern(path):
-            return _open_pattern(path, columns, cache)
-        return _open_name(path, columns, role)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # a symlink loop, a NUL character, an unknown home folder
+            return [_open_file(file, cache) for file in files_of_pattern(path)]
+        if is_hub_dataset(path):
+            return [open_hub(path, role)]
+        raise UserError(
+            f"{path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
+        ) from None
+    except (OSError, ValueError, RuntimeError) as error:
+        # A symlink loop, a NUL character, or an unknown home folder.
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{path} cannot be read: {reason}") from error
     if stat.S_ISDIR(status.st_mode):
-        files = data_files(place)
-        if files and not is_saved_dataset(place):
-            return _joined(
-                path, [_open_file(one, columns, cache, len(files)) for one in files]
-            )
-        if not is_saved_dataset(place) and is_class_folder(place):
-            reader = _named(class_records(place, cache), path, columns, cache)
-            reader.folder = place
-            return reader
-        if not is_saved_dataset(place):
-            raise _no_data(place)
-        return open_folder(place, columns, role)
-    if not stat.S_ISREG(
-        status.st_mode
-    ):  # a pipe, for example, blocks and can be read only once
+        return _open_folder(place, role, cache)
+    if not stat.S_ISREG(status.st_mode):
+        # A pipe, for example, blocks and can be read only once.
         raise UserError(f"{path} is not a regular file")
     if status.st_size == 0:
         raise UserError(f"{path} is empty")
     try:
-        return _open_file(place, columns, cache)
+        return [_open_file(place, cache)]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _open_pattern(path: str, columns: Columns, cache: Path) -> Reader:
-    files = files_of_pattern(path)
-    return _joined(path, [_open_file(one, columns, cache, len(files)) for one in files])
+def _open_folder(folder: Path, role: Role, cache: Path) -> list[Format]:
+    if is_saved_dataset(folder):
+        return [open_folder(folder, role)]
+    if files := data_files(folder):
+        return [_open_file(file, cache) for file in files]
+    if is_class_folder(folder):
+        reader = _open_file(class_records(folder, cache), cache, str(folder))
+        reader.folder = folder
+        return [reader]
+    names = sorted(
+        path.name for path in folder.iterdir() if not path.name.startswith(".")
+    )
+    if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in names):
+        raise UserError(
+            f"{folder} holds images and nothing that says what they show: write pairs with their paths into a file, or "
+            f"put the images of each class into a folder of its own ({folder}/cat/1.jpg)"
+        )
+    raise UserError(
+        f"{folder} is a folder without data files of one kind ({', '.join(ENDINGS)}), without folders of images and "
+        f"not saved by `datasets`; it holds {listed(names) or 'nothing'}: name a file"
+    )
+
+
+def _open_file(path: Path, cache: Path, name: str | None = None) -> Format:
+    """Return the reader of a file. `name`: what messages call it, if it is a copy."""
+    ending = path.suffix.lower()
+    if ending in ENDINGS:
+        reader = ENDINGS[ending].open(path)
+    elif ending in CODECS:
+        reader = _open_file(unpacked_copy(path, cache), cache, str(path))
+        reader.folder = path.parent
+    else:
+        raise unknown_ending(path)
+    reader.name = name or reader.name
+    return reader
 
 
 def files_of_pattern(path: str) -> list[Path]:
@@ -132,8 +231,8 @@ def files_of_pattern(path: str) -> list[Path]:
     none."""
     parts = Path(path).expanduser().parts
     first = next(number for number, part in enumerate(parts) if is_pattern(part))
-    found = sorted(Path(*parts[:first]).glob("/".join(parts[first:])))
-    files = [one for one in found if one.is_file() and one.stat().st_size]
+    paths = sorted(Path(*parts[:first]).glob("/".join(parts[first:])))
+    files = [path for path in paths if path.is_file() and path.stat().st_size]
     if not files:
         raise UserError(f"{path} names no file (looked from {Path.cwd()})")
     return files
@@ -141,92 +240,21 @@ def files_of_pattern(path: str) -> list[Path]:
 
 def data_files(folder: Path) -> list[Path]:
     """Return the data files of a folder, sorted by name. A folder of one kind of file is one source."""
-    found = [
-        one
-        for one in sorted(folder.iterdir())
-        if one.is_file() and one.stat().st_size and kind_of(one) in READ
-    ]
-    return found if len({kind_of(one) for one in found}) == 1 else []
-
-
-def kind_of(path: Path) -> str:
-    """Return the ending of a file, of a packed one that of its content."""
-    kind = path.suffix.lower()
-    return path.with_suffix("").suffix.lower() if kind in CODECS else kind
-
-
-def _joined(name: str, readers: Sequence[Reader]) -> Reader:
-    return readers[0] if len(readers) == 1 else SeveralFiles(name, readers)
-
-
-def _named(
-    copy: Path, name: str, columns: Columns, cache: Path, num_files: int = 1
-) -> Reader:
-    """Return the reader of a copy, which messages call by the name of what it was copied from."""
-    reader = _open_file(copy, columns, cache, num_files)
-    reader.name = name
-    return reader
-
-
-def _open_file(path: Path, columns: Columns, cache: Path, num_files: int = 1) -> Reader:
-    """Return the reader of one of the files of a source."""
-    kind = path.suffix.lower()
-    if kind in (
-        ".jsonl",
-        ".ndjson",
-        ".json",
-    ):  # a list is an array in any of them: no record is one
-        with path.open("rb") as file:
-            is_array = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        return JsonArray(path) if is_array else JsonLines(path)
-    if kind in (".csv", ".tsv"):
-        return DelimitedFile(path, "\t" if kind == ".tsv" else ",", columns)
-    if kind in (".parquet", ".pq"):
-        unpacked = (
-            cache
-            / "parquet"
-            / short_hash(str(path.absolute()))
-            / short_hash(stamp(path))
-        )
-        return ParquetTable(path, columns, unpacked, num_files)
-    if kind in CODECS:
-        reader = _named(
-            unpacked_copy(path, cache), str(path), columns, cache, num_files
-        )
-        reader.folder = path.parent
-        return reader
-    raise unknown_ending(path)
-
-
-def _no_data(folder: Path) -> UserError:
-    names = sorted(one.name for one in folder.iterdir() if not one.name.startswith("."))
-    if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in names):
-        return UserError(
-            f"{folder} holds images and nothing that says what they show: write pairs with their paths into a file, or "
-            f"put the images of each class into a folder of its own ({folder}/cat/1.jpg)"
-        )
-    return UserError(
-        f"{folder} is a folder without data files of one kind ({', '.join(READ)}), without folders of images and not "
-        f"saved by `datasets`; it holds {listed(names) or 'nothing'}: name a file"
-    )
+    files = []
+    for path in sorted(folder.iterdir()):
+        if ending_of(path) in ENDINGS and path.is_file() and path.stat().st_size:
+            files.append(path)
+    return files if len({ending_of(path) for path in files}) == 1 else []
 
 
 def unknown_ending(path: Path) -> UserError:
-    """Return the error for a file whose ending no reader has."""
-    kind = path.suffix.lower()
-    if kind in PACKED:
+    """Return the error for a file whose ending no format has."""
+    ending = path.suffix.lower()
+    if ending in UNPACKERS:
         return UserError(
-            f"{path} is packed, and records are read from any place of a file: unpack it ({PACKED[kind]})"
+            f"{path} is packed, and records are read from any place of a file: unpack it ({UNPACKERS[ending]})"
         )
-    way_out = f": {WAYS_OUT[kind]}" if kind in WAYS_OUT else ""
+    way_out = f": {WAYS_OUT[ending]}" if ending in WAYS_OUT else ""
     return UserError(
-        f"{path} has the ending {kind or '(none)'}, and vembed reads {FORMATS}{way_out}"
+        f"{path} has the ending {ending or '(none)'}, and vembed reads {described_formats()}{way_out}"
     )
-
-
-def _open_name(path: str, columns: Columns, role: Role) -> Reader:
-    if not is_hub_dataset(path):
-        raise UserError(
-            f"{path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
-        )
-    return open_hub(path, columns, role)

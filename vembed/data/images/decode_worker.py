@@ -23,16 +23,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from vembed.data.child_process import answers, send, start_child
 from vembed.data.examples import ImageRef
 from vembed.data.images.files import load_image
 from vembed.data.images.picture_bytes import Arrays, FirstHalf
-from vembed.data.pipe_messages import (
-    command_of,
-    environment,
-    messages,
-    output_for_answers,
-    send,
-)
 from vembed.errors import UserError
 
 HALF_BYTES = 16 * 2**20
@@ -78,12 +72,11 @@ class DecodeWorker:
             # A signal that is blocked here is blocked in the new process from its first moment on.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             try:
-                self._process = subprocess.Popen(
-                    [*command_of("vembed.data.images.decode_worker"), str(area)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+                self._process = start_child(
+                    "import sys; from vembed.data.images.decode_worker import main; main(int(sys.argv[1]))",
+                    str(area),
+                    environment={"OMP_NUM_THREADS": "1"},
                     pass_fds=[area],
-                    env={**environment(), "OMP_NUM_THREADS": "1"},
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -105,14 +98,7 @@ class DecodeWorker:
 
     def send(self, images: Sequence[ImageRef]) -> None:
         """Give the process a job. It has two at most."""
-        self._write(
-            pickle.dumps(
-                (
-                    self._sent,
-                    [(image.path, image.data, image.where) for image in images],
-                )
-            )
-        )
+        self._write((self._sent, images))
         self._sent += 1
 
     def receive(self) -> list[Arrays | Exception | None]:
@@ -150,18 +136,18 @@ class DecodeWorker:
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, message: object) -> None:
         assert self._process.stdin is not None
         try:
-            send(self._process.stdin, data)
+            send(self._process.stdin, message)
         except BrokenPipeError:
             raise self._ended() from None
 
     def _answer(self) -> Any:
-        data = next(messages(self._out), None)
-        if data is None:
-            raise self._ended()
-        return pickle.loads(data)  # from this process's own child
+        try:
+            return pickle.load(self._out)  # from this process's own child
+        except EOFError:
+            raise self._ended() from None
 
     def _ended(self) -> WorkerEnded:
         code = self._process.wait()
@@ -178,31 +164,30 @@ class DecodeWorker:
 
 
 def main(area_number: int) -> None:
-    """Decode the images that stdin names, until it ends."""
-    out, jobs = output_for_answers(), messages(sys.stdin.buffer)
+    """Decode the images that standard input names, until it ends."""
+    out = answers()
+    jobs = sys.stdin.buffer
     area = mmap.mmap(area_number, 0)
     try:
-        first: FirstHalf = pickle.loads(next(jobs))  # from the parent process
-    except (
-        Exception
-    ) as error:  # such as a processor whose code this process does not find
-        send(out, pickle.dumps(f"{type(error).__name__}: {error}"[:_MOST_TRACE]))
+        first: FirstHalf = pickle.loads(pickle.load(jobs))  # from the parent process
+    except Exception as error:
+        send(out, f"{type(error).__name__}: {error}"[:_MOST_TRACE])
         return
     try:
-        send(out, pickle.dumps(None))
-        for job in jobs:
-            send(
-                out, pickle.dumps(_answers(area, first, *pickle.loads(job)))
-            )  # from the parent process
+        send(out, None)
+        while True:
+            send(out, _decoded(area, first, *pickle.load(jobs)))
+    except EOFError:
+        return
     except BrokenPipeError:  # the parent has ended
         os._exit(0)
 
 
-def _answers(
+def _decoded(
     area: mmap.mmap,
     first: FirstHalf,
     number: int,
-    images: Sequence[tuple[str | None, bytes | None, str]],
+    images: Sequence[ImageRef],
 ) -> Any:
     """Decode the images of a job. Return for each the places of its pixels, None if they do not fit, or an error."""
     start = _HEADER_BYTES + number % 2 * HALF_BYTES
@@ -211,7 +196,7 @@ def _answers(
     for position, image in enumerate(images):
         _HEADER.pack_into(area, 0, number, position)
         try:
-            made = first(load_image(ImageRef(*image)))
+            made = first(load_image(image))
             size = sum(
                 -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in made.values()
             )
@@ -235,7 +220,3 @@ def _written(area: mmap.mmap, made: Arrays, start: int) -> _Places:
         places[name] = (array.dtype.str, array.shape, start)
         start += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     return places
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

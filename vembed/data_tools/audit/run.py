@@ -12,6 +12,7 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.data.columns import unread_judgement
+from vembed.data.example_store import Records
 from vembed.data.examples import Example
 from vembed.data.messages import joined, listed
 from vembed.data.overlap import find_overlap, warnings_of
@@ -33,7 +34,7 @@ from vembed.mining.config import AuditConfig, MineConfig
 from vembed.mining.mine import Inputs, Log, open_session, read_inputs, work_folder
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
-from vembed.mining.record_tables import FileTable, Rows, open_rows
+from vembed.mining.record_tables import Rows, open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 from vembed.saving.durability import replace_text
@@ -59,7 +60,7 @@ def audit(
     session: Session | None = None,
     say: Log | None = None,
 ) -> AuditResult:
-    """Look at training data as a YAML file, a dict or an AuditConfig says. Collective, as `mine`."""
+    """Check training data with the options of a YAML file, a dict or an `AuditConfig`. Collective, as `mine`."""
     config = load_options(AuditConfig, source, overrides)
     page = check_audit(config)
     json_path = page.with_suffix(".json")
@@ -186,7 +187,7 @@ def data_sections(
     examples = _Examples(data)
     lines = inputs.summary()
     for table in inputs.rows.tables:
-        if isinstance(table, FileTable):
+        if isinstance(table, Records):
             problems = joined(table.index.problems)
             lines += [f"left out: {problem}" for problem in problems]
             if table.index.unused:
@@ -251,7 +252,7 @@ def _bad_records(rows: Rows, num_examples: int, arguments: str) -> list[Finding]
     problems: list[str] = []
     count = 0
     for table in rows.tables:
-        if isinstance(table, FileTable):
+        if isinstance(table, Records):
             problems += table.index.problems
             count += table.index.num_bad
     if not count:
@@ -278,7 +279,7 @@ def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
     """Pairs with a column that probably says which of them match, and is not read."""
     findings = []
     for table in rows.tables:
-        if not isinstance(table, FileTable):
+        if not isinstance(table, Records):
             continue
         index = table.index
         sentence = unread_judgement(index.unused)

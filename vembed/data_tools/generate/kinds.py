@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from vembed.data.documents import document_text
 from vembed.data.examples import Item
-from vembed.evaluation.corpus import titled_text
 
 SHORTEST_QUERY, SHORTEST_REST = 2, 5
 """Words that a query and what is left of the document need."""
@@ -155,9 +155,7 @@ def pairs_of(
     record: Any, item: Item, kinds: list[str], random: np.random.Generator
 ) -> list[tuple[str, Pair]]:
     """(kind, pair) of a document: by all of `kinds`, or without any by the first one that fits."""
-    fields = (
-        record if isinstance(record, dict) else {"text": titled_text({"text": record})}
-    )
+    fields = record if isinstance(record, dict) else {"text": document_text(record)}
     found: list[tuple[str, Pair]] = []
     for kind in kinds or KINDS:
         found += [(kind, pair) for pair in KINDS[kind](fields, item, random)]

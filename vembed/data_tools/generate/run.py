@@ -16,6 +16,7 @@ from typing import Any, get_args
 import numpy as np
 
 from vembed.data.cache import short_hash
+from vembed.data.documents import document_id
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import casefolded
 from vembed.data_tools.generate.kinds import pairs_of
@@ -27,7 +28,6 @@ from vembed.data_tools.generate.writers import (
     writer_identity,
 )
 from vembed.errors import UserError
-from vembed.evaluation.corpus import record_id
 from vembed.mining.candidates import CandidateStore
 from vembed.mining.config import DataOptions, GenerateConfig, MineConfig, ModelFreeKind
 from vembed.mining.documents import CorpusFile, content_key
@@ -61,8 +61,8 @@ class _Place:
     """Position of a document."""
 
     file: int
-    start: int
-    size: int
+    number: int
+    """Of its record in the file."""
     key: int
 
 
@@ -73,7 +73,7 @@ def generate(
     session: Session | None = None,
     say: Log | None = None,
 ) -> GenerateResult:
-    """Make pairs from documents as a YAML file, a dict or a GenerateConfig says. Collective, as `mine`."""
+    """Make pairs from documents with the options of a YAML file, a dict or a `GenerateConfig`. Collective, as `mine`."""
     config = load_options(GenerateConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
@@ -181,7 +181,7 @@ class _Generator:
         prompts: list[tuple[str, dict[str, Any], str]] = []
         for number in range(block * BLOCK, min((block + 1) * BLOCK, len(self.places))):
             record, item = self._read(self.places[number])
-            identity = record_id(record)
+            identity = document_id(record)
             own: dict[str, Any] = {} if identity is None else {"document_id": identity}
             if self._free or not self._written:
                 # By content: a document gets the same pairs wherever it stands in the files.
@@ -241,7 +241,7 @@ class _Generator:
 
     def _read(self, place: _Place) -> tuple[Any, Item]:
         file = self._files[place.file]
-        record = file.reader.read(place.start, place.size)
+        record = file.reader.read(place.number)
         return record, file.item(record)
 
 
@@ -272,16 +272,16 @@ def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]
     found: dict[int, _Place] = {}
     problems: list[str] = []
     for number, file in enumerate(files):
-        for start, size, line, record in file.reader.scan():
+        for place, line, record in file.reader.rows():
             try:
                 key = file.item(record).key()
             except UserError as error:
                 problems.append(f"{file.reader.where(line)}: {error}")
                 continue
-            found.setdefault(key, _Place(number, start, size, key))
+            found.setdefault(key, _Place(number, place, key))
     if problems and config.on_bad_record == "stop":
         raise UserError(
-            f"{len(problems):,d} documents cannot be used, mend them, or set on_bad_record: skip to leave them out:\n  "
+            f"{len(problems):,d} documents cannot be used, fix them, or set on_bad_record: skip to leave them out:\n  "
             + "\n  ".join(problems[:10])
         )
     places = list(found.values())

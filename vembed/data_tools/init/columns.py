@@ -429,7 +429,7 @@ def _bad_records(
     if first is None:
         return None
     return (
-        f"{count:,d} of the first {len(sample.records):,d} records cannot be used, {first}; mend them, or set "
+        f"{count:,d} of the first {len(sample.records):,d} records cannot be used, {first}; fix them, or set "
         "on_bad_record: skip"
     )
 

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vembed.config.user_folders import cache_folder
-from vembed.data.columns import Columns
-from vembed.data.formats.class_folders import class_records, is_class_folder
-from vembed.data.formats.copies import CODECS, is_address, is_pattern, unpacked_copy
-from vembed.data.formats.delimited import DelimitedFile
-from vembed.data.formats.opening import data_files, files_of_pattern, unknown_ending
-from vembed.data.formats.saved_datasets import is_saved_dataset, saved_split
+from vembed.data.examples import BadRecord
+from vembed.data.formats.base import Format
+from vembed.data.formats.copies import is_address, is_pattern
+from vembed.data.formats.opening import SeveralFiles, open_reader
 from vembed.errors import UserError
 from vembed.saving.durability import replace_text
 
 NUM_RECORDS = 1000
 """Number of records to look at."""
-MAX_LINE = 1_000_000
-COUNTED_BYTES = 256 * 2**20
-"""Larger files are not counted but estimated, from the size of the first records."""
+COUNTED_BYTES = 64 * 2**20
+"""Records of larger files are not counted but estimated, from the size of the first ones."""
 
 Record = dict[str, Any]
 
@@ -49,20 +43,43 @@ class FileSample:
 
 def read_sample(path: Path) -> FileSample:
     """Read the first records of a file, or of a folder that is one source. Raise UserError if it cannot be read."""
-    if path.is_dir():
-        return _folder(path)
-    if not path.is_file():
-        is_several = is_pattern(str(path)) and not is_address(str(path))
-        return _joined(files_of_pattern(str(path))) if is_several else FileSample()
-    kind = path.suffix.lower()
-    if kind in CODECS:
-        return read_sample(unpacked_copy(path, cache_folder()))
-    if kind not in _READERS:
-        raise unknown_ending(path)
-    try:
-        return _READERS[kind](path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+    is_local_pattern = is_pattern(str(path)) and not is_address(str(path))
+    if not path.exists() and not is_local_pattern:
+        return FileSample()
+    reader = open_reader(str(path), None, "train", cache_folder())
+    rows = reader.sample(NUM_RECORDS)
+    records = []
+    for _, line, record in rows:
+        if isinstance(record, dict):
+            records.append(record)
+        elif reader.columns is not None:
+            # A row that is no record has no cells here; training says where it is and what is wrong.
+            records.append(dict.fromkeys(reader.columns))
+        else:
+            reason = record if isinstance(record, BadRecord) else "not an object"
+            raise UserError(f"{reader.where(line)}: {reason}")
+    if not records:
+        raise UserError(f"{path}: has no records")
+    files = reader.readers if isinstance(reader, SeveralFiles) else (reader,)
+    counts = [_num_records(file) for file in files]
+    return FileSample(
+        records,
+        sum(count for count, _ in counts),
+        any(is_estimate for _, is_estimate in counts),
+        reader.numbers_are_text,
+    )
+
+
+def _num_records(reader: Format) -> tuple[int, bool]:
+    """Return the number of records, and whether it is estimated, from the size of the first records."""
+    count = reader.num_records()
+    if count is not None:
+        return count, False
+    if reader.stop - reader.start <= COUNTED_BYTES:
+        return sum(len(block.numbers) for block in reader.blocks()), False
+    rows = reader.sample(NUM_RECORDS)
+    seen_bytes = max(rows[-1][0] - reader.start, 1)
+    return round((len(rows) - 1) * (reader.stop - reader.start) / seen_bytes), True
 
 
 def texts_of(value: Any) -> list[str | None]:
@@ -80,147 +97,6 @@ def _text_of(entry: Any) -> str | None:
     ):
         return None
     return f"{title} {text}".strip() if isinstance(title, str) else text
-
-
-def _folder(path: Path) -> FileSample:
-    """Return the first records of a folder: those of its first file, or of one that `datasets` has saved."""
-    if not is_saved_dataset(path) and (files := data_files(path)):
-        return _joined(files)
-    if not is_saved_dataset(path) and is_class_folder(path):
-        return _json(class_records(path, cache_folder()))
-    found = saved_split(path, "train")
-    if not len(found):
-        raise UserError(f"{path}: has no rows")
-    return FileSample(found.with_format("arrow")[:NUM_RECORDS].to_pylist(), len(found))
-
-
-def _joined(files: list[Path]) -> FileSample:
-    samples = [read_sample(one) for one in files]
-    total = sum(one.num_records for one in samples)
-    return replace(
-        samples[0],
-        num_records=total,
-        is_estimate=any(one.is_estimate for one in samples),
-    )
-
-
-def _json(path: Path) -> FileSample:
-    with path.open(encoding="utf-8-sig") as file:
-        if file.read(1) == "[":
-            records = _json_list(file.read(MAX_LINE))
-            return FileSample(records, *_counted(path, records, by_lines=False))
-        file.seek(0)
-        # readline with a limit: a file without line ends must not be read whole.
-        lines = [
-            line
-            for line in islice(iter(lambda: file.readline(MAX_LINE), ""), NUM_RECORDS)
-            if line.strip()
-        ]
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            raise UserError(
-                f"{path}, line {number}: not JSON; the file must hold one object per line"
-            ) from None
-        if not isinstance(record, dict):
-            raise UserError(
-                f"{path}, line {number}: a {type(record).__name__}, where an object with columns is expected"
-            )
-        records.append(record)
-    if not records:
-        raise UserError(f"{path}: is empty")
-    return FileSample(records, *_counted(path, records, by_lines=True))
-
-
-def _json_list(text: str) -> list[Record]:
-    """Return the first objects of a JSON list whose bracket is already read. The data reader validates the rest."""
-    records: list[Record] = []
-    position, decoder = 0, json.JSONDecoder()
-    while len(records) < NUM_RECORDS and (start := text.find("{", position)) >= 0:
-        try:
-            record, position = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            break
-        records.append(record)
-    return records
-
-
-def _delimited(path: Path) -> FileSample:
-    reader = DelimitedFile(
-        path, "\t" if path.suffix.lower() == ".tsv" else ",", _AnyColumns()
-    )
-    found = reader.scan()
-    # A row that is no record has no cells here; training says where it is and what is wrong.
-    records = [
-        record if isinstance(record, dict) else dict.fromkeys(reader.header)
-        for _, _, _, record in islice(found, NUM_RECORDS)
-    ]
-    if not records:
-        raise UserError(f"{path}: has no rows below its header")
-    if path.stat().st_size <= COUNTED_BYTES:
-        return FileSample(
-            records, len(records) + sum(1 for _ in found), is_delimited=True
-        )
-    return FileSample(
-        records, _estimated(path, records), is_estimate=True, is_delimited=True
-    )
-
-
-class _AnyColumns(Columns):
-    """Columns of a file whose header is only looked at."""
-
-    def check(self, columns: Iterable[str]) -> None:
-        """Accept any header."""
-
-
-def _parquet(path: Path) -> FileSample:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-        batch = next(file.iter_batches(batch_size=NUM_RECORDS), None)
-    except pyarrow.ArrowException as error:
-        raise UserError(
-            f"{path}: not a Parquet file: {str(error).splitlines()[0]}"
-        ) from None
-    if batch is None or batch.num_rows == 0:
-        raise UserError(f"{path}: has no rows")
-    return FileSample(batch.to_pylist(), file.metadata.num_rows)
-
-
-def _counted(path: Path, records: list[Record], *, by_lines: bool) -> tuple[int, bool]:
-    """Return the number of records, and whether it is estimated. `by_lines`: each record is a line."""
-    if len(records) < NUM_RECORDS:
-        return len(records), False
-    if path.stat().st_size > COUNTED_BYTES or not by_lines:
-        return _estimated(path, records), True
-    return sum(block.count(b"\n") for block in _blocks(path)), False
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            yield block
-
-
-def _estimated(path: Path, records: list[Record]) -> int:
-    # The size of the same records as JSON, which for CSV is somewhat too large: an estimate from below.
-    size = sum(
-        len(json.dumps(record, ensure_ascii=False, default=str).encode())
-        for record in records
-    )
-    return max(len(records), round(path.stat().st_size * len(records) / max(size, 1)))
-
-
-_READERS = {
-    **dict.fromkeys((".csv", ".tsv"), _delimited),
-    **dict.fromkeys((".parquet", ".pq"), _parquet),
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), _json),
-}
-"""Reader by the ending of the file."""
 
 
 DELIMITED = (".csv", ".tsv")

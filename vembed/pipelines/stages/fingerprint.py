@@ -11,7 +11,7 @@ from typing import Any
 from vembed.config.entries import DataSource
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources, listed_guards, needed_teachers
-from vembed.data.file_content import add_content
+from vembed.data.cache import add_content
 from vembed.training.checkpoint.resume import MAY_CHANGE
 
 PART = 2**20

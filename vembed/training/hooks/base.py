@@ -117,7 +117,7 @@ class Evaluation:
 
 
 class Hook:
-    """Base class of hooks. Every method does nothing; override those that are needed."""
+    """Base class of hooks. Every method does nothing until it is overridden."""
 
     name = ""
     """Key of the hook's state in checkpoints. A hook with `state` or `tensors` needs one of its own."""

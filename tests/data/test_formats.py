@@ -1,0 +1,522 @@
+"""The contract of file formats, for all that `FORMATS` declares: order, names of rows, parts, pickling, fingerprints.
+
+A new format needs an entry in `WRITERS`; without one `test_each_format_has_a_writer` fails by its name.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.files import config, open_path
+from vembed.data import first_pass
+from vembed.data.columns import Columns
+from vembed.data.example_store import ExampleStore, open_examples
+from vembed.data.examples import BadRecord
+from vembed.data.first_pass import Index, build_index, index_part
+from vembed.data.formats import base, json_lines, parquet
+from vembed.data.formats.arrow import ArrowBlock
+from vembed.data.formats.base import Block, Format
+from vembed.data.formats.delimited import DelimitedFile, TsvFile
+from vembed.data.formats.json_lines import JsonArray, JsonLines
+from vembed.data.formats.opening import SeveralFiles, open_reader
+from vembed.data.formats.parquet import ParquetFile
+from vembed.data.formats.table import FORMATS
+from vembed.data.images.files import ImageRoot
+from vembed.data.records import RecordFormat
+from vembed.errors import UserError
+
+Records = list[dict[str, Any]]
+NUM_RECORDS = 300
+RECORDS: Records = [
+    {
+        "query": f"question {row}, \u00e4\u6f22 " * (1 + row % 7),
+        "positive": f'answer "{row}"',
+        "other": str(row),
+    }
+    for row in range(NUM_RECORDS)
+]
+
+
+def write_json_lines(path: Path, records: Records) -> None:
+    lines = [
+        json.dumps(record, ensure_ascii=row % 2 == 0)
+        for row, record in enumerate(records)
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_json_array(path: Path, records: Records) -> None:
+    path.write_text(json.dumps(records, indent=1), encoding="utf-8")
+
+
+def write_delimited(path: Path, records: Records) -> None:
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def write_parquet(path: Path, records: Records) -> None:
+    pq.write_table(pa.Table.from_pylist(records), path, row_group_size=70)
+
+
+WRITERS: dict[type[Format], Callable[[Path, Records], None]] = {
+    JsonLines: write_json_lines,
+    JsonArray: write_json_array,
+    DelimitedFile: write_delimited,
+    TsvFile: write_delimited,
+    ParquetFile: write_parquet,
+}
+FIRST_LINE = {JsonArray: 2, DelimitedFile: 2, TsvFile: 2}
+LINES_OF_RECORD = {JsonArray: 5}
+
+all_formats = pytest.mark.parametrize(
+    "form", [*FORMATS, JsonArray], ids=lambda form: form.__name__
+)
+
+
+def path_of(form: type[Format], folder: Path, name: str = "data") -> Path:
+    return folder / f"{name}{(form.endings or ('.json',))[0]}"
+
+
+def written(form: type[Format], folder: Path, records: Records = RECORDS) -> Path:
+    path = path_of(form, folder)
+    WRITERS[form](path, records)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of these tests have several parts, pieces and batches, and are copied into the cache folder."""
+    monkeypatch.setattr(json_lines, "PART_BYTES", 5_000)
+    monkeypatch.setattr(json_lines, "PIECE_BYTES", 700)
+    monkeypatch.setattr(parquet, "MAX_HELD_BYTES", 100)
+    monkeypatch.setattr(parquet, "MAX_BATCH_ROWS", 7)
+    monkeypatch.setattr(parquet, "READ_ROWS", 32)
+    monkeypatch.setattr(parquet, "PART_ROWS_BYTES", 4_000)
+
+
+def texts(store: ExampleStore) -> list[tuple[str | None, str | None]]:
+    examples = [store[number] for number in range(len(store))]
+    return [(one.query.text, one.positives[0].text) for one in examples]
+
+
+def index_of(reader: Format, *, with_keys: bool = False, **options: Any) -> Index:
+    images = ImageRoot(str(reader.folder), allow_urls=False)
+    form = RecordFormat(Columns(), images, **options)
+    return build_index(reader, form, with_keys=with_keys)
+
+
+def as_plain(index: Any) -> dict[str, Any]:
+    values = vars(index).copy()
+    keys = values.pop("keys", None)
+    if hasattr(keys, "values") and hasattr(keys, "starts"):
+        values |= {"key_values": keys.values, "key_starts": keys.starts}
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }
+
+
+def test_each_format_has_a_writer() -> None:
+    missing = [form.__name__ for form in FORMATS if form not in WRITERS]
+    assert not missing, f"add a sample writer to WRITERS for {missing}"
+
+
+@all_formats
+def test_declarations(form: type[Format]) -> None:
+    assert form.title and form.sentence
+    others = [other for other in FORMATS if other is not form]
+    assert not set(form.endings) & {end for other in others for end in other.endings}
+
+
+@all_formats
+def test_records_come_in_order_and_again(form: type[Format], tmp_path: Path) -> None:
+    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+    assert type(reader) is form
+    rows = list(reader.rows())
+    assert [record for _, _, record in rows] == RECORDS
+    numbers = [number for number, _, _ in rows]
+    assert numbers == sorted(set(numbers))
+    assert [reader.read(number) for number in reversed(numbers)] == RECORDS[::-1]
+    assert [record for _, _, record in reader.sample(3)] == RECORDS[:3]
+    assert reader.num_records() in (None, NUM_RECORDS)
+    if reader.columns is not None:
+        assert reader.columns == tuple(RECORDS[0])
+
+
+@all_formats
+def test_names_are_file_and_line(form: type[Format], tmp_path: Path) -> None:
+    path = written(form, tmp_path)
+    store = open_path(path)
+    first = FIRST_LINE.get(form, 1)
+    step = LINES_OF_RECORD.get(form, 1)
+    for number in (0, 1, 20, NUM_RECORDS - 1):
+        assert store[number].where == f"{path}:{first + number * step}"
+
+
+@all_formats
+def test_a_bad_record_is_named(form: type[Format], tmp_path: Path) -> None:
+    records = [dict(record) for record in RECORDS]
+    for number in (3, 200):
+        records[number]["positive"] = "" if form is not ParquetFile else None
+    path = written(form, tmp_path, records)
+    line = FIRST_LINE.get(form, 1) + 3 * LINES_OF_RECORD.get(form, 1)
+    with pytest.raises(UserError) as caught:
+        open_path(path)
+    assert f"{path}:{line}: positive" in str(caught.value)
+    assert f"2 of {NUM_RECORDS} records" in str(caught.value)
+    assert len(open_path(path, on_bad_record="skip")) == NUM_RECORDS - 2
+
+
+@all_formats
+def test_parts_are_the_whole(form: type[Format], tmp_path: Path) -> None:
+    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+    parts = reader.parts()
+    numbers = []
+    lines = []
+    first_line = 0
+    for part in parts:
+        for block in reader.blocks(part.start, part.stop):
+            numbers += block.numbers.tolist()
+            lines += (block.lines + first_line).tolist()
+        first_line += reader.num_lines(part)
+    rows = list(reader.rows())
+    assert numbers == [number for number, _, _ in rows]
+    assert lines == [line for _, line, _ in rows]
+    if form in (JsonLines, ParquetFile):
+        assert len(parts) > 3
+
+
+@all_formats
+def test_another_process_reads_the_same(form: type[Format], tmp_path: Path) -> None:
+    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+    reader.name = "another name"
+    if reader.columns is not None:
+        reader.select(reader.columns[:2])
+    again = pickle.loads(pickle.dumps(reader))
+    assert list(again.rows()) == list(reader.rows())
+    assert again.where(7) == reader.where(7) == "another name:7"
+    assert again.parts() == reader.parts()
+
+
+@all_formats
+def test_another_part_is_another_fingerprint(
+    form: type[Format], tmp_path: Path
+) -> None:
+    path = written(form, tmp_path)
+    whole = open_path(path).fingerprint
+    assert open_path(path).fingerprint == whole
+    assert open_path(path, max_train_examples=200).fingerprint != whole
+    other = [dict(record) for record in RECORDS]
+    other[-1]["query"] += "!"
+    written(form, tmp_path, other)
+    assert open_path(path).fingerprint != whole
+
+
+@all_formats
+def test_threads_read_the_same(form: type[Format], tmp_path: Path) -> None:
+    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+    numbers = [number for number, _, _ in reader.rows()]
+    results: dict[int, list[Any]] = {}
+
+    def read_all(thread: int) -> None:
+        order = np.random.default_rng(thread).permutation(len(numbers))
+        records = {row: reader.read(numbers[row]) for row in order.tolist()}
+        results[thread] = [records[row] for row in range(len(numbers))]
+
+    threads = [threading.Thread(target=read_all, args=(one,)) for one in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(results[thread] == RECORDS for thread in range(4))
+
+
+@all_formats
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_several_processes_find_what_one_finds(
+    form: type[Format],
+    with_keys: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records = [dict(record) for record in RECORDS]
+    records[150]["positive"] = " "
+    for name in ("1", "2"):
+        WRITERS[form](path_of(form, tmp_path, name), records)
+    pattern = str(path_of(form, tmp_path, "*"))
+    results = []
+    for num_cores in (1, 2):
+        monkeypatch.setattr(first_pass, "num_cores", lambda count=num_cores: count)
+        reader = open_reader(pattern, None, "train", tmp_path)
+        assert isinstance(reader, SeveralFiles)
+        results.append(as_plain(index_of(reader, with_keys=with_keys)))
+    assert results[0] == results[1]
+    assert results[0]["num_bad"] == 2
+    assert [Path(line).name.partition(".")[0] for line in results[0]["problems"]]
+    assert len(results[0]["numbers"]) == 2 * (NUM_RECORDS - 1)
+
+
+def test_records_of_several_files(tmp_path: Path) -> None:
+    for number in range(3):
+        rows = RECORDS[number * 100 : (number + 1) * 100]
+        write_json_lines(tmp_path / f"{number}.jsonl", rows)
+    store = open_path(f"{tmp_path}/*.jsonl")
+    assert texts(store) == [(row["query"], row["positive"]) for row in RECORDS]
+    assert store[205].where == f"{tmp_path}/2.jsonl:6"
+
+
+# ---- JSON Lines ------------------------------------------------------------------
+
+PLAIN = [
+    {"query": f"q {n}", "positive": f"p {n}", "neg_1": "n", "neg_2": "m", "more": 1}
+    for n in range(40)
+]
+ODD = [
+    "",
+    "  ",
+    '{"query": "a", "positive": "b"} ',
+    '{"query": "a", "positive": "b"}\r',
+    '{"query": "a", "positive": ["b", "c"]}',
+    '{"query": "a", "positive": "b"}, {"query": "a", "positive": "b"}',
+    '{"query": "a",',
+    '"positive": "b"}',
+    '{"query": " ", "positive": "b"}',
+    '{"query": "", "positive": "b"}',
+    '{"query": "a", "positive": null}',
+    '{"query": "a\\u0000", "positive": "b"}',
+    '{"query": "\\ud800", "positive": "b"}',
+    '{"query": "\u00e4 \u2028", "positive": "\u4e2d"}',
+    '{"query": NaN, "positive": "b"}',
+    '{"positive": "b", "query": "a"}',
+    '{"messages": [{"role": "user", "content": "a"}], "positive_messages": [[{"role": "user", "content": "b"}]]}',
+    '{"query": "a", "positive": "b", "score": 1}',
+    '{"text": "a", "label": 3}',
+    '["a"]',
+    '{"query": "' + "long " * 40 + '", "positive": "b"}',
+]
+
+
+@pytest.mark.parametrize(
+    ("piece", "longest"), [(50, 150), (400, 2**20), (2**20, 2**20)]
+)
+@pytest.mark.parametrize("losses", [("infonce",), ("triplet",), ("cosent",)])
+def test_records_checked_together_are_those_checked_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    piece: int,
+    longest: int,
+    losses: tuple[str, ...],
+) -> None:
+    def results(path: Path) -> dict[str, Any]:
+        images = ImageRoot(str(tmp_path), allow_urls=False)
+        form = RecordFormat(Columns(), images, losses=losses, max_negatives=1)
+        reader = JsonLines(path)
+        part = base.Part(reader.start, reader.stop)
+        return as_plain(index_part(reader, form, part, with_keys=False))
+
+    lines = [json.dumps(record) for record in PLAIN]
+    for at, line in enumerate(ODD):
+        lines.insert(3 + 2 * at, line)
+    files = {
+        "plain": "\n".join(json.dumps(record) for record in PLAIN).encode(),
+        "odd": ("\ufeff" + "\n".join(lines) + "\n").encode()
+        + b'{"query": "\xff", "positive": "b"}\n',
+        "pairs": b'{"query": "a", "positive": "b"}\r\n' * 9,
+    }
+    monkeypatch.setattr(json_lines, "MAX_RECORD_BYTES", longest)
+    monkeypatch.setattr(base, "MAX_RECORD_BYTES", longest)
+    monkeypatch.setattr(json_lines, "PIECE_BYTES", piece)
+    monkeypatch.setattr(base, "BLOCK_ROWS", 5)
+    for name, data in files.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        together = results(path)
+        assert len(together["numbers"]) + together["num_bad"] >= 9
+        with pytest.MonkeyPatch.context() as alone:
+            alone.setattr(JsonLines, "_records", lambda *_: ([], np.empty(0)))
+            alone.setattr(RecordFormat, "num_plain_negatives", lambda *_: None)
+            assert results(path) == together
+
+
+def test_a_line_over_several_parts(tmp_path: Path) -> None:
+    records = [*RECORDS[:50], {"query": "long " * 3_000, "positive": "p"}]
+    records += RECORDS[50:]
+    path = tmp_path / "a.jsonl"
+    write_json_lines(path, records)
+    store = open_path(path)
+    assert store[50].query.text == "long " * 3_000
+    assert store[51].where == f"{path}:52"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_records"),
+    [
+        ('[{"query": "a", "positive": "b"}]', 1),
+        ('\ufeff [\n{"query": "a", "positive": "b"}\n]\n', 1),
+        ('["no record"]\n{"query": "a", "positive": "b"}\n', 1),
+    ],
+)
+def test_arrays_and_lines(tmp_path: Path, text: str, num_records: int) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text, encoding="utf-8")
+    assert len(open_path(path, on_bad_record="skip")) == num_records
+
+
+# ---- tables ----------------------------------------------------------------------
+
+VALUES = {
+    "ascii": ["a", "b c", "~"],
+    "not ascii": ["\u00e4", "\u4e2d\u6587", "\u00a0 a"],
+    "begins with space": [" a", "\u2003b", "\x7f"],
+    "empty": ["a", "", "b"],
+    "blank": ["a", " \t", "b"],
+    "wide blank": ["a", "\u2003\u00a0", "b"],
+    "separators": ["a", "\x1c\x1f", "b"],
+    "null": ["a", None, "b"],
+    "nul": ["a", "b\0", "c"],
+    "numbers": [1, 2, 3],
+    "lists": [["a"], ["b"], ["c"]],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), None])
+def test_texts_by_their_bytes(name: str, kind: pa.DataType | None) -> None:
+    values = VALUES[name]
+    is_text = all(isinstance(value, str | None) for value in values)
+    around = ("before", "\0after") if is_text else (values[0], values[0])
+    column = pa.array([around[0], *values, around[1]])
+    if kind is not None and is_text:
+        column = column.cast(kind)
+    batch = pa.record_batch({"query": column}).slice(1, 3)
+    records = [{"query": value} for value in values]
+    numbers = np.arange(3)
+    block = ArrowBlock(numbers, numbers + 1, batch)
+    plain = Block(numbers, numbers + 1, records)
+    assert block.are_texts(("query",)) == plain.are_texts(("query",))
+    assert list(block.rows()) == list(plain.rows())
+    assert block.columns() == ("query",)
+
+
+def test_bytes_that_are_no_text() -> None:
+    broken = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
+    numbers = np.arange(3)
+    block = ArrowBlock(numbers, numbers, pa.record_batch({"query": broken}))
+    assert not block.are_texts(("query",))
+    assert isinstance(block.records()[1], BadRecord)
+
+
+def copies(cache_home: Path) -> list[Path]:
+    return sorted((cache_home / "vembed" / "parquet").rglob("*.arrow"))
+
+
+def dictionaries(table: pa.Table) -> pa.Table:
+    column = table.column("query").combine_chunks().dictionary_encode()
+    return table.set_column(0, "query", column)
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "one group", "large strings", "dictionaries"]
+)
+@pytest.mark.parametrize("is_held", [True, False])
+def test_copied_rows_are_the_rows(
+    kind: str,
+    is_held: bool,
+    tmp_path: Path,
+    cache_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_held:
+        monkeypatch.setattr(parquet, "MAX_HELD_BYTES", 2**20)
+    path = tmp_path / "a.parquet"
+    table = pa.Table.from_pylist(RECORDS)
+    if kind == "large strings":
+        table = table.cast(
+            pa.schema([(name, pa.large_string()) for name in table.column_names])
+        )
+    starts = (0,) if kind == "one group" else (0, 1, 38, 290)
+    groups = [
+        table.slice(start, stop - start)
+        for start, stop in zip(starts, (*starts[1:], NUM_RECORDS), strict=True)
+    ]
+    if kind == "dictionaries":
+        groups = [dictionaries(group) for group in groups]
+    with pq.ParquetWriter(path, groups[0].schema) as writer:
+        for group in groups:
+            writer.write_table(group)
+    store = open_path(path)
+    assert texts(store) == [(row["query"], row["positive"]) for row in RECORDS]
+    assert len(copies(cache_home)) == (0 if is_held else 1)
+
+
+def test_a_copy_serves_until_the_file_changes(tmp_path: Path, cache_home: Path) -> None:
+    path = written(ParquetFile, tmp_path)
+    open_path(path)
+    (copy,) = copies(cache_home)
+    written_at = copy.stat().st_mtime_ns
+    open_path(path)
+    assert copies(cache_home) == [copy]
+    assert copy.stat().st_mtime_ns == written_at
+    write_parquet(path, RECORDS[:100])
+    assert len(open_path(path)) == 100
+    assert len(copies(cache_home)) == 1 and copies(cache_home) != [copy]
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut"])
+def test_a_copy_that_is_gone_or_damaged(
+    damage: str, tmp_path: Path, cache_home: Path
+) -> None:
+    path = written(ParquetFile, tmp_path)
+    open_path(path)
+    (copy,) = copies(cache_home)
+    if damage == "removed":
+        copy.unlink()
+    else:
+        copy.write_bytes(copy.read_bytes()[:1000])
+    assert len(open_path(path)) == NUM_RECORDS
+
+
+def test_no_room_for_a_copy(
+    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(ParquetFile, tmp_path)
+    usage = parquet.shutil._ntuple_diskusage(10, 9, 1)
+    monkeypatch.setattr(parquet.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"a\.parquet|data\.parquet") as caught:
+        open_path(path)
+    assert "1 left" in str(caught.value) and "XDG_CACHE_HOME" in str(caught.value)
+    assert not copies(cache_home)
+
+
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(ParquetFile, tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ParquetFile, "_write", full)
+    with pytest.raises(UserError, match="No space left"):
+        open_path(path)
+    assert not list((cache_home / "vembed" / "parquet").rglob("*.*"))
+
+
+def test_options_of_the_run_reach_the_index(tmp_path: Path) -> None:
+    path = written(JsonLines, tmp_path)
+    store = open_examples(config(no_duplicates=True), str(path))
+    assert len(store.all_keys().starts) == NUM_RECORDS + 1

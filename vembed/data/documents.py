@@ -1,0 +1,134 @@
+"""Documents: records that are one text or image each, as corpora hold them. One table of their fields for all commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vembed.config.user_folders import cache_folder
+from vembed.data.examples import (
+    LONE_SURROGATE,
+    BadRecord,
+    ImageRef,
+    Item,
+    has_lone_surrogate,
+)
+from vembed.data.formats.base import Format, Row, TextFormat
+from vembed.data.formats.opening import open_reader
+from vembed.data.images.files import ImageRoot
+from vembed.data.messages import listed
+
+ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
+"""Names of the id of a document; the first one that is there."""
+TEXT_FIELDS = (
+    "text",
+    "document",
+    "positive",
+    "passage",
+    "content",
+    "contents",
+    "body",
+    "abstract",
+    "sentence",
+)
+"""Names of the text of a document; the first one that is there. A title goes before `text`, as BEIR encodes them."""
+IMAGE_FIELDS = ("image", "images", "image_path")
+DOCUMENT_FIELDS = (*ID_FIELDS, *TEXT_FIELDS, *IMAGE_FIELDS, "title")
+PLAIN_TEXT_ENDINGS = (".txt", ".text")
+
+
+class TextLines(TextFormat):
+    """A plain text file: every line that is not blank is one record, a string."""
+
+    endings = PLAIN_TEXT_ENDINGS
+    title = "plain text"
+
+    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
+        """Yield the lines that begin in a range."""
+        start = self.start if start is None else start
+        stop = self.stop if stop is None else stop
+        with self._from(start) as file:
+            for number, line in enumerate(file, 1):
+                if start >= stop:
+                    return
+                if not line.isspace():
+                    yield start, number, _decoded(line)
+                start += len(line)
+
+
+def open_document_reader(path: Path) -> Format:
+    """Return the reader of documents: of any source of data, or of a plain text file."""
+    if path.suffix.lower() in PLAIN_TEXT_ENDINGS and path.is_file():
+        return TextLines(path)
+    return open_reader(str(path), None, "train", cache_folder())
+
+
+def document_id(record: Any) -> str | None:
+    """Return the id of a document, if it has one."""
+    if not isinstance(record, dict):
+        return None
+    for name in ID_FIELDS:
+        value = record.get(name)
+        if value is not None:
+            is_id = isinstance(value, str | int) and not isinstance(value, bool)
+            return str(value) if is_id else None
+    return None
+
+
+def document_text(record: Any, fields: Sequence[str] = TEXT_FIELDS) -> str:
+    """Return the text of a document; title and `text` are joined by a space. Empty: it has none."""
+    if isinstance(record, str):
+        return record.strip()
+    if not isinstance(record, dict):
+        return ""
+    name = next((name for name in fields if isinstance(record.get(name), str)), "text")
+    parts = [record.get("title") if name == "text" else None, record.get(name)]
+    return " ".join(part for part in parts if isinstance(part, str) and part).strip()
+
+
+def document_item(
+    record: Any, images: ImageRoot, fields: Sequence[str] = TEXT_FIELDS
+) -> Item:
+    """Return a document as it is encoded. Raise BadRecord with the reason if it is none."""
+    if isinstance(record, BadRecord):
+        raise record
+    if not isinstance(record, str | dict):
+        raise BadRecord("neither an object nor a text")
+    text = document_text(record, fields)
+    if has_lone_surrogate(text):
+        raise BadRecord(f"the text {LONE_SURROGATE}")
+    if isinstance(record, str):
+        if not text:
+            raise BadRecord("an empty text")
+        return Item(text=text)
+    values: Any = next(
+        (record[name] for name in IMAGE_FIELDS if record.get(name) is not None), []
+    )
+    if not isinstance(values, list):
+        values = [values]
+    if not values and not text:
+        names = f"{', '.join(fields)} and image are read"
+        raise BadRecord(
+            f"no text and no image ({names}, and it has {listed(record) or 'no fields'})"
+        )
+    return Item(
+        text=text or None, images=tuple(_image(value, images) for value in values)
+    )
+
+
+def _image(value: Any, images: ImageRoot) -> ImageRef:
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return ImageRef(data=value)
+    if not isinstance(value, str):
+        raise BadRecord("an image that is no path")
+    return images.reference(value)
+
+
+def _decoded(line: bytes) -> str | BadRecord:
+    try:
+        return line.decode().strip()
+    except UnicodeDecodeError:
+        return BadRecord("not UTF-8: save the file as UTF-8")

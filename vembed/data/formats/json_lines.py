@@ -1,0 +1,274 @@
+"""JSON Lines: one object on each line. A file that is one JSON array of objects is read too."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, NoReturn
+
+import numpy as np
+
+from vembed.data.examples import BadRecord
+from vembed.data.formats.base import (
+    MAX_RECORD_BYTES,
+    PIECE_BYTES,
+    Block,
+    Format,
+    Part,
+    Row,
+    TextFormat,
+    grouped,
+)
+from vembed.errors import UserError
+
+PART_BYTES = 32 * 2**20
+"""Bytes of a large file that one process of the first pass reads at a time."""
+MAX_ARRAY_BYTES = 2**30
+"""Largest file with a JSON array, which has to be read whole."""
+
+_AROUND = " \t\r\n\ufeff"
+"""Characters around a record that belong to no record."""
+_LINE_END = ord("\n")
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class JsonLines(TextFormat):
+    """A file with one JSON object per line. Blank lines are ignored."""
+
+    endings: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json")
+    title = "JSON Lines"
+    sentence = "One JSON object on each line, or one JSON array of objects."
+
+    @classmethod
+    def open(cls, path: Path) -> Format:
+        """Return the reader of a file: as an array if it is one."""
+        return JsonArray(path) if is_array(path) else cls(path)
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
+
+    def parts(self) -> list[Part]:
+        """Return parts of equal size."""
+        stop = self.stop
+        starts = range(self.start, max(stop, self.start + 1), PART_BYTES)
+        return [Part(*bounds) for bounds in itertools.pairwise([*starts, stop])]
+
+    def blocks(
+        self, start: int | None = None, stop: int | None = None
+    ) -> Iterator[Block]:
+        """Yield the records whose lines begin in a range."""
+        start = self.start if start is None else start
+        stop = self.stop if stop is None else stop
+        line = 1
+        with self._from(max(start - 1, self.start)) as file:
+            if start > self.start:
+                # A line that began before `start` belongs to the part before.
+                begin = start
+                start -= 1
+                while (skipped := file.readline(MAX_RECORD_BYTES)) and skipped[-1:] != (
+                    b"\n"
+                ):
+                    start += len(skipped)
+                if not skipped:
+                    return
+                start += len(skipped)
+                line += start > begin
+            while start < stop:
+                data, num_skipped = _whole_lines(file, min(PIECE_BYTES, stop - start))
+                if not data:
+                    return
+                records, ends = self._records(data)
+                if records:
+                    numbers = start + np.concatenate([[0], ends[:-1]])
+                    yield Block(numbers, np.arange(line, line + len(ends)), records)
+                else:
+                    # Something is wrong or unusual: line by line, which finds out what and where.
+                    yield from grouped(self._by_line(data, start, line))
+                start += len(data) + num_skipped
+                line += data.count(b"\n") + (num_skipped > 0)
+
+    def read(self, number: int) -> Any:
+        """Return one record again."""
+        return self._record(self._line(number))
+
+    def _records(self, data: bytes) -> tuple[list[Any], np.ndarray]:
+        """Return the records of whole lines, and where their lines end; none if one line is not plainly a record."""
+        nothing = list[Any](), np.empty(0, np.int64)
+        if len(data) > MAX_RECORD_BYTES:
+            return nothing
+        records = list[Any]()
+        ends = list[int]()
+        at = 0
+        try:
+            text = data.decode()
+            while at < len(text):
+                stop = text.find("\n", at)
+                stop = len(text) if stop < 0 else stop
+                record, end = self._decode(text, at)
+                # To the parser a record may go over several lines. After it there may be space.
+                if end != stop and (end > stop or text[end:stop].strip(_AROUND)):
+                    return nothing
+                records.append(record)
+                at = stop + 1
+                ends.append(at)
+        except (ValueError, RecursionError):
+            return nothing
+        if text.isascii():
+            return records, np.minimum(ends, len(data))
+        line_ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _LINE_END) + 1
+        if not data.endswith(b"\n"):
+            line_ends = np.append(line_ends, len(data))
+        return records, line_ends
+
+    def _by_line(self, data: bytes, start: int, number: int) -> Iterator[Row]:
+        """Yield the records of whole lines one by one."""
+        for line in io.BytesIO(data):
+            if len(line) > MAX_RECORD_BYTES:
+                reason = f"a line of more than {MAX_RECORD_BYTES:,d} bytes"
+                yield start, number, BadRecord(reason)
+            elif not line.isspace():
+                yield start, number, self._record(line)
+            start += len(line)
+            number += 1
+
+    def _record(self, line: bytes) -> Any:
+        try:
+            text = line.decode().strip(_AROUND)
+            record, end = self._decode(text)
+        except UnicodeDecodeError as error:
+            return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the line)")
+        except json.JSONDecodeError as error:
+            ends = "; a record stands on one line" if error.pos >= len(text) else ""
+            return BadRecord(
+                f"not JSON ({error.msg} at column {error.pos + 1:,d}){ends}"
+            )
+        except RecursionError:
+            return BadRecord("JSON that is nested too deeply")
+        except ValueError as error:
+            return BadRecord(f"not JSON ({error})")
+        if end != len(text):
+            return BadRecord(
+                f"not JSON (more text after its end at column {end + 1:,d})"
+            )
+        return record
+
+
+class JsonArray(JsonLines):
+    """A file with one JSON array of objects. A pass parses it whole; later its records are read by position."""
+
+    endings: ClassVar[tuple[str, ...]] = ()
+
+    def parts(self) -> list[Part]:
+        """Return one part."""
+        return Format.parts(self)
+
+    def blocks(
+        self, start: int | None = None, stop: int | None = None
+    ) -> Iterator[Block]:
+        """Yield all records in blocks."""
+        return grouped(self.rows(start, stop))
+
+    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
+        """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""
+        del start, stop
+        size = self.stop
+        if size > MAX_ARRAY_BYTES:
+            raise UserError(
+                f"{self.name} is one JSON array of {size:,d} bytes and would be read whole: use JSON Lines"
+            )
+        try:
+            text = self._bytes(self.start, size).decode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self.name} is not UTF-8 (byte {error.start + 1:,d})"
+            ) from error
+        number = self.start
+        line = 1
+        counted = 0
+        at = _past_space(text, 0) + 1
+        is_closed = text[_past_space(text, at) :][:1] == "]"
+        while not is_closed:
+            at = _past_space(text, at)
+            # The number counts bytes and `at` counts characters: only what is new is encoded.
+            number += len(text[counted:at].encode())
+            line += text.count("\n", counted, at)
+            counted = at
+            try:
+                record, end = self._decode(text, at)
+            except json.JSONDecodeError as error:
+                self._refuse(text, error.pos, error.msg)
+            except (RecursionError, ValueError) as error:
+                self._refuse(text, at, error)
+            yield number, line, record
+            at = _past_space(text, end)
+            if text[at : at + 1] not in {",", "]"}:
+                self._refuse(text, at, "expected ',' or ']'")
+            is_closed = text[at] == "]"
+            at += 1
+        at = _past_space(text, at) + (not counted)
+        if text[at:].strip():
+            self._refuse(text, at, "more text after the array")
+
+    def read(self, number: int) -> Any:
+        """Return one record again."""
+        size = 2**12
+        while True:
+            data = self._bytes(number, size)
+            try:
+                # A character may be cut at the end; the record before it is whole.
+                return self._decode(data.decode(errors="ignore"))[0]
+            except (ValueError, RecursionError) as error:
+                if len(data) < size:
+                    return BadRecord(f"not JSON ({error})")
+            size *= 8
+
+    def _refuse(self, text: str, at: int, reason: object) -> NoReturn:
+        line = text.count("\n", 0, at) + 1
+        raise UserError(
+            f"{self.where(line)}: not JSON ({reason}); in an array nothing can be read past a mistake, in JSON Lines "
+            "it can"
+        )
+
+
+def is_array(path: Path) -> bool:
+    """Return whether a file is one JSON array, and not lines of which the first is a list that is no record."""
+    with path.open("rb") as file:
+        head = file.read(PIECE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    first, _, following = head.partition(b"\n")
+    if not first.startswith(b"["):
+        return False
+    try:
+        values = json.loads(first)
+    except (ValueError, RecursionError):
+        return True
+    has_records = all(isinstance(value, dict) for value in values)
+    return has_records or not following.strip()
+
+
+def _whole_lines(file: BinaryIO, size: int) -> tuple[bytes, int]:
+    """Return the next lines of about so many bytes, and the bytes behind them that belong to the last line: it is too
+    long."""
+    data = file.read(size)
+    if data and not data.endswith(b"\n"):
+        data += file.readline(MAX_RECORD_BYTES + 1)
+    num_skipped = 0
+    if not data.endswith(b"\n"):
+        while more := file.readline(PIECE_BYTES):
+            num_skipped += len(more)
+            if more.endswith(b"\n"):
+                break
+    return data, num_skipped
+
+
+def _past_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
