@@ -18,7 +18,7 @@ import vembed
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
-from vembed.config.ranks import BY_CONTENT, MAY_DIFFER
+from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
@@ -174,8 +174,8 @@ def test_every_option_is_compared_or_may_differ_for_a_reason(
 
 
 def test_lists_of_options_name_options() -> None:
-    assert set(MAY_DIFFER) | set(BY_CONTENT) <= set(option_fields())
-    assert not set(MAY_DIFFER) & set(BY_CONTENT)
+    assert set(MAY_DIFFER) | set(FILE_OPTIONS) <= set(option_fields())
+    assert not set(MAY_DIFFER) & set(FILE_OPTIONS)
 
 
 @pytest.mark.parametrize(

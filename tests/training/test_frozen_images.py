@@ -125,8 +125,8 @@ def test_each_image_passes_once_and_the_run_is_the_same(
 
 STRATEGIES = {
     "ddp": {"strategy": "ddp"},
-    "fsdp2": {"use_fsdp": True},
-    "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
+    "fsdp2": {"strategy": "fsdp"},
+    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
 }
 
 

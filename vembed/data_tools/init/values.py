@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vembed.config.rhythm import epochs_for
+from vembed.config.run_intervals import epochs_for
 from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 

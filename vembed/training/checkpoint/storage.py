@@ -71,13 +71,13 @@ class CheckpointWriter(StorageWriter):
         state: dict[str, Any],
         *,
         rank: int,
-        committed: Callable[[], None],
+        on_commit: Callable[[], None],
     ) -> None:
         self.partial = partial
         self.final = final
         self.state = state
         self.rank = rank
-        self.committed = committed
+        self.on_commit = on_commit
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -145,7 +145,7 @@ class CheckpointWriter(StorageWriter):
             self.final,
             {one.file: one.checksum for one in stored.values()},
         )
-        self.committed()
+        self.on_commit()
 
     @classmethod
     @override
