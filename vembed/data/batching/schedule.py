@@ -17,7 +17,10 @@ EPOCHS_KEPT = 2
 """Number of epoch orders in memory. Batches are prepared ahead, so two epochs are in use at an epoch's end."""
 
 # Purpose of a random stream, part of its seed, so that no two streams are equal.
-_PASS, _MIX, _BATCHES = 1, 2, 3
+_PASS = 1
+_MIX = 2
+_BATCHES = 3
+_ORDER_OF_FIRST = 8
 
 
 @dataclass(frozen=True)
@@ -328,10 +331,11 @@ class BatchSchedule:
                 raise UserError(_no_batch(stream, keys, size))
             return Batches.of(arranged)
         # Every epoch must have as many batches as the first one, or step numbers would not map to epochs. If fewer
-        # come out, batches of the first epoch are added.
-        num_missing = most - len(arranged)
-        if num_missing > 0:
-            arranged += self._groups(0)[group].rows(range(most - num_missing, most))
+        # come out, the epoch has the batches of the first one in another order: no example is in two of them.
+        if len(arranged) < most:
+            first = self._groups(0)[group]
+            order = self._shuffled(len(first), _ORDER_OF_FIRST, epoch, group)
+            arranged = first.rows(order)
         return Batches.of(arranged)
 
     def _shuffled(self, size: int, *stream: int) -> np.ndarray:
