@@ -71,8 +71,10 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
                 f"{name} has {len(conversations):,d} conversations, and {images_name} {len(images):,d} lists"
             )
         items = [
-            _item(one, own, name)
-            for one, own in zip(conversations, images, strict=True)
+            _item(conversation, images_of_conversation, name)
+            for conversation, images_of_conversation in zip(
+                conversations, images, strict=True
+            )
         ]
         before = (
             fields.get(field) if field == "negatives" else None

@@ -246,10 +246,10 @@ class ExampleStore:
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
         kept = [
-            _kept(one, is_kept[end - one.size : end])
-            for one, end in zip(self._sources, self._ends, strict=True)
+            _kept(source, is_kept[end - source.size : end])
+            for source, end in zip(self._sources, self._ends, strict=True)
         ]
-        empty = next((one.name for one in kept if not one.size), None)
+        empty = next((source.name for source in kept if not source.size), None)
         if empty is not None:
             raise UserError(
                 f"{note} takes all examples of {empty}; lower it, or give val_data_path"

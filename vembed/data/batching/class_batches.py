@@ -69,10 +69,10 @@ class _Members:
         """Return the examples that stand `by` places further in their classes, in a circle."""
         number = self.number[examples]
         start, size = self.starts[number], self.sizes[number]
-        found: np.ndarray = self.order[
+        examples_after: np.ndarray = self.order[
             start + (self.place[examples] - start + by) % size
         ]
-        return found
+        return examples_after
 
 
 class ClassBatches:
@@ -126,8 +126,8 @@ class ClassBatches:
         ends = (np.cumsum(self._shares[order]) + offset) // _UNIT
         counts = np.diff(ends, prepend=0)
         drawn = [
-            self._draw(int(one), int(count), epoch)
-            for one, count in zip(order, counts, strict=True)
+            self._draw(int(class_number), int(count), epoch)
+            for class_number, count in zip(order, counts, strict=True)
             if count
         ]
         # A class takes consecutive slots, no more than there are batches, and slot s is in batch s % num: so it is

@@ -56,7 +56,7 @@ class Batches:
     def of(cls, batches: Sequence[np.ndarray]) -> Batches:
         """Join single batches."""
         examples = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
-        return cls(examples, np.cumsum([0, *(len(one) for one in batches)]))
+        return cls(examples, np.cumsum([0, *(len(batch) for batch in batches)]))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -115,7 +115,7 @@ class BatchSchedule:
             f"source {number}" for number in range(1, len(self.sizes) + 1)
         ]
         if (
-            any(one is not None for one in labels)
+            any(source_labels is not None for source_labels in labels)
             and len(self.sizes) > 1
             and not homogeneous
         ):
@@ -125,14 +125,14 @@ class BatchSchedule:
         self._classes = {
             source: ClassBatches(
                 self._names[source],
-                one,
+                source_labels,
                 self._num_drawn[source],
                 self.batch_sizes[source],
                 seed,
                 source,
             )
-            for source, one in enumerate(labels)
-            if one is not None
+            for source, source_labels in enumerate(labels)
+            if source_labels is not None
         }
         self._members = self._sources_of_groups(tasks)
         self._orders: dict[int, Batches] = {}
@@ -191,8 +191,10 @@ class BatchSchedule:
         for size in sorted(others):
             names = [
                 name
-                for name, own in zip(self._names, self.batch_sizes, strict=True)
-                if own == size
+                for name, size_of_source in zip(
+                    self._names, self.batch_sizes, strict=True
+                )
+                if size_of_source == size
             ]
             line += f"; of {size:,d}: {', '.join(names)}"
         if self.smallest_batch < min(self.batch_sizes):
@@ -206,12 +208,12 @@ class BatchSchedule:
             ]
             if small:
                 line += f", since {' and '.join(small)} in all"
-        for source, one in self._classes.items():
-            line += f"; {self._names[source]}: {one.size:,d} of {one.num_classes:,d} classes in a batch"
-            if one.num_alone:
-                line += f" ({one.num_alone:,d} examples are alone in their class and left out)"
-            if one.num_repeated:
-                line += f" ({one.num_repeated:,d} examples that repeat another one of their class are left out)"
+        for source, classes in self._classes.items():
+            line += f"; {self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
+            if classes.num_alone:
+                line += f" ({classes.num_alone:,d} examples are alone in their class and left out)"
+            if classes.num_repeated:
+                line += f" ({classes.num_repeated:,d} examples that repeat another one of their class are left out)"
         return line
 
     def _sources_of_groups(self, tasks: Sequence[int] | None) -> list[list[int]]:
@@ -224,8 +226,8 @@ class BatchSchedule:
                 # Behind all numbers of tasks, so that it equals none of them.
                 number[source] = len(self.sizes) + place
         groups: dict[int, list[int]] = {}
-        for source, one in enumerate(number):
-            groups.setdefault(one, []).append(source)
+        for source, group in enumerate(number):
+            groups.setdefault(group, []).append(source)
         return list(groups.values())
 
     def _group_sizes(self) -> list[tuple[str, int, int]]:
@@ -302,7 +304,7 @@ class BatchSchedule:
         """Interleave the streams at random. Each keeps its order, so that a second pass does not precede the first."""
         if len(drawn) == 1:
             return drawn[0]
-        source_of = np.repeat(np.arange(len(drawn)), [len(one) for one in drawn])
+        source_of = np.repeat(np.arange(len(drawn)), [len(stream) for stream in drawn])
         # Group 0 leaves its number out: the order of a single group does not depend on grouping.
         purpose = (_MIX, epoch) if group == 0 else (_MIX, epoch, group)
         source_of = source_of[self._shuffled(len(source_of), *purpose)]

@@ -262,28 +262,30 @@ def _pass_on(
             taken = work.take(IMAGES_OF_JOB, 0 if sent else IDLE_SECONDS)
             if taken:
                 sent.append(taken)
-                process.send([one.image for one in taken])
+                process.send([decoding.image for decoding in taken])
             elif not sent:
                 return
             if len(sent) == 2 or not taken:
                 results = process.receive()
                 job = sent.popleft()
                 pairs = [
-                    (one, result)
-                    for one, result in zip(job, results, strict=True)
+                    (decoding, result)
+                    for decoding, result in zip(job, results, strict=True)
                     if result is not None
                 ]
-                work.finish([one for one, _ in pairs], [result for _, result in pairs])
-                for one, result in zip(job, results, strict=True):
+                work.finish(
+                    [decoding for decoding, _ in pairs], [result for _, result in pairs]
+                )
+                for decoding, result in zip(job, results, strict=True):
                     if result is None:  # too large for the shared memory
-                        _decode_here(one, work, decode)
+                        _decode_here(decoding, work, decode)
     except WorkerEnded as error:
         if error.position is not None:
             failed = sent[0].pop(error.position)
             work.finish([failed], [_lost(failed.image, error)])
-        work.put_back([one for job in sent for one in job])
+        work.put_back([decoding for job in sent for decoding in job])
     except BaseException as error:  # whoever waits for an image of these gets it
-        lost = [one for job in sent for one in job]
+        lost = [decoding for job in sent for decoding in job]
         work.finish(lost, [error] * len(lost))
         raise
     finally:
