@@ -306,10 +306,8 @@ class Columns:
             if not names_of["query"] and not names_of["query_image"]:
                 names_of["query"] = text
             if not names_of["positive"] and not names_of["positive_image"]:
-                names_of["positive"], names_of["positive_image"] = (
-                    names_of["query"],
-                    names_of["query_image"],
-                )
+                names_of["positive"] = names_of["query"]
+                names_of["positive_image"] = names_of["query_image"]
         layout = Layout(
             **{
                 role: names_of[role][0] if names_of[role] else None
@@ -529,7 +527,8 @@ def _otherwise(
 
 def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
     """Return a column mapping for the missing parts (query, positive), guessed from the column names."""
-    free, mapping = list(columns), dict[str, str]()
+    free = list(columns)
+    mapping = dict[str, str]()
     for role in missing:
         targets = [target for target in (role, f"{role}_image") if target in GUESSES]
         # The names of the table too: `Question`, ` Answer ` and `sentence1` without its partner are near misses.

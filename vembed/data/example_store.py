@@ -131,7 +131,8 @@ class _Source(Records):
         return self.read_as.apply(example)
 
     def summary(self) -> str:
-        counts, num_records = self.index.counts, len(self.index)
+        counts = self.index.counts
+        num_records = len(self.index)
         kinds = [
             "+".join(
                 name for name, count in (("text", texts), ("image", images)) if count
@@ -284,7 +285,8 @@ class ExampleStore:
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
-        values, counts = [], []
+        values = []
+        counts = []
         for source in self._sources:
             if source.index.keys is None:
                 raise RuntimeError(

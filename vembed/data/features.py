@@ -169,10 +169,8 @@ class Featuriser:
         return self.features([(item, "document")])[0]
 
     def _modality(self, item: Item) -> Modality:
-        modalities, name = (
-            self.description.modalities,
-            self.description.name or self.description.source,
-        )
+        modalities = self.description.modalities
+        name = self.description.name or self.description.source
         if item.text is None and not item.images:
             raise UserError(
                 "an item has neither a text nor an image; give it one of them"
@@ -222,10 +220,8 @@ class Featuriser:
         limits = [limit for _, _, _, limit in items]
         if modality == "multimodal":
             assert self._chat is not None
-            texts, images = (
-                [item.text for item in items.values()],
-                [item.images for item in items.values()],
-            )
+            texts = [item.text for item in items.values()]
+            images = [item.images for item in items.values()]
             rows = self._chat.encode_with_images(
                 prompts, texts, images
             )  # an image has no part to cut

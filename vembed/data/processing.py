@@ -240,7 +240,8 @@ class ChatProcessing:
             self._chat.render(prompt, text, len(item_images))
             for prompt, text, item_images in zip(prompts, texts, images, strict=True)
         ]
-        rows, longest = [], self._description.max_length
+        rows = []
+        longest = self._description.max_length
         for text, ids, item_images in zip(
             rendered, self._encode(rendered), images, strict=True
         ):
@@ -304,9 +305,11 @@ class ChatProcessing:
 
     def _cut(self, rendered: str, ids: list[int], longest: int) -> list[int]:
         """Truncate as the tokenizer does, with room for its special tokens, and add them."""
-        before, after = self._before, self._after
+        before = self._before
+        after = self._after
         if self._bos is not None and rendered.startswith(self._bos):
-            before, after = [], []  # the template has already added them
+            before = []  # the template has already added them
+            after = []
         room = longest - len(before) - len(after)
         if len(ids) > room:
             ids = ids[len(ids) - room :] if self._cut_left else ids[:room]

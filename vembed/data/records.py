@@ -275,7 +275,8 @@ class RecordFormat:
         for key in ("image", "images"):
             if value.get(key) is not None:
                 images = (*images, *self._image_list(value[key], name))
-        text, title = value.get("text"), value.get("title")
+        text = value.get("text")
+        title = value.get("title")
         if type(text) is str and type(title) is str:
             text = f"{title} {text}".strip()  # as in a BEIR-style corpus
         if text is None and not images:

@@ -143,7 +143,9 @@ class RowStore:
                 os.close(file.descriptor)
         if self._own is not None:
             os.close(self._own)
-        self._files, self._places, self._own = {}, {}, None
+        self._files = {}
+        self._places = {}
+        self._own = None
 
     def _open_own(self, width: int, itemsize: int) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)

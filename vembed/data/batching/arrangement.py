@@ -30,19 +30,23 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     """Return the conflicts of examples whose contents are `values`, of which example i has the next counts[i]."""
     owners = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((owners, values))
-    values, owners = values[order], owners[order]
+    values = values[order]
+    owners = owners[order]
     once = np.ones(
         len(values), dtype=bool
     )  # a content that an example holds twice counts once
     once[1:] = (values[1:] != values[:-1]) | (owners[1:] != owners[:-1])
-    values, owners = values[once], owners[once]
+    values = values[once]
+    owners = owners[once]
     _, number, frequency = np.unique(values, return_inverse=True, return_counts=True)
     repeated = frequency[number] > 1
-    number, owners = number[repeated], owners[repeated]
+    number = number[repeated]
+    owners = owners[repeated]
     # Each example belongs to the group of its most frequent content. Groups are placed by size, equal ones in the
     # order in which they begin, so that the result depends on the epoch's order alone.
     by_owner = np.lexsort((number, -frequency[number], owners))
-    number, owners = number[by_owner], owners[by_owner]
+    number = number[by_owner]
+    owners = owners[by_owner]
     bound, first = np.unique(owners, return_index=True)
     group = number[first]
     begins = np.full(len(frequency), len(counts))
@@ -96,7 +100,8 @@ def _upper_bound(
     """Return a number of batches that no arrangement exceeds: a group gives each batch one example at most."""
     if not drop_last:
         return -(-num_examples // size)
-    low, high = 0, num_examples // size
+    low = 0
+    high = num_examples // size
     while low < high:
         middle = (low + high + 1) // 2
         # Binary search: with more batches a group can place more, but more places are to be filled.
@@ -127,7 +132,8 @@ class _Room:
     def fill(self, conflicts: Conflicts) -> None:
         """Place as many examples as possible. What comes last in the epoch's order is left out first."""
         num_places = self.num_open
-        keys, free = conflicts.keys, conflicts.free
+        keys = conflicts.keys
+        free = conflicts.free
         # Examples with conflicts first, while there is choice. Those late in the order wait: they are left out first.
         waiting = [
             example

@@ -188,7 +188,8 @@ def _middle(widths: list[int], start: int, end: int) -> int:
     The padded size of the left part grows with the cut and that of the right part shrinks: binary search for the first
     cut at which left >= right, then compare it with the cut before it.
     """
-    low, high = start + 1, end - 1
+    low = start + 1
+    high = end - 1
     while low < high:
         cut = (low + high) // 2
         if (cut - start) * widths[start] >= (end - cut) * widths[cut]:

@@ -291,8 +291,10 @@ class BatchSchedule:
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""
-        size, num_drawn = self.sizes[source], self._num_drawn[source]
-        begin, end = epoch * num_drawn, (epoch + 1) * num_drawn
+        size = self.sizes[source]
+        num_drawn = self._num_drawn[source]
+        begin = epoch * num_drawn
+        end = (epoch + 1) * num_drawn
         parts = []
         # Pass n of a source covers its draws n * size to (n + 1) * size - 1, counted over all epochs.
         for number in range(begin // size, (end - 1) // size + 1):

@@ -246,7 +246,7 @@ def is_array(path: Path) -> bool:
         values = json.loads(first)
     except (ValueError, RecursionError):
         return True
-    has_records = all(isinstance(value, dict) for value in values)
+    has_records = bool(values) and isinstance(values[0], dict)
     return has_records or not following.strip()
 
 

@@ -96,16 +96,15 @@ class _Work:
 
     def __init__(self, first: FirstHalf, count: int) -> None:
         self.pids: set[int] = set()
-        self._first, self._count = first, count
+        self._first = first
+        self._count = count
         self._pickled: bytes | None = None
         # Where there is one core, or no such memory (macOS), threads do all the work.
         self._may_start = count > 1 and hasattr(os, "memfd_create")
         self._waiting: deque[Decoding] = deque()
         self._lock = threading.Lock()
-        self._more, self._done = (
-            threading.Condition(self._lock),
-            threading.Condition(self._lock),
-        )
+        self._more = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
         self._num_waited_for = 0
         self._bytes_of_one = 1
         self.is_closed = False

@@ -122,11 +122,10 @@ def find_recipe(processor: Any) -> PixelRecipe | None:
 
 def _candidates(processor: Any, settings: Mapping[str, Any]) -> list[PixelRecipe]:
     recipes: list[PixelRecipe] = []
-    size, crop = dict(settings.get("size") or {}), dict(settings.get("crop_size") or {})
-    does_resize, does_crop = (
-        bool(settings.get("do_resize")),
-        bool(settings.get("do_center_crop")),
-    )
+    size = dict(settings.get("size") or {})
+    crop = dict(settings.get("crop_size") or {})
+    does_resize = bool(settings.get("do_resize"))
+    does_crop = bool(settings.get("do_center_crop"))
     for scale in _scales(settings):
         resample = Image.Resampling(
             int(settings.get("resample") or Image.Resampling.NEAREST)
@@ -173,10 +172,8 @@ def _agrees(recipe: PixelRecipe, processor: Any, picture: Image.Image) -> bool:
     halfway = recipe.halfway(picture)
     if halfway[PIXELS].dtype != torch.uint8:
         return False
-    tensors, wanted = (
-        recipe.finished(halfway),
-        dict(processor(images=[picture], return_tensors="pt")),
-    )
+    tensors = recipe.finished(halfway)
+    wanted = dict(processor(images=[picture], return_tensors="pt"))
     return tensors.keys() == wanted.keys() and all(
         wanted[name].dtype == tensors[name].dtype
         and torch.equal(wanted[name], tensors[name])

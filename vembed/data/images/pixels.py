@@ -157,7 +157,8 @@ class Pixels:
             cached = [
                 self._kept.get(image) or self._decoding.get(image) for image in images
             ]
-        made, seen = [], []
+        made = []
+        seen = []
         try:
             for image, entry in zip(images, cached, strict=True):
                 seen.append(image)
@@ -194,7 +195,8 @@ def _size(arrays: Arrays) -> int:
 def _patch_size(config: dict[str, Any]) -> int:
     """Return the side of a patch in pixels. For a network that halves its resolution at each stage (ConvNeXt), of the
     last stage."""
-    patch_size, stages = config.get("patch_size"), config.get("depths") or [0]
+    patch_size = config.get("patch_size")
+    stages = config.get("depths") or [0]
     return (
         CONVOLUTION_STRIDE
         if patch_size is None
