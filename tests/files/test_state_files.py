@@ -93,3 +93,12 @@ def test_a_shortened_metrics_file_is_named_at_resume(tmp_path: Path) -> None:
     again = vembed.train({**options, "max_steps": 5, "resume": True})
     log = (again.output_dir / "training_log.txt").read_text()
     assert "metrics.jsonl is damaged: it has 40 bytes" in log
+
+
+@pytest.mark.parametrize("name", ["/", "runs\0x", "/proc/self/run", "/dev/run"])
+def test_an_output_dir_that_holds_no_files_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    options = settings(tmp_path, max_steps=1, val_data_path=None)
+    with pytest.raises(UserError, match="output_dir"):
+        vembed.train({**options, "output_dir": name})
