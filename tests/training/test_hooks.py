@@ -180,7 +180,7 @@ def averaged_run(
 def test_state_and_tensors_of_hooks_are_resumed_under_fsdp(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     common = {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "batch_size": 8,
         "eval_steps": 2,
         "save_steps": 2,

@@ -130,10 +130,10 @@ def measure(config: TrainConfig) -> ModelSize:
         hidden=description.hidden_dim,
         inner=max(
             (
-                one.shape[0]
+                weight.shape[0]
                 for layer in layers
-                for one in layer.parameters()
-                if one.ndim == 2
+                for weight in layer.parameters()
+                if weight.ndim == 2
             ),
             default=0,
         ),

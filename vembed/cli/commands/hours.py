@@ -194,17 +194,19 @@ def data_size(config: TrainConfig) -> DataSize | None:
     num_examples, tokens, num_texts, num_looked = 0, 0.0, 0, 0
     for source in data_sources(config):
         path = source.path if isinstance(source, DataSource) else source
-        own = source.column_mapping if isinstance(source, DataSource) else None
-        mapping = own or config.data.column_mapping
+        source_mapping = (
+            source.column_mapping if isinstance(source, DataSource) else None
+        )
+        mapping = source_mapping or config.data.column_mapping
         sample = read_sample(Path(path).expanduser())
         if not sample.records:
             return None
         texts: list[str] = []
         for record in sample.records:
-            found = list(_texts(record, mapping, config.data.max_negatives))
-            if None in found:
+            record_texts = list(_texts(record, mapping, config.data.max_negatives))
+            if None in record_texts:
                 return None
-            texts += [one for one in found if one is not None]
+            texts += [text for text in record_texts if text is not None]
         ids = (
             tokenizer(texts, truncation=True, max_length=description.max_length)[
                 "input_ids"
@@ -235,5 +237,7 @@ def _texts(
     )
     for name in (layout.query, layout.positive):
         yield from texts_of(record.get(name) if name else None)
-    negatives = [one for name in layout.negatives for one in texts_of(record.get(name))]
+    negatives = [
+        text for name in layout.negatives for text in texts_of(record.get(name))
+    ]
     yield from negatives[:most]

@@ -341,13 +341,13 @@ def _training_lines(
         ),
     ]
     if looked.loss in ("infonce", "cosent"):
-        own = None if facts is None else facts.temperature
+        model_temperature = None if facts is None else facts.temperature
         why = (
             "smaller: harder"
-            if own is None
+            if model_temperature is None
             else "as this model was trained; smaller: harder"
         )
-        lines.append(_line("temperature", own or kind.temperature, why))
+        lines.append(_line("temperature", model_temperature or kind.temperature, why))
     passes = "passes over the data by their number"
     if total:
         passes = (
@@ -403,14 +403,14 @@ def _training_lines(
 
 
 def look_at(
-    sample: FileSample, data: str, given: Mapping[str, str], mode: Mode = "auto"
+    sample: FileSample, data: str, columns_given: Mapping[str, str], mode: Mode = "auto"
 ) -> Looked:
     """Return what the first records show. `given`: columns that the user names."""
     sample = replace(sample, records=[_fields(record) for record in sample.records])
     if not sample.records:
         return Looked(
             sample,
-            dict(given),
+            dict(columns_given),
             "infonce",
             "not looked at (no file of that name here)",
             {},
@@ -418,28 +418,31 @@ def look_at(
             [],
         )
     names = sample.columns
-    for name in given:
+    for name in columns_given:
         if name not in names:
             near = nearest(name, names)
             hint = f", did you mean {near!r}?" if near else ""
             raise UserError(
                 f"{data} has no column {name!r}{hint} (it has {', '.join(names)})"
             )
-    layout = Columns(given).layout(names)
+    layout = Columns(columns_given).layout(names)
     has = {
         "query": layout.query or layout.query_image,
         "positive": layout.positive or layout.positive_image,
     }
     missing = [role for role, name in has.items() if name is None]
-    found = guess(sample.records, missing, layout.columns())
+    guesses_made = guess(sample.records, missing, layout.columns())
     # Asked only where each missing part has a column to choose from.
     mapping = (
-        confirm(found, missing)
-        if missing and len(found.candidates) >= len(missing) and is_terminal()
+        confirm(guesses_made, missing)
+        if missing and len(guesses_made.candidates) >= len(missing) and is_terminal()
         else None
     )
-    guesses = found.reasons if mapping is None else {}
-    mapping = {**given, **(found.mapping if mapping is None else mapping)}
+    guesses = guesses_made.reasons if mapping is None else {}
+    mapping = {
+        **columns_given,
+        **(guesses_made.mapping if mapping is None else mapping),
+    }
     layout = Columns(mapping).layout(names)
     if layout.problem:
         raise UserError(f"{data}: {layout.problem}, or with --query and --positive")
@@ -472,13 +475,13 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(sample: FileSample, names: Sequence[str | None]) -> list[str]:
-    found = (
+    guesses_made = (
         text
         for record in sample.records
         for name in names
         for text in texts_of(record.get(name or ""))
     )
-    return [text for text in found if text is not None]
+    return [text for text in guesses_made if text is not None]
 
 
 def _said(lengths: values.Lengths | None, limit: int | None) -> str:

@@ -22,17 +22,17 @@ def write_report(pipeline: Pipeline, state_file: str) -> Path:
             json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         )
         scores = state.get("scores") or _last_scores(folder / "metrics.jsonl")
-        shown = ", ".join(
+        scores_text = ", ".join(
             f"{name} {scores[name]:.4f}" for name in _SHOWN if name in scores
         )
-        own = (
+        link = (
             f"[report]({folder.name}/report.html)"
             if (folder / "report.html").is_file()
             else ""
         )
         took = f"{state['seconds']:,.0f} s" if "seconds" in state else ""
         rows.append(
-            f"| {step.name} | {step.kind} | {state.get('state', 'not run')} | {took} | {shown} | {own} |"
+            f"| {step.name} | {step.kind} | {state.get('state', 'not run')} | {took} | {scores_text} | {link} |"
         )
     lines = [
         "# Stages",
@@ -51,9 +51,9 @@ def _last_scores(metrics: Path) -> dict[str, float]:
     """Return the newest evaluation of a training."""
     if not metrics.is_file():
         return {}
-    found: dict[str, float] = {}
+    last_scores: dict[str, float] = {}
     for line in metrics.read_text(encoding="utf-8").splitlines():
         values = json.loads(line)
         if "eval" in values:
-            found = values["eval"]
-    return found
+            last_scores = values["eval"]
+    return last_scores
