@@ -446,7 +446,7 @@ from vembed.training.optimizer import build_optimizer
 assert "bitsandbytes" not in sys.modules
 child = os.fork()
 if child == 0:
-    build_optimizer(TinyModel(), TinyLoss(), config_for({str(tmp_path)!r}, optim="adamw_8bit"))
+    build_optimizer(TinyModel(), TinyLoss(), config_for({str(tmp_path)!r}, optim="adamw_8bit").optimizer)
     sys.exit()
 assert os.waitpid(child, 0)[1] == 0
 for stream in (sys.stdout, sys.stderr):

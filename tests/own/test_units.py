@@ -50,7 +50,7 @@ def free() -> Any:
 def fsdp_of(config: dict[str, Any]) -> FsdpConfig:
     """The settings of a sharded run."""
     found = resolve_run(
-        {"model_name": "m", "data_path": "d", "use_fsdp": True, **as_options(config)},
+        {"model_name": "m", "data_path": "d", "strategy": "fsdp", **as_options(config)},
         env={},
     ).fsdp
     assert found is not None

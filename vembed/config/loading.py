@@ -83,7 +83,7 @@ def resolve_run(
     if file_path is not None:
         # Before the layers are merged, since the Accelerate file is read for that.
         for layer in configs:
-            _find_beside_file(layer.values, ("accelerate_config",), file_path, notes)
+            find_beside_file(layer.values, ("accelerate_config",), file_path, notes)
     strongest_first = [command_line, *reversed(configs)]
     configs += user_preset_layers(source, strongest_first)
     launcher, launcher_notes = launcher_layer(env)
@@ -102,7 +102,7 @@ def resolve_run(
     _add_implied_options(values, problems)
     notes += _moved_stage_notes(values)
     if file_path is not None:
-        _find_beside_file(values, PATH_OPTIONS, file_path, notes)
+        find_beside_file(values, PATH_OPTIONS, file_path, notes)
     _expand_output_dir(values, env, notes, problems)
     problems += _missing_options(source, layers, values)
     if problems:
@@ -389,7 +389,7 @@ def _expand_output_dir(
         values["output_dir"] = replace(template, value=folder)
 
 
-def _find_beside_file(
+def find_beside_file(
     values: dict[str, OptionValue], names: Sequence[str], file: Path, notes: list[str]
 ) -> None:
     """Resolve relative paths in the current directory, else in the config file's folder."""

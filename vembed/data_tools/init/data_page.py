@@ -73,7 +73,7 @@ def data_page(config: TrainConfig) -> str:
 
 def data_facts(config: TrainConfig) -> DataFacts:
     """Return the page and the figures on it."""
-    with _unlogged():
+    with unlogged():
         sets = open_sets(config, compares=True)
     read = [*sets.examples.summary()]
     if sets.evaluation is not None:
@@ -93,7 +93,7 @@ def data_facts(config: TrainConfig) -> DataFacts:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def unlogged() -> Iterator[None]:
     """Keep the log's lines from the console: the page has the same ones. Without a handler Python prints warnings."""
     log, silent = logging.getLogger("vembed"), logging.NullHandler()
     log.addHandler(silent)
