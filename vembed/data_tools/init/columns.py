@@ -355,7 +355,9 @@ def confirm(
             None,
         )
         what = "the query" if role == "query" else "what the query should find"
-        lines = [f"  {number}  {one.printable}" for number, one in enumerate(columns, 1)]
+        lines = [
+            f"  {number}  {one.printable}" for number, one in enumerate(columns, 1)
+        ]
         default = next(
             (
                 str(number)
