@@ -216,7 +216,7 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
         "Gradient Cache": {"use_gradient_cache": True, "micro_batch_tokens": 128},
         "recomputed": {"gradient_checkpointing": True},
         "compiled": {"torch_compile": True},
-        "FSDP2 on a mesh of one": {"use_fsdp": True, "fsdp_version": 2},
+        "FSDP2 on a mesh of one": {"strategy": "fsdp", "fsdp_version": 2},
     }
 
     def same(name: str, options: Values) -> Values:

@@ -73,7 +73,7 @@ def one_pass(
     )
     value = loss(batch)
     value.backward()
-    return float(value.detach()), exchange.own_gradient(leaf, counts)
+    return float(value.detach()), exchange.local_gradient(leaf, counts)
 
 
 def compare(

@@ -29,7 +29,7 @@ from vembed.parallel.launch import rank_environments
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.interrupts import Interrupts
-from vembed.training.run_log import Outlets
+from vembed.training.run_log import RunLog
 from vembed.training.trainer import Runtime, Trainer
 
 Options = Mapping[str, Any]
@@ -132,7 +132,7 @@ class Built:
     is_deterministic: bool
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return dict(self.trainer.parts.model.named_parameters())
+        return dict(self.trainer.components.model.named_parameters())
 
     def group(self, of: str) -> dict[str, Any]:
         """The optimizer's group of the first parameter whose name has `of` in it."""
@@ -141,24 +141,24 @@ class Built:
             for name, one in self.parameters().items()
             if of in name and one.requires_grad
         )
-        groups = self.trainer.parts.optimizer.param_groups
+        groups = self.trainer.components.optimizer.param_groups
         return next(
             group for group in groups if any(one is wanted for one in group["params"])
         )
 
     def tokens(self, text: str, kind: Any) -> list[int]:
-        featuriser = self.trainer.parts.featuriser
+        featuriser = self.trainer.components.featuriser
         (features,) = featuriser.features([(Item(text=text), kind)])
         return list(map(int, features.token_ids))
 
     def image_tokens(self, name: str) -> int:
         """Return the length of an image for the model."""
         item = Item(images=(ImageRef(path=str(folder() / name)),))
-        (features,) = self.trainer.parts.featuriser.features([(item, "document")])
+        (features,) = self.trainer.components.featuriser.features([(item, "document")])
         return features.length
 
     def layers(self) -> list[Any]:
-        return layers_of(self.trainer.parts.model)
+        return layers_of(self.trainer.components.model)
 
 
 class _Lines(logging.Handler):
@@ -181,13 +181,13 @@ def build(options: Options) -> Built:
     try:
         with (
             start_session(run) as session,
-            Checkpointer(run.config, session) as checkpointer,
+            Checkpointer(run.config.run, session) as checkpointer,
         ):
             runtime = Runtime(
                 session,
                 checkpointer,
-                Interrupts(run.config),
-                Outlets(Console(quiet=True), None),
+                Interrupts(run.config.run.max_train_minutes),
+                RunLog(Console(quiet=True), None),
             )
             trainer = Trainer(run.config, runtime)
             return Built(
@@ -267,7 +267,7 @@ def adapter_names(one: Built) -> set[str]:
 def adapter(one: Built) -> Any:
     layers = [
         module
-        for module in one.trainer.parts.model.modules()
+        for module in one.trainer.components.model.modules()
         if "lora_A" in dict(module.named_children())
     ]
     return layers[0] if layers else None
@@ -279,7 +279,9 @@ def adapter_dropout(one: Built) -> float:
 
 
 def num_quantized(one: Built) -> bool:
-    return any(is_quantized(module) for module in one.trainer.parts.model.modules())
+    return any(
+        is_quantized(module) for module in one.trainer.components.model.modules()
+    )
 
 
 def first_ids(one: Built) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from tests.harness import run_ranks
 from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.losses.build import build_loss
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.session import Session, start_session
-from vembed.training.checkpoint.checkpointer import whole_model_writer
 from vembed.training.exchange import loss_exchange
+from vembed.training.final import ModelWriter, whole_model_writer
 
 FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
 SIZED = {
@@ -187,9 +187,8 @@ def _facts(session: Session) -> dict[str, Any]:
     old_policy = (
         session.accelerator.state.fsdp_plugin.mixed_precision_policy if old else None
     )
-    writer = whole_model_writer(
-        run.config, session, embedder, model, build_loss(run.config)
-    )
+    components = SimpleNamespace(model=model, embedder=embedder)
+    writer = whole_model_writer(ModelWriter(run.config, session, components))  # type: ignore[arg-type]
     return {
         "kind": "FSDP1" if old else "FSDP2" if new else "copies",
         "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),

@@ -60,12 +60,14 @@ BUILT: dict[str, Row] = {
     "model_name": ("many", lambda one: len(one.layers()), 3),
     "model_family": (
         "other",
-        lambda one: one.trainer.parts.embedder.description.family,
+        lambda one: one.trainer.components.embedder.description.family,
         "text_decoder",
     ),
     "model_revision": (
         "other_adapters",
-        lambda one: one.trainer.parts.embedder.backbone.peft_config["default"].revision,
+        lambda one: (
+            one.trainer.components.embedder.backbone.peft_config["default"].revision
+        ),
         "v2",
         "adapters",
     ),
@@ -76,7 +78,7 @@ BUILT: dict[str, Row] = {
     ),
     "composed_dim": (
         "composed",
-        lambda one: one.trainer.parts.embedder.description.embedding_dim,
+        lambda one: one.trainer.components.embedder.description.embedding_dim,
         6,
         "composed_plainly",
     ),
@@ -91,7 +93,7 @@ BUILT: dict[str, Row] = {
         "many",
         lambda one: (
             type(
-                one.trainer.parts.embedder.backbone.encoder.layer[
+                one.trainer.components.embedder.backbone.encoder.layer[
                     0
                 ].attention.self.query
             ).__name__
@@ -100,24 +102,26 @@ BUILT: dict[str, Row] = {
     ),
     "attn_implementation": (
         "many",
-        lambda one: one.trainer.parts.embedder.backbone.config._attn_implementation,
+        lambda one: (
+            one.trainer.components.embedder.backbone.config._attn_implementation
+        ),
         "eager",
     ),
     "padding_free": (
         "many",
-        lambda one: one.trainer.parts.embedder.packs_texts(),
+        lambda one: one.trainer.components.embedder.packs_texts(),
         False,
     ),
     "bidirectional_attention": (
         "seeing",
-        lambda one: one.trainer.parts.embedder.description.pooling,
+        lambda one: one.trainer.components.embedder.description.pooling,
         "mean",
         "decoder",
     ),
     "max_length": ("many", lambda one: len(one.tokens("red " * 40, "document")), 9),
     "pooling": (
         "many",
-        lambda one: one.trainer.parts.embedder.description.pooling,
+        lambda one: one.trainer.components.embedder.description.pooling,
         "max",
     ),
     "query_prompt": ("many", lambda one: len(one.tokens("blue", "query")) - 2, 2),
@@ -148,18 +152,26 @@ BUILT: dict[str, Row] = {
         lambda one: one.layers()[0].gradient_checkpointing,
         True,
     ),
-    "use_mrl": ("mrl", lambda one: tuple(one.trainer.parts.loss.mrl_dims), (16, 8)),
-    "mrl_dims": ("many", lambda one: tuple(one.trainer.parts.loss.mrl_dims), (16, 8)),
+    "use_mrl": (
+        "mrl",
+        lambda one: tuple(one.trainer.components.loss.mrl_dims),
+        (16, 8),
+    ),
+    "mrl_dims": (
+        "many",
+        lambda one: tuple(one.trainer.components.loss.mrl_dims),
+        (16, 8),
+    ),
     "mrl_projection": (
         "mrl",
-        lambda one: one.trainer.parts.embedder.mrl_projection is not None,
+        lambda one: one.trainer.components.embedder.mrl_projection is not None,
         True,
         "whole",
     ),
     "mrl_projection_init": (
         "pca",
         lambda one: bool(
-            one.trainer.parts.embedder.mrl_projection.linear.weight.eq(0).any()
+            one.trainer.components.embedder.mrl_projection.linear.weight.eq(0).any()
         ),
         False,
         "mrl",
@@ -250,7 +262,7 @@ BUILT: dict[str, Row] = {
     "num_workers": ("many", lambda one: one.trainer.stream.num_workers, 0),
     "learn_temperature": (
         "many",
-        lambda one: len(list(one.trainer.parts.loss.parameters())),
+        lambda one: len(list(one.trainer.components.loss.parameters())),
         1,
     ),
     "batch_size": ("many", lambda one: len(first_ids(one)), 5),
@@ -282,12 +294,12 @@ BUILT: dict[str, Row] = {
     ),
     "cache_frozen_features": (
         "frozen",
-        lambda one: bool(one.trainer.parts.source.towers.stores),
+        lambda one: bool(one.trainer.components.source.towers.stores),
         True,
         "clip",
     ),
     "epochs": ("other", lambda one: one.trainer.data.total_steps > 10, True),
-    "patience": ("patient", lambda one: one.trainer.rhythm.patience, 2),
+    "patience": ("patient", lambda one: one.trainer.intervals.patience, 2),
     "max_steps": ("many", lambda one: one.trainer.data.total_steps, 7),
     "learning_rate": ("many", lambda one: one.trainer.schedule.peak, 0.5),
     "scale_learning_rate": (
@@ -301,7 +313,11 @@ BUILT: dict[str, Row] = {
         2.0,
         "scaled",
     ),
-    "optim": ("other", lambda one: type(one.trainer.parts.optimizer).__name__, "SGD"),
+    "optim": (
+        "other",
+        lambda one: type(one.trainer.components.optimizer).__name__,
+        "SGD",
+    ),
     "weight_decay": (
         "many",
         lambda one: one.group("query.weight")["weight_decay"],
@@ -547,10 +563,11 @@ def test_checkpoints_and_their_options(
     }, "the best and the newest"
     options = given({**RUNS["many"], "output_dir": str(run), "profile_steps": None})
     assert (
-        candidates(TrainConfig(**{**options, "resume": True}))[0].name == "checkpoint-4"
+        candidates(TrainConfig(**{**options, "resume": True}).run)[0].name
+        == "checkpoint-4"
     )
     assert (
-        candidates(TrainConfig(**{**options, "output_dir": str(tmp_path / "new")}))
+        candidates(TrainConfig(**{**options, "output_dir": str(tmp_path / "new")}).run)
         == []
     )
     changed = {**options, "resume": True, "learning_rate": 1e-3}
@@ -673,13 +690,13 @@ def test_micro_batches_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None
     counts = []
     for tokens in ("auto", 5):
         calls: list[int] = []
-        hook = one.trainer.parts.model.register_forward_hook(
+        hook = one.trainer.components.model.register_forward_hook(
             lambda *_, seen=calls: seen.append(1)
         )
         config = one.run.config.changed(**{"eval_batch_tokens": tokens})
         evaluate_model(
-            one.trainer.parts.model,
-            one.trainer.parts.featuriser,
+            one.trainer.components.model,
+            one.trainer.components.featuriser,
             one.trainer.data.evaluation,
             config,
             None,
@@ -737,7 +754,7 @@ def test_code_of_a_model_is_run_when_asked(
     with pytest.raises(UserError, match="trust_remote_code"):
         build({"model_name": str(model)})
     trusted = build({"model_name": str(model), "trust_remote_code": True})
-    assert type(trusted.trainer.parts.embedder.backbone).__name__ == "OwnModel"
+    assert type(trusted.trainer.components.embedder.backbone).__name__ == "OwnModel"
 
 
 # ---- every way in ----------------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def test_accelerate_files(tmp_path: Path, values: dict[str, Any]) -> None:
         {
             "model_name": "m",
             "data_path": "d",
-            "use_fsdp": True,
+            "strategy": "fsdp",
             "accelerate_config": str(file),
         }
     )

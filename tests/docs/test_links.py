@@ -14,7 +14,8 @@ from vembed.cli.commands.options_page import options_page
 from vembed.config.aliases import BLOCKS, target_of
 from vembed.config.negatives import EpochMining
 from vembed.data.columns import COLUMNS
-from vembed.mining.config import AuditConfig, GenerateConfig, MineConfig
+from vembed.data_tools.config import AuditConfig, GenerateConfig
+from vembed.mining.config import MineConfig
 
 NO_OPTIONS = {"compute_device", "num_processes", "kind", "restartPolicy"}
 """Keys in spans such as `compute_device: gpu` that are not options of ours."""

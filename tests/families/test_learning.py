@@ -113,7 +113,7 @@ def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path: Path) -
         "use_gradient_cache": True,
         "micro_batch_tokens": 200,
         "gradient_checkpointing": False,
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "logging_steps": 1,
         "eval_before": False,
         "report_to": "none",
@@ -123,7 +123,7 @@ def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path: Path) -
         {
             **settings,
             "val_data_path": None,
-            "use_fsdp": False,
+            "strategy": "ddp",
             "output_dir": str(tmp_path / "one"),
         }
     )

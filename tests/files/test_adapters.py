@@ -217,7 +217,11 @@ def test_two_processes_start_from_an_adapter_that_was_saved_alone(
     assert not (folder / "model.safetensors").exists()
     options |= {"model_name": str(folder), "output_dir": str(tmp_path / "one")}
     vembed.train(options)
-    two = {**options, "global_batch_size": options.pop("batch_size"), "use_fsdp": True}
+    two = {
+        **options,
+        "global_batch_size": options.pop("batch_size"),
+        "strategy": "fsdp",
+    }
     del two["batch_size"]
     run_ranks(
         trained_there,

@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
         name: (
             str(tiny.shared(make)),
             str(place / name),
-            {"use_fsdp": True, "fsdp_version": version, **options},
+            {"strategy": "fsdp", "fsdp_version": version, **options},
         )
         for name, (make, version, options) in CASES.items()
     }

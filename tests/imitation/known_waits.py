@@ -8,6 +8,8 @@ from typing import NamedTuple
 from tests.imitation.recording import Wait
 from tests.imitation.runs import Result
 
+STAGES_OF = {"forward": ("encode", "backward")}
+"""Gradient Cache and checkpointing repeat the forward pass in the backward pass."""
 PATH = Path(__file__).with_name("known_waits.txt")
 
 
@@ -22,11 +24,8 @@ class KnownWait(NamedTuple):
 
     def covers(self, wait: Wait) -> bool:
         """Return True if this is the place of the wait."""
-        return (self.stage, self.kind, self.place) == (
-            wait.stage,
-            wait.kind,
-            wait.place,
-        )
+        is_stage = wait.stage in STAGES_OF.get(self.stage, (self.stage,))
+        return is_stage and (self.kind, self.place) == (wait.kind, wait.place)
 
 
 def read_known() -> list[KnownWait]:

@@ -19,12 +19,9 @@ from tests.imitation.runs import Result, on_cpu, on_imitation
 RUNS_ALL = os.environ.get("VEMBED_IMITATION") == "all"
 CASES = all_cases() if RUNS_ALL else default_cases()
 REASON = why_not_built()
-FLOAT32_TOLERANCE = 1e-5
-HALF_LOSS_TOLERANCE = 1e-2
-"""Relative, of the first loss. CPU and GPU round to 16 bits in different places: autocast of the CPU also runs layer
-norms in bfloat16, and the packed attention of the CPU another order of sums."""
-HALF_NORM_TOLERANCE = 5e-2
-"""Relative, of the first gradient norm."""
+TOLERANCES = {"no": 1e-5, "fp16": 1e-3, "bf16": 2.5e-2}
+"""Relative, of losses and gradient norms. CPU and GPU round to 16 bits in different places: autocast of the CPU takes
+layer norms in bfloat16, that of a GPU in float32. The largest differences of the matrix were 7e-6, 5e-4 and 2e-2."""
 
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 Results = dict[str, Result]
@@ -53,12 +50,14 @@ def test_losses_and_gradients_are_those_of_the_cpu(
     host = on_host[case.name]
     assert host.error is None, host.error
     assert device.error is None, device.error
-    if case.options["mixed_precision"] == "no":
-        assert device.losses == pytest.approx(host.losses, rel=FLOAT32_TOLERANCE)
-        assert device.norms == pytest.approx(host.norms, rel=FLOAT32_TOLERANCE)
-        return
-    assert device.losses[0] == pytest.approx(host.losses[0], rel=HALF_LOSS_TOLERANCE)
-    assert device.norms[0] == pytest.approx(host.norms[0], rel=HALF_NORM_TOLERANCE)
+    precision = case.options["mixed_precision"]
+    tolerance = TOLERANCES[precision]
+    # In 16 bits the first update is rounded already, and the steps after it drift apart.
+    num_steps = len(host.losses) if precision == "no" else 1
+    losses = host.losses[:num_steps]
+    norms = host.norms[:num_steps]
+    assert device.losses[:num_steps] == pytest.approx(losses, rel=tolerance)
+    assert device.norms[:num_steps] == pytest.approx(norms, rel=tolerance)
 
 
 @each_case

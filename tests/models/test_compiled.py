@@ -26,7 +26,7 @@ from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
 from vembed.parallel.placement import COMPILED_RATE, Placement, place
 from vembed.parallel.session import start_session
-from vembed.training import setup as compiled
+from vembed.training import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 """The compiler looks at attributes of all tensors."""

@@ -117,19 +117,12 @@ def test_the_sample_is_of_the_whole_data(monkeypatch):
             len(items), 32, generator=torch.Generator().manual_seed(1)
         ).numpy()
 
-    monkeypatch.setattr(setup, "SAMPLE", 10)
+    monkeypatch.setattr(setup, "NUM_PCA_DOCUMENTS", 10)
     monkeypatch.setattr(setup, "encode_items", encode)
     model = built(tiny.tiny_bert, use_mrl=True, mrl_dims=[8])
-    config = TrainConfig(
-        model_name="m",
-        data_path="d",
-        mrl_projection_init="pca",
-        use_mrl=True,
-        mrl_dims=[8],
-    )
     for num, last in ((19, "17"), (4, "3")):
         store = [Example(Item("q"), (Item(str(number)),)) for number in range(num)]
-        setup.start_head(config, model, None, store, SimpleNamespace(is_main=True))
+        setup.start_projection(model, None, store, SimpleNamespace(is_main=True))
         assert len(taken) == min(num, 10) and taken[-1] == last
 
 

@@ -97,7 +97,9 @@ def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
                     folder, strategy=strategy, gradient_checkpointing=strategy == "fsdp"
                 )
                 found.append(
-                    step_on_rank(case, config, session, AuxiliaryLosses(config))[0]
+                    step_on_rank(
+                        case, config, session, AuxiliaryLosses(config.objective)
+                    )[0]
                 )
     return found
 

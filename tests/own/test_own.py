@@ -154,7 +154,7 @@ def on_ranks(place: Path, strategy: str) -> Found:
         for case in CASES:
             config = config_of(case, place, **more)
             gradients, result = step_on_rank(
-                case, config, session, AuxiliaryLosses(config)
+                case, config, session, AuxiliaryLosses(config.objective)
             )
             found.gradients.append(gradients)
             found.auxiliary.append(dict(result.auxiliary))
@@ -226,7 +226,7 @@ def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
 
 def train_all(place: Path) -> list[dict[str, float]]:
     """Models in shards with Gradient Cache, one after the other; two of them under FSDP1."""
-    sharded = {"use_fsdp": True, "eval_before": False}
+    sharded = {"strategy": "fsdp", "eval_before": False}
     found = []
     for name, values in {
         "bag": {"model_class": BAG, "auxiliary_losses": WEIGHTS},

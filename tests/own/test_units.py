@@ -26,7 +26,7 @@ from vembed.config.fsdp import FsdpConfig
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.models.custom.classes import find_class
-from vembed.models.custom.objects import as_options
+from vembed.models.custom.folder import as_options
 from vembed.parallel.sharding import choose_units
 
 SIZES = {
@@ -50,7 +50,7 @@ def free() -> Any:
 def fsdp_of(config: dict[str, Any]) -> FsdpConfig:
     """The settings of a sharded run."""
     found = resolve_run(
-        {"model_name": "m", "data_path": "d", "use_fsdp": True, **as_options(config)},
+        {"model_name": "m", "data_path": "d", "strategy": "fsdp", **as_options(config)},
         env={},
     ).fsdp
     assert found is not None

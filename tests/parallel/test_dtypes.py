@@ -243,7 +243,7 @@ def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 IN_BF16: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_version": 1, "mixed_precision": "bf16"}, "torch.float32"),
     ({"mixed_precision": "bf16"}, "torch.float32"),
-    ({"fsdp_mixed_precision": True, "fsdp_param_dtype": "bfloat16"}, "torch.float32"),
+    ({"mixed_precision": "bf16", "fsdp_param_dtype": "bfloat16"}, "torch.float32"),
     (
         {"fsdp_param_dtype": "bfloat16", "fsdp_reduce_dtype": "bfloat16"},
         "torch.bfloat16",
@@ -415,8 +415,8 @@ def edited(
 
 EDITED = "backbone.encoder.layer.1.output.dense.weight"
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "fsdp2": {"use_fsdp": True},
-    "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
+    "fsdp2": {"strategy": "fsdp"},
+    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
     "ddp": {"strategy": "ddp"},
 }
 

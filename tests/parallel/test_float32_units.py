@@ -26,8 +26,8 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
-    "fsdp1": {"use_fsdp": True, "fsdp_version": 1},
-    "fsdp2": {"use_fsdp": True},
+    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
+    "fsdp2": {"strategy": "fsdp"},
 }
 
 

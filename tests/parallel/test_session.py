@@ -428,7 +428,7 @@ def test_one_process_under_torchrun_ends_well_too() -> None:
 
 
 OFFLOADED = {
-    "use_fsdp": True,
+    "strategy": "fsdp",
     "fsdp_offload_params": True,
     "gradient_checkpointing": False,
 }
@@ -629,7 +629,7 @@ def timeouts_of_a_hybrid_mesh(folder: str) -> list[float]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
     options = {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_sharding_strategy": "HYBRID_SHARD",
         "dist_timeout_minutes": 7,
     }

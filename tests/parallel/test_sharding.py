@@ -29,53 +29,53 @@ from vembed.parallel import placement, session
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # name: ranks, options of the config, options of the step
     "ddp": (2, {"strategy": "ddp"}, {}),
-    "no_shard": (2, {"use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"}, {}),
-    "fsdp2": (2, {"use_fsdp": True}, {}),
-    "fsdp2_three_ranks": (3, {"use_fsdp": True}, {"pattern": "kept"}),
-    "fsdp2_cache": (2, {"use_fsdp": True}, {"pattern": "cache"}),
+    "no_shard": (2, {"strategy": "fsdp", "fsdp_sharding_strategy": "NO_SHARD"}, {}),
+    "fsdp2": (2, {"strategy": "fsdp"}, {}),
+    "fsdp2_three_ranks": (3, {"strategy": "fsdp"}, {"pattern": "kept"}),
+    "fsdp2_cache": (2, {"strategy": "fsdp"}, {"pattern": "cache"}),
     "fsdp2_gathered": (
         2,
-        {"use_fsdp": True, "fsdp_forward_prefetch": True},
+        {"strategy": "fsdp", "fsdp_forward_prefetch": True},
         {"pattern": "gathered"},
     ),
-    "fsdp2_reduces_each": (2, {"use_fsdp": True}, {"pattern": "each"}),
+    "fsdp2_reduces_each": (2, {"strategy": "fsdp"}, {"pattern": "each"}),
     "fsdp1_reduces_each": (
         2,
-        {"use_fsdp": True, "fsdp_version": 1},
+        {"strategy": "fsdp", "fsdp_version": 1},
         {"pattern": "each"},
     ),
     "fsdp2_shard_grad_op": (
         2,
-        {"use_fsdp": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        {"strategy": "fsdp", "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
         {"pattern": "kept"},
     ),
-    "fsdp2_offload": (2, {"use_fsdp": True, "fsdp_offload_params": True}, {}),
+    "fsdp2_offload": (2, {"strategy": "fsdp", "fsdp_offload_params": True}, {}),
     "fsdp2_every_process_reads": (
         2,
-        {"use_fsdp": True, "fsdp_cpu_ram_efficient_loading": False},
+        {"strategy": "fsdp", "fsdp_cpu_ram_efficient_loading": False},
         {},
     ),
     "fsdp2_hybrid": (
         4,
-        {"use_fsdp": True, "fsdp_sharding_strategy": "HYBRID_SHARD"},
+        {"strategy": "fsdp", "fsdp_sharding_strategy": "HYBRID_SHARD"},
         {"local_world_size": 2},
     ),
-    "fsdp2_no_wrap": (2, {"use_fsdp": True, "fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
+    "fsdp2_no_wrap": (2, {"strategy": "fsdp", "fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
     "fsdp2_by_size": (
         2,
         {
-            "use_fsdp": True,
+            "strategy": "fsdp",
             "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
             "fsdp_min_num_params": 2000,
         },
         {},
     ),
-    "fsdp1": (2, {"use_fsdp": True, "fsdp_version": 1}, {}),
-    "fsdp1_cache": (2, {"use_fsdp": True, "fsdp_version": 1}, {"pattern": "cache"}),
+    "fsdp1": (2, {"strategy": "fsdp", "fsdp_version": 1}, {}),
+    "fsdp1_cache": (2, {"strategy": "fsdp", "fsdp_version": 1}, {"pattern": "cache"}),
     "fsdp1_shard_grad_op": (
         2,
         {
-            "use_fsdp": True,
+            "strategy": "fsdp",
             "fsdp_version": 1,
             "fsdp_sharding_strategy": "SHARD_GRAD_OP",
         },
@@ -83,13 +83,13 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "fsdp1_flat": (
         2,
-        {"use_fsdp": True, "fsdp_version": 1, "fsdp_use_orig_params": False},
+        {"strategy": "fsdp", "fsdp_version": 1, "fsdp_use_orig_params": False},
         {},
     ),
     "fsdp1_by_size": (
         2,
         {
-            "use_fsdp": True,
+            "strategy": "fsdp",
             "fsdp_version": 1,
             "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
             "fsdp_min_num_params": 2000,
@@ -148,7 +148,7 @@ def test_gradient_is_that_of_one_process(name: str) -> None:
 
 def units_by_size(folder: str, size: int) -> tuple[Result, list[str]]:
     options = {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
         "fsdp_min_num_params": size,
     }
@@ -267,7 +267,7 @@ def families_on_ranks() -> dict[str, Any]:
     cases = {
         f"{make.__name__}-{version}": (
             str(shared(make)),
-            {"use_fsdp": True, "fsdp_version": version},
+            {"strategy": "fsdp", "fsdp_version": version},
             {},
         )
         for make in FAMILIES

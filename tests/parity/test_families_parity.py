@@ -108,7 +108,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 GROUPS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"strategy": "single"}),
     "ddp-2": (2, {"strategy": "ddp"}),
-    "fsdp2-2": (2, {"use_fsdp": True}),
+    "fsdp2-2": (2, {"strategy": "fsdp"}),
 }
 SHARDED = (
     "clip",

@@ -42,14 +42,11 @@ def count_rounds(
         else "reduce_scatter_tensor"
     )
     setattr(dist, name, counted(getattr(dist, name)))
-    with start_session(
-        cases[0].config(folder, strategy=strategy, use_fsdp=strategy == "fsdp")
-    ) as session:
+    with start_session(cases[0].config(folder, strategy=strategy)) as session:
         for case in cases:
             config = case.config(
                 folder,
                 strategy=strategy,
-                use_fsdp=strategy == "fsdp",
                 gradient_checkpointing=False,
             )
             embedder, loss, featuriser = build(case, config)

@@ -121,7 +121,7 @@ def test_neither_the_token_nor_folders_of_the_machine_are_published(
 def test_a_push_that_was_cut_goes_on(
     trained: tuple[Path, Hub], hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.saving.hub.LARGE", 10_000)
+    monkeypatch.setattr("vembed.saving.hub.LARGE_FILE_BYTES", 10_000)
     hub.broken_commit = 2
     broken = run("push", trained[0], "me/again")
     assert broken.exit_code == 1 and "the same command goes on" in broken.stderr

@@ -57,12 +57,16 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     session: Any = SimpleNamespace(
-        placement=placement, device=placement.device, fsdp=None, local_world_size=1
+        config=config,
+        placement=placement,
+        device=placement.device,
+        fsdp=None,
+        local_world_size=1,
     )
     optimizer = torch.optim.AdamW(model.parameters())
     longest: Any = [SimpleNamespace(length=size.max_length)]
     found = budget.find_budget(
-        config, model, Featuriser(model.description), session, longest, optimizer
+        config.batch, model, Featuriser(model.description), session, longest, optimizer
     )
     assert (found.micro_batch_tokens, found.kept_graph_tokens) == placement.tokens(
         placement.demand(size), size.max_length

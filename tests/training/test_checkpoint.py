@@ -42,7 +42,7 @@ class Run:
 
     def __init__(self, session, output_dir, model=None, **options):
         self.config = config_for(output_dir, **options)
-        self.checkpointer = Checkpointer(self.config, session)
+        self.checkpointer = Checkpointer(self.config.run, session)
         self.model, self.loss = model or TinyModel(), TinyLoss()
         self.rebuild()
         self.state = asdict(LoopState())
@@ -50,14 +50,13 @@ class Run:
 
     def rebuild(self):
         """Once more, when the model has been wrapped."""
-        self.optimizer = build_optimizer(self.model, self.loss, self.config)
+        self.optimizer = build_optimizer(self.model, self.loss, self.config.optimizer)
         return self
 
     def resume(self, identity=None):
-        self.found = self.checkpointer.find()
-        self.checkpointer.check(
-            self.found, identity or {"data": "abc", "global_batch_size": 8}
-        )
+        self.found = self.checkpointer.find(self.config.model)
+        identity = identity or {"data": "abc", "global_batch_size": 8}
+        self.checkpointer.check(self.found, self.config.to_dict(), identity)
         self.checkpointer.require_steps_left(self.found, 1_000)
         self.checkpointer.begin(self.found)
         if self.found is not None:
@@ -83,7 +82,8 @@ class Run:
 def found_in(output_dir):
     """The checkpoint that a run resumes from."""
     with starting(output_dir, resume="auto") as run:
-        return run.checkpointer.find()
+        point = run.checkpointer.find(run.config.model)
+        return None if point is None else point.path
 
 
 @contextmanager
@@ -534,12 +534,13 @@ def test_a_bug_while_saving_keeps_its_traceback(tmp_path, monkeypatch):
 
 def without_permission(folder):
     with start_session(config_for(folder / "run")) as session:
-        checkpointer = Checkpointer(config_for(folder / "run"), session)
+        config = config_for(folder / "run")
+        checkpointer = Checkpointer(config.run, session)
         if os.geteuid() == 0:  # root may write everywhere
             os.setgid(65534)
             os.setuid(65534)
         with pytest.raises(UserError) as caught:
-            checkpointer.find()
+            checkpointer.find(config.model)
     return str(caught.value)
 
 

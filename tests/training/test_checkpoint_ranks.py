@@ -35,16 +35,16 @@ def one_part(output_dir, model_name, options):
 CHAIN = [
     (1, {}, "single"),
     (2, {"strategy": "ddp"}, "ddp"),
-    (2, {"use_fsdp": True}, "fsdp"),
-    (3, {"use_fsdp": True, "async_save": True}, "fsdp"),
-    (2, {"use_fsdp": True, "fsdp_version": 1}, "fsdp"),
+    (2, {"strategy": "fsdp"}, "fsdp"),
+    (3, {"strategy": "fsdp", "async_save": True}, "fsdp"),
+    (2, {"strategy": "fsdp", "fsdp_version": 1}, "fsdp"),
     (1, {"async_save": True}, "single"),
     (3, {"strategy": "ddp", "async_save": True}, "ddp"),
-    (2, {"use_fsdp": True, "fsdp_version": 1, "async_save": True}, "fsdp"),
+    (2, {"strategy": "fsdp", "fsdp_version": 1, "async_save": True}, "fsdp"),
     (
         2,
         {
-            "use_fsdp": True,
+            "strategy": "fsdp",
             "fsdp_sharding_strategy": "SHARD_GRAD_OP",
             "fsdp_offload_params": True,
         },
@@ -84,13 +84,14 @@ def full_disk_on_one(output_dir, async_save):
     logging.getLogger("vembed").addHandler(handler)
     options = {"strategy": "ddp", "on_save_error": "continue", "async_save": async_save}
     with start_session(config_for(output_dir, **options)) as session:
-        run = Run(session, output_dir, **options).resume().train().save()
+        identity = {"data": "abc", "world_size": session.world_size}
+        run = Run(session, output_dir, **options).resume(identity).train().save()
         run.checkpointer.wait()
         if session.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
         run.train().save()
         run.checkpointer.wait()
-        run.checkpointer.config = run.config.changed(**{"on_save_error": "stop"})
+        run.checkpointer.run = run.config.changed(on_save_error="stop").run
         with pytest.raises(RunError) as caught:
             run.train().save().checkpointer.wait()
         run.checkpointer.verify(run.checkpointer.path_of(1))
@@ -119,7 +120,7 @@ def timeout_of_the_second_group(output_dir):
     )
     with (
         start_session(config) as session,
-        Checkpointer(config, session) as checkpointer,
+        Checkpointer(config.run, session) as checkpointer,
     ):
         return checkpointer._group._get_backend(
             torch.device("cpu")
@@ -137,12 +138,12 @@ def two_folders(output_dir):
     with start_session(config_for(output_dir, strategy="ddp")) as session:
         own = output_dir / f"rank-{session.rank}"
         with pytest.raises(UserError) as not_shared:
-            Run(session, own).checkpointer.find()
+            Run(session, own).resume()
         blocked = output_dir / "file" if session.rank else output_dir
         with pytest.raises(UserError) as not_writable:
-            Run(session, blocked / "run").checkpointer.find()
+            Run(session, blocked / "run").resume()
         with pytest.raises(UserError) as nothing_there:
-            Run(session, output_dir / "run", resume=True).checkpointer.find()
+            Run(session, output_dir / "run", resume=True).resume()
     return str(not_shared.value), str(not_writable.value), str(nothing_there.value)
 
 
@@ -164,7 +165,8 @@ def own_negatives(output_dir, resume):
     strategy = {"strategy": "ddp"} if resume else {}
     options = {"negatives_from": "own_rank", "resume": resume, **strategy}
     with start_session(config_for(output_dir, **options)) as session:
-        run = Run(session, output_dir, **options).resume().train().save()
+        identity = {"data": "abc", "world_size": session.world_size}
+        run = Run(session, output_dir, **options).resume(identity).train().save()
     return run.state["step"]
 
 

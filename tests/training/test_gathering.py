@@ -77,7 +77,7 @@ def test_units_were_gathered_twice_in_a_step_with_gradient_cache(
             folder = tmp_path / f"{number}{len(once)}"
             folder.mkdir()
             common = {
-                "use_fsdp": True,
+                "strategy": "fsdp",
                 "batch_size": 8,
                 "max_steps": STEPS,
                 "micro_batch_tokens": 60,

@@ -53,7 +53,7 @@ class Collected(Hook):
     """Copies of the trained weights after each step."""
 
     def on_build(self, run):
-        self.model = run.parts.model
+        self.model = run.components.model
         self.steps = [self.copy()]
 
     def on_step(self, report):

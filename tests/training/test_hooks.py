@@ -25,7 +25,9 @@ class Average(Hook):
     name = "average"
 
     def on_build(self, run: Run) -> None:
-        self.live = [one for one in run.parts.model.parameters() if one.requires_grad]
+        self.live = [
+            one for one in run.components.model.parameters() if one.requires_grad
+        ]
         self.averaged = [one.detach().clone() for one in self.live]
         self.num_steps = 0
         self.started_at = -1
@@ -178,7 +180,7 @@ def averaged_run(
 def test_state_and_tensors_of_hooks_are_resumed_under_fsdp(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     common = {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "batch_size": 8,
         "eval_steps": 2,
         "save_steps": 2,

@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import rank_outcomes, run_ranks
-from tests.training.tiny_run import config_for
 from vembed.errors import Stopped
 from vembed.training import interrupts as module
 from vembed.training.interrupts import EvaluationStopped, Interrupts
-
-CONFIG = config_for(Path("unused"))
 
 
 def wait_for(interrupts):
@@ -37,7 +34,7 @@ def wait_for(interrupts):
 def test_a_signal_is_obeyed_after_the_step(number, exit_code, caplog):
     caplog.set_level("INFO", logger="vembed")
     before = signal.getsignal(number)
-    with Interrupts(CONFIG) as interrupts:
+    with Interrupts() as interrupts:
         assert not interrupts.agree()
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the terminal and the launcher both send it
@@ -56,7 +53,7 @@ def test_a_signal_is_obeyed_after_the_step(number, exit_code, caplog):
 def test_before_the_first_step_a_signal_ends_the_run_where_it_stands():
     with (
         pytest.raises(Stopped, match="SIGTERM before the first step") as caught,
-        Interrupts(CONFIG),
+        Interrupts(),
     ):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
@@ -67,7 +64,7 @@ def test_what_was_to_be_ignored_stays_ignored():
     """nohup vembed train ..."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupts(CONFIG) as interrupts:
+        with Interrupts() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.05)
             assert not interrupts.agree()
@@ -76,14 +73,14 @@ def test_what_was_to_be_ignored_stays_ignored():
 
 
 def test_without_a_signal_nothing_happens():
-    with Interrupts(CONFIG) as interrupts:
+    with Interrupts() as interrupts:
         assert [interrupts.agree() for _ in range(3)] == [False] * 3
         for _ in range(20):
             interrupts.check()
 
 
 def test_an_evaluation_ends_between_two_micro_batches():
-    with Interrupts(CONFIG) as interrupts:
+    with Interrupts() as interrupts:
         interrupts.agree()
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(interrupts)
@@ -95,7 +92,7 @@ def test_an_evaluation_ends_between_two_micro_batches():
 
 def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
     clock = Clock(monkeypatch)
-    interrupts = Interrupts(config_for(Path("unused"), max_train_minutes=100 / 60))
+    interrupts = Interrupts(100 / 60)
     interrupts.agree(save_seconds=20.0)
     clock.now = 67.0  # 100 - 2 (slack) - 30 (half as much again as a save) = 68
     for _ in range(16):
@@ -112,7 +109,7 @@ def test_an_evaluation_after_the_last_step_that_fits_does_not_forget_why_the_run
 ):
     """No step fits into what is left, and an evaluation would: it must not take back what has been agreed."""
     clock = Clock(monkeypatch)
-    interrupts = Interrupts(config_for(Path("unused"), max_train_minutes=100 / 60))
+    interrupts = Interrupts(100 / 60)
     interrupts.agree()
     clock.now = 60.0
     assert interrupts.agree()  # a step took 60
@@ -124,7 +121,7 @@ def test_an_evaluation_after_the_last_step_that_fits_does_not_forget_why_the_run
 
 def test_when_training_is_over_a_signal_is_told_what_is_left(caplog):
     caplog.set_level("INFO", logger="vembed")
-    with Interrupts(CONFIG) as interrupts:
+    with Interrupts() as interrupts:
         interrupts.agree()
         interrupts.training_is_over()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -140,7 +137,7 @@ def test_only_the_main_thread_may_catch_signals():
     found = []
 
     def run():
-        with Interrupts(CONFIG) as interrupts:
+        with Interrupts() as interrupts:
             found.append(
                 (
                     interrupts.agree(),
@@ -157,7 +154,7 @@ def test_only_the_main_thread_may_catch_signals():
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_childs_signals_are_its_own():
     """A pool ends its forked workers by SIGTERM: that must not stop the run."""
-    with Interrupts(CONFIG) as interrupts:
+    with Interrupts() as interrupts:
         interrupts.agree()
         child = os.fork()
         if not child:
@@ -180,7 +177,7 @@ class Clock:
 
 def test_the_time_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch):
     clock = Clock(monkeypatch)
-    interrupts = Interrupts(config_for(Path("unused"), max_train_minutes=100 / 60))
+    interrupts = Interrupts(100 / 60)
     said = {}
     for _ in range(12):
         clock.now += 5
@@ -196,7 +193,7 @@ def test_the_time_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch):
 
 def test_set_up_counts_for_the_limit_and_not_for_the_step(monkeypatch):
     clock = Clock(monkeypatch)
-    interrupts = Interrupts(config_for(Path("unused"), max_train_minutes=1))
+    interrupts = Interrupts(1)
     clock.now = 50.0
     assert not interrupts.agree()
     clock.now = 59.0
@@ -207,7 +204,7 @@ def test_set_up_counts_for_the_limit_and_not_for_the_step(monkeypatch):
 
 
 def one_is_signalled():
-    with Interrupts(CONFIG) as interrupts:
+    with Interrupts() as interrupts:
         seen = [interrupts.agree()]
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -218,12 +215,7 @@ def one_is_signalled():
             interrupts.check()
         seen.append(interrupts.agree())
         exit_code = interrupts.stopped(2, Path("c")).exit_code
-    late = Interrupts(
-        config_for(
-            Path("unused"),
-            max_train_minutes=0.001 if os.environ["RANK"] == "0" else 1000,
-        )
-    )
+    late = Interrupts(0.001 if os.environ["RANK"] == "0" else 1000)
     time.sleep(0.1)
     seen.append(late.agree())
     return seen, exit_code, late.stopped(3, Path("c")).exit_code
@@ -238,7 +230,7 @@ def waits_in_a_collective():
     import torch.distributed as dist
 
     module.REPEATED_SIGNAL_SECONDS = 0.1
-    with Interrupts(CONFIG) as interrupts:
+    with Interrupts() as interrupts:
         if dist.get_rank() == 0:
             interrupts._is_armed = True
             threading.Thread(target=signal_twice).start()

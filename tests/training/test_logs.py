@@ -14,10 +14,9 @@ import pytest
 import vembed
 from tests.harness import run_ranks
 from tests.training.test_run import settings
-from vembed.config.loading import load_config
 from vembed.errors import UserError
-from vembed.training import run_log as logs
-from vembed.training.hooks.metrics import Metrics
+from vembed.training.hooks.metrics import MetricsLog
+from vembed.training.trackers import declaration
 
 
 def train(options: dict[str, Any]) -> int:
@@ -55,7 +54,9 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        logs, "find_spec", lambda name: None if name == "trackio" else find_spec(name)
+        declaration,
+        "find_spec",
+        lambda name: None if name == "trackio" else find_spec(name),
     )
     options = {
         "model_name": "org/nowhere",
@@ -156,8 +157,9 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
         "the report, before the end"
     )  # type: ignore[attr-defined]
     assert report["report/picture"] == (597, 2 * 981, 3)
-    metrics = Metrics(load_config(options))
-    metrics.on_start(SimpleNamespace(session=SimpleNamespace(is_main=False)))  # type: ignore[arg-type]
+    metrics = MetricsLog()
+    session = SimpleNamespace(is_main=False)
+    metrics.on_start(SimpleNamespace(session=session, output=tmp_path))  # type: ignore[arg-type]
     metrics.on_log({"step": 1, "loss": 1.0})
     metrics.close()
     assert len(started) == 1

@@ -7,7 +7,7 @@ import vembed
 from tests.training.test_run import metrics, settings
 from vembed.errors import RunError
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.checks import MOST_SKIPPED
+from vembed.training.hooks.checks import MAX_SKIPPED_STEPS
 
 
 class Breaks(Hook):
@@ -18,7 +18,9 @@ class Breaks(Hook):
 
     def on_start(self, run):
         self.weight = next(
-            one for name, one in run.parts.model.named_parameters() if self.part in name
+            one
+            for name, one in run.components.model.named_parameters()
+            if self.part in name
         )
 
     def _break(self):
@@ -45,7 +47,7 @@ def test_skipping_gives_up_and_keeps_what_was_saved_before(tmp_path, caplog):
     )
     with pytest.raises(
         RunError,
-        match=rf"^{MOST_SKIPPED} steps in a row were skipped .*checkpoint-4 is untouched",
+        match=rf"^{MAX_SKIPPED_STEPS} steps in a row were skipped .*checkpoint-4 is untouched",
     ):
         vembed.train(options, hooks=[Breaks(after=4)])
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
@@ -53,7 +55,7 @@ def test_skipping_gives_up_and_keeps_what_was_saved_before(tmp_path, caplog):
         "checkpoint-4",
     ]
     assert not (tmp_path / "run" / "final").exists()
-    assert len(metrics(tmp_path / "run")) <= 4 + MOST_SKIPPED
+    assert len(metrics(tmp_path / "run")) <= 4 + MAX_SKIPPED_STEPS
 
 
 @pytest.mark.parametrize(

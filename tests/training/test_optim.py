@@ -22,14 +22,23 @@ from tests.training.tiny_run import (
 )
 from vembed.errors import UserError
 from vembed.parallel.session import start_session
-from vembed.training.optimizer import build_optimizer, trained_parameters
+from vembed.training import optimizer as optimizer_module
+from vembed.training.optimizer import (
+    LearningRates,
+    build_optimizer,
+    trained_parameters,
+)
+from vembed.training.optimizers.table import OPTIMIZERS
 
 
 def trained(config, model=None):
     return {
         one.name: one
         for one in trained_parameters(
-            model or TinyModel(frozen_embeddings=False), TinyLoss(), config
+            model or TinyModel(frozen_embeddings=False),
+            TinyLoss(),
+            config.optimizer,
+            LearningRates.given(config.optimizer),
         )
     }
 
@@ -47,7 +56,9 @@ def test_biases_norms_and_scalars_do_not_decay(tmp_path):
 
 def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
     model, loss = TinyModel(frozen_embeddings=False), TinyLoss()
-    optimizer = build_optimizer(model, loss, config_for(tmp_path, weight_decay=0.5))
+    optimizer = build_optimizer(
+        model, loss, config_for(tmp_path, weight_decay=0.5).optimizer
+    )
     before = {
         name: parameter.detach().clone() for name, parameter in model.named_parameters()
     }
@@ -60,7 +71,11 @@ def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
     assert loss.scale.item() == 2.0
 
 
-def test_head_learning_rate_is_for_heads_projections_and_learned_scales(tmp_path):
+def test_head_learning_rate_is_for_heads_projections_and_learned_scales(
+    tmp_path, monkeypatch
+):
+    heads = ("loss.", "head.", "backbone.text_projection.")
+    monkeypatch.setattr(optimizer_module, "head_prefixes", lambda model: heads)
     model = TinyModel(frozen_embeddings=False)
     model.backbone.text_projection = nn.Linear(7, 7, bias=False)
     rates = {
@@ -159,7 +174,7 @@ def test_decay_of_sgd_is_decoupled_as_that_of_all_others(tmp_path):
     model, loss = TinyModel(), TinyLoss()
     before = model.head.weight.detach().clone()
     optimizer = build_optimizer(
-        model, loss, config_for(tmp_path, optim="sgd", weight_decay=0.5)
+        model, loss, config_for(tmp_path, optim="sgd", weight_decay=0.5).optimizer
     )
     backward(model, loss)
     gradient = model.head.weight.grad.clone()
@@ -172,13 +187,13 @@ def test_decay_of_sgd_is_decoupled_as_that_of_all_others(tmp_path):
 def test_nothing_to_train_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match="nothing to train"):
         build_optimizer(
-            TinyModel().requires_grad_(False), nn.Module(), config_for(tmp_path)
+            TinyModel().requires_grad_(False),
+            nn.Module(),
+            config_for(tmp_path).optimizer,
         )
 
 
-@pytest.mark.parametrize(
-    "optim", ["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"]
-)
+@pytest.mark.parametrize("optim", list(OPTIMIZERS))
 @pytest.mark.promise("D33")
 def test_every_optimizer_trains_every_parameter(tmp_path, optim, caplog):
     caplog.set_level(logging.INFO, logger="vembed")
@@ -188,7 +203,7 @@ def test_every_optimizer_trains_every_parameter(tmp_path, optim, caplog):
         TinyLoss(),
     )  # 72 * 72 > 4096: large enough for 8 bits
     optimizer = build_optimizer(
-        model, loss, config_for(tmp_path, optim=optim, learning_rate=1e-3)
+        model, loss, config_for(tmp_path, optim=optim, learning_rate=1e-3).optimizer
     )
     before = {
         name: parameter.detach().clone() for name, parameter in model.named_parameters()
@@ -219,7 +234,7 @@ def test_missing_bitsandbytes_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(UserError, match=r"pip install 'vembed\[gpu\]'"):
         build_optimizer(
-            TinyModel(), TinyLoss(), config_for(tmp_path, optim="adamw_8bit")
+            TinyModel(), TinyLoss(), config_for(tmp_path, optim="adamw_8bit").optimizer
         )
 
 
@@ -243,9 +258,12 @@ def groups_of(optimizer, names):
 
 
 def train_two_steps(config, model, loss):
-    optimizer = build_optimizer(model, loss, config)
+    optimizer = build_optimizer(model, loss, config.optimizer)
     names = {
-        id(one.parameter): one.name for one in trained_parameters(model, loss, config)
+        id(one.parameter): one.name
+        for one in trained_parameters(
+            model, loss, config.optimizer, LearningRates.given(config.optimizer)
+        )
     }
     groups = groups_of(optimizer, names)
     for _ in range(2):
@@ -292,13 +310,17 @@ def sharded(tmp_path, model_name, version):
         ):
             sys.modules["torchao"] = sys.modules["torchao.optim"] = torchao
             try:
-                build_optimizer(model, loss, config.changed(**{"optim": optim}))
+                build_optimizer(
+                    model, loss, config.changed(**{"optim": optim}).optimizer
+                )
             except UserError as error:
                 refused[optim] = str(error)
         if version == 2:
             wide = session.prepare(TinyModel(dim=8, num_outputs=2), ("Layer",))
             eight_bit = config.changed(**{"optim": "adamw_8bit"})
-            assert isinstance(build_optimizer(wide, loss, eight_bit), torch.optim.AdamW)
+            assert isinstance(
+                build_optimizer(wide, loss, eight_bit.optimizer), torch.optim.AdamW
+            )
     return groups, state, held, refused
 
 
@@ -337,7 +359,7 @@ def test_shards_step_as_the_whole_does(tmp_path, version):
 
 def flattened(tmp_path, model_name):
     options = {
-        "use_fsdp": True,
+        "strategy": "fsdp",
         "fsdp_version": 1,
         "fsdp_use_orig_params": False,
         "weight_decay": 0.5,
@@ -352,11 +374,13 @@ def flattened(tmp_path, model_name):
             session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)),
             TinyLoss(),
         )
-        optimizer = build_optimizer(model, loss, config)
+        optimizer = build_optimizer(model, loss, config.optimizer)
         backward(model, loss)
         optimizer.step()
         with pytest.raises(UserError, match="fsdp_use_orig_params: true"):
-            build_optimizer(model, loss, config.changed(**{"layer_lr_decay": 0.5}))
+            build_optimizer(
+                model, loss, config.changed(**{"layer_lr_decay": 0.5}).optimizer
+            )
     return [line for line in lines if "flattens" in line], {
         group["weight_decay"] for group in optimizer.param_groups
     }

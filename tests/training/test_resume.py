@@ -30,49 +30,51 @@ def names(paths):
 
 
 def test_a_new_run_wants_a_folder_without_checkpoints(tmp_path):
-    assert candidates(config_for(tmp_path)) == []
+    assert candidates(config_for(tmp_path).run) == []
     fake_checkpoint(tmp_path, 10)
     with pytest.raises(
         UserError,
         match=r"holds 1 checkpoint\(s\) of an earlier run, the newest checkpoint-10",
     ):
-        candidates(config_for(tmp_path))
+        candidates(config_for(tmp_path).run)
 
 
 def test_resume_takes_the_newest_first(tmp_path):
     for step in (100, 20, 3):
         fake_checkpoint(tmp_path, step)
     for resume in (True, "auto", str(tmp_path)):
-        assert names(candidates(config_for(tmp_path, resume=resume))) == [
+        assert names(candidates(config_for(tmp_path, resume=resume).run)) == [
             "checkpoint-100",
             "checkpoint-20",
             "checkpoint-3",
         ]
     assert names(
-        candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-20")))
+        candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-20")).run)
     ) == ["checkpoint-20"]
 
 
 def test_resume_where_there_is_nothing(tmp_path):
-    assert candidates(config_for(tmp_path / "new", resume="auto")) == []
+    assert candidates(config_for(tmp_path / "new", resume="auto").run) == []
     with pytest.raises(UserError, match="holds no checkpoint; use resume: auto"):
-        candidates(config_for(tmp_path / "new", resume=True))
+        candidates(config_for(tmp_path / "new", resume=True).run)
     with pytest.raises(UserError, match="is not a folder"):
-        candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-7")))
+        candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-7")).run)
     with pytest.raises(
         UserError, match="neither a checkpoint nor a folder with checkpoints"
     ):
-        candidates(config_for(tmp_path, resume=str(tmp_path)))
+        candidates(config_for(tmp_path, resume=str(tmp_path)).run)
 
 
 def test_another_runs_checkpoint_needs_a_folder_of_its_own(tmp_path):
     other = fake_checkpoint(tmp_path / "other", 5)
-    assert candidates(config_for(tmp_path / "new", resume=str(other))) == [other]
+    assert candidates(config_for(tmp_path / "new", resume=str(other)).run) == [other]
     renamed = other.rename(other.with_name("saved"))
-    assert candidates(config_for(tmp_path / "new", resume=str(renamed))) == [renamed]
+    assert candidates(config_for(tmp_path / "new", resume=str(renamed)).run) == [
+        renamed
+    ]
     fake_checkpoint(tmp_path / "new", 1)
     with pytest.raises(UserError, match="is of another run"):
-        candidates(config_for(tmp_path / "new", resume=str(renamed)))
+        candidates(config_for(tmp_path / "new", resume=str(renamed)).run)
 
 
 # ---- what may change -------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ def test_differences_are_classified_and_shown(tmp_path):
     now = config_for(tmp_path, seed=2, epochs=3, temperature=0.1, strategy="ddp")
     found = compare_resume(
         saved,
-        now,
+        now.to_dict(),
         {"data": "abc", "global_batch_size": 64, "old": 1},
         {"data": "abc", "global_batch_size": 32},
     )
@@ -118,7 +120,7 @@ def test_differences_are_classified_and_shown(tmp_path):
     assert "--resume-anyway" in str(caught.value)
     assert "epochs" not in str(caught.value)
     refuse([one for one in found if one.is_allowed], "checkpoint-5")
-    assert compare_resume(now.to_dict(), now) == []
+    assert compare_resume(now.to_dict(), now.to_dict()) == []
 
 
 def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):

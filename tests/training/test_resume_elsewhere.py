@@ -27,7 +27,7 @@ from vembed.parallel.placement import CHECKPOINT, choose_precision
 from vembed.training import trainer
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.identity import (
-    MOST_SAMPLED,
+    MAX_SAMPLED_EXAMPLES,
     of_evaluation,
     of_examples,
     require_same_data,
@@ -158,14 +158,14 @@ def test_of_many_images_and_of_large_ones_a_sample_is_read(tmp_path: Path) -> No
         file.write_bytes(content)
         assert (of_examples(one) != before) is is_seen, place
     looked: list[str | None] = []
-    many = examples(tmp_path, 3 * MOST_SAMPLED)
+    many = examples(tmp_path, 3 * MAX_SAMPLED_EXAMPLES)
 
     class Noting(list[Example]):
         def __getitem__(self, index: Any) -> Any:
             looked.append(None)
             return super().__getitem__(index)
 
-    assert of_examples(Noting(many)) is not None and len(looked) == MOST_SAMPLED
+    assert of_examples(Noting(many)) is not None and len(looked) == MAX_SAMPLED_EXAMPLES
 
 
 # ---- the best checkpoint of a run that goes on in another folder ---------------------------------------------------

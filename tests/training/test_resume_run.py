@@ -62,7 +62,7 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
     del options["batch_size"]
     whole = vembed.train({**options, "output_dir": str(tmp_path / "whole")})
     moved = {**options, "output_dir": str(tmp_path / "moved"), "resume": "auto"}
-    full = {**moved, "use_fsdp": True, "fsdp_state_dict_type": "FULL_STATE_DICT"}
+    full = {**moved, "strategy": "fsdp", "fsdp_state_dict_type": "FULL_STATE_DICT"}
     assert run_ranks(part_of_a_run, 2, full, 2, process_group=False) == [143, 143]
     assert (
         run_ranks(
@@ -70,7 +70,7 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
         )
         == [143] * 3
     )
-    fsdp1 = {**moved, "use_fsdp": True, "fsdp_version": 1, "async_save": True}
+    fsdp1 = {**moved, "strategy": "fsdp", "fsdp_version": 1, "async_save": True}
     assert run_ranks(part_of_a_run, 2, fsdp1, 2, process_group=False) == [143, 143]
     result = vembed.train(moved)
     assert [

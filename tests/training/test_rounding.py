@@ -11,7 +11,7 @@ from tests.training.test_optim import config_for
 from tests.training.tiny_run import TinyLoss, TinyModel
 from vembed.errors import UserError
 from vembed.training.optimizer import build_optimizer
-from vembed.training.rounding import RoundedAdamW, rounded
+from vembed.training.optimizers.rounded_adamw import RoundedAdamW, rounded
 
 
 def test_rounding_goes_to_a_neighbour_and_is_right_on_average() -> None:
@@ -72,7 +72,7 @@ def test_draws_repeat_and_follow_the_seed() -> None:
 def test_bfloat16_weights_get_it_and_what_cannot_be_is_refused(tmp_path: Any) -> None:
     def built(dtype: torch.dtype, **options: Any) -> torch.optim.Optimizer:
         return build_optimizer(
-            TinyModel().to(dtype), TinyLoss(), config_for(tmp_path, **options)
+            TinyModel().to(dtype), TinyLoss(), config_for(tmp_path, **options).optimizer
         )
 
     assert isinstance(built(torch.bfloat16), RoundedAdamW)

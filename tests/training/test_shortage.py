@@ -89,7 +89,7 @@ def test_fsdp1_says_that_it_cannot_keep_several_graphs(
         fsdp=FsdpConfig(version=version), device=torch.device("cpu")
     )
     caplog.set_level(logging.INFO, logger="vembed")
-    budget = find_budget(config_for(tmp_path, **options), None, None, session, [])  # type: ignore[arg-type]
+    budget = find_budget(config_for(tmp_path, **options).batch, None, None, session, [])  # type: ignore[arg-type]
     said = "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1"
     assert (said in caplog.text, "fsdp_version: 2 keeps" in caplog.text) == (
         is_said,

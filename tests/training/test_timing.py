@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.training.tiny_run import config_for
 from vembed.training.hooks.base import StepReport
 from vembed.training.hooks.display import Profile
+
+
+def profiling(folder: Path, chosen: list[int]) -> Profile:
+    """The profile of a run of five steps, begun."""
+    profile = Profile(*chosen)
+    profile.on_start(
+        SimpleNamespace(
+            output=folder,
+            session=SimpleNamespace(rank=0),
+            data=SimpleNamespace(total_steps=5),
+        )  # type: ignore[arg-type]
+    )
+    return profile
 
 
 @pytest.mark.parametrize(
@@ -39,7 +52,7 @@ def test_a_trace_of_the_steps_that_there_are(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="vembed")
-    profile = Profile(config_for(tmp_path, profile_steps=chosen), rank=0, total_steps=5)
+    profile = profiling(tmp_path, chosen)
     steps = list(done)
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         profile.before_step(step)
@@ -57,5 +70,5 @@ def test_a_trace_of_the_steps_that_there_are(
 def test_steps_behind_the_end_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Profile(config_for(tmp_path, profile_steps=[6, 8]), rank=0, total_steps=5)
+    profiling(tmp_path, [6, 8])
     assert "profile_steps: [6, 8] is after the run's last step, 5" in caplog.text

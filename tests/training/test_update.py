@@ -32,7 +32,7 @@ def train(run, state, tmp_path, overflows):
         run.loss,
         run.optimizer,
         HALF,
-        config_for(tmp_path, max_grad_norm=1.0),
+        1.0,
         state.scale,
     )
     scales = []
@@ -49,6 +49,31 @@ def train(run, state, tmp_path, overflows):
         scales.append(state.scale.value)
     run.state = asdict(state)
     return scales
+
+
+def watching(folder, precision="bf16"):
+    """The checks of a run, begun."""
+    watch = Watch()
+    watch.on_start(
+        SimpleNamespace(
+            config=config_for(folder),
+            session=SimpleNamespace(mixed_precision=precision),
+            state=LoopState(),
+            output=folder,
+        )
+    )
+    return watch
+
+
+def report_of(step, outcome, parts):
+    """A step with these examples, and whether the embeddings of each batch are finite."""
+    batches = [
+        (rank_batch, SimpleNamespace(is_finite=is_finite))
+        for rank_batch, is_finite in parts
+    ]
+    return SimpleNamespace(
+        step=step, outcome=outcome, batches=batches, embeddings=torch.eye(4)
+    )
 
 
 class Multiplications(TorchDispatchMode):
@@ -115,11 +140,8 @@ def test_float16_that_overflows_with_the_lowest_scale_stops_the_run(tmp_path):
     ]
     with starting(tmp_path) as run:
         scale = GradientScale(value=2.0, is_started=True)
-        update = Update(
-            run.model, run.loss, run.optimizer, HALF, config_for(tmp_path), scale
-        )
-        watch = Watch(config_for(tmp_path))
-        watch.precision = "fp16"
+        update = Update(run.model, run.loss, run.optimizer, HALF, 1.0, scale)
+        watch = watching(tmp_path, precision="fp16")
         outcomes = []
         for _ in range(2):
             run.model(torch.arange(11)).sum().backward()
@@ -128,12 +150,12 @@ def test_float16_that_overflows_with_the_lowest_scale_stops_the_run(tmp_path):
             ] = torch.inf
             outcomes.append(update.apply(torch.ones(())))
     assert [one.is_overflow for one in outcomes] == [True, False] and scale.value == 1.0
-    assert not watch.finite(1, outcomes[0], parts)
+    watch.on_step(report_of(1, outcomes[0], parts))
     with pytest.raises(
         RunError,
         match=r"step 2: loss 1.0, gradient norm inf.*use mixed_precision: bf16 instead of",
     ):
-        watch.finite(2, outcomes[1], parts)
+        watch.on_step(report_of(2, outcomes[1], parts))
 
 
 def test_examples_of_each_batch_of_a_step_are_named(tmp_path):
@@ -145,9 +167,8 @@ def test_examples_of_each_batch_of_a_step_are_named(tmp_path):
     with pytest.raises(
         RunError, match=r"non-finite embeddings on rank 0: train\.jsonl:2\. Lower"
     ):
-        Watch(config_for(tmp_path)).finite(
-            7, Outcome(math.nan, math.nan, applied=False), parts
-        )
+        outcome = Outcome(math.nan, math.nan, applied=False)
+        watching(tmp_path).on_step(report_of(7, outcome, parts))
 
 
 def test_a_loss_that_stays_is_warned_of_after_200_steps_of_this_run(tmp_path, caplog):
@@ -157,13 +178,13 @@ def test_a_loss_that_stays_is_warned_of_after_200_steps_of_this_run(tmp_path, ca
             SimpleNamespace(step=step, outcome=outcome, embeddings=torch.eye(4))
         )
 
-    resumed = Watch(config_for(tmp_path))
+    resumed = watching(tmp_path)
     for step in (1001, 1010, 1100):
         look(resumed, step)
     assert not caplog.messages
     look(resumed, 1200)
     assert "the loss has stayed at 1.5000 for 200 steps" in caplog.text
-    other = Watch(config_for(tmp_path))
+    other = watching(tmp_path)
     look(other, 300)  # a single look says nothing
     assert len(caplog.messages) == 1
 
@@ -172,9 +193,7 @@ def test_other_dtypes_have_no_scale(tmp_path):
     with starting(tmp_path) as run:
         scale = GradientScale()
         session = SimpleNamespace(mixed_precision="bf16", strategy="single")
-        update = Update(
-            run.model, run.loss, run.optimizer, session, config_for(tmp_path), scale
-        )
+        update = Update(run.model, run.loss, run.optimizer, session, 1.0, scale)
         run.model(torch.arange(11)).sum().backward()
         update.apply(torch.ones(()))
     assert scale == GradientScale(value=1.0, good_steps=0)

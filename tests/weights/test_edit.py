@@ -16,8 +16,7 @@ from vembed.cli.main import app
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
 from vembed.weights.directions import directions, erasure, linear_probe, projection
-from vembed.weights.edit import _texts, edit, pareto_front
-from vembed.weights.residual_writers import writers_of
+from vembed.weights.edit import edit, pareto_front, read_texts, residual_writers
 
 COUNT = 200
 
@@ -80,7 +79,7 @@ def test_erasure_leaves_one_mean_and_nothing_to_a_linear_probe():
 )
 def test_writers_of_families(make, in_a_layer):
     embedder = Embedder(shared(make), device="cpu")
-    found = writers_of(embedder.model, embedder.backbone, embedder.description)
+    found = residual_writers(embedder.model, embedder.backbone, embedder.description)
     layers = [one.layer for one in found]
     assert layers[0] == 0
     assert all(layers.count(layer) == in_a_layer for layer in set(layers) - {0})
@@ -105,7 +104,7 @@ def test_writers_named_as_in_gpt_neox_and_a_layer_of_which_only_one_is_known():
     neox = GPTNeoXModel(GPTNeoXConfig(**sizes, num_hidden_layers=2))
     found = [
         (one.layer, one.name.partition(".")[2])
-        for one in writers_of(neox, neox, description)[1:]
+        for one in residual_writers(neox, neox, description)[1:]
     ]
     ends = ("attention.dense", "mlp.dense_4h_to_h")
     assert found == [(layer, f"{layer - 1}.{end}") for layer in (1, 2) for end in ends]
@@ -116,7 +115,7 @@ def test_writers_named_as_in_gpt_neox_and_a_layer_of_which_only_one_is_known():
     with pytest.raises(
         UserError, match="AlbertLayerGroup have names that vembed does not know"
     ):
-        writers_of(albert, albert, description)
+        residual_writers(albert, albert, description)
 
 
 # ---- whole edits -----------------------------------------------------------------------------------------------
@@ -259,7 +258,11 @@ def test_a_text_is_a_line_of_the_file(tmp_path):
     (tmp_path / "windows.txt").write_bytes(
         "\ufeffone\r\ntwo\u2028and\x0cmore\r\n\r\nthree".encode()
     )
-    assert _texts(tmp_path / "windows.txt") == ("one", "two\u2028and\x0cmore", "three")
+    assert read_texts(tmp_path / "windows.txt") == (
+        "one",
+        "two\u2028and\x0cmore",
+        "three",
+    )
 
 
 @pytest.mark.parametrize(

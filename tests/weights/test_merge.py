@@ -74,6 +74,22 @@ def test_slerp_whose_first_models_have_no_weight_is_the_last_one(models, tmp_pat
         np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("options", "of_differences"),
+    [({}, False), ({"base": 0}, True), ({"base": 0, "of": "weights"}, False)],
+)
+def test_slerp_logs_what_it_interpolates(
+    options, of_differences, models, tmp_path, caplog
+):
+    caplog.set_level("INFO", logger="vembed")
+    if "base" in options:
+        options = options | {"base": models[2]}
+    result = vembed.merge(models[:2], tmp_path / "out", "slerp", **options)
+    assert result.recipe.of_differences == of_differences
+    (line,) = [line for line in caplog.messages if line.startswith("slerp: ")]
+    assert ("differences from the base" in line) == of_differences
+
+
 def test_the_merged_folder_is_a_model(models, tmp_path):
     vembed.merge(models, tmp_path / "out", dtype="bfloat16")
     vectors = vembed.Embedder(
@@ -374,7 +390,7 @@ def test_too_few_checkpoints_and_a_folder_that_exists(runs, models, tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from vembed.weights.merging import Merge
+from vembed.weights.merge import Merge
 from vembed.weights.methods import Recipe
 from vembed.weights.inputs import open_source
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

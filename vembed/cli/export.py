@@ -171,9 +171,9 @@ def serve(
         from vembed.cli.commands.model_argument import usable_model
         from vembed.cli.commands.serve import run_serve
 
-        with usable_model(model) as found:
+        with usable_model(model) as model_path:
             run_serve(
-                found,
+                model_path,
                 host=host,
                 port=port,
                 served_name=served_name,
@@ -216,10 +216,10 @@ def check_server(
         from vembed.export.servers import check_server as run_check
 
         check_address(url, model)
-        with json_result(json_file) as give, usable_model(model) as found:
+        with json_result(json_file) as give, usable_model(model) as model_path:
             largest = run_check(
                 url,
-                found,
+                model_path,
                 data=data,
                 served_name=served_name,
                 tolerance=tolerance,

@@ -174,10 +174,10 @@ def eval(
         from vembed.cli.commands.evaluate import run_evaluate
         from vembed.cli.commands.model_argument import usable_model
 
-        with json_result(json_file) as give, usable_model(model) as found:
+        with json_result(json_file) as give, usable_model(model) as model_path:
             give(
                 run_evaluate(
-                    found,
+                    model_path,
                     data,
                     split=split,
                     compressed=compressed,
@@ -289,9 +289,9 @@ def encode(
         from vembed.cli.commands.encode import run_encode
         from vembed.cli.commands.model_argument import usable_model
 
-        with json_result(json_file) as give, usable_model(model) as found:
+        with json_result(json_file) as give, usable_model(model) as model_path:
             encoded = run_encode(
-                found,
+                model_path,
                 input_file,
                 output,
                 truncate_dim=truncate_dim,

@@ -167,12 +167,12 @@ def compare(
             write_comparison,
         )
 
-        found = read_several(runs)
+        compared_runs = read_several(runs)
         with json_result(json_file) as give:
-            give(as_json(found))
-            sys.stdout.write(score_lines(found))
+            give(as_json(compared_runs))
+            sys.stdout.write(score_lines(compared_runs))
             if output is not None or json_file is None:
-                page = write_comparison(found, output or "comparison.html")
+                page = write_comparison(compared_runs, output or "comparison.html")
                 sys.stdout.write(f"wrote {page}\n")
 
     end(call)

@@ -91,23 +91,23 @@ class JsonCommand(TyperCommand):
 
 def json_words(words: Sequence[str]) -> list[str]:
     """Return the words with a value for each `--json` that has none."""
-    found = list(words)
-    for number, one in enumerate(found):
-        following = found[number + 1] if number + 1 < len(found) else ""
+    arguments = list(words)
+    for number, argument in enumerate(arguments):
+        following = arguments[number + 1] if number + 1 < len(arguments) else ""
         if (
-            one == "--json"
+            argument == "--json"
             and following != STANDARD_OUTPUT
             and not following.endswith(".json")
         ):
-            found[number] = f"--json={STANDARD_OUTPUT}"
-    return found
+            arguments[number] = f"--json={STANDARD_OUTPUT}"
+    return arguments
 
 
 @contextmanager
 def json_result(target: str | None) -> Iterator[Callable[[Any], None]]:
     """Give a function that takes a verb's result, and write it as JSON at the end. On standard output it stands alone:
     all else that this process and its children print goes to standard error. Of several ranks the first one writes."""
-    found: list[Any] = []
+    results: list[Any] = []
     if (
         target is not None
         and target != STANDARD_OUTPUT
@@ -117,13 +117,13 @@ def json_result(target: str | None) -> Iterator[Callable[[Any], None]]:
             f"--json {target}: {Path(target).absolute().parent} is not a folder; give one that is there"
         )
     with _output_to_stderr() if target == STANDARD_OUTPUT else nullcontext():
-        yield found.append
-    if not found or target is None or os.environ.get("RANK", "0") != "0":
+        yield results.append
+    if not results or target is None or os.environ.get("RANK", "0") != "0":
         return
     value = (
-        asdict(found[0])
-        if is_dataclass(found[0]) and not isinstance(found[0], type)
-        else found[0]
+        asdict(results[0])
+        if is_dataclass(results[0]) and not isinstance(results[0], type)
+        else results[0]
     )
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
     if target == STANDARD_OUTPUT:
@@ -260,11 +260,11 @@ def floats(flag: str, text: str) -> list[float]:
         raise UserError(f"{flag} {text}: give numbers, as 0.7,0.3") from None
 
 
-def word(flag: str, given: str, words: Sequence[str]) -> Any:
+def word(flag: str, value: str, words: Sequence[str]) -> Any:
     """Return a word that is one of several."""
-    if given not in words:
-        raise UserError(f"{flag} {given}: give one of {', '.join(words)}")
-    return given
+    if value not in words:
+        raise UserError(f"{flag} {value}: give one of {', '.join(words)}")
+    return value
 
 
 def model_options(torch_dtype: str, strategy: str) -> dict[str, Any]:
@@ -296,14 +296,14 @@ def taken_flags(
 ) -> tuple[list[str], list[str | None]]:
     """Return the words without the given flags, and the value of each: `--flag VALUE` or `--flag=VALUE`."""
     rest: list[str] = []
-    found: dict[str, str] = {}
-    given = iter(words)
-    for one in given:
-        flag, has_value, value = one.partition("=")
+    values: dict[str, str] = {}
+    remaining = iter(words)
+    for argument in remaining:
+        flag, has_value, value = argument.partition("=")
         if flag not in flags:
-            rest.append(one)
+            rest.append(argument)
             continue
-        found[flag] = value if has_value else next(given, "")
-        if not found[flag] or found[flag].startswith("--"):
+        values[flag] = value if has_value else next(remaining, "")
+        if not values[flag] or values[flag].startswith("--"):
             raise UserError(f"{flag} needs a value")
-    return rest, [found.get(flag) for flag in flags]
+    return rest, [values.get(flag) for flag in flags]

@@ -62,9 +62,9 @@ def score(
         from vembed.cli.commands.model_argument import usable_model
         from vembed.cli.commands.score import run_score
 
-        with usable_model(model) as found:
+        with usable_model(model) as model_path:
             run_score(
-                found,
+                model_path,
                 pairs,
                 output,
                 image_root=image_root,

@@ -28,6 +28,12 @@ Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
+class NamesFiles(str):
+    """Mark of an option that names files or folders, in the metadata of its type: model, data or code."""
+
+    __slots__ = ()
+
+
 class Form(str):
     """Words for the values that a text may have, in the metadata of its type."""
 

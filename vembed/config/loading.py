@@ -83,7 +83,7 @@ def resolve_run(
     if file_path is not None:
         # Before the layers are merged, since the Accelerate file is read for that.
         for layer in configs:
-            _find_beside_file(layer.values, ("accelerate_config",), file_path, notes)
+            find_beside_file(layer.values, ("accelerate_config",), file_path, notes)
     strongest_first = [command_line, *reversed(configs)]
     configs += user_preset_layers(source, strongest_first)
     launcher, launcher_notes = launcher_layer(env)
@@ -102,7 +102,11 @@ def resolve_run(
     _add_implied_options(values, problems)
     notes += _moved_stage_notes(values)
     if file_path is not None:
-        _find_beside_file(values, PATH_OPTIONS, file_path, notes)
+        find_beside_file(values, PATH_OPTIONS, file_path, notes)
+    # After its path is resolved: without weights, the class is the model's name too.
+    model_class = values.get("model_class")
+    if model_class is not None and model_class.value and "model_name" not in values:
+        values["model_name"] = replace(model_class, option="model_name")
     _expand_output_dir(values, env, notes, problems)
     problems += _missing_options(source, layers, values)
     if problems:
@@ -333,9 +337,6 @@ def _add_implied_options(values: dict[str, OptionValue], problems: list[str]) ->
     if qlora is not None and qlora.value and "use_lora" not in values:
         place = f"implied by use_qlora, {qlora.place}"
         values["use_lora"] = OptionValue("use_lora", True, "use_qlora", place)
-    model_class = values.get("model_class")
-    if model_class is not None and model_class.value and "model_name" not in values:
-        values["model_name"] = replace(model_class, option="model_name")
     batch = values.get("global_batch_size")
     parts = values.get("gradient_accumulation_steps")
     if batch is None or parts is None or not batch.key.endswith("effective_batch_size"):
@@ -389,7 +390,7 @@ def _expand_output_dir(
         values["output_dir"] = replace(template, value=folder)
 
 
-def _find_beside_file(
+def find_beside_file(
     values: dict[str, OptionValue], names: Sequence[str], file: Path, notes: list[str]
 ) -> None:
     """Resolve relative paths in the current directory, else in the config file's folder."""

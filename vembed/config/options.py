@@ -51,21 +51,26 @@ class Option:
 def all_options() -> dict[str, Option]:
     """Return every option by name, in the order of the schema."""
     titles = section_titles()
-    options = {}
-    for name, field in option_fields().items():
-        words, choices, kinds = _accepted(field.annotation, field.metadata)
-        default = field.get_default(call_default_factory=True)
-        options[name] = Option(
-            name=name,
-            section=titles[name],
-            text=field.description or "",
-            default=None if default is PydanticUndefined else default,
-            is_required=field.is_required(),
-            accepts=join_words(words),
-            choices=tuple(choices),
-            kinds=frozenset(kinds),
-        )
-    return options
+    return {
+        name: field_option(name, field, titles[name])
+        for name, field in option_fields().items()
+    }
+
+
+def field_option(name: str, field: FieldInfo, section: str = "") -> Option:
+    """Return the metadata of an option from its field."""
+    words, choices, kinds = _accepted(field.annotation, field.metadata)
+    default = field.get_default(call_default_factory=True)
+    return Option(
+        name=name,
+        section=section,
+        text=field.description or "",
+        default=None if default is PydanticUndefined else default,
+        is_required=field.is_required(),
+        accepts=join_words(words),
+        choices=tuple(choices),
+        kinds=frozenset(kinds),
+    )
 
 
 def checked(name: str, value: Any) -> Any:

@@ -256,7 +256,14 @@ def parse_toml(text: str, name: str) -> Node:
         raise UserError(f"{name}: not valid TOML: {error}.") from None
     if not data:
         raise UserError(f"{name}: has no options; write one `key = value` per line.")
+    if _num_values(data) > MAX_VALUES:
+        raise UserError(f"{name}: more than {MAX_VALUES:,d} values.")
     return _with_lines(data, text.split("\n"), 0)
+
+
+def _num_values(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else ()
+    return 1 + sum(_num_values(entry) for entry in inner)
 
 
 def _with_lines(table: Mapping[str, Any], lines: list[str], start: int) -> Node:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from vembed.config.entries import NamesFiles
+from vembed.config.schema import option_fields
+
 MAY_DIFFER = {
     "output_dir": "machines may mount the shared folder under other names; all must see there what rank 0 writes",
     "image_root": "machines may keep the images in other folders",
@@ -17,15 +20,19 @@ MAY_DIFFER = {
 }
 """Option -> the reason why ranks may have different values of it."""
 
-BY_CONTENT = {
-    "model_name": "model",
-    "image_model_name": "model",
-    "teachers": "model",
-    "teacher": "model",
-    "guide": "model",
-    "losses": "model",
-    "data_path": "data",
-    "val_data_path": "data",
-    "guards": "data",
-}
-"""Options that name models or data. Files and folders are compared by their content, under whatever name."""
+
+def _file_options() -> dict[str, str]:
+    kinds = {}
+    for name, field in option_fields().items():
+        for entry in field.metadata:
+            if isinstance(entry, NamesFiles):
+                kinds[name] = str(entry)
+    return kinds
+
+
+FILE_OPTIONS = _file_options()
+"""Option that names files or folders -> their kind: model, data or code.
+
+The schema marks them. They are compared by their content, under whatever name, between the ranks of a run and between a
+run and its checkpoint.
+"""

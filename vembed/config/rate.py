@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vembed.config.resolved import Decision
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import AdapterSection, ObjectiveSection, OptimizerSection
 from vembed.config.terms import OF_ORDER
 from vembed.models.families.table import FamilyName
 
@@ -67,20 +67,20 @@ class Trained:
     """Steps of the run."""
 
 
-def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
+def peak_rate(
+    objective: ObjectiveSection, adapters: AdapterSection, trained: Trained
+) -> Decision[float]:
     """Return the learning rate of `learning_rate: auto` and the reason."""
     if trained.what == "head":
         return Decision(HEAD, "only layers behind the pooling are trained")
     if trained.is_new and trained.what == "weights":
-        is_of_order = (
-            config.objective.losses is None and config.objective.loss in OF_ORDER
-        )
+        is_of_order = objective.losses is None and objective.loss in OF_ORDER
         return Decision(
             _two_digits(
                 _of_initial(trained.width) * (SCRATCH_OF_ORDER if is_of_order else 1.0)
             ),
             f"from scratch: initial weights of {trained.width:,d} dimensions"
-            + (f", loss: {config.objective.loss}" if is_of_order else ""),
+            + (f", loss: {objective.loss}" if is_of_order else ""),
         )
     wide, reason = _of_weights(trained)
     whole = _of_narrow(trained, wide)
@@ -96,18 +96,18 @@ def peak_rate(config: TrainConfig, trained: Trained) -> Decision[float]:
         return Decision(_two_digits(rate), f"all weights: {reason}")
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out;
     # with use_rslora it is alpha / sqrt(r), and the root of the rank is left.
-    strength = config.adapters.lora_alpha * (
-        math.sqrt(config.adapters.lora_r) if config.adapters.use_rslora else 1.0
+    strength = adapters.lora_alpha * (
+        math.sqrt(adapters.lora_r) if adapters.use_rslora else 1.0
     )
     rate = math.sqrt(wide * whole) * ADAPTERS * min(max(ALPHA / strength, 0.1), 10.0)
     rate *= math.sqrt(SHORT / min(max(trained.total_steps, SHORTEST), SHORT))
-    root = ", rslora" if config.adapters.use_rslora else ""
+    root = ", rslora" if adapters.use_rslora else ""
     root += (
         f", only {trained.total_steps:,d} steps" if trained.total_steps < SHORT else ""
     )
     return Decision(
         _two_digits(rate),
-        f"LoRA of rank {config.adapters.lora_r}, alpha {config.adapters.lora_alpha}{root}: {rate / whole:.3g} times "
+        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}{root}: {rate / whole:.3g} times "
         f"the rate of all weights, which is {_two_digits(whole):g} ({reason})",
     )
 
@@ -148,9 +148,9 @@ def _two_digits(value: float) -> float:
     return float(f"{value:.2g}")
 
 
-def rate_of(config: TrainConfig) -> float:
+def rate_of(optimizer: OptimizerSection) -> float:
     """Return the learning rate of a config in which it is decided."""
-    assert config.optimizer.learning_rate != "auto", (
+    assert optimizer.learning_rate != "auto", (
         "peak_rate decides it when the model is built"
     )
-    return config.optimizer.learning_rate
+    return optimizer.learning_rate

@@ -24,6 +24,8 @@ from vembed.config.schema import (
     TrainConfig,
 )
 from vembed.config.violation import Violation, word
+from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.trackers.table import TRACKERS
 
 RUN_FILES = frozenset(
     {
@@ -364,9 +366,9 @@ def remarks(config: TrainConfig) -> list[str]:
         if not values[switch]:
             without_effect(names, f"without {switch}")
     optimizer = config.optimizer
-    if optimizer.optim in ("sgd", "adafactor"):
-        adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
-        without_effect(adam, f"with optim: {optimizer.optim}")
+    of_optimizers = {name for kind in OPTIMIZERS.values() for name in kind.options}
+    unread_options = of_optimizers - OPTIMIZERS[optimizer.optim].options
+    without_effect(tuple(sorted(unread_options)), f"with optim: {optimizer.optim}")
     if optimizer.scale_learning_rate == "none":
         without_effect(("base_batch_size",), "with scale_learning_rate: none")
     if config.data.val_data_path is None and config.data.val_split is None:
@@ -385,9 +387,11 @@ def remarks(config: TrainConfig) -> list[str]:
     if config.model.pure_dtype and config.model.torch_dtype in ("auto", "float32"):
         dtype = config.model.torch_dtype
         lines.append(f"pure_dtype: true has no effect with torch_dtype: {dtype}")
-    if not {"wandb", "trackio", "mlflow"} & set(config.logging.report_to):
-        trackers = ", ".join(config.logging.report_to) or "none"
-        without_effect(("wandb_project", "wandb_tags"), f"with report_to: {trackers}")
+    of_trackers = {name for kind in TRACKERS.values() for name in kind.options}
+    for name in config.logging.report_to:
+        of_trackers -= TRACKERS[name].options
+    trackers = ", ".join(config.logging.report_to) or "none"
+    without_effect(tuple(sorted(of_trackers)), f"with report_to: {trackers}")
     rate = optimizer.learning_rate
     if (
         (config.adapters.use_lora or config.adapters.use_qlora)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, create_model
 from pydantic.fields import FieldInfo
@@ -17,6 +17,7 @@ from vembed.config.entries import (
     LossName,
     LossTerm,
     Momentum,
+    NamesFiles,
     NonNegativeFloat,
     NonNegativeInt,
     Number,
@@ -27,6 +28,15 @@ from vembed.config.entries import (
 )
 from vembed.config.negatives import EpochMining
 from vembed.errors import UserError
+from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.trackers.table import TRACKERS
+
+if TYPE_CHECKING:
+    OptimizerName = str
+    TrackerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+    TrackerName = Literal[tuple(TRACKERS)]
 from vembed.models.families.table import FamilyName
 from vembed.models.poolings import PoolingName, pooling_text
 
@@ -38,7 +48,7 @@ class Section(Frozen):
 class ModelSection(Section, title="model"):
     """Weights, dtypes, attention, inputs and pooling of the model."""
 
-    model_name: str
+    model_name: Annotated[str, NamesFiles("model")]
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
     model_family: Literal["auto"] | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files. The log gives the reason."""
@@ -46,16 +56,16 @@ class ModelSection(Section, title="model"):
     """Branch, tag or commit on the Hub. Default: the main branch."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Only for models that you trust as you trust your own code."""
-    model_class: str | None = None
+    model_class: Annotated[str | None, NamesFiles("code")] = None
     """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
     `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
     """Keyword arguments of `model_class` (also `model_config`)."""
-    tokenizer_name: str | None = None
+    tokenizer_name: Annotated[str | None, NamesFiles("model")] = None
     """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
     from_scratch: bool = False
     """Start from random weights with the config of `model_name`, whose weights are not read."""
-    image_model_name: str | None = None
+    image_model_name: Annotated[str | None, NamesFiles("model")] = None
     """Model of a second tower for images. `model_name` then encodes text (model_family: composed)."""
     composed_dim: PositiveInt | None = None
     """Size of the shared space of a composed model. Default: the smaller of the two towers' sizes."""
@@ -147,10 +157,10 @@ class AdapterSection(Section, title="adapters and frozen parts"):
 class DataSection(Section, title="data"):
     """Training and validation data."""
 
-    data_path: str | list[str | DataSource]
+    data_path: Annotated[str | list[str | DataSource], NamesFiles("data")]
     """Training data: a file (JSONL, CSV, TSV, Parquet, also .gz, .zst), a folder or pattern of files, an address
     (`s3://...`), a Hub name, or a list with weights."""
-    val_data_path: str | None = None
+    val_data_path: Annotated[str | None, NamesFiles("data")] = None
     """Validation data: as `data_path`, or a BEIR-style folder (corpus, queries and qrels, in JSON Lines or Parquet)."""
     val_split: (
         Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None
@@ -223,7 +233,7 @@ class ObjectiveSection(Section, title="loss"):
     loss: none. true: beside another loss too, for decoders, with the weight that `auxiliary_losses` gives."""
     mlm_probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.15
     """Share of an encoder's tokens that language modelling hides."""
-    losses: list[LossTerm] | None = None
+    losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section."""
     similarity: Literal["cosine", "dot"] = "cosine"
@@ -266,15 +276,15 @@ class ObjectiveSection(Section, title="loss"):
     quantize_embeddings: Literal["int8", "binary"] | None = None
     """Train for vectors that are stored in int8 or as bits: the loss is the mean of that of the float embeddings and
     that of the stored ones, straight-through, at every size of `mrl_dims`. Evaluations score all stored forms too."""
-    teachers: list[str | Teacher] | None = None
+    teachers: Annotated[list[str | Teacher] | None, NamesFiles("model")] = None
     """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
-    teacher: str | None = None
+    teacher: Annotated[str | None, NamesFiles("model")] = None
     """Teacher of a loss: one of `teachers`, a model, or `scores` (those in the data). Default: the first of them."""
     teacher_temperature: PositiveFloat | None = None
     """loss: kl, score_mse, listwise: a teacher's scores are divided by it. Default: `temperature`."""
     distill_candidates: Literal["listed", "batch"] = "listed"
     """loss: kl: whether a row's candidates are its positive and its example's hard negatives, or all of the batch."""
-    guide: str | None = None
+    guide: Annotated[str | None, NamesFiles("model")] = None
     """loss: infonce, sigmoid, circle: a teacher that says which candidates are no negatives: those that it scores above
     the row's own pair less `guide_margin`."""
     guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] = 0.0
@@ -338,9 +348,7 @@ class OptimizerSection(Section, title="optimizer"):
     """Multiply the learning rate by global batch / `base_batch_size` (or its square root). The log shows the result."""
     base_batch_size: PositiveInt = 32
     """The global batch that `learning_rate` was chosen for, only with `scale_learning_rate`."""
-    optim: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"] = (
-        "adamw"
-    )
+    optim: OptimizerName = "adamw"
     """Optimizer. The state of the 8-bit ones takes a quarter of the memory."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, not applied to biases and norms."""
@@ -399,7 +407,7 @@ class ParallelSection(Section, title="parallel"):
     """Choice of FSDP units: each transformer layer, each module above `fsdp_min_num_params`, or the whole model."""
     fsdp_transformer_layer_cls_to_wrap: str | list[str] | None = None
     """Layer classes (name, dotted path, or a list). Default: the classes that the backbone declares."""
-    wrap_policy: str | None = None
+    wrap_policy: Annotated[str | None, NamesFiles("code")] = None
     """A function of your own that chooses the FSDP units, instead of the policy: path/to/file.py:function. It is called
     with each module of the model and returns whether it is a unit."""
     fsdp_min_num_params: NonNegativeInt | None = None
@@ -457,7 +465,7 @@ class EvaluationSection(Section, title="evaluation"):
     """Evaluate before the first step, for the comparison in the report."""
     eval_metric: str = "auto"
     """Metric that selects the best checkpoint. `auto`: ndcg@10 for retrieval, spearman for scored pairs."""
-    guards: list[str | Guard] | None = None
+    guards: Annotated[list[str | Guard] | None, NamesFiles("data")] = None
     """Evaluation data of other abilities, scored with each evaluation. A run that falls on one of them by more than its
     `max_drop` ends, and `final/` is the last checkpoint that held. Needs val_data_path, eval_steps and save_steps."""
     eval_ks: list[PositiveInt] = Field(default_factory=lambda: [1, 5, 10, 100])
@@ -478,9 +486,7 @@ class LoggingSection(Section, title="logging"):
 
     logging_steps: Literal["auto"] | PositiveInt = "auto"
     """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
-    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
-        default=["tensorboard"]
-    )
+    report_to: list[TrackerName] = Field(default=["tensorboard"])
     """Trackers. `none` for no tracker."""
     report_every: PositiveInt | None = None
     """Steps between writings of the report while the run goes on. Default: only at the end."""

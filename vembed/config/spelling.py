@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vembed.config.options import all_options
+from vembed.config.options import Option, all_options
 from vembed.config.parsing import parse_value
 from vembed.models.poolings import POOLINGS
+from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.trackers.table import TRACKERS
 
 _WRAP = {
     "TRANSFORMER_BASED_WRAP": "transformer_auto_wrap transformer_auto_wrap_policy transformer",
@@ -45,11 +47,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "round_robin": "roundrobin",
         "weights": "weighted",
     },
-    "optim": {
-        "adamw": "adamw_torch adamw_torch_fused adamw_hf",
-        "adamw_8bit": "adamw_bnb_8bit adamw8bit",
-        "paged_adamw_8bit": "paged_adamw8bit",
-    },
+    "optim": {kind.name: kind.spellings for kind in OPTIMIZERS.values()},
     "lr_scheduler_type": {"constant": "constant_with_warmup none"},
     "scale_learning_rate": {"none": "no false"},
     "num_processes": {"auto": "-1 gpu"},
@@ -65,7 +63,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "SHARDED_STATE_DICT": "sharded",
         "LOCAL_STATE_DICT": "local",
     },
-    "report_to": {"tensorboard": "tb", "wandb": "weights_and_biases"},
+    "report_to": {kind.name: kind.spellings for kind in TRACKERS.values()},
 }
 """Map from option and value to the value's synonyms. Case is ignored; `-`, a space and `_` are equal."""
 
@@ -124,8 +122,12 @@ def normalise(name: str, value: Any) -> Any:
 
 
 def from_text(name: str, text: str) -> Any:
+    """Parse a value of the command line for an option of training."""
+    return value_of_text(all_options()[name], text)
+
+
+def value_of_text(option: Option, text: str) -> Any:
     """Parse a value of the command line: options of plain text take the text itself, others are parsed as YAML."""
-    option = all_options()[name]
     if option.is_plain_text:
         return None if text == "null" and "null" in option.kinds else text
     value = parse_value(text)

@@ -13,8 +13,8 @@ import numpy as np
 from vembed.data.columns import COLUMNS, is_negative_name
 from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import Example
+from vembed.data_tools.config import JudgeConfig
 from vembed.errors import UserError
-from vembed.mining.config import JudgeConfig
 from vembed.mining.documents import content_key, row_value
 from vembed.mining.judges import UNDECIDED, Cascade, Pair, text_of
 from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME

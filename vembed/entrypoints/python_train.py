@@ -63,8 +63,12 @@ def train(
             "hooks and model= are for one training: name one of the stages, as overrides=['stage=NAME']"
         )
 
-    def train_stage(one: TrainArguments) -> int:
-        resolved = resolve_run(one.source, one.overrides, stage=one.stage)
+    def train_stage(arguments_of_stage: TrainArguments) -> int:
+        resolved = resolve_run(
+            arguments_of_stage.source,
+            arguments_of_stage.overrides,
+            stage=arguments_of_stage.stage,
+        )
         train_once(resolved, on_step=on_step, on_evaluation=on_evaluation)
         return 0
 
@@ -109,16 +113,17 @@ def _stored(config: Mapping[str, Any]) -> dict[str, Any]:
             for key, value in values.items()
         }
 
-    found = block(config)
+    stored = block(config)
     for name in (STAGES, TRAINING_STAGES):
-        stages = found.get(name)
+        stages = stored.get(name)
         if isinstance(stages, Mapping):
-            found[name] = {
-                key: block(one) if isinstance(one, Mapping) else one
-                for key, one in stages.items()
+            stored[name] = {
+                key: block(entry) if isinstance(entry, Mapping) else entry
+                for key, entry in stages.items()
             }
         elif isinstance(stages, list):
-            found[name] = [
-                block(one) if isinstance(one, Mapping) else one for one in stages
+            stored[name] = [
+                block(entry) if isinstance(entry, Mapping) else entry
+                for entry in stages
             ]
-    return found
+    return stored

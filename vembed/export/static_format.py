@@ -24,8 +24,8 @@ from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.losses.targets import TeacherVectors
 from vembed.models.backbone_loading import quiet_transformers
+from vembed.models.families.backbones import StaticConfig
 from vembed.models.families.model_files import STATIC
-from vembed.models.families.static_model import StaticConfig
 from vembed.models.processors import load_tokenizer
 from vembed.saving.layout import MODULE, write_json
 

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from vembed.data.cache import short_hash
-from vembed.mining.config import BM25, MineConfig, Retriever
+from vembed.mining.config import BM25, MineConfig
 from vembed.mining.documents import Documents, array_identity
-from vembed.mining.encoders import (
-    Encoder,
-    encoder_identity,
-    encoder_precision,
-    load_encoder,
-)
 from vembed.mining.known import Known, Pairs
-from vembed.mining.retrievers import LexicalRetriever
+from vembed.mining.retrievers import DenseRetriever, LexicalRetriever, fuse
 from vembed.mining.search import pair_scores, search
-from vembed.mining.vectors import VectorStore, encode_missing
+from vembed.mining.vectors import VectorStore
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
+CHUNK = 32_768
+"""Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""
 MARGIN = 0.05
 """Share by which the sum of the other query is above that of the query itself."""
 ABOVE = 0.05
@@ -42,14 +36,18 @@ BLOCK = 32_768
 
 def claimed_limit(lowest_Q: np.ndarray) -> np.ndarray:
     """[Q] the highest score of a claimed candidate, from the lowest score of each query's known positives."""
-    found: np.ndarray = lowest_Q + ABOVE * np.abs(
-        np.where(np.isfinite(lowest_Q), lowest_Q, 0.0)
-    )
-    return found
+    finite = np.where(np.isfinite(lowest_Q), lowest_Q, 0.0)
+    limit: np.ndarray = lowest_Q + ABOVE * np.abs(finite)
+    return limit
 
 
 class ClaimFinder:
-    """Finds claims by an exact search among the sums of the vectors of all known pairs."""
+    """Finds claims by an exact search among the sums of the vectors of all known pairs.
+
+    A document d is claimed if another query q' with a known positive p' has s(q', d) + s(p', d) at least 5 % above the
+    same sum of the query itself. A relevant document that nobody has marked is near to its query and to the query's
+    positives, so few claimed candidates are relevant. A hard negative is usually near to what another query asks for.
+    """
 
     def __init__(
         self,
@@ -60,23 +58,22 @@ class ClaimFinder:
         session: Session,
     ) -> None:
         """Write the vectors of the pairs that are not in `folder` yet. Collective."""
-        self._documents, self._positives, self._session = documents, positives, session
+        self._documents = documents
+        self._positives = positives
+        self._session = session
         # Part of a file's name: vectors of other pairs are never read for these.
         # The product may wrap around in int64, which changes nothing: it is a hash.
         keys = (
             queries.keys[positives.queries] * 31 + documents.keys[positives.documents]
         )
         self._pairs = VectorStore(folder, "query", keys, queries.dtype_name)
-        self._codes = (
-            positives.queries << 32 | positives.documents
-        )  # ascending, as pairs are
+        # Ascending, as pairs are.
+        self._codes = positives.queries << 32 | positives.documents
         for shard in self._pairs.missing(self._pairs.of_rank(session)):
-            own = slice(shard.first, shard.last)
+            query = queries.take(positives.queries[shard.first : shard.last])
+            positive = documents.take(positives.documents[shard.first : shard.last])
             # Not normalised: s(q', d) + s(p', d) is the dot product of d with this sum.
-            total = queries.take(positives.queries[own]) + documents.take(
-                positives.documents[own]
-            )
-            self._pairs.write(shard, total.numpy())
+            self._pairs.write(shard, (query + positive).numpy())
         session.barrier()
 
     def claimed(
@@ -92,149 +89,66 @@ class ClaimFinder:
         """
         eligible = (candidates_QK >= 0) & (scores_QK <= limit_Q[:, None])
         eligible &= np.cumsum(eligible, axis=1) <= CONSIDERED
-        found = np.zeros(candidates_QK.shape, bool)
+        is_claimed = np.zeros(candidates_QK.shape, bool)
         place = np.flatnonzero(eligible)
         if not len(place) or not len(self._positives):
-            return found
+            return is_claimed
         # Many queries share candidates: each distinct one is searched for once.
         documents, which = np.unique(candidates_QK.ravel()[place], return_inverse=True)
         query = first + place // candidates_QK.shape[1]
-        claimed = np.zeros(len(place), bool)
+        nothing = Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
         for start in range(0, len(documents), BLOCK):
             inside = np.flatnonzero((which >= start) & (which < start + BLOCK))
             vectors = self._documents.take(documents[start : start + BLOCK])
-            nothing = Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+            num_pairs = len(self._positives)
             nearest, scores = search(
-                vectors,
-                self._pairs,
-                len(self._positives),
-                NEAREST,
-                nothing,
-                self._session,
+                vectors, self._pairs, num_pairs, NEAREST, nothing, self._session
             )
             row = which[inside] - start
-            own = self._own(query[inside], row, vectors)
-            claimed[inside] = self._is_claimed(
-                query[inside], own, nearest[row], scores[row]
+            best = self._best_of_query(query[inside], row, vectors)
+            is_claimed.ravel()[place[inside]] = self._is_claimed(
+                query[inside], best, nearest[row], scores[row]
             )
-        found.ravel()[place] = claimed
-        return found
+        return is_claimed
 
-    def _own(
+    def _best_of_query(
         self, query_N: np.ndarray, row_N: np.ndarray, vectors: Tensor
     ) -> np.ndarray:
-        """[n] the highest sum of a query's own pairs for the vector in a row; -inf where it has none. Collective."""
+        """[n] the highest sum of a query's pairs for the vector in a row; -inf where it has none. Collective."""
         # Pairs are sorted by query, so those of one are a range; the ranges of all are laid end to end.
-        begin, end = (
-            np.searchsorted(self._positives.queries, query_N + one) for one in (0, 1)
-        )
+        begin = np.searchsorted(self._positives.queries, query_N)
+        end = np.searchsorted(self._positives.queries, query_N + 1)
         count = end - begin
         position = np.repeat(np.arange(len(query_N)), count)
-        pair = (
-            np.arange(len(position))
-            - np.repeat(np.cumsum(count) - count, count)
-            + np.repeat(begin, count)
-        )
-        found = np.full(len(query_N), -np.inf)
-        np.maximum.at(
-            found,
-            position,
-            pair_scores(
-                vectors, self._pairs, Pairs(row_N[position], pair), self._session
-            ),
-        )
-        return found
+        offset = np.arange(len(position)) - np.repeat(np.cumsum(count) - count, count)
+        pairs = Pairs(row_N[position], np.repeat(begin, count) + offset)
+        best = np.full(len(query_N), -np.inf)
+        scores = pair_scores(vectors, self._pairs, pairs, self._session)
+        np.maximum.at(best, position, scores)
+        return best
 
     def _is_claimed(
         self,
         query_N: np.ndarray,
-        own_N: np.ndarray,
+        best_N: np.ndarray,
         pairs_NR: np.ndarray,
         scores_NR: np.ndarray,
     ) -> np.ndarray:
         """[n] True where a pair of another query is nearer by the margin than all that speak for the query itself."""
-        there = pairs_NR >= 0
-        pairs = np.where(there, pairs_NR, 0)
-        # A pair speaks for the query if it is its own, or if the pair's document is a positive of the query too.
+        is_pair = pairs_NR >= 0
+        pairs = np.where(is_pair, pairs_NR, 0)
+        # A pair speaks for the query if it is one of its pairs, or if the pair's document is a positive of it too.
         codes = query_N[:, None] << 32 | self._positives.documents[pairs]
-        shared = (
-            self._codes[
-                np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
-            ]
-            == codes
-        )
-        speaks = there & (shared | (self._positives.queries[pairs] == query_N[:, None]))
-        own = np.maximum(own_N, np.where(speaks, scores_NR, -np.inf).max(axis=1))
-        other = (
-            np.where(there & ~speaks, scores_NR, -np.inf).max(axis=1).astype(np.float64)
-        )
-        is_there = np.isfinite(other)
-        limit = np.where(is_there, other, 0.0)
-        found: np.ndarray = is_there & (own <= limit - MARGIN * np.abs(limit))
-        return found
-
-
-CHUNK = 32_768
-"""Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""
-
-
-class Searcher(Protocol):
-    """A retriever that is ready to search. Its methods are collective."""
-
-    def search(
-        self, first: int, last: int, k: int, excluded: Pairs
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """[Q, k] best candidates for queries first .. last - 1 and their scores; -1 and -inf where there are fewer."""
-        ...
-
-    def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
-        """The score of each pair, whose queries count from `first`."""
-        ...
-
-
-class DenseRetriever:
-    """Vectors of a model."""
-
-    def __init__(
-        self,
-        retriever: Retriever,
-        config: MineConfig,
-        folder: Path,
-        documents: Documents,
-        known: Known,
-        session: Session,
-    ) -> None:
-        """Encode what is not on disk yet. Collective."""
-        self._session, self._num_candidates = session, documents.num_candidates
-        self._store, self._queries, self.num_encoded = encode_all(
-            retriever, config, folder, documents, known, session
-        )
-
-    def search(
-        self, first: int, last: int, k: int, excluded: Pairs
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """[Q, k] best candidates for queries first .. last - 1 and their scores."""
-        queries = self._queries.between(first, last)
-        return search(
-            queries, self._store, self._num_candidates, k, excluded, self._session
-        )
-
-    def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
-        """The score of each pair, whose queries count from `first`."""
-        if not len(pairs):
-            return np.zeros(0, np.float32)
-        queries = self._queries.between(first, first + int(pairs.queries.max()) + 1)
-        return pair_scores(queries, self._store, pairs, self._session)
-
-    def claims(self, positives: Pairs) -> ClaimFinder:
-        """Return a finder of claims by this model. Collective."""
-        return ClaimFinder(
-            self._queries,
-            self._store,
-            positives,
-            self._queries.folder / "pairs",
-            self._session,
-        )
+        at = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
+        is_query = self._positives.queries[pairs] == query_N[:, None]
+        speaks = is_pair & ((self._codes[at] == codes) | is_query)
+        for_query = np.where(speaks, scores_NR, -np.inf).max(axis=1)
+        for_query = np.maximum(best_N, for_query)
+        for_others = np.where(is_pair & ~speaks, scores_NR, -np.inf).max(axis=1)
+        is_other = np.isfinite(for_others)
+        limit = np.where(is_other, for_others.astype(np.float64), 0.0)
+        claimed: np.ndarray = is_other & (for_query <= limit - MARGIN * np.abs(limit))
+        return claimed
 
 
 @dataclass(frozen=True)
@@ -283,20 +197,18 @@ class Candidates:
 
 
 def with_claims(candidates: Candidates, claims: ClaimFinder | None) -> Candidates:
-    """Return the candidates with what a finder says. Collective."""
+    """Return the candidates with the claims that a finder finds. Collective."""
     if claims is None:
         return candidates
     limit = claimed_limit(candidates.lowest_positive())
-    return replace(
-        candidates,
-        claimed=claims.claimed(
-            candidates.first, candidates.documents, candidates.scores, limit
-        ),
+    claimed = claims.claimed(
+        candidates.first, candidates.documents, candidates.scores, limit
     )
+    return replace(candidates, claimed=claimed)
 
 
 class CandidateStore:
-    """Searches for all queries chunk by chunk, and remembers what was found."""
+    """Searches for all queries chunk by chunk, and keeps the results on disk."""
 
     def __init__(
         self,
@@ -306,121 +218,120 @@ class CandidateStore:
         folder: Path,
         session: Session,
     ) -> None:
-        self._config, self._known, self._folder, self._session = (
-            config,
-            known,
-            folder,
-            session,
-        )
+        """Encode what has no vectors on disk yet. Collective."""
+        self._config = config
+        self._known = known
+        self._folder = folder
+        self._session = session
         self._excluded = known.excluded(with_negatives=config.keep_negatives)
-        self._retrievers = config.all_retrievers()
-        self._searchers: list[Searcher] = [
-            LexicalRetriever(folder, documents, known, session)
-            if one.model == BM25
-            else DenseRetriever(one, config, folder, documents, known, session)
-            for one in self._retrievers
-        ]
-        self._claims: ClaimFinder | None = None
-        dense = [
-            number for number, one in enumerate(self._retrievers) if one.model != BM25
-        ]
+        self._options = config.all_retrievers()
+        self._retrievers: list[LexicalRetriever | DenseRetriever] = []
+        for options in self._options:
+            if options.model == BM25:
+                lexical = LexicalRetriever(folder, documents, known, session)
+                self._retrievers.append(lexical)
+            else:
+                dense = DenseRetriever(
+                    options, config, folder, documents, known, session
+                )
+                self._retrievers.append(dense)
         # Limits are on the scores of one model: the first dense one, since those of BM25 have no common scale.
-        self._primary = self._searchers[dense[0] if dense else 0]
+        self._primary = next(iter(self._dense), self._retrievers[0])
+        self._claims: ClaimFinder | None = None
         if config.takes_claimed and isinstance(self._primary, DenseRetriever):
-            self._claims = self._primary.claims(known.positives)
+            self._claims = ClaimFinder(
+                self._primary.queries,
+                self._primary.documents,
+                known.positives,
+                self._primary.queries.folder / "pairs",
+                session,
+            )
         self._name = self._identity(documents)
+
+    @property
+    def _dense(self) -> list[DenseRetriever]:
+        return [
+            retriever
+            for retriever in self._retrievers
+            if isinstance(retriever, DenseRetriever)
+        ]
 
     @property
     def num_encoded(self) -> int:
         """Vectors that were computed now, and not found on disk."""
-        return sum(
-            one.num_encoded
-            for one in self._searchers
-            if isinstance(one, DenseRetriever)
-        )
+        return sum(retriever.num_encoded for retriever in self._dense)
+
+    def summary(self) -> list[str]:
+        """One line for each model: in which precision its vectors are computed and stored."""
+        return [retriever.summary for retriever in self._dense]
 
     def find_all(self) -> None:
         """Search for every query whose chunk is not on disk yet. Collective."""
+        num_queries = self._known.num_queries
         with ProgressReport("searching", active=self._session.is_main) as progress:
-            for first in range(0, self._known.num_queries, CHUNK):
+            for first in range(0, num_queries, CHUNK):
+                last = min(first + CHUNK, num_queries)
                 # All ranks see the folder, and files appear only before the barrier below: they agree on what is
                 # missing.
                 if not self._path(first).exists():
-                    found = self._find(
-                        first, min(first + CHUNK, self._known.num_queries)
-                    )
+                    candidates = self._find(first, last)
                     if self._session.is_main:
-                        self._save(found)
+                        self._save(candidates)
                     self._session.barrier()
-                progress(
-                    min(first + CHUNK, self._known.num_queries), self._known.num_queries
-                )
+                progress(last, num_queries)
 
     def chunks(self) -> Iterator[Candidates]:
         """Candidates, chunk by chunk."""
         for first in range(0, self._known.num_queries, CHUNK):
-            with np.load(self._path(first)) as found:
-                positives = Pairs(
-                    found["positive_queries"], found["positive_documents"]
-                )
+            with np.load(self._path(first)) as arrays:
                 yield Candidates(
                     first,
-                    found["documents"],
-                    found["scores"],
-                    positives,
-                    found["positive_scores"],
-                    found["claimed"],
+                    arrays["documents"],
+                    arrays["scores"],
+                    Pairs(arrays["positive_queries"], arrays["positive_documents"]),
+                    arrays["positive_scores"],
+                    arrays["claimed"],
                 )
 
     def scores_of(self, pairs: Pairs) -> np.ndarray:
         """Return the first model's scores of pairs. Collective."""
-        parts = [np.zeros(0, np.float32)]
+        scores = [np.zeros(0, np.float32)]
         for first in range(0, self._known.num_queries, CHUNK):
-            among = pairs.among(first, first + CHUNK)
-            parts.append(
-                self._primary.pair_scores(
-                    first, Pairs(among.queries - first, among.documents)
-                )
-            )
-        return np.concatenate(parts)
+            chunk = pairs.from_query(first, first + CHUNK)
+            scores.append(self._primary.pair_scores(first, chunk))
+        return np.concatenate(scores)
 
     def _find(self, first: int, last: int) -> Candidates:
-        among = self._excluded.among(first, last)
-        excluded = Pairs(among.queries - first, among.documents)
-        k = self._config.top_k
-        found = [
-            searcher.search(first, last, k, excluded) for searcher in self._searchers
+        config = self._config
+        excluded = self._excluded.from_query(first, last)
+        rankings = [
+            retriever.search(first, last, config.top_k, excluded)
+            for retriever in self._retrievers
         ]
-        documents, scores = found[0]
-        if len(found) > 1:
-            weights = [one.weight for one in self._retrievers]
-            documents = fuse(found, weights, k, self._config.fusion, self._config.rrf_k)
+        documents, scores = rankings[0]
+        if len(rankings) > 1:
+            weights = [options.weight for options in self._options]
+            documents = fuse(
+                rankings, weights, config.top_k, config.fusion, config.rrf_k
+            )
             query, column = np.nonzero(documents >= 0)
             pairs = Pairs(query, documents[query, column])
             scores = np.full(documents.shape, -np.inf, np.float32)
             # A fused rank is no score: all candidates get that of one model.
             scores[query, column] = self._primary.pair_scores(first, pairs)
-        known = self._known.positives.among(first, last)
-        positives = Pairs(known.queries - first, known.documents)
-        own = self._primary.pair_scores(first, positives)
-        return with_claims(
-            Candidates.unclaimed(first, documents, scores, positives, own), self._claims
+        positives = self._known.positives.from_query(first, last)
+        positive_scores = self._primary.pair_scores(first, positives)
+        candidates = Candidates.unclaimed(
+            first, documents, scores, positives, positive_scores
         )
+        return with_claims(candidates, self._claims)
 
     def _identity(self, documents: Documents) -> str:
         """Everything that the result of a search depends on."""
-        config, session = self._config, self._session
-        retrievers = [
-            [
-                one.model_dump(),
-                ""
-                if one.model == BM25
-                else encoder_identity(
-                    one, config, encoder_precision(one, config, session)
-                ),
-            ]
-            for one in self._retrievers
-        ]
+        config = self._config
+        retrievers = []
+        for options, retriever in zip(self._options, self._retrievers, strict=True):
+            retrievers.append([options.model_dump(), retriever.identity])
         arrays = (
             documents.exact,
             self._known.exact,
@@ -429,112 +340,32 @@ class CandidateStore:
             self._known.positives.queries,
             self._known.positives.documents,
         )
-        sums = [array_identity(one) for one in arrays]
-        claims = self._claims is not None
         return short_hash(
             retrievers,
             config.top_k,
             config.fusion,
             config.rrf_k,
-            sums,
+            [array_identity(array) for array in arrays],
             documents.num_candidates,
-            claims,
+            self._claims is not None,
         )
 
     def _path(self, first: int) -> Path:
         last = min(first + CHUNK, self._known.num_queries)
         return self._folder / "candidates" / self._name / f"{first:09d}-{last:09d}.npz"
 
-    def _save(self, found: Candidates) -> None:
-        path = self._path(found.first)
+    def _save(self, candidates: Candidates) -> None:
+        path = self._path(candidates.first)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.part")
         with partial.open("wb") as file:
             np.savez(
                 file,
-                documents=found.documents,
-                scores=found.scores,
-                positive_queries=found.positives.queries,
-                positive_documents=found.positives.documents,
-                positive_scores=found.positive_scores,
-                claimed=found.claimed,
+                documents=candidates.documents,
+                scores=candidates.scores,
+                positive_queries=candidates.positives.queries,
+                positive_documents=candidates.positives.documents,
+                positive_scores=candidates.positive_scores,
+                claimed=candidates.claimed,
             )
         partial.replace(path)
-
-
-def encode_all(
-    retriever: Retriever,
-    config: MineConfig,
-    folder: Path,
-    documents: Documents,
-    known: Known,
-    session: Session,
-) -> tuple[VectorStore, VectorStore, int]:
-    """The vectors of documents and queries, and how many were computed now. Collective."""
-    precision = encoder_precision(retriever, config, session)
-    place = folder / "vectors" / encoder_identity(retriever, config, precision)
-    # Loaded at most once, and only where vectors are missing.
-    load: Callable[[], Encoder] = cache(
-        lambda: load_encoder(retriever, config, session.device, precision)
-    )
-    of_documents = VectorStore(place, "document", documents.exact, config.vector_dtype)
-    of_queries = VectorStore(place, "query", known.exact, config.vector_dtype)
-    num_encoded = 0
-    for store, item, what in (
-        (of_queries, known.item, "queries"),
-        (of_documents, documents.item, "documents"),
-    ):
-        num_encoded += encode_missing(
-            store, load, item, session, f"{retriever.model}: encoding {what}"
-        )
-    return of_documents, of_queries, num_encoded
-
-
-def fuse(
-    found: Sequence[tuple[np.ndarray, np.ndarray]],
-    weights: Sequence[float],
-    k: int,
-    how: str,
-    rrf_k: int,
-) -> np.ndarray:
-    """[Q, k] documents of several rankings ([Q, n] documents and scores each) as one, -1 where there are fewer."""
-    gains = []
-    for (documents, scores), weight in zip(found, weights, strict=True):
-        if how == "rrf":
-            gain = np.broadcast_to(
-                weight / (rrf_k + 1.0 + np.arange(documents.shape[1])), documents.shape
-            )
-        else:
-            gain = weight * _standardised(scores)
-        gains.append(np.where(documents >= 0, gain, 0.0))
-    documents = np.concatenate([one for one, _ in found], axis=1)
-    order = np.argsort(documents, axis=1, kind="stable")
-    documents = np.take_along_axis(documents, order, axis=1)
-    gain = np.take_along_axis(np.concatenate(gains, axis=1), order, axis=1)
-    # Equal documents stand side by side now: the first of them gets the sum of all.
-    is_first = np.ones(documents.shape, bool)
-    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    group = np.cumsum(is_first.ravel()) - 1
-    total = np.bincount(group, gain.ravel())[group].reshape(documents.shape)
-    total[~is_first | (documents < 0)] = -np.inf
-    best = np.argsort(-total, axis=1, kind="stable")[
-        :, :k
-    ]  # stable: of equal ones the lower number first
-    chosen = np.take_along_axis(documents, best, axis=1)
-    return np.where(np.take_along_axis(total, best, axis=1) > -np.inf, chosen, -1)
-
-
-def _standardised(scores_QK: np.ndarray) -> np.ndarray:
-    """Scores in standard deviations above the lowest of their query, so that a document that is missing has 0."""
-    finite = np.isfinite(scores_QK)
-    count = np.maximum(finite.sum(axis=1, keepdims=True), 1)
-    values = np.where(finite, scores_QK, 0.0).astype(np.float64)
-    mean = values.sum(axis=1, keepdims=True) / count
-    deviation = np.sqrt(
-        (np.where(finite, values - mean, 0.0) ** 2).sum(axis=1, keepdims=True) / count
-    )
-    lowest = np.where(finite, scores_QK, np.inf).min(axis=1, keepdims=True)
-    result: np.ndarray = np.where(
-        finite, (values - np.where(np.isfinite(lowest), lowest, 0.0)), 0.0
-    ) / np.maximum(deviation, 1e-12)
-    return result

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from vembed.config.fsdp import Precision
+from vembed.config.resolved import Decision
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
@@ -51,13 +52,13 @@ class VembedEncoder:
             truncate_dim=retriever.truncate_dim,
             trust_remote_code=options.trust_remote_code,
         )
-        given = {
+        changes = {
             "query_prompt": retriever.query_prompt,
             "document_prompt": retriever.document_prompt,
             "max_length": options.max_length,
         }
         description = self._embedder.description.with_(
-            **{key: one for key, one in given.items() if one is not None}
+            **{name: value for name, value in changes.items() if value is not None}
         )
         self._featuriser = Featuriser(description)
         self._unit = description.similarity == "cosine"
@@ -134,19 +135,22 @@ class SentenceTransformersEncoder:
 
 def encoder_precision(
     retriever: Retriever, options: ModelOptions, session: Session
-) -> Precision:
+) -> Decision[Precision]:
     """The precision in which a retriever computes, the same on all ranks."""
-    if retriever.library == "sentence_transformers" or options.torch_dtype != "auto":
-        return "no"
+    if retriever.library == "sentence_transformers":
+        return Decision("no", "library: sentence_transformers")
+    if options.torch_dtype != "auto":
+        return Decision("no", f"torch_dtype: {options.torch_dtype}")
     try:
         return precision_of_use(
             retriever.model,
             session.device,
             session.placement.instructions,
             trust_remote_code=options.trust_remote_code,
-        ).value
-    except UserError:
-        return "no"  # `load_encoder` says what is wrong with the model, or leaves it to Sentence Transformers
+        )
+    except UserError as error:
+        # `load_encoder` raises it again, or leaves the model to Sentence Transformers.
+        return Decision("no", str(error))
 
 
 def load_encoder(

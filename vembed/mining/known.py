@@ -70,6 +70,11 @@ class Pairs:
         begin, end = np.searchsorted(self.queries, [first, last])
         return Pairs(self.queries[begin:end], self.documents[begin:end])
 
+    def from_query(self, first: int, last: int) -> Pairs:
+        """The pairs of queries first .. last - 1, whose queries count from `first`."""
+        pairs = self.among(first, last)
+        return Pairs(pairs.queries - first, pairs.documents)
+
 
 class Known:
     """The distinct queries, which query each row has, and what is known of them."""

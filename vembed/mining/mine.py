@@ -97,6 +97,8 @@ def mine(
 
         folder = work_folder(config)
         store = CandidateStore(config, inputs.documents, inputs.known, folder, running)
+        for line in store.summary():
+            tell(line)
         store.find_all()
 
         calibration = (

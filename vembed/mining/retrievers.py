@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +15,17 @@ from vembed.data.cache import short_hash
 from vembed.data.near_duplicates import words
 from vembed.errors import UserError
 from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
+from vembed.mining.config import ModelOptions, Retriever
 from vembed.mining.documents import Documents, array_identity
+from vembed.mining.encoders import (
+    Encoder,
+    encoder_identity,
+    encoder_precision,
+    load_encoder,
+)
 from vembed.mining.known import Known, Pairs
+from vembed.mining.search import pair_scores, search
+from vembed.mining.vectors import VectorStore, encode_missing
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -31,15 +42,19 @@ def check_bm25() -> None:
 class LexicalRetriever:
     """Words in common, weighted by how rare they are. While the index is built, it is held in memory by one process."""
 
+    identity = ""
+    """It depends on the documents and queries alone."""
+
     def __init__(
         self, folder: Path, documents: Documents, known: Known, session: Session
     ) -> None:
         check_bm25()
-        self._documents, self._known, self._session = documents, known, session
+        self._documents = documents
+        self._known = known
+        self._session = session
         # With their order: the index knows documents by their numbers alone.
-        self._folder = (
-            folder / "bm25" / short_hash(FORMAT, array_identity(documents.exact))
-        )
+        name = short_hash(FORMAT, array_identity(documents.exact))
+        self._folder = folder / "bm25" / name
         if session.is_main and not self._folder.exists():
             self._build()
         session.barrier()
@@ -60,70 +75,67 @@ class LexicalRetriever:
 
         `excluded` counts queries from `first`. Collective: the ranks share the queries.
         """
-        numbers = torch.arange(self._documents.num_candidates)
+        num_candidates = self._documents.num_candidates
+        numbers = torch.arange(num_candidates)
         bounds = excluded.bounds(last - first)
         best = torch.full((last - first, k), NOTHING, dtype=torch.int64)
         # The index is mapped by every rank, so that the queries are shared and not the documents.
         for query in range(self._session.rank, last - first, self._session.world_size):
             scores = torch.from_numpy(
-                self._scores(first + query)[: self._documents.num_candidates].copy()
+                self._scores(first + query)[:num_candidates].copy()
             )
             # A score of 0 means no word in common, and no candidate.
             keys = torch.where(scores > 0, as_keys(scores, numbers), NOTHING)
-            own = excluded.documents[bounds[query] : bounds[query + 1]]
+            left_out = excluded.documents[bounds[query] : bounds[query + 1]]
             # Documents of the rows beyond the candidates may be excluded too, and have no key.
-            keys[torch.from_numpy(own[own < len(keys)])] = NOTHING
-            found = keys.topk(min(k, len(keys))).values
-            best[query, : len(found)] = found
+            keys[torch.from_numpy(left_out[left_out < num_candidates])] = NOTHING
+            best_keys = keys.topk(min(k, num_candidates)).values
+            best[query, : len(best_keys)] = best_keys
         merged = self._from_all(best)
         return documents_of(merged).numpy(), scores_of(merged).numpy()
 
     def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
         """The score of each pair, whose queries count from `first`. Collective."""
-        found = torch.zeros(len(pairs))
+        result = torch.zeros(len(pairs))
         order = np.argsort(pairs.queries, kind="stable")
         queries, starts = np.unique(pairs.queries[order], return_index=True)
-        for query, chosen in zip(queries, np.split(order, starts)[1:], strict=True):
+        for query, places in zip(queries, np.split(order, starts)[1:], strict=True):
             if query % self._session.world_size == self._session.rank:
-                scores = self._scores(first + int(query))
-                found[torch.from_numpy(chosen)] = torch.from_numpy(
-                    scores[pairs.documents[chosen]].copy()
-                )
-        return collectives.sum_tensor(found).numpy()
+                scores = self._scores(first + int(query))[pairs.documents[places]]
+                result[torch.from_numpy(places)] = torch.from_numpy(scores.copy())
+        return collectives.sum_tensor(result).numpy()
 
     def _from_all(self, best_QK: torch.Tensor) -> torch.Tensor:
+        """Fill in the rows of the queries that other ranks have searched for."""
         world_size = self._session.world_size
         if world_size == 1:
             return best_QK
-        own = best_QK[self._session.rank :: world_size]
         counts = [
             len(range(rank, len(best_QK), world_size)) for rank in range(world_size)
         ]
-        gathered = collectives.all_gather_rows(
-            own.to(self._session.device), counts
-        ).cpu()
+        rank_rows = best_QK[self._session.rank :: world_size].to(self._session.device)
+        gathered = collectives.all_gather_rows(rank_rows, counts).cpu()
         for rank, part in enumerate(torch.split(gathered, counts)):
             best_QK[rank::world_size] = part
         return best_QK
 
     def _scores(self, query: int) -> np.ndarray:
-        found = self._index.get_tokens_ids(words(self._known.item(query).text or ""))
-        if not found:
+        tokens = self._index.get_tokens_ids(words(self._known.item(query).text or ""))
+        if not tokens:
             return np.zeros(len(self._documents), np.float32)
-        scores: np.ndarray = self._index.get_scores_from_ids(found)
+        scores: np.ndarray = self._index.get_scores_from_ids(tokens)
         return scores.astype(np.float32, copy=False)
 
     def _build(self) -> None:
         import bm25s
 
         vocabulary: dict[str, int] = {}
-        ids = [
-            [
-                vocabulary.setdefault(word, len(vocabulary))
-                for word in words(self._documents.item(number).text or "")
-            ]
-            for number in range(len(self._documents))
-        ]
+        ids = []
+        for number in range(len(self._documents)):
+            text = self._documents.item(number).text or ""
+            ids.append(
+                [vocabulary.setdefault(word, len(vocabulary)) for word in words(text)]
+            )
         if not vocabulary:
             raise UserError(
                 "bm25 finds words in common, and the documents hold no text"
@@ -136,3 +148,110 @@ class LexicalRetriever:
         index.save(str(partial), show_progress=False)
         # Renamed when whole: an index that a killed run left half built never counts.
         partial.rename(self._folder)
+
+
+class DenseRetriever:
+    """Vectors of a model. Methods are collective."""
+
+    def __init__(
+        self,
+        retriever: Retriever,
+        options: ModelOptions,
+        folder: Path,
+        documents: Documents,
+        known: Known,
+        session: Session,
+    ) -> None:
+        """Encode what is not on disk yet."""
+        self._session = session
+        self._num_candidates = documents.num_candidates
+        precision = encoder_precision(retriever, options, session)
+        dtype = "bfloat16" if precision.value == "bf16" else "the dtype of the weights"
+        self.summary = (
+            f"{retriever.model}: vectors are computed in {dtype} ({precision.reason}) and stored as "
+            f"{options.vector_dtype}"
+        )
+        """One line for the log."""
+        self.identity = encoder_identity(retriever, options, precision.value)
+        place = folder / "vectors" / self.identity
+        self.documents = VectorStore(
+            place, "document", documents.exact, options.vector_dtype
+        )
+        self.queries = VectorStore(place, "query", known.exact, options.vector_dtype)
+
+        # Loaded at most once, and only where vectors are missing.
+        @cache
+        def encoder() -> Encoder:
+            return load_encoder(retriever, options, session.device, precision.value)
+
+        title = f"{retriever.model}: encoding"
+        self.num_encoded = encode_missing(
+            self.queries, encoder, known.item, session, f"{title} queries"
+        )
+        self.num_encoded += encode_missing(
+            self.documents, encoder, documents.item, session, f"{title} documents"
+        )
+
+    def search(
+        self, first: int, last: int, k: int, excluded: Pairs
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[Q, k] best candidates for queries first .. last - 1 and their scores. `excluded` counts from `first`."""
+        queries = self.queries.between(first, last)
+        return search(
+            queries, self.documents, self._num_candidates, k, excluded, self._session
+        )
+
+    def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
+        """The score of each pair, whose queries count from `first`."""
+        if not len(pairs):
+            return np.zeros(0, np.float32)
+        queries = self.queries.between(first, first + int(pairs.queries.max()) + 1)
+        return pair_scores(queries, self.documents, pairs, self._session)
+
+
+def fuse(
+    rankings: Sequence[tuple[np.ndarray, np.ndarray]],
+    weights: Sequence[float],
+    k: int,
+    method: str,
+    rrf_k: int,
+) -> np.ndarray:
+    """[Q, k] documents of several rankings ([Q, n] documents and scores each) as one, -1 where there are fewer."""
+    gains = []
+    for (documents, scores), weight in zip(rankings, weights, strict=True):
+        if method == "rrf":
+            gain = weight / (rrf_k + 1.0 + np.arange(documents.shape[1]))
+            gain = np.broadcast_to(gain, documents.shape)
+        else:
+            gain = weight * _standardised(scores)
+        gains.append(np.where(documents >= 0, gain, 0.0))
+    documents = np.concatenate([documents for documents, _ in rankings], axis=1)
+    order = np.argsort(documents, axis=1, kind="stable")
+    documents = np.take_along_axis(documents, order, axis=1)
+    gain = np.take_along_axis(np.concatenate(gains, axis=1), order, axis=1)
+    # Equal documents are neighbours now: the first of them gets the sum of all.
+    is_first = np.ones(documents.shape, bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    group = np.cumsum(is_first.ravel()) - 1
+    total = np.bincount(group, gain.ravel())[group].reshape(documents.shape)
+    total[~is_first | (documents < 0)] = -np.inf
+    # Stable: of equal ones the lower number first.
+    best = np.argsort(-total, axis=1, kind="stable")[:, :k]
+    chosen = np.take_along_axis(documents, best, axis=1)
+    return np.where(np.take_along_axis(total, best, axis=1) > -np.inf, chosen, -1)
+
+
+def _standardised(scores_QK: np.ndarray) -> np.ndarray:
+    """Scores in standard deviations above the lowest of their query, so that a document that is missing has 0."""
+    is_finite = np.isfinite(scores_QK)
+    count = np.maximum(is_finite.sum(axis=1, keepdims=True), 1)
+    values = np.where(is_finite, scores_QK, 0.0).astype(np.float64)
+    mean = values.sum(axis=1, keepdims=True) / count
+    squares = np.where(is_finite, values - mean, 0.0) ** 2
+    deviation = np.sqrt(squares.sum(axis=1, keepdims=True) / count)
+    lowest = np.where(is_finite, scores_QK, np.inf).min(axis=1, keepdims=True)
+    above = np.where(
+        is_finite, values - np.where(np.isfinite(lowest), lowest, 0.0), 0.0
+    )
+    result: np.ndarray = above / np.maximum(deviation, 1e-12)
+    return result

@@ -93,8 +93,12 @@ class AllReduceBatchStatistics(_Base):
 
 def share_batch_norms(model: nn.Module, device: torch.device, *, shared: bool) -> int:
     """Make batch norms share their statistics between ranks if `shared`, else warn; return their number."""
-    found = {name: one for name, one in model.named_modules() if isinstance(one, _Base)}
-    if not found:
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _Base)
+    }
+    if not norms:
         if shared:
             log.info("sync_batchnorm: the model has no batch norms")
         return 0
@@ -103,19 +107,19 @@ def share_batch_norms(model: nn.Module, device: torch.device, *, shared: bool) -
             log.warning(
                 "batch norms: %d, each over the micro-batch of one process, so losses and gradients depend on the "
                 "number of processes and on micro_batch_tokens%s",
-                len(found),
+                len(norms),
                 "; sync_batchnorm: true shares their statistics"
                 if collectives.world_size() > 1
                 else "",
             )
-        return len(found)
+        return len(norms)
     if device.type == "cpu":
-        for one in found.values():
-            one.__class__ = AllReduceBatchStatistics
+        for module in norms.values():
+            module.__class__ = AllReduceBatchStatistics
     else:
         nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     log.info(
         "sync_batchnorm: %d batch norms share their statistics among processes",
-        len(found),
+        len(norms),
     )
-    return len(found)
+    return len(norms)

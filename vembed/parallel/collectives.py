@@ -70,12 +70,12 @@ def _number_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _all_gather_single(output: Tensor, own: Tensor) -> None:
+def _all_gather_single(output: Tensor, local: Tensor) -> None:
     # torch 2.13 renamed these two functions; the old names give a warning.
     if torch.__version__ >= "2.13":
-        dist.all_gather_single(output, own)
+        dist.all_gather_single(output, local)
     else:
-        dist.all_gather_into_tensor(output, own)
+        dist.all_gather_into_tensor(output, local)
 
 
 def _reduce_scatter_single(output: Tensor, full: Tensor) -> None:
@@ -100,9 +100,11 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
     if world_size() == 1:
         return [list(values)]
     with _collective("all_gather_ints"):
-        own = torch.tensor(list(values), dtype=torch.int64, device=_number_device())
-        gathered = own.new_empty(world_size() * own.numel())
-        _all_gather_single(gathered, own)
+        local_rows = torch.tensor(
+            list(values), dtype=torch.int64, device=_number_device()
+        )
+        gathered = local_rows.new_empty(world_size() * local_rows.numel())
+        _all_gather_single(gathered, local_rows)
         by_rank: list[list[int]] = gathered.view(world_size(), -1).tolist()
         return by_rank
 
@@ -149,18 +151,23 @@ def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Ten
     if world_size() == 1:
         return rows_ND.detach()
     if counts is None:
-        counts = [one[0] for one in all_gather_ints([rows_ND.shape[0]])]
+        counts = [row[0] for row in all_gather_ints([rows_ND.shape[0]])]
     with _collective("all_gather_rows"):
         _check_rows(rows_ND.shape[0], counts[rank()])
         # NCCL gathers equal sizes only: pad to the longest rank, and remove the padding afterwards.
         longest = max(counts)
-        own = rows_ND.detach()
-        if own.shape[0] < longest:
-            own = torch.cat(
-                [own, own.new_zeros(longest - own.shape[0], *own.shape[1:])]
+        local_rows = rows_ND.detach()
+        if local_rows.shape[0] < longest:
+            local_rows = torch.cat(
+                [
+                    local_rows,
+                    local_rows.new_zeros(
+                        longest - local_rows.shape[0], *local_rows.shape[1:]
+                    ),
+                ]
             )
-        padded = own.new_empty(world_size() * longest, *own.shape[1:])
-        _all_gather_single(padded, own.contiguous())
+        padded = local_rows.new_empty(world_size() * longest, *local_rows.shape[1:])
+        _all_gather_single(padded, local_rows.contiguous())
         if min(counts) == longest:
             return padded
         parts = [
@@ -185,9 +192,9 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
                 _starts(longest), torch.split(rows_ND, list(counts)), strict=False
             ):
                 full[start : start + part.shape[0]] = part
-        own = full.new_empty(longest, *full.shape[1:])
-        _reduce_scatter_single(own, full.contiguous())
-        return own[: counts[rank()]]
+        local_rows = full.new_empty(longest, *full.shape[1:])
+        _reduce_scatter_single(local_rows, full.contiguous())
+        return local_rows[: counts[rank()]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +291,13 @@ def sync_from_rank0(tensors: dict[str, Tensor]) -> list[str]:
         [tensor.detach().to(torch.float64).sum().cpu() for tensor in tensors.values()]
     )
     # Compare the bits as integers: NaN equals NaN that way, and max(-x) gives the minimum with the same collective.
-    own = (
+    local_rows = (
         (sums + 0.0).view(torch.int64).tolist()
     )  # + 0.0 turns -0.0 into 0.0: its bits are INT64_MIN, which has no negative
-    lowest = [-value for value in max_ints([-value for value in own])]
+    lowest = [-value for value in max_ints([-value for value in local_rows])]
     different = [
         name
-        for name, low, high in zip(tensors, lowest, max_ints(own), strict=True)
+        for name, low, high in zip(tensors, lowest, max_ints(local_rows), strict=True)
         if low != high
     ]
     broadcast_tensors(tensors[name] for name in different)
@@ -333,7 +340,7 @@ def gather_objects_as_json(value: Any) -> list[Any]:
     if world_size() == 1:
         return [json.loads(json.dumps(value))]
     payload = _to_bytes(value).to(_number_device())
-    sizes = [one[0] for one in all_gather_ints([payload.numel()])]
+    sizes = [row[0] for row in all_gather_ints([payload.numel()])]
     return [
         _from_bytes(part)
         for part in torch.split(all_gather_rows(payload, sizes), sizes)

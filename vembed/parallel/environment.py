@@ -33,9 +33,9 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
         return RankInfo()
     missing = [name for name in GROUP if name not in present]
     if missing:
-        given = ", ".join(f"{name}={env[name]}" for name in present)
+        values_set = ", ".join(f"{name}={env[name]}" for name in present)
         raise UserError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set although {given}: set "
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set although {values_set}: set "
             f"{', '.join(GROUP)} together (torchrun and accelerate launch do), or none of them for one process."
         )
     rank, world_size, local_rank = (
@@ -66,8 +66,8 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
 
 def launched_rank() -> int:
     """Return the rank that a launcher has set, or 0. For what a process writes before it has met the others."""
-    found = os.environ.get("RANK", "")
-    return int(found) if found.isdecimal() else 0
+    rank_text = os.environ.get("RANK", "")
+    return int(rank_text) if rank_text.isdecimal() else 0
 
 
 def check_num_threads(env: Mapping[str, str] = os.environ) -> None:

@@ -10,20 +10,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from vembed.config.schema import ModelSection, TrainConfig
-from vembed.models.adapters import linear_names_inside_layers, wants_adapters
+from vembed.models.adapters import wants_adapters
 from vembed.models.embedding_model import build_model
-from vembed.models.families.backbones import layers_of
+from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.decisions import describe
+from vembed.training.optimizers.table import OPTIMIZERS
 
 GIB = 2**30
-OPTIMIZER_BYTES = {
-    "adamw": 8.0,
-    "adamw_8bit": 2.1,
-    "paged_adamw_8bit": 2.1,
-    "adafactor": 0.1,
-    "sgd": 0.0,
-}
-"""Bytes of state per trained parameter."""
 FOUR_BIT_BYTES = 0.55
 """Bytes per weight in 4 bits, scales included."""
 KEPT_PER_HIDDEN = 16
@@ -137,10 +130,10 @@ def measure(config: TrainConfig) -> ModelSize:
         hidden=description.hidden_dim,
         inner=max(
             (
-                one.shape[0]
+                weight.shape[0]
                 for layer in layers
-                for one in layer.parameters()
-                if one.ndim == 2
+                for weight in layer.parameters()
+                if weight.ndim == 2
             ),
             default=0,
         ),
@@ -185,7 +178,7 @@ def optimizer_bytes(config: TrainConfig, size: ModelSize) -> float:
     )  # the moments have the dtype of the weights
     return (
         size.trained
-        * OPTIMIZER_BYTES[config.optimizer.optim]
+        * OPTIMIZERS[config.optimizer.optim].state_bytes
         * (0.5 if is_half else 1.0)
     )
 

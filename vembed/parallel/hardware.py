@@ -74,46 +74,46 @@ def read_hardware(gpu: str | None, memory: str | None) -> Hardware | None:
     """Return the hardware of `--gpu 2xA100-80GB` and `--memory 80`; None if neither is given."""
     if gpu is None:
         return None if memory is None else Hardware(_of_memory(memory), None)
-    found = FULL_NAME.fullmatch(gpu.strip())
-    if found is None or found[1] == "0":
+    match = FULL_NAME.fullmatch(gpu.strip())
+    if match is None or match[1] == "0":
         raise UserError(f"--gpu {gpu!r}: give a number and a name, as 2xA100-80GB")
-    device = _named(found[2])
+    device = _named(match[2])
     if memory is not None:
-        given = _of_memory(memory)
+        memory_device = _of_memory(memory)
         device = Gpu(
             device.name,
-            given.gigabytes,
+            memory_device.gigabytes,
             device.half_tflops,
             device.single_tflops,
             device.has_bf16,
         )
-    return Hardware(device, int(found[1] or 1))
+    return Hardware(device, int(match[1] or 1))
 
 
 def _of_memory(text: str) -> Gpu:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:gi?b?)?", text.strip(), re.IGNORECASE)
-    if found is None or not 0 < float(found[1]) <= 100_000:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:gi?b?)?", text.strip(), re.IGNORECASE)
+    if match is None or not 0 < float(match[1]) <= 100_000:
         raise UserError(f"--memory {text!r}: give the memory of one GPU in GB, as 80")
-    return Gpu(f"a GPU of {float(found[1]):g} GB", float(found[1]), None, None)
+    return Gpu(f"a GPU of {float(match[1]):g} GB", float(match[1]), None, None)
 
 
 def _named(name: str) -> Gpu:
     wanted = _plain(name)
     # By full name, or without the memory: A100 is then two, and the memory is asked for.
     same = [
-        one
-        for one in GPUS
-        if wanted in (_plain(one.name), _plain(one.name.rpartition("-")[0]))
+        gpu
+        for gpu in GPUS
+        if wanted in (_plain(gpu.name), _plain(gpu.name.rpartition("-")[0]))
     ]
     if len(same) == 1:
         return same[0]
     if same:
         raise UserError(
-            f"--gpu {name}: give its memory too: {' or '.join(one.name for one in same)}"
+            f"--gpu {name}: give its memory too: {' or '.join(gpu.name for gpu in same)}"
         )
-    near = nearest(name, [one.name for one in GPUS])
+    near = nearest(name, [gpu.name for gpu in GPUS])
     hint = f", did you mean {near}?" if near else ""
-    known = ", ".join(one.name for one in GPUS)
+    known = ", ".join(gpu.name for gpu in GPUS)
     raise UserError(
         f"--gpu {name} is not in the table{hint} (it has {known}); or give --memory GB"
     )

@@ -79,8 +79,8 @@ def free_port() -> int:
     for port in (*(draws.choice(below) for _ in range(20 if below else 0)), 0):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
-            found: int = probe.getsockname()[1]
-            return found
+            port_number: int = probe.getsockname()[1]
+            return port_number
     raise UserError(
         "this machine has no free port: end processes that hold connections open"
     )
@@ -241,11 +241,11 @@ class _Ranks:
         another."""
         number, code = min(
             failed,
-            key=lambda one: (
-                one[1] >= 0,
-                one[1] != 2,
-                bool(self._hang_report_of(one[0])),
-                one[0],
+            key=lambda ending: (
+                ending[1] >= 0,
+                ending[1] != 2,
+                bool(self._hang_report_of(ending[0])),
+                ending[0],
             ),
         )
         for pump in self.pumps:
@@ -286,15 +286,15 @@ class _Ranks:
         """Return the ranks that are stopped as by SIGSTOP: those that others wait for in vain."""
         import psutil
 
-        found = []
+        halted = []
         for number, process in zip(self.numbers, self.processes, strict=True):
             with suppress(psutil.Error):
                 if (
                     process.poll() is None
                     and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
                 ):
-                    found.append(number)
-        return found
+                    halted.append(number)
+        return halted
 
     def _fail(self, cause: str, code: int) -> None:
         self.cause, self.code = cause, code

@@ -30,7 +30,7 @@ cuBLAS and cuDNN, and the driver, allocate beside torch's allocator."""
 def is_shortage(error: RuntimeError) -> bool:
     """Return whether an error says that device memory has run out."""
     return isinstance(error, torch.OutOfMemoryError) or any(
-        one in str(error) for one in SHORTAGES
+        phrase in str(error) for phrase in SHORTAGES
     )
 
 

@@ -17,9 +17,13 @@ def interface_to(address: str, port: int) -> str | None:
 
     Of a host's addresses, the first one that is not loopback is preferred. Sends nothing.
     """
-    own = _own_addresses(address, port)
-    outward = [one for one in own if not _is_loopback(one)]
-    return _interface_of((outward or own)[0]) if own else None
+    local_addresses = _own_addresses(address, port)
+    outward = [
+        local_address
+        for local_address in local_addresses
+        if not _is_loopback(local_address)
+    ]
+    return _interface_of((outward or local_addresses)[0]) if local_addresses else None
 
 
 def default_interface() -> str | None:
@@ -42,10 +46,10 @@ def is_loopback_by_name(host: str) -> bool:
     if host == "localhost" or _is_loopback(host):
         return False
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except OSError:
         return False
-    return all(_is_loopback(str(entry[4][0])) for entry in found)
+    return all(_is_loopback(str(entry[4][0])) for entry in addresses)
 
 
 def machine_name() -> str:
@@ -60,18 +64,18 @@ def machine_name() -> str:
 def _own_addresses(address: str, port: int) -> list[str]:
     """Return the source address of this machine for packets to each reachable address of a host."""
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
     except OSError:
         return []
-    own: list[str] = []
-    for family, kind, protocol, _, target in found:
+    local_addresses: list[str] = []
+    for family, kind, protocol, _, target in addresses:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)  # UDP: chooses the route, sends nothing
-                own.append(str(probe.getsockname()[0]))
+                local_addresses.append(str(probe.getsockname()[0]))
         except OSError:  # an IPv6 address without an IPv6 network, for example
             continue
-    return own
+    return local_addresses
 
 
 def _is_loopback(text: str) -> bool:
@@ -82,17 +86,17 @@ def _is_loopback(text: str) -> bool:
         return False
 
 
-def _interface_of(own: str) -> str | None:
+def _interface_of(local_addresses: str) -> str | None:
     # An IPv6 address may carry its interface (fe80::1%eth0), and two interfaces may have the same bare address.
     entries = [
         (name, entry.address)
-        for name, found in psutil.net_if_addrs().items()
-        for entry in found
+        for name, addresses in psutil.net_if_addrs().items()
+        for entry in addresses
     ]
-    exact = [name for name, address in entries if address == own]
+    exact = [name for name, address in entries if address == local_addresses]
     bare = [
         name
         for name, address in entries
-        if address.partition("%")[0] == own.partition("%")[0]
+        if address.partition("%")[0] == local_addresses.partition("%")[0]
     ]
     return next(iter(exact + bare), None)

@@ -34,19 +34,21 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
     target is the widest dtype, so float32 master weights are never downcast.
     """
     floating = {
-        name: one for name, one in model.named_parameters() if one.is_floating_point()
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point()
     }
-    if len({one.dtype for one in floating.values()}) <= 1:
+    if len({parameter.dtype for parameter in floating.values()}) <= 1:
         log.info(
             "FSDP dtype check: all parameters already in %s", _dtypes(floating.values())
         )
         return 0
     together = {
-        name: one
-        for name, one in floating.items()
-        if one.requires_grad or fsdp_version == 1
+        name: parameter
+        for name, parameter in floating.items()
+        if parameter.requires_grad or fsdp_version == 1
     }
-    dtypes = {one.dtype for one in together.values()}
+    dtypes = {parameter.dtype for parameter in together.values()}
     # float32 also for bfloat16 beside float16: neither can represent the other's values.
     widest = (
         torch.float64
@@ -56,12 +58,14 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
         else None
     )
     converted = {
-        name: one
-        for name, one in together.items()
-        if widest is not None and one.dtype != widest
+        name: parameter
+        for name, parameter in together.items()
+        if widest is not None and parameter.dtype != widest
     }
-    for dtype in sorted({one.dtype for one in converted.values()}, key=str):
-        names = [name for name, one in converted.items() if one.dtype == dtype]
+    for dtype in sorted({parameter.dtype for parameter in converted.values()}, key=str):
+        names = [
+            name for name, parameter in converted.items() if parameter.dtype == dtype
+        ]
         num_values = sum(converted[name].numel() for name in names)
         log.info(
             "FSDP dtype check: converted %s parameters (%s values) from %s to %s: %s",
@@ -71,13 +75,17 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
             widest,
             _some(names),
         )
-    if fsdp_version == 1 and any(not one.requires_grad for one in converted.values()):
+    if fsdp_version == 1 and any(
+        not parameter.requires_grad for parameter in converted.values()
+    ):
         log.info(
             "FSDP dtype check: FSDP1 needs one dtype for all; fsdp_version: 2 would leave frozen ones as they are"
         )
-    for one in converted.values():
-        one.data = one.data.to(widest)
-    frozen = [one for one in floating.values() if not one.requires_grad]
+    for parameter in converted.values():
+        parameter.data = parameter.data.to(widest)
+    frozen = [
+        parameter for parameter in floating.values() if not parameter.requires_grad
+    ]
     if fsdp_version != 1 and together and frozen:
         trained = _dtypes(together.values())
         log.info(
@@ -406,14 +414,14 @@ def edit_weights(
     At most one parameter (FSDP1: the model) is gathered at a time.
     """
     with torch.no_grad(), _gathered_by_fsdp1(model, write=True):
-        found = {
+        by_name = {
             plain_name(one): parameter
             for one, parameter in model.named_parameters(remove_duplicate=False)
         }
         for name, edit in edits.items():
-            if name not in found:
+            if name not in by_name:
                 raise KeyError(f"the model has no parameter {name!r}")
-            parameter = found[name]
+            parameter = by_name[name]
             edited = edit(_whole(parameter))
             if isinstance(parameter, DTensor):
                 edited = distribute_tensor(
@@ -425,7 +433,8 @@ def edit_weights(
 def copy_local_shards(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of what this rank holds of each parameter, for `restore_local_shards`."""
     return {
-        name: _local(one).detach().clone() for name, one in model.named_parameters()
+        name: _local(parameter).detach().clone()
+        for name, parameter in model.named_parameters()
     }
 
 

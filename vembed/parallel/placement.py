@@ -120,12 +120,12 @@ class Placement:
     def copies_weights(self) -> bool:
         """True if layers compute with bfloat16 copies of float32 weights (vembed.models.bf16), unless FSDP converts the
         weights, the compiler the layers, or the weights have 4 bits."""
-        own = (
+        can_copy = (
             self.precision.value == "bf16"
             and self.fsdp is None
             and not self.run.config.adapters.use_qlora
         )
-        return own and not self.compilation.value
+        return can_copy and not self.compilation.value
 
     @property
     def computes_in_half(self) -> bool:
@@ -581,8 +581,8 @@ def _without_effect(
     notes = []
     if strategy.value != "fsdp" and run.fsdp is not None:
         notes += [
-            f"{one} has no effect: the strategy is {strategy.value}"
-            for one in run.fsdp_given
+            f"{option} has no effect: the strategy is {strategy.value}"
+            for option in run.fsdp_given
         ]
     how = "was started with" if ranks.launched else "is"
     running = f"{ranks.local_world_size} process(es) on this machine"

@@ -331,7 +331,9 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     An operation in place on a view would drop FSDP2's hook, and with it the gathering of parameters for the backward.
     """
     if isinstance(output, tuple):
-        return tuple(_without_views(_module, _inputs, one) for one in output)
+        return tuple(
+            _without_views(_module, _inputs, parameter) for parameter in output
+        )
     return (
         output.clone()
         if isinstance(output, Tensor) and output._base is not None
@@ -398,7 +400,7 @@ def _precision_policy(
 def _set_aside(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the parameters (rank 0 only) and buffers, and move the model to the meta device (sharding is free)."""
     parameters = (
-        {name: one.detach() for name, one in model.named_parameters()}
+        {name: parameter.detach() for name, parameter in model.named_parameters()}
         if collectives.rank() == 0
         else {}
     )
@@ -440,7 +442,7 @@ def _hand_out(
 
 def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules of the named classes (`BertLayer`, or a dotted path). Raise UserError if a name has none."""
-    found: dict[nn.Module, None] = {}
+    units: dict[nn.Module, None] = {}
     for name in names:
         fitting = [module for module in model.modules() if _fits(module, name)]
         if not fitting:
@@ -450,8 +452,8 @@ def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
             raise UserError(
                 f"fsdp_transformer_layer_cls_to_wrap: the model has no {name}; its layer classes: {candidates}."
             )
-        found.update(dict.fromkeys(fitting))
-    return list(found)
+        units.update(dict.fromkeys(fitting))
+    return list(units)
 
 
 def layer_candidates(model: nn.Module) -> list[str]:
@@ -512,7 +514,7 @@ def size_units(
 
 def embedding_units(model: nn.Module) -> list[nn.Module]:
     """Return the token embeddings of every tower."""
-    found: dict[nn.Module, None] = {}
+    units: dict[nn.Module, None] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             try:
@@ -522,8 +524,8 @@ def embedding_units(model: nn.Module) -> list[nn.Module]:
             ):  # raised for a model of several towers, or without token embeddings
                 continue
             if isinstance(embedding, nn.Embedding):
-                found[embedding] = None
-    return list(found)
+                units[embedding] = None
+    return list(units)
 
 
 def choose_units(
@@ -571,7 +573,7 @@ def _large_enough(units: list[nn.Module], min_num_params: int) -> list[nn.Module
     large = [
         unit
         for unit in units
-        if sum(one.numel() for one in unit.parameters()) >= min_num_params
+        if sum(parameter.numel() for parameter in unit.parameters()) >= min_num_params
     ]
     if len(large) < len(units):
         log.info(

@@ -32,7 +32,7 @@ _MODELS = {"model_name", "image_model_name"}
 # addresses (`https://host/x`) and relative paths (`data/x`) alone.
 _LOCAL_PATH = re.compile(r"(?<![\w.:/~])[/~][^\s:,;)]*/")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-PLACE = "path/to/this/folder"
+FOLDER_IN_CALLS = "path/to/this/folder"
 """Stands for the model's folder in the calls."""
 
 
@@ -50,6 +50,8 @@ class Card:
     evaluation: str = ""
     """Sizes of the evaluation data."""
     num_steps: int | None = None
+    language: str | None = None
+    """Language of the training data; "" where it is unclear and not English, None where it was not looked at."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -61,52 +63,49 @@ def render_card(
     `adapter_alone`: the folder has an adapter and no other weights.
     """
     name = base_model_name(description)
-    loads_in_sentence_transformers = (
-        description.traits.sentence_transformers is not None
-    )
+    is_text_only = description.modalities == ("text",)
     front: dict[str, Any] = {
-        "library_name": "sentence-transformers"
-        if loads_in_sentence_transformers
-        else "vembed"
+        "library_name": "vembed",
+        "tags": ["feature-extraction", "vembed"],
+        "pipeline_tag": "sentence-similarity" if is_text_only else "feature-extraction",
     }
-    front["tags"] = [
-        *(["sentence-transformers"] if loads_in_sentence_transformers else []),
-        "feature-extraction",
-        "vembed",
-    ]
-    front["pipeline_tag"] = (
-        "sentence-similarity"
-        if description.modalities == ("text",)
-        else "feature-extraction"
-    )
+    if description.traits.sentence_transformers is not None:
+        front["library_name"] = "sentence-transformers"
+        front["tags"].insert(0, "sentence-transformers")
     if name is not None:
         front["base_model"] = name
     base = _front_matter(Path(description.source))
-    front |= {
-        key: base[key]
-        for key in ("license", "license_name", "license_link", "language")
-        if key in base
-    }
+    for key in ("license", "license_name", "license_link", "language"):
+        if key in base:
+            front[key] = base[key]
+    if card.language is not None:
+        languages = front.pop("language", [])
+        languages = [languages] if isinstance(languages, str) else list(languages)
+        # A model of many languages keeps them. One of another language was trained to this one.
+        if card.language in languages:
+            front["language"] = languages
+        elif card.language:
+            front["language"] = card.language
+        elif len(languages) > 1:
+            front["language"] = languages
     if card.scores:
         front["model-index"] = [_model_index(card)]
     sections = [
         "---\n" + yaml.safe_dump(front, sort_keys=False) + "---",
         _what(description, name),
         _adapter(description) if adapter_alone else "",
-        _usage(description, loads_in_sentence_transformers),
+        _usage(description),
         _scores(card),
         _training(card),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def calls_of(card: str, place: str) -> list[str]:
-    """Return the calls in a card's section on usage, one text for each library, with `place` as the model's folder."""
+def calls_of(card: str, folder: str) -> list[str]:
+    """Return the calls in a card's section on usage, one text for each library, with `folder` as the model's folder."""
     section = card.partition("\n## Usage\n")[2].partition("\n## ")[0]
-    return [
-        block.replace(PLACE, place)
-        for block in re.findall(r"```python\n(.*?)\n```", section, re.DOTALL)
-    ]
+    blocks = re.findall(r"```python\n(.*?)\n```", section, re.DOTALL)
+    return [block.replace(FOLDER_IN_CALLS, folder) for block in blocks]
 
 
 def _front_matter(folder: Path) -> dict[str, Any]:
@@ -116,10 +115,10 @@ def _front_matter(folder: Path) -> dict[str, Any]:
     if not text.startswith("---\n"):
         return {}
     try:
-        found = yaml.safe_load(text[4:].partition("\n---")[0])
+        values = yaml.safe_load(text[4:].partition("\n---")[0])
     except yaml.YAMLError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def _model_index(card: Card) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def base_model_name(description: ModelDescription) -> str | None:
 def _what(description: ModelDescription, name: str | None) -> str:
     local = f"`{_local_model(description)}`, a folder on the machine of the run"
     origin = f"[{name}](https://huggingface.co/{name})" if name else local
-    return f"# Embedding model\n\nTuned by vembed from {origin}.\n\n" + _table(
+    return f"# Embedding model\n\nTuned by vembed from {origin}.\n\n" + markdown_table(
         ("", ""), _properties(description)
     )
 
@@ -164,26 +163,20 @@ def properties_of(description: ModelDescription) -> list[str]:
 
 
 def _properties(description: ModelDescription) -> list[tuple[str, str]]:
+    pooling: str = description.pooling
+    if pooling == "own":
+        pooling = "the model's own projected features"
     rows = [
         ("Embedding size", f"{description.embedding_dim:,d}"),
         ("Inputs", _inputs(description)),
         ("Longest text", f"{description.max_length:,d} tokens"),
-        (
-            "Pooling",
-            "the model's own projected features"
-            if description.pooling == "own"
-            else description.pooling,
-        ),
+        ("Pooling", pooling),
         ("Similarity", description.similarity),
     ]
     if description.mrl_dims:
         sizes = ", ".join(f"{size:,d}" for size in description.mrl_dims)
-        rows.append(
-            (
-                "Matryoshka sizes",
-                f"{sizes} (the first coordinates are an embedding by themselves)",
-            )
-        )
+        note = "the first coordinates are an embedding by themselves"
+        rows.append(("Matryoshka sizes", f"{sizes} ({note})"))
     if description.query_prompt:
         rows.append(("Query prompt", _code(description.query_prompt)))
     if description.document_prompt:
@@ -209,79 +202,70 @@ def _inputs(description: ModelDescription) -> str:
         return "text"
     if description.modalities == ("image",):
         return "images"
-    return (
-        "text and images"
-        if "multimodal" not in description.modalities
-        else "text, images, or both together"
-    )
+    if "multimodal" in description.modalities:
+        return "text, images, or both together"
+    return "text and images"
 
 
-def _usage(description: ModelDescription, loads_in_sentence_transformers: bool) -> str:
-    queries, documents = '["a query"]', '["a document"]'
-    if description.modalities != ("text",):
-        documents = '["document.jpg"]'
+def _usage(description: ModelDescription) -> str:
     # The examples must be inputs that the model takes: without a text tower an image stands for the query too.
-    if "text" not in description.modalities:
-        queries = '["query.jpg"]'
-    lines = ["## Usage", ""]
-    own = own_class(Path(description.source))
-    trust = "" if own is None else ", trust_remote_code=True"
-    if own is not None:
-        lines += [
-            f"This folder brings Python code of its own: the class `{own}`. It runs where the model is loaded, so read "
-            "it before you set `trust_remote_code=True`.",
-            "",
-        ]
-    if loads_in_sentence_transformers:
-        lines += [
-            "```python",
-            "from sentence_transformers import SentenceTransformer",
-            "",
-            f'model = SentenceTransformer("{PLACE}"{trust})',
-            f"queries = model.encode_query({queries})",
-            f"documents = model.encode_document({documents})",
-            "print(model.similarity(queries, documents))",
+    query = '"a query"' if "text" in description.modalities else '"query.jpg"'
+    is_text_only = description.modalities == ("text",)
+    document = '"a document"' if is_text_only else '"document.jpg"'
+    blocks = ["## Usage"]
+    code_class = own_class(Path(description.source))
+    trust = ""
+    if code_class is not None:
+        trust = ", trust_remote_code=True"
+        blocks.append(
+            f"This folder brings Python code of its own: the class `{code_class}`. It runs where the model is loaded, "
+            "so read it before you set `trust_remote_code=True`."
+        )
+    if description.traits.sentence_transformers is not None:
+        blocks += [
+            "```python\n"
+            "from sentence_transformers import SentenceTransformer\n\n"
+            f'model = SentenceTransformer("{FOLDER_IN_CALLS}"{trust})\n'
+            f"queries = model.encode_query([{query}])\n"
+            f"documents = model.encode_document([{document}])\n"
+            "print(model.similarity(queries, documents))\n"
             "```",
-            "",
             "or, without Sentence Transformers:",
-            "",
         ]
     else:
-        lines += [
-            "Sentence Transformers cannot load this model: it has two towers that were not made for each other."
-            if description.traits.has_two_models
-            else "Sentence Transformers cannot load this model: one module of its own takes texts and images.",
-            "",
-        ]
-    queries, documents = (
-        re.sub(r'("\w+\.jpg")', r'{"image": \1}', example)
-        for example in (queries, documents)
+        reason = "one module of its own takes texts and images"
+        if description.traits.has_two_models:
+            reason = "it has two towers that were not made for each other"
+        blocks.append(f"Sentence Transformers cannot load this model: {reason}.")
+    if "jpg" in query:
+        query = f'{{"image": {query}}}'
+    if "jpg" in document:
+        document = f'{{"image": {document}}}'
+    blocks.append(
+        "```python\n"
+        "import vembed\n\n"
+        f'model = vembed.Embedder("{FOLDER_IN_CALLS}"{trust})\n'
+        f'queries = model.encode([{query}], kind="query")\n'
+        f'documents = model.encode([{document}], kind="document")\n'
+        "```"
     )
-    lines += [
-        "```python",
-        "import vembed",
-        "",
-        f'model = vembed.Embedder("{PLACE}"{trust})',
-        f'queries = model.encode({queries}, kind="query")',
-        f'documents = model.encode({documents}, kind="document")',
-        "```",
-    ]
-    return "\n".join(lines)
+    return "\n\n".join(blocks)
 
 
 def _scores(card: Card) -> str:
     if not card.scores:
         return ""
-    if not card.before:
-        return "## Scores\n\n" + _table(
-            ("metric", "score"),
-            [(key, f"{value:.4f}") for key, value in card.scores.items()],
-        )
-    rows = [
-        (key, f"{card.before[key]:.4f}" if key in card.before else "", f"{value:.4f}")
-        for key, value in card.scores.items()
-    ]
-    return "## Scores\n\n" + _table(("metric", "before", "after"), rows)
+    header: tuple[str, ...] = ("metric", "score")
+    if card.before:
+        header = ("metric", "before", "after")
+    rows = []
+    for key, value in card.scores.items():
+        row = [key]
+        if card.before:
+            row.append(f"{card.before[key]:.4f}" if key in card.before else "")
+        row.append(f"{value:.4f}")
+        rows.append(tuple(row))
+    return "## Scores\n\n" + markdown_table(header, rows)
 
 
 def _training(card: Card) -> str:
@@ -294,51 +278,41 @@ def _training(card: Card) -> str:
             "",
         ]
     if card.settings or card.num_steps is not None:
-        shown = {
-            key: masked(_shown(value) if key not in _MODELS else _model(value))
-            for key, value in card.settings.items()
-            if key not in _NOT_SHOWN and not is_secret(key)
-        }
-        steps = (
-            [] if card.num_steps is None else [("steps done", f"{card.num_steps:,d}")]
-        )
-        lines += [
-            "## Training settings",
-            "",
-            _table(("option", "value"), [*shown.items(), *steps]),
-            "",
-        ]
+        rows = []
+        for key, value in card.settings.items():
+            if key not in _NOT_SHOWN and not is_secret(key):
+                text = _model(value) if key in _MODELS else _option_text(value)
+                rows.append((key, masked(text)))
+        if card.num_steps is not None:
+            rows.append(("steps done", f"{card.num_steps:,d}"))
+        table = markdown_table(("option", "value"), rows)
+        lines += ["## Training settings", "", table, ""]
     if card.versions:
-        lines += [
-            "## Versions",
-            "",
-            ", ".join(f"{name} {version}" for name, version in card.versions.items()),
-        ]
+        versions = [f"{name} {version}" for name, version in card.versions.items()]
+        lines += ["## Versions", "", ", ".join(versions)]
     return "\n".join(lines).rstrip()
 
 
-def _shown(value: Any) -> str:
+def _option_text(value: Any) -> str:
     """Return a setting as text. Paths are reduced to their last part."""
     if isinstance(value, str):
         return _without_folders(value)
     if isinstance(value, Mapping):
-        return ", ".join(
-            f"{key}: {_shown(inner)}"
-            for key, inner in value.items()
-            if not is_secret(str(key))
-        )
+        texts = []
+        for key, inner in value.items():
+            if not is_secret(str(key)):
+                texts.append(f"{key}: {_option_text(inner)}")
+        return ", ".join(texts)
     if isinstance(value, list | tuple):
-        return ", ".join(map(_shown, value))
+        return ", ".join(map(_option_text, value))
     return str(value)
 
 
 def _model(name: Any) -> str:
     """Return the name of a model: of a local folder the part that identifies it."""
-    return (
-        short_name(name)
-        if isinstance(name, str) and _LOCAL_PATH.match(name)
-        else _shown(name)
-    )
+    if isinstance(name, str) and _LOCAL_PATH.match(name):
+        return short_name(name)
+    return _option_text(name)
 
 
 def _without_folders(text: str) -> str:
@@ -349,12 +323,10 @@ def _code(text: str) -> str:
     return "`" + text.replace("\n", "\\n").replace("`", "'") + "`"
 
 
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def markdown_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    lines += [
-        "| "
-        + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row)
-        + " |"
-        for row in rows
-    ]
+    for row in rows:
+        cells = [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

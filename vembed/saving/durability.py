@@ -76,7 +76,7 @@ _REFUSALS = {
     errno.EACCES: "choose another place, or change its permissions",
     errno.EPERM: "choose another place, or change its permissions",
 }
-"""Ways out where the system refuses to write a file."""
+"""What to do where the system refuses to write a file."""
 
 
 def refusal(error: Exception) -> str | None:
@@ -84,31 +84,32 @@ def refusal(error: Exception) -> str | None:
     text = str(error)
     if not isinstance(error, OSError) and "os error" not in text:
         return None
-    for code, way in _REFUSALS.items():
-        if not _says(text, code):
+    for code, advice in _REFUSALS.items():
+        if not _is_about(text, code):
             continue
-        place = getattr(error, "__notes__", None) or [getattr(error, "filename", None)]
-        is_denied = code in (errno.EACCES, errno.EPERM)  # reading may be, too
-        if place[0] is None and is_denied:
+        path = getattr(error, "filename", None)
+        for note in getattr(error, "__notes__", [])[:1]:
+            path = note
+        is_denied = code in (errno.EACCES, errno.EPERM)
+        if path is None and is_denied:
             return None  # of a socket or a process, not of a file
-        return f"{place[0] or 'a file'} could not be {'opened' if is_denied else 'written'} ({os.strerror(code)}): {way}"
+        action = "opened" if is_denied else "written"  # reading may be denied, too
+        return (
+            f"{path or 'a file'} could not be {action} ({os.strerror(code)}): {advice}"
+        )
     return None
 
 
-def _says(problem: str, code: int) -> bool:
+def _is_about(problem: str, code: int) -> bool:
     # By the text: errors of safetensors are not OSErrors, and Rust writes their number as "(os error 28)".
-    # numpy says only how much it has written.
-    return (
-        os.strerror(code) in problem
-        or f"os error {code})" in problem
-        or (
-            code == errno.ENOSPC
-            and re.fullmatch(r"\d+ requested and \d+ written", problem) is not None
-        )
-    )
+    if os.strerror(code) in problem or f"os error {code})" in problem:
+        return True
+    # numpy names only how much it has written.
+    is_cut = re.fullmatch(r"\d+ requested and \d+ written", problem) is not None
+    return code == errno.ENOSPC and is_cut
 
 
 def way_out(problem: str, folder: Path) -> str:
     """Return what to do about an error of the disk: make room, if that is what is missing."""
-    is_full = any(_says(problem, code) for code in (errno.ENOSPC, errno.EDQUOT))
+    is_full = any(_is_about(problem, code) for code in (errno.ENOSPC, errno.EDQUOT))
     return f"make room in {folder}" if is_full else f"check the disk of {folder}"

@@ -12,21 +12,27 @@ from typing import Any
 from vembed.errors import RunError, UserError
 from vembed.saving.publication import CARD, TEXT_FILES, File
 
-LARGE = 10_000_000
-"""Bytes from which a file is a commit of its own, so that a push that was cut goes on behind it."""
+LARGE_FILE_BYTES = 10_000_000
+"""From here a file is a commit of its own, so that a push that was cut goes on behind it."""
+PATHS_PER_REQUEST = 500
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-Say = Callable[[str], object]
 
 
 class Hub:
     """A model repository. Nothing is sent before `open`."""
 
     def __init__(
-        self, repository: str, *, public: bool = False, say: Say = print
+        self,
+        repository: str,
+        *,
+        public: bool = False,
+        log: Callable[[str], object] = print,
     ) -> None:
         from huggingface_hub import HfApi, get_token
 
-        self.repository, self.public, self.say = checked_name(repository), public, say
+        self.repository = checked_name(repository)
+        self.public = public
+        self.log = log
         token = get_token()
         if not token:
             raise UserError(
@@ -61,7 +67,7 @@ class Hub:
             changed = self.changed(files)
             for group in _groups(changed):
                 self._commit(group, message)
-                self.say(f"pushed {', '.join(file.path for file in group)}")
+                self.log(f"pushed {', '.join(file.path for file in group)}")
             if tag is not None:
                 self.api.create_tag(
                     self.repository, tag=tag, tag_message=message, exist_ok=True
@@ -70,22 +76,19 @@ class Hub:
 
     def changed(self, files: Sequence[File]) -> list[File]:
         """Return the files that the repository does not have with this content."""
-        there: dict[str, Any] = {}
+        stored: dict[str, Any] = {}
         # The names go in the body of a request: pieces bound its size.
-        for start in range(0, len(files), 500):
-            some = self.api.get_paths_info(
-                self.repository, [file.path for file in files[start : start + 500]]
-            )
-            there |= {one.path: one for one in some}
-        return [file for file in files if not _is_same(file, there.get(file.path))]
+        for start in range(0, len(files), PATHS_PER_REQUEST):
+            paths = [file.path for file in files[start : start + PATHS_PER_REQUEST]]
+            for info in self.api.get_paths_info(self.repository, paths):
+                stored[info.path] = info
+        return [file for file in files if not _is_same(file, stored.get(file.path))]
 
     def refuse_token(self, files: Sequence[File]) -> None:
         """Raise UserError if a text file holds the token."""
         for file in files:
-            if (
-                PurePosixPath(file.path).suffix in TEXT_FILES
-                and self._token.encode() in file.read()
-            ):
+            is_text = PurePosixPath(file.path).suffix in TEXT_FILES
+            if is_text and self._token.encode() in file.read():
                 raise UserError(
                     f"{file.path} holds your token of the Hub, and would publish it: remove it there"
                 )
@@ -93,13 +96,12 @@ class Hub:
     def _commit(self, files: Sequence[File], message: str) -> None:
         from huggingface_hub import CommitOperationAdd
 
-        operations = [
-            CommitOperationAdd(
-                file.path,
-                file.content if isinstance(file.content, bytes) else str(file.content),
+        operations = []
+        for file in files:
+            content = (
+                file.content if isinstance(file.content, bytes) else str(file.content)
             )
-            for file in files
-        ]
+            operations.append(CommitOperationAdd(file.path, content))
         self.api.create_commit(self.repository, operations, commit_message=message)
 
 
@@ -114,25 +116,26 @@ def checked_name(repository: str) -> str:
 
 def _groups(files: Sequence[File]) -> Iterator[list[File]]:
     """Yield the files of each commit: large ones alone, in the end the others, with the card."""
-    large = [file for file in files if file.size >= LARGE and file.path != CARD]
-    yield from ([file] for file in large)
-    if rest := [file for file in files if file not in large]:
-        yield rest
+    last = []
+    for file in files:
+        if file.size >= LARGE_FILE_BYTES and file.path != CARD:
+            yield [file]
+        else:
+            last.append(file)
+    if last:
+        yield last
 
 
-def _is_same(file: File, there: Any) -> bool:
+def _is_same(file: File, stored: Any) -> bool:
     """Return whether the Hub's record of a file has its content: the SHA-256 of large files, git's hash of others."""
-    if there is None or there.size != file.size:
+    if stored is None or stored.size != file.size:
         return False
     data = file.read()
-    if there.lfs is not None:
-        return bool(there.lfs.sha256 == hashlib.sha256(data).hexdigest())
-    return bool(
-        there.blob_id
-        == hashlib.sha1(
-            b"blob %d\0" % len(data) + data, usedforsecurity=False
-        ).hexdigest()
-    )
+    if stored.lfs is not None:
+        return bool(stored.lfs.sha256 == hashlib.sha256(data).hexdigest())
+    blob = b"blob %d\0" % len(data) + data
+    digest = hashlib.sha1(blob, usedforsecurity=False).hexdigest()
+    return bool(stored.blob_id == digest)
 
 
 @contextmanager
@@ -151,13 +154,13 @@ def _reaching(repository: str) -> Iterator[None]:
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        said = (error.server_message or str(error).splitlines()[0]).strip()
+        reason = (error.server_message or str(error).splitlines()[0]).strip()
         if status in (401, 403):
             raise UserError(
-                f"push to {repository}: the Hub refuses this token ({status}: {said}); it must be allowed to write"
+                f"push to {repository}: the Hub refuses this token ({status}: {reason}); it must be allowed to write"
             ) from error
         raise RunError(
-            f"push to {repository}: the Hub answers {status} ({said}); the same command goes on"
+            f"push to {repository}: the Hub answers {status} ({reason}); the same command goes on"
         ) from error
     except failures as error:
         raise RunError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from vembed.errors import UserError
 from vembed.evaluation.report.record import RunRecord, read_run
+from vembed.saving.card import markdown_table
 
 CARD = "README.md"
 DATA_FILE = "training_data.md"
@@ -46,36 +47,31 @@ class File:
     @property
     def size(self) -> int:
         """Number of bytes."""
-        return (
-            len(self.content)
-            if isinstance(self.content, bytes)
-            else self.content.stat().st_size
-        )
+        if isinstance(self.content, Path):
+            return self.content.stat().st_size
+        return len(self.content)
 
     def read(self) -> bytes:
         """Return all bytes."""
-        return (
-            self.content
-            if isinstance(self.content, bytes)
-            else self.content.read_bytes()
-        )
+        if isinstance(self.content, Path):
+            return self.content.read_bytes()
+        return self.content
 
 
 def publication(model: str, *, report: bool = True) -> list[File]:
     """Return the files to publish of a run (its output_dir) or of a model folder, the card last: a repository whose
     upload was cut has no card. `report`: with the report of the run, which shows texts of the validation data."""
-    place = Path(model).expanduser()
-    folder = place / MODEL_FOLDER if (place / "config.yaml").is_file() else place
+    folder = Path(model).expanduser()
+    reason = "there is no such folder"
+    if (folder / "config.yaml").is_file():
+        folder = folder / MODEL_FOLDER
+        reason = "its run has not finished"
     if not folder.is_dir():
-        what = (
-            "its run has not finished" if folder != place else "there is no such folder"
-        )
         raise UserError(
-            f"{folder} cannot be published: {what}; give the output_dir of a finished run, or a model"
+            f"{folder} cannot be published: {reason}; give the output_dir of a finished run, or a model"
         )
-    if not (folder / "modules.json").is_file() and not any(
-        folder.rglob("*.safetensors")
-    ):
+    has_modules = (folder / "modules.json").is_file()
+    if not has_modules and not any(folder.rglob("*.safetensors")):
         raise UserError(
             f"{folder} has neither modules.json nor weights (*.safetensors), so it is not a model's folder"
         )
@@ -95,64 +91,58 @@ def publication(model: str, *, report: bool = True) -> list[File]:
 def model_files(folder: Path) -> list[File]:
     """Return the files of a model's folder without hidden ones. Raise UserError for a link that leads out of it, whose
     target may be a file that nobody means to publish."""
-    found = []
+    files = []
     for path in sorted(folder.rglob("*")):
-        inner = path.relative_to(folder)
-        if path.is_file() and not any(part.startswith(".") for part in inner.parts):
-            if not path.resolve().is_relative_to(folder.resolve()):
-                raise UserError(
-                    f"{path} is a link to {path.resolve()}: copy the file into the folder, or remove it"
-                )
-            found.append(File(inner.as_posix(), path))
-    return found
+        relative = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in relative.parts)
+        if is_hidden or not path.is_file():
+            continue
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{path} is a link to {path.resolve()}: copy the file into the folder, or remove it"
+            )
+        files.append(File(relative.as_posix(), path))
+    return files
 
 
 def data_description(record: RunRecord) -> str:
     """Return a page about the training data: sources with counts, how they were read, validation data, warnings. It
     shows no text of the data and no folder of this machine."""
-    summary, hidden = record.summary, local_folders(record.config)
-    lines = ["# Training data", ""]
-    lines += [f"- {line}" for line in summary.data] or [
-        "Not known: the run has written no summary."
-    ]
+    summary = record.summary
+    blocks = ["# Training data"]
+    blocks.append(_list(summary.data) or "Not known: the run has written no summary.")
     if summary.num_examples is not None:
-        lines += [
-            "",
-            f"{summary.num_examples:,d} examples; {summary.num_steps or 0:,d} steps.",
-        ]
+        num_steps = summary.num_steps or 0
+        blocks.append(f"{summary.num_examples:,d} examples; {num_steps:,d} steps.")
     settings = record.changed_settings()
-    read = [
-        (name, settings[name])
-        for name in DATA_OPTIONS
-        if settings.get(name) is not None
-    ]
-    if read:
-        lines += [
-            "",
-            "## How they were read",
-            "",
-            "| option | value |",
-            "| --- | --- |",
-        ]
-        lines += [
-            f"| {name} | {str(value).replace('|', chr(92) + '|')} |"
-            for name, value in read
-        ]
+    rows = []
+    for name in DATA_OPTIONS:
+        if settings.get(name) is not None:
+            rows.append((name, str(settings[name])))
+    if rows:
+        blocks += ["## How they were read", markdown_table(("option", "value"), rows)]
     if summary.evaluation:
-        lines += ["", "## Validation data", "", f"- {summary.evaluation}"]
+        blocks += ["## Validation data", _list([summary.evaluation])]
     if summary.warnings:
-        lines += ["", "## Warnings", "", *(f"- {line}" for line in summary.warnings)]
-    return without("\n".join(lines) + "\n", hidden)
+        blocks += ["## Warnings", _list(summary.warnings)]
+    text = "\n\n".join(blocks) + "\n"
+    return without(text, local_folders(record.config))
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def local_folders(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the folders of this machine that a config names, longest first: they are not published."""
-    named = {
-        str(PurePath(one).parent) for one in _texts(config) if one[:1] in ("/", "~")
-    }
-    places = {str(Path.cwd()), str(Path.home()), *named}
-    # Longest first: a folder inside another is replaced as a whole. Not `/` itself, which is in every path.
-    return tuple(sorted((one for one in places if len(one) > 1), key=len, reverse=True))
+    folders = {str(Path.cwd()), str(Path.home())}
+    for text in _texts(config):
+        if text.startswith(("/", "~")):
+            folders.add(str(PurePath(text).parent))
+    # Not `/` itself, which is in every path.
+    folders.discard("/")
+    # Longest first: a folder inside another is replaced as a whole.
+    return tuple(sorted(folders, key=len, reverse=True))
 
 
 def without(text: str, folders: tuple[str, ...]) -> str:

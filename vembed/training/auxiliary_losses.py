@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ObjectiveSection
 from vembed.data.batching.feeding import row_index
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import UserError
@@ -46,11 +46,9 @@ class AuxiliaryBatch:
 class AuxiliaryLosses:
     """The auxiliary losses of a run's model, with their weights."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.weights = dict(config.objective.auxiliary_losses or {})
-        self.is_alone = (
-            config.objective.loss == "none" and config.objective.losses is None
-        )
+    def __init__(self, objective: ObjectiveSection) -> None:
+        self.weights = dict(objective.auxiliary_losses or {})
+        self.is_alone = objective.loss == "none" and objective.losses is None
 
     def begin(self, rank_batch: RankBatch, device: torch.device) -> AuxiliaryBatch:
         """Return the empty sums of a batch."""

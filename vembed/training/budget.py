@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import BatchSection
 from vembed.data.features import Features, Featuriser
 from vembed.errors import RunError
 from vembed.models.adapters import wants_adapters
@@ -20,7 +20,6 @@ from vembed.parallel.devices import seed_draws
 from vembed.parallel.estimate import (
     CPU_MICRO_BATCH_TOKENS,
     GIB,
-    OPTIMIZER_BYTES,
     Demand,
     measure,
 )
@@ -33,6 +32,7 @@ from vembed.parallel.parameters import (
     set_keep_gathered,
 )
 from vembed.parallel.session import Session
+from vembed.training.optimizers.table import OPTIMIZERS
 
 log = logging.getLogger("vembed")
 
@@ -86,7 +86,7 @@ class PeakMeter:
 
 
 def find_budget(
-    config: TrainConfig,
+    options: BatchSection,
     model: nn.Module,
     featuriser: Featuriser,
     session: Session,
@@ -97,19 +97,15 @@ def find_budget(
 
     Nothing is tried out: memory that runs out on one rank would leave the others waiting for it.
     """
-    cache = (
-        None
-        if config.batch.use_gradient_cache == "auto"
-        else config.batch.use_gradient_cache
-    )
-    rows = config.batch.gradient_cache_chunk_size
+    cache = None if options.use_gradient_cache == "auto" else options.use_gradient_cache
+    rows = options.gradient_cache_chunk_size
     if cache is False and session.fsdp is not None and session.fsdp.version == 1:
         log.warning(
             "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1, which frees a "
             "unit's parameters after the first of several backward passes: larger steps use Gradient Cache (the same "
             "gradient for one more forward pass). fsdp_version: 2 keeps the graphs of all micro-batches"
         )
-    tokens, kept = config.batch.micro_batch_tokens, config.batch.kept_graph_tokens
+    tokens, kept = options.micro_batch_tokens, options.kept_graph_tokens
     on_gpu = session.device.type == "cuda"
     if not ((cache is None and kept == "auto") or (tokens == "auto" and on_gpu)):
         micro_batch = (
@@ -122,8 +118,7 @@ def find_budget(
         )
         demand = replace(
             demand,
-            fixed=demand.fixed
-            + _bytes_to_come(config, model, featuriser, session, optimizer),
+            fixed=demand.fixed + _bytes_to_come(model, featuriser, session, optimizer),
         )
         free, _ = torch.cuda.mem_get_info(session.device)
         memory = free + torch.cuda.memory_reserved(session.device)
@@ -219,7 +214,6 @@ def _pass(
 
 
 def _bytes_to_come(
-    config: TrainConfig,
     model: nn.Module,
     featuriser: Featuriser,
     session: Session,
@@ -231,7 +225,7 @@ def _bytes_to_come(
     state = (
         0.0
         if has_state or session.placement.offloads
-        else trained * OPTIMIZER_BYTES[config.optimizer.optim]
+        else trained * OPTIMIZERS[session.config.optimizer.optim].state_bytes
     )
     return state + session.placement.loss_bytes(featuriser.description.embedding_dim)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vembed.data.batching.feeding import to_device
 from vembed.losses.exchange import RingParts
@@ -20,7 +21,7 @@ from vembed.parallel.session import Session
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of each rank's inputs, rows and hard negatives, known to all."""
+    """Numbers of each rank's inputs, rows and hard negatives, known to all. By rank."""
 
     inputs: list[int]
     rows: list[int]
@@ -28,38 +29,37 @@ class Counts:
 
 
 class LossExchange(ABC):
-    """Exchange that gives a rank's loss the embeddings of all ranks, and the rank its gradient."""
+    """Gives a rank's loss the embeddings of all ranks, and the rank its gradient."""
 
     @abstractmethod
-    def leaf(self, own: Tensor, counts: Counts) -> Tensor:
-        """Return the embeddings that the loss is given, as a new leaf. Collective."""
+    def leaf(self, embeddings: Tensor, counts: Counts) -> Tensor:
+        """Return what the loss reads as a new leaf, from this rank's embeddings [n, D]. Collective."""
 
     @abstractmethod
     def parts(self, counts: Counts, device: torch.device) -> RingParts | None:
-        """Return how the batch is divided where the leaf holds own embeddings alone, else None."""
+        """Return how the batch is divided where the leaf holds this rank's embeddings alone, else None."""
 
     @abstractmethod
-    def own_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:
-        """Return the gradient of L with respect to the own embeddings, from that of this rank's part. Collective."""
+    def local_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:
+        """Return this rank's rows [n, D] of dL/d(embeddings), after the backward pass of its part of L. Collective."""
 
 
 class Gathered(LossExchange):
-    """Every rank holds the embeddings of all."""
+    """Every rank holds the embeddings [U, D] of all."""
 
-    def leaf(self, own: Tensor, counts: Counts) -> Tensor:
-        """See LossExchange."""
+    @override
+    def leaf(self, embeddings: Tensor, counts: Counts) -> Tensor:
         # The gather itself is not differentiated; `reduce_scatter_rows` does its backward by hand.
-        return collectives.all_gather_rows(own, counts.inputs).requires_grad_()
+        return collectives.all_gather_rows(embeddings, counts.inputs).requires_grad_()
 
+    @override
     def parts(self, counts: Counts, device: torch.device) -> RingParts | None:
-        """See LossExchange."""
-        del counts, device
         return None
 
-    def own_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:
-        """See LossExchange."""
-        # Every rank's loss depends on all embeddings. Summed over the ranks, each rank gets the rows of its own inputs.
-        return collectives.reduce_scatter_rows(gradient_of(leaf), counts.inputs)
+    @override
+    def local_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:
+        # Every rank's part of L depends on all embeddings. Summed over the ranks, each rank gets its own rows.
+        return collectives.reduce_scatter_rows(_gradient(leaf), counts.inputs)
 
 
 class InRing(LossExchange):
@@ -69,52 +69,51 @@ class InRing(LossExchange):
         self.rank = rank
         self.ring = NeighbourRing(rank, world_size)
 
-    def leaf(self, own: Tensor, counts: Counts) -> Tensor:
-        """See LossExchange."""
-        del counts
-        return own.detach().requires_grad_()
+    @override
+    def leaf(self, embeddings: Tensor, counts: Counts) -> Tensor:
+        return embeddings.detach().requires_grad_()
 
+    @override
     def parts(self, counts: Counts, device: torch.device) -> RingParts | None:
-        """See LossExchange."""
+        ranks = range(len(counts.rows))
+        negatives = []
+        for rank in ranks:
+            part = rank_slice(rank, counts.negatives)
+            negatives.append(torch.arange(part.start, part.stop, device=device))
         return RingParts(
             ring=self.ring,
             rank=self.rank,
             num_inputs=sum(counts.inputs),
             first_input=sum(counts.inputs[: self.rank]),
-            rows=tuple(_parts(counts.rows)),
-            negatives=tuple(
-                torch.arange(one.start, one.stop, device=device)
-                for one in _parts(counts.negatives)
-            ),
+            rows=tuple(rank_slice(rank, counts.rows) for rank in ranks),
+            negatives=tuple(negatives),
         )
 
-    def own_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:
-        """See LossExchange."""
+    @override
+    def local_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:
         # The ring has brought the other ranks' parts of this gradient home already.
-        del counts
-        return gradient_of(leaf)
+        return _gradient(leaf)
 
 
 def loss_exchange(session: Session) -> LossExchange:
     """Return the exchange that a run's placement has decided on."""
-    is_ring = session.placement.exchange.value == "ring" and session.world_size > 1
-    return InRing(session.rank, session.world_size) if is_ring else Gathered()
+    if session.placement.exchange.value == "ring" and session.world_size > 1:
+        return InRing(session.rank, session.world_size)
+    return Gathered()
 
 
-def gradient_of(leaf: Tensor) -> Tensor:
-    """Return the gradient of a leaf, or zeros if the loss did not depend on it."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def part_of(rank: int, counts: list[int]) -> slice:
+def rank_slice(rank: int, counts: Sequence[int]) -> slice:
     """Return a rank's part of a column that the ranks have gathered."""
     first = sum(counts[:rank])
     return slice(first, first + counts[rank])
 
 
-def _parts(counts: list[int]) -> list[slice]:
-    """Return the parts of all ranks."""
-    return [part_of(rank, counts) for rank in range(len(counts))]
+def _gradient(leaf: Tensor) -> Tensor:
+    """Return the gradient of a leaf, or zeros if the loss did not depend on it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+# ---- columns -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,31 +133,29 @@ def gather_columns(
     Every rank passes the same names, dtypes and trailing sizes.
     """
     rank = collectives.rank()
-    # Floating-point columns travel as their bits, not converted: all columns share one int64 collective.
-    flat = [column.values.view(torch.int64).reshape(-1) for column in columns.values()]
-    widths = [math.prod(column.values.shape[1:]) for column in columns.values()]
+    flat = []
+    sizes_by_column = []
     for name, column in columns.items():
-        assert len(column.values) == column.counts[rank], (
-            name,
-            len(column.values),
-            column.counts[rank],
-        )
+        assert len(column.values) == column.counts[rank], name
+        # Floating-point columns travel as their bits, not converted: all columns share one int64 collective.
+        flat.append(column.values.view(torch.int64).reshape(-1))
+        width = math.prod(column.values.shape[1:])
+        sizes_by_column.append(np.array(column.counts, dtype=np.int64) * width)
     # sizes[r, c]: numbers of rank r in column c. On the host: reading a number from the device would wait for it.
-    counts = np.array([column.counts for column in columns.values()], dtype=np.int64)
-    sizes = (counts * np.array(widths)[:, None]).T
-    per_rank = sizes.sum(1)
+    sizes = np.stack(sizes_by_column, axis=1)
+    per_rank = sizes.sum(axis=1)
     gathered = collectives.all_gather_rows(
         to_device(torch.cat(flat), device), per_rank.tolist()
     )
     # starts[r, c]: where the numbers of rank r in column c begin. No loop over ranks: there may be a thousand.
-    starts = (per_rank.cumsum() - per_rank)[:, None] + sizes.cumsum(1) - sizes
-    found = {}
+    starts = (per_rank.cumsum() - per_rank)[:, None] + sizes.cumsum(axis=1) - sizes
+    results = {}
     for number, (name, column) in enumerate(columns.items()):
         size = sizes[:, number]
+        # The i-th number of the result lies at i + shift of its rank.
         shift = starts[:, number] - (size.cumsum() - size)
-        places = np.arange(size.sum()) + np.repeat(shift, size)
-        values = gathered[to_device(torch.from_numpy(places), device)]
-        found[name] = values.view(column.values.dtype).reshape(
-            -1, *column.values.shape[1:]
-        )
-    return found
+        positions = np.arange(size.sum()) + np.repeat(shift, size)
+        values = gathered[to_device(torch.from_numpy(positions), device)]
+        shape = (-1, *column.values.shape[1:])
+        results[name] = values.view(column.values.dtype).reshape(shape)
+    return results

@@ -1,10 +1,11 @@
-"""End of a run: the model in final/, the summary and the report."""
+"""The end of a run: the model in final/, the summary and the report. Also the whole model in other folders of a run."""
 
 from __future__ import annotations
 
 import io
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -14,16 +15,16 @@ from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import TrainConfig, option_fields
+from vembed.data.example_store import ExampleStore
 from vembed.data.examples import ImageRef, Item
-from vembed.errors import RunError
+from vembed.data.language import MAX_TEXTS, is_english, language_of
+from vembed.errors import RunError, UserError
 from vembed.evaluation.report.report import write_report
 from vembed.evaluation.report.summary import RunSummary, collect_versions
-from vembed.evaluation.scores import deciding_metric
 from vembed.inference.encoding import encode_items
 from vembed.models.precision import saved_dtype
-from vembed.models.quantized import is_quantized
-from vembed.models.rounded import store_rounded
+from vembed.models.quantized import is_quantized, store_rounded
 from vembed.parallel import collectives
 from vembed.parallel.parameters import full_state_dict, num_parameters
 from vembed.parallel.session import Session
@@ -31,48 +32,111 @@ from vembed.saving.card import Card, properties_of
 from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
 from vembed.training.checkpoint.folder import list_checkpoints
-from vembed.training.setup import RunData, RunModel
+from vembed.training.setup import RunData, TrainingComponents
 from vembed.training.update import LoopState
 
 log = logging.getLogger("vembed")
 
+WHOLE_MODEL = "model"
+"""Folder of the whole model inside a checkpoint, for fsdp_state_dict_type: FULL_STATE_DICT."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWriter:
+    """Writes the model of a run, gathered on rank 0, in the layout of Sentence Transformers."""
+
+    config: TrainConfig
+    session: Session
+    components: TrainingComponents
+
+    def write(self, folder: Path, card: Card | None = None) -> None:
+        """Write the model. Collective: every rank contributes its shards."""
+        self.store(folder, full_state_dict(self.components.model), card)
+
+    def store(
+        self, folder: Path, weights: dict[str, Tensor], card: Card | None = None
+    ) -> None:
+        """Write the model with gathered weights. Only rank 0 does anything; no collective operations."""
+        if not self.session.is_main:
+            return
+        embedder = self.components.embedder
+        # Learned by the loss, and used by CLIP and SigLIP models: they go into the model's own file.
+        learned = self.components.loss.scale_and_bias()
+        if learned is not None:
+            embedder.write_scale_and_bias(*learned, weights)
+        save_model(
+            folder,
+            embedder,
+            weights,
+            dtype=saved_dtype(self.config.run.save_dtype, embedder.description),
+            merge_adapters=self.config.adapters.save_merged,
+            card=card,
+        )
+
+
+def whole_model_writer(writer: ModelWriter) -> ModelWriter | None:
+    """Return the writer of the whole model in each checkpoint, if `fsdp_state_dict_type` asks for it.
+
+    The pieces are written too: the run resumes from those, on any number of processes.
+    """
+    fsdp = writer.session.fsdp
+    kind = None if fsdp is None else fsdp.state_dict_type
+    if kind == "LOCAL_STATE_DICT":
+        log.info(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; "
+            "here any number of processes can read them"
+        )
+    if kind != "FULL_STATE_DICT":
+        return None
+    log.info(
+        "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/",
+        WHOLE_MODEL,
+    )
+    return writer
+
+
+def require_free_folder(output: Path) -> None:
+    """Raise UserError if something is in the way of final/: found before the first step, not after the last."""
+    for name in ("final", ".final.new", ".final.old"):
+        path = output / name
+        if path.exists() and not path.is_dir():
+            raise UserError(
+                f"output_dir: {path} is a file, and the model is written to a folder of that name: remove it"
+            )
+
 
 def save_final(
-    config: TrainConfig,
-    session: Session,
-    data: RunData,
-    parts: RunModel,
-    state: LoopState,
+    writer: ModelWriter, data: RunData, state: LoopState, metric: str
 ) -> Path:
-    """Write final/ and the report; return the model's folder. Collective: every rank contributes its weights."""
+    """Write final/ and the report; return the model's folder. `metric`: the deciding score, or "". Collective."""
+    output = Path(writer.config.run.output_dir)
     try:
-        return _save(config, session, data, parts, state)
+        return _save(writer, data, state, metric)
     except (OSError, SafetensorError) as error:
-        kept = [path.name for _, path in list_checkpoints(Path(config.run.output_dir))]
-        what = (
-            f"resume from {kept[-1]}"
-            if kept
-            else "train again (save_steps would have kept checkpoints)"
-        )
+        checkpoints = list_checkpoints(output)
+        advice = "train again (save_steps would have kept checkpoints)"
+        if checkpoints:
+            advice = f"resume from {checkpoints[-1][1].name}"
         raise RunError(
-            f"final/ could not be written ({error}): {way_out(str(error), Path(config.run.output_dir))} and {what}"
+            f"final/ could not be written ({error}): {way_out(str(error), output)} and {advice}"
         ) from error
 
 
-def check_embeddings(config: TrainConfig, session: Session, parts: RunModel) -> None:
+def check_embeddings(
+    config: TrainConfig, session: Session, components: TrainingComponents
+) -> None:
     """Raise RunError if the model gives embeddings that are not finite: `final/` is not replaced by it. Collective."""
-    family = parts.embedder.description.traits
-    items = (
-        [Item("a text of a few words"), Item("another")] if family.reads_text else []
-    )
-    if family.has_image_encoder or not items:
+    traits = components.embedder.description.traits
+    items = []
+    if traits.reads_text:
+        items = [Item("a text of a few words"), Item("another")]
+    if traits.has_image_encoder or not items:
         with io.BytesIO() as file:
             Image.linear_gradient("L").convert("RGB").save(file, "PNG")
             items.append(Item(images=(ImageRef(data=file.getvalue()),)))
-    # On all ranks, before any file is written: a model that gives NaN must not replace an older final/.
     vectors = encode_items(
-        parts.model,
-        parts.featuriser,
+        components.model,
+        components.featuriser,
         items,
         "document",
         session=session,
@@ -80,75 +144,59 @@ def check_embeddings(config: TrainConfig, session: Session, parts: RunModel) -> 
     )
     if not np.isfinite(vectors).all():
         raise RunError(
-            f"final/ is not written: the trained model's embeddings are not finite; {_way_out(config)}"
+            f"final/ is not written: the trained model's embeddings are not finite; {_advice(config)}"
         )
 
 
-def _check_weights(
-    config: TrainConfig, weights: Mapping[str, Tensor], packed: Collection[str] = ()
-) -> None:
-    """Raise RunError if a weight is not finite. Each value of a process's weights is looked at once.
-
-    `packed`: names of 4-bit weights. They are stored as 16-bit floats, and any bits may look like a NaN.
-    """
-    broken = next(
-        (
-            name
-            for name, one in weights.items()
-            if name not in packed
-            and one.is_floating_point()
-            and not bool(torch.isfinite(one).all())
-        ),
-        None,
+def card_of(config: TrainConfig, data: RunData, state: LoopState) -> Card:
+    """Return the facts of the model card, with the scores of the newest evaluation."""
+    settings = {}
+    fields = option_fields()
+    for name, value in config.to_dict().items():
+        if value != fields[name].get_default(call_default_factory=True):
+            settings[name] = value
+    evaluation = "" if data.evaluation is None else data.evaluation.summary()
+    return Card(
+        data=tuple(data.examples.summary()),
+        language=_language(data.examples),
+        settings=settings,
+        scores=state.scores,
+        before=state.before,
+        evaluation=evaluation.partition(", from")[0],
+        num_steps=state.step,
+        versions=collect_versions(),
     )
-    named = next(
-        (one for one in collectives.gather_objects_as_json(broken) if one is not None),
-        None,
-    )
-    if named is not None:
-        raise RunError(
-            f"final/ is not written: the trained weights of {named} are not finite; "
-            + _way_out(config)
-        )
 
 
-def _way_out(config: TrainConfig) -> str:
-    kept = [path.name for _, path in list_checkpoints(Path(config.run.output_dir))]
-    newest = (
-        f"resume from an earlier checkpoint ({kept[-1]} is the newest)"
-        if kept
-        else "train again"
-    )
-    return f"lower learning_rate (now {config.optimizer.learning_rate:g}) or max_grad_norm, and {newest}"
+def _language(examples: ExampleStore) -> str | None:
+    """Return the language of a sample of the texts; "" where it is unclear and not English, None without texts."""
+    step = max(1, len(examples) // MAX_TEXTS)
+    texts = []
+    for index in range(0, len(examples), step):
+        example = examples[index]
+        items = (example.query, *example.positives[:1])
+        texts += [item.text for item in items if item.text]
+    if not texts:
+        return None
+    return language_of(texts) or ("" if not is_english(texts) else None)
 
 
-def _save(
-    config: TrainConfig,
-    session: Session,
-    data: RunData,
-    parts: RunModel,
-    state: LoopState,
-) -> Path:
+def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> Path:
+    config = writer.config
+    session = writer.session
+    components = writer.components
+    embedder = components.embedder
     output = Path(config.run.output_dir)
-    directory = output / "final"
-    embedder, evaluation = parts.embedder, data.evaluation
+    folder = output / "final"
     # Collective: every rank contributes its shards.
-    weights = full_state_dict(parts.model)
+    weights = full_state_dict(components.model)
     packed = {
         f"{name}.weight"
         for name, module in embedder.named_modules()
         if is_quantized(module)
     }
     _check_weights(config, weights, packed)
-    num_total, num_trained = (
-        num_parameters(parts.model),
-        num_parameters(parts.model, trainable_only=True),
-    )
     if session.is_main:
-        learned = parts.loss.scale_and_bias()
-        # Learned by the loss, and used by CLIP and SigLIP models: they go into the model's own file.
-        if learned is not None:
-            embedder.write_scale_and_bias(*learned, weights)
         store_rounded(embedder, weights)
         dtype = saved_dtype(config.run.save_dtype, embedder.description)
         log.info(
@@ -156,48 +204,66 @@ def _save(
             f"in {dtype}" if dtype else "as they are held",
             config.run.save_dtype,
         )
-        save_model(
-            directory,
-            embedder,
-            weights,
-            dtype=dtype,
-            merge_adapters=config.adapters.save_merged,
-            card=card_of(config, data, state),
-        )
-    metric = (
-        deciding_metric(config, evaluation, state.scores)
-        if evaluation and state.scores
-        else ""
-    )
-    warnings = _warnings(config, state, metric)
+        writer.store(folder, weights, card_of(config, data, state))
     summary = RunSummary(
         model=embedder.description.summary(),
         properties=properties_of(embedder.description),
         data=list(data.examples.summary()),
-        evaluation=evaluation.summary() if evaluation else "",
+        evaluation=data.evaluation.summary() if data.evaluation else "",
         metric=metric,
         final_step=state.scored_step if state.scores else state.step,
         num_steps=state.step,
         num_examples=len(data.examples),
-        num_parameters=num_total,
-        num_trainable=num_trained,
+        num_parameters=num_parameters(components.model),
+        num_trainable=num_parameters(components.model, trainable_only=True),
         num_processes=session.world_size,
         strategy=session.strategy,
         device=str(session.device),
         precision=session.mixed_precision,
         decisions={
-            name: one.as_text() for name, one in session.placement.decisions.items()
+            name: decision.as_text()
+            for name, decision in session.placement.decisions.items()
         },
         seconds=state.seconds,
         finished=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=collect_versions(),
-        warnings=[*data.warnings, *warnings],
+        warnings=[*data.warnings, *_warnings(config, state, metric)],
     )
     if session.is_main:
-        log.info("model: %s", directory)
+        log.info("model: %s", folder)
         _report(output, summary)
     session.barrier()
-    return directory
+    return folder
+
+
+def _check_weights(
+    config: TrainConfig, weights: Mapping[str, Tensor], packed: Collection[str] = ()
+) -> None:
+    """Raise RunError if a weight of any rank is not finite. Collective.
+
+    `packed`: names of 4-bit weights. They are stored as 16-bit floats, and any bits may look like a NaN.
+    """
+    first_broken = None
+    for name, weight in weights.items():
+        is_number = weight.is_floating_point() and name not in packed
+        if is_number and not bool(torch.isfinite(weight).all()):
+            first_broken = name
+            break
+    for name in collectives.gather_objects_as_json(first_broken):
+        if name is not None:
+            raise RunError(
+                f"final/ is not written: the trained weights of {name} are not finite; {_advice(config)}"
+            )
+
+
+def _advice(config: TrainConfig) -> str:
+    checkpoints = list_checkpoints(Path(config.run.output_dir))
+    resume = "train again"
+    if checkpoints:
+        newest = checkpoints[-1][1].name
+        resume = f"resume from an earlier checkpoint ({newest} is the newest)"
+    rate = config.optimizer.learning_rate
+    return f"lower learning_rate (now {rate:g}) or max_grad_norm, and {resume}"
 
 
 def _report(output: Path, summary: RunSummary) -> None:
@@ -213,41 +279,21 @@ def _report(output: Path, summary: RunSummary) -> None:
 
 
 def _warnings(config: TrainConfig, state: LoopState, metric: str) -> list[str]:
-    """Return what the report warns of. Log what has not been said during the run."""
-    found = (
-        []
-        if state.fell is None
-        else [f"{state.fell}; final/ is the checkpoint of step {state.held_step:,d}"]
-    )
-    if metric in state.before and state.scores[metric] < state.before[metric]:
-        found.append(
-            f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
-            f"the model as it was, or lower learning_rate (now {config.optimizer.learning_rate:g}), or look at the training data "
-            "(vembed audit)"
+    """Return what the report warns of. Log what was not logged during the run."""
+    warnings = []
+    if state.fell is not None:
+        warnings.append(
+            f"{state.fell}; final/ is the checkpoint of step {state.held_step:,d}"
         )
-        log.warning("%s", found[-1])
+    if metric in state.before and state.scores[metric] < state.before[metric]:
+        warnings.append(
+            f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
+            f"the model as it was, or lower learning_rate (now {config.optimizer.learning_rate:g}), or look at the "
+            "training data (vembed audit)"
+        )
+        log.warning("%s", warnings[-1])
     if state.num_skipped:
-        found.append(
+        warnings.append(
             f"{state.num_skipped:,d} steps were left out because a number was not finite"
         )
-    return found
-
-
-def card_of(config: TrainConfig, data: RunData, state: LoopState) -> Card:
-    """Return the facts of the model card, with the scores of the newest evaluation."""
-    defaults = TrainConfig(model_name="", data_path="").to_dict()
-    return Card(
-        data=tuple(data.examples.summary()),
-        settings={
-            key: value
-            for key, value in config.to_dict().items()
-            if value != defaults[key]
-        },
-        scores=state.scores,
-        before=state.before,
-        evaluation=data.evaluation.summary().partition(", from")[0]
-        if data.evaluation
-        else "",
-        num_steps=state.step,
-        versions=collect_versions(),
-    )
+    return warnings

@@ -23,7 +23,9 @@ def of_data(name: str) -> str | None:
     if path is None:
         return None
     try:
-        return _short([_file(path)]) if path.is_file() else _folder(path, _files(path))
+        if path.is_dir():
+            return _folder(path, _files(path))
+        return _short([_file(path)])
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
@@ -41,6 +43,14 @@ def of_model(name: str, revision: str | None = None) -> str | None:
         return _folder(path, [one for one in _files(path) if one.suffix in MODEL_FILES])
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+
+
+def of_code(name: str) -> str | None:
+    """Return the fingerprint of a file with code, named as path/to/file.py:Name; None if it is not one."""
+    path = _path(name.rpartition(":")[0] or name)
+    if path is None or not path.is_file():
+        return None
+    return of_data(str(path))
 
 
 def _path(name: str) -> Path | None:

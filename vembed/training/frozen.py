@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import TrainConfig
 from vembed.config.user_folders import cache_folder
 from vembed.data.batching.feeding import (
     Feeder,
@@ -31,7 +30,7 @@ from vembed.inference.encoding import Between, split_in_step
 from vembed.models.embedding_model import FEATURES, EmbeddingModel
 from vembed.models.families.table import Modality
 from vembed.models.modalities import IMAGE_FEATURES
-from vembed.models.tower_identity import tower_identity
+from vembed.models.towers import tower_identity
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -52,12 +51,12 @@ class CachedRows:
 
 
 def open_stores(
-    config: TrainConfig, session: Session, embedder: EmbeddingModel
+    embedder: EmbeddingModel, session: Session
 ) -> dict[Modality, FeatureStore]:
-    """Open the stores of all frozen modalities, with `cache_frozen_features: true`. Collective. Call it while rank 0
-    holds the whole model: the stores' names depend on the weights."""
-    if not config.batch.cache_frozen_features:
-        return {}
+    """Open the stores of all frozen modalities, for `cache_frozen_features: true`. Collective.
+
+    Call it while rank 0 holds the whole model: the stores' names depend on the weights.
+    """
     modalities = embedder.frozen_modalities()
     if not modalities:
         family = embedder.description.traits
@@ -67,7 +66,7 @@ def open_stores(
             else "freeze one (freeze: [vision] or [text], or lora_towers), or set it to false"
         )
         raise UserError(
-            f"cache_frozen_features: true needs a tower without trained parameters, and {config.model.model_name} "
+            f"cache_frozen_features: true needs a tower without trained parameters, and {embedder.description.name} "
             f"({family.name}) has none in this run: {hint}"
         )
     arithmetic = str(session.mixed_precision)

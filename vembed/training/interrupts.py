@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from vembed.config.schema import TrainConfig
 from vembed.errors import Stopped
 from vembed.parallel import collectives
 from vembed.parallel.launch import REPEATED_SIGNAL_SECONDS
@@ -40,12 +39,9 @@ class Interrupts:
     process at once, even while it waits for other ranks, because a separate thread reads the signals.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.limit = (
-            None
-            if config.run.max_train_minutes is None
-            else config.run.max_train_minutes * 60.0
-        )
+    def __init__(self, max_minutes: float | None = None) -> None:
+        """`max_minutes`: time limit of the run."""
+        self.max_seconds = None if max_minutes is None else max_minutes * 60.0
         self.agreed = 0
         self.ends_early = False
         """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
@@ -125,16 +121,16 @@ class Interrupts:
 
     def _time_is_up(self, step_seconds: float) -> bool:
         """Return whether a step and a checkpoint might not fit into the remaining time."""
-        if self.limit is None:
+        if self.max_seconds is None:
             return False
-        slack = min(_SLACK_SECONDS, _SLACK_SHARE * self.limit)
+        slack = min(_SLACK_SECONDS, _SLACK_SHARE * self.max_seconds)
         return (
             time.monotonic()
             - self._began
             + step_seconds
             + 1.5 * self._save_seconds
             + slack
-            >= self.limit
+            >= self.max_seconds
         )
 
     # ---- signals -----------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""The optimizer: parameter groups with learning rate and weight decay, and the choice of implementation."""
+"""The optimizer of a run: parameter groups with learning rate and weight decay. The kinds are in `optimizers/`."""
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -13,23 +12,36 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from vembed.config.rate import rate_of
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.models.names import plain_name
-from vembed.models.quantized import quieten_bitsandbytes
-from vembed.training.rounding import RoundedAdamW
+from vembed.training.optimizers.declaration import OptimizedWeights
+from vembed.training.optimizers.table import OPTIMIZERS
 
 log = logging.getLogger("vembed")
 
 _LAYER = re.compile(r"^(?:.*?\.)?(?:layers?|blocks?|h)\.\d+\.")
 """Layers by their name, where the model's own structure does not tell them."""
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)\.")
-_FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRates:
+    """Peak learning rates of a run."""
+
+    base: float
+    heads: float | None = None
+    """Of heads, projections and learned scales, where it is another."""
+
+    @classmethod
+    def given(cls, options: OptimizerSection) -> LearningRates:
+        """Return the rates of a config that gives them as numbers."""
+        return cls(rate_of(options), options.head_learning_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,95 +59,87 @@ class TrainedParameter:
     """True for parameters of the loss, of heads and of projections."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupKey:
-    """Key of a parameter group: parameters with equal keys share a group."""
-
-    learning_rate: float
-    decays: bool
-    is_sharded: bool
-    """True if the parameter is a DTensor. Plain tensors and DTensors cannot share one fused call."""
-
-
 def build_optimizer(
-    model: nn.Module, loss: nn.Module, config: TrainConfig
+    model: nn.Module,
+    loss: nn.Module,
+    options: OptimizerSection,
+    rates: LearningRates | None = None,
+    *,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of all trainable parameters of model and loss. Call it after wrapping: the optimizer must
-    hold the shards. Each group keeps its peak learning rate under "initial_lr", for `Schedule.set`."""
-    trained = trained_parameters(model, loss, config)
-    groups: defaultdict[GroupKey, list[TrainedParameter]] = defaultdict(list)
-    for one in trained:
-        groups[
-            GroupKey(one.learning_rate, one.decays, isinstance(one.parameter, DTensor))
-        ].append(one)
-    param_groups = [
-        {
-            "params": [one.parameter for one in members],
-            "lr": key.learning_rate,
-            "initial_lr": key.learning_rate,
-            "weight_decay": config.optimizer.weight_decay if key.decays else 0.0,
-        }
-        for key, members in groups.items()
-    ]
-    optimizer, description = _create(
-        config,
-        param_groups,
-        is_fsdp1=bool(FullyShardedDataParallel.fsdp_modules(model)),
+    """Build the optimizer of all trainable parameters of model and loss. By default the config gives the rates.
+
+    Call it after wrapping: the optimizer must hold the shards. Each group keeps its peak learning rate under
+    "initial_lr", for `Schedule.set`.
+    """
+    rates = rates or LearningRates.given(options)
+    trained = trained_parameters(model, loss, options, rates)
+    _check_flattened(trained, options, rates)
+    # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
+    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
+    for entry in trained:
+        is_sharded = isinstance(entry.parameter, DTensor)
+        group = groups.setdefault(
+            (entry.learning_rate, entry.decays, is_sharded),
+            {
+                "params": [],
+                "lr": entry.learning_rate,
+                "initial_lr": entry.learning_rate,
+                "weight_decay": options.weight_decay if entry.decays else 0.0,
+            },
+        )
+        group["params"].append(entry.parameter)
+    dtypes = {entry.parameter.dtype for entry in trained}
+    weights = OptimizedWeights(
+        groups=list(groups.values()),
+        is_sharded=any(is_sharded for _, _, is_sharded in groups),
+        is_flat=bool(FullyShardedDataParallel.fsdp_modules(model)),
+        is_half=bool(dtypes & {torch.bfloat16, torch.float16}),
     )
-    log.info("optimizer: %s; %s", description, _summary(config, trained, len(groups)))
+    kind = OPTIMIZERS[options.optim]
+    problem = kind.refusal(weights)
+    if problem is None and weights.is_half:
+        problem = _half_refusal(dtypes, options.optim)
+    if problem is not None:
+        raise UserError(problem)
+    optimizer, description = kind.build(weights, rates.base, options, seed)
+    summary = _summary(options, rates, trained, len(groups))
+    log.info("optimizer: %s; %s", description, summary)
     return optimizer
 
 
 def trained_parameters(
-    model: nn.Module, loss: nn.Module, config: TrainConfig
+    model: nn.Module, loss: nn.Module, options: OptimizerSection, rates: LearningRates
 ) -> list[TrainedParameter]:
     """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
-    shapes = _whole_shapes(model)
-    named = [
-        (plain_name(name), parameter)
-        for prefix, module in (("", model), ("loss.", loss))
-        for name, parameter in module.named_parameters(prefix=prefix.rstrip("."))
-    ]
-    depths = (
-        _depths([name for name, _ in named], model)
-        if config.optimizer.layer_lr_decay != 1.0
-        else {}
-    )
-    peak = rate_of(config)
-    head_rate = (
-        peak
-        if config.optimizer.head_learning_rate is None
-        else config.optimizer.head_learning_rate
-    )
+    named: list[tuple[str, nn.Parameter]] = []
+    for prefix, module in (("", model), ("loss", loss)):
+        for name, parameter in module.named_parameters(prefix=prefix):
+            named.append((plain_name(name), parameter))
+    depths: Mapping[str, int] = {}
+    if options.layer_lr_decay != 1.0:
+        depths = _depths([name for name, _ in named], model)
+    whole_shapes = _whole_shapes(model)
     heads = head_prefixes(model)
     trained = []
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
         # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
-        shape = shapes.get(id(parameter), parameter.shape)
+        shape = whole_shapes.get(id(parameter), parameter.shape)
         is_head = name.startswith(heads)
         if is_head:
-            rate = head_rate
+            rate = rates.base if rates.heads is None else rates.heads
         else:
             # What belongs to no layer (norms behind the last one) has depth 0: the full rate.
-            rate = peak * config.optimizer.layer_lr_decay ** depths.get(name, 0)
-        trained.append(
-            TrainedParameter(
-                name,
-                parameter,
-                shape,
-                rate,
-                decays=len(shape) > 1 and not name.endswith("bias"),
-                is_head=is_head,
-            )
-        )
+            rate = rates.base * options.layer_lr_decay ** depths.get(name, 0)
+        decays = len(shape) > 1 and not name.endswith("bias")
+        trained.append(TrainedParameter(name, parameter, shape, rate, decays, is_head))
     if not trained:
         raise UserError(
             "nothing to train: every parameter of model and loss is frozen; take parts out of `freeze`, or set "
             "use_lora: true"
         )
-    _check_flattened(trained, config)
     return trained
 
 
@@ -148,26 +152,79 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _half_refusal(dtypes: set[torch.dtype], name: str) -> str | None:
+    """Return why updates of 16-bit weights would vanish in rounding."""
+    if torch.float16 in dtypes:
+        return (
+            "pure_dtype: true with float16 weights: most updates are too small for a weight of 11 bits, and gradients "
+            "underflow; use torch_dtype: bfloat16, whose updates are rounded stochastically, or leave pure_dtype out"
+        )
+    if not OPTIMIZERS[name].trains_half:
+        return (
+            f"pure_dtype: true with optim: {name}: updates of bfloat16 weights vanish in rounding; use optim: adamw, "
+            "which rounds them stochastically, or leave pure_dtype out"
+        )
+    return None
+
+
+def _check_flattened(
+    trained: list[TrainedParameter], options: OptimizerSection, rates: LearningRates
+) -> None:
+    """Report the effects of FSDP1 without use_orig_params, which flattens a unit's weights and biases into one."""
+    if not any(entry.name.endswith("_flat_param") for entry in trained):
+        return
+    if options.layer_lr_decay != 1.0 or rates.heads is not None:
+        raise UserError(
+            "layer_lr_decay and head_learning_rate need separate parameters, and fsdp_use_orig_params: "
+            "false flattens those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
+        )
+    if options.weight_decay:
+        log.warning(
+            "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: %g reaches no "
+            "parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them apart",
+            options.weight_decay,
+        )
+
+
+def _whole_shapes(model: nn.Module) -> dict[int, torch.Size]:
+    """Return the whole shape of each flat piece that FSDP1 leaves on a rank, keyed by the piece's id.
+
+    FSDP2's DTensors and plain tensors report their whole shape themselves.
+    """
+    shapes: dict[int, torch.Size] = {}
+    for module in FullyShardedDataParallel.fsdp_modules(model):
+        flat = module._flat_param
+        if flat is not None and flat._params is not None:
+            for piece, shape in zip(flat._params, flat._shapes, strict=True):
+                shapes[id(piece)] = shape
+    return shapes
+
+
+# ---- layer_lr_decay ----------------------------------------------------------
+
+
 def _depths(names: Sequence[str], model: nn.Module) -> dict[str, int]:
-    """Return the number of layers above each parameter in its tower: 0 for the last layer and everything after it,
-    the number of layers for embeddings."""
-    places = _layers_by_name(names, model)
-    num_layers = Counter(stack for stack, _ in set(places.values()))
+    """Return the number of layers above each parameter in its tower.
+
+    It is 0 for the last layer and everything after it, and the number of layers for embeddings.
+    """
+    layer_of = _layers_by_name(names, model)
+    num_layers = Counter(stack for stack, _ in set(layer_of.values()))
     if not num_layers:
         log.warning(
             "layer_lr_decay has no effect: no stack of layers was found in this model"
         )
-    inputs = {
+    embeddings = tuple(
         f"{plain_name(name)}."
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding)
-    }
+    )
     depths = {}
     for name in names:
-        if name in places:
-            stack, index = places[name]
+        if name in layer_of:
+            stack, index = layer_of[name]
             depths[name] = num_layers[stack] - 1 - index
-        elif _EMBEDDING.search(name) or name.startswith(tuple(inputs)):
+        elif _EMBEDDING.search(name) or name.startswith(embeddings):
             depths[name] = _layers_beside(name, num_layers)
     return depths
 
@@ -181,251 +238,72 @@ def _layers_by_name(
     """
     layers = {id(layer) for layer in layers_of(model)}
     # The modules that the model declares as layers; names decide only for what lies outside of them.
-    prefixes = {
-        f"{plain_name(name)}.": None
+    declared = tuple(
+        f"{plain_name(name)}."
         for name, module in model.named_modules()
         if id(module) in layers
-    }
-    known = tuple(prefixes)
+    )
+    prefixes = dict.fromkeys(declared)  # ordered, each once
     for name in names:
-        found = None if known and name.startswith(known) else _LAYER.search(name)
-        if found is not None:
-            prefixes[found.group(0)] = None
+        match = _LAYER.search(name)
+        if match is not None and not name.startswith(declared):
+            prefixes[match[0]] = None
     stacks: defaultdict[str, list[str]] = defaultdict(list)
     for prefix in prefixes:
         stacks[re.sub(r"\.\d+\.", ".#.", prefix)].append(prefix)
-    numbered = {
-        prefix: (stack, number)
-        for stack, own in stacks.items()
-        for number, prefix in enumerate(own)
-    }
-    return {
-        name: numbered[prefix]
-        for name in names
-        for prefix in prefixes
-        if name.startswith(prefix)
-    }
+    layer_of = {}
+    for stack, members in stacks.items():
+        for number, prefix in enumerate(members):
+            for name in names:
+                if name.startswith(prefix):
+                    layer_of[name] = (stack, number)
+    return layer_of
 
 
 def _layers_beside(name: str, num_layers: Mapping[str, int]) -> int:
-    """Return the layer count of the tower that shares the longest path prefix with an embedding; of equals, the
-    largest."""
-
-    def common(tower: str) -> int:
-        parts = 0
-        for own, other in zip(name.split("."), tower.split("."), strict=False):
-            if own != other:
+    """Return the layers of the tower that shares the longest path with an embedding; of equals, the largest number."""
+    best = (0, 0)
+    for tower, count in num_layers.items():
+        num_common = 0
+        for left, right in zip(name.split("."), tower.split("."), strict=False):
+            if left != right:
                 break
-            parts += 1
-        return parts
-
-    return max(
-        ((common(tower), count) for tower, count in num_layers.items()), default=(0, 0)
-    )[1]
-
-
-def _whole_shapes(model: nn.Module) -> dict[int, torch.Size]:
-    """Return the whole shape of each flat piece that FSDP1 leaves on a rank, keyed by the piece's id.
-
-    FSDP2's DTensors and plain tensors report their whole shape themselves.
-    """
-    shapes: dict[int, torch.Size] = {}
-    for module in FullyShardedDataParallel.fsdp_modules(model):
-        flat = module._flat_param
-        if flat is not None and flat._params is not None:
-            shapes |= {
-                id(one): shape
-                for one, shape in zip(flat._params, flat._shapes, strict=True)
-            }
-    return shapes
-
-
-def _check_flattened(trained: list[TrainedParameter], config: TrainConfig) -> None:
-    """Report the effects of FSDP1 without use_orig_params, which flattens weights and biases of a unit into one
-    parameter."""
-    if not any(one.name.endswith("_flat_param") for one in trained):
-        return
-    if (
-        config.optimizer.layer_lr_decay != 1.0
-        or config.optimizer.head_learning_rate is not None
-    ):
-        raise UserError(
-            "layer_lr_decay and head_learning_rate need separate parameters, and fsdp_use_orig_params: "
-            "false flattens those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
-        )
-    if config.optimizer.weight_decay:
-        log.warning(
-            "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: %g reaches no "
-            "parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them apart",
-            config.optimizer.weight_decay,
-        )
-
-
-def _create(
-    config: TrainConfig, groups: list[dict[str, Any]], *, is_fsdp1: bool
-) -> tuple[torch.optim.Optimizer, str]:
-    """Return the optimizer and its description for the log."""
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
-    adam: dict[str, Any] = {
-        "lr": rate_of(config),
-        "betas": (config.optimizer.adam_beta1, config.optimizer.adam_beta2),
-        "eps": config.optimizer.adam_epsilon,
-    }
-    said = f"betas ({config.optimizer.adam_beta1:g}, {config.optimizer.adam_beta2:g})"
-    if config.optimizer.optim == "adafactor" and (is_fsdp1 or is_sharded):
-        raise UserError(
-            "optim: adafactor takes means over whole rows and columns, and torch's does not run on sharded parameters: "
-            "use optim: adamw_8bit with fsdp_version: 2, or strategy: ddp"
-        )
-    if is_fsdp1 and config.optimizer.optim in ("adamw_8bit", "paged_adamw_8bit"):
-        raise UserError(
-            f"optim: {config.optimizer.optim} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
-            "piece of them: use fsdp_version: 2, or optim: adamw"
-        )
-    # Before the choice by name: an update of a weight held in 16 bits alone needs an optimizer of its own.
-    if _is_half(parameters):
-        _check_half(config, parameters)
-        return RoundedAdamW(groups, **adam, seed=config.run.seed), (
-            f"AdamW with stochastic rounding (the weights are bfloat16 alone), {said}"
-        )
-    match config.optimizer.optim:
-        case "adamw":
-            # On two CPU cores the fused step takes a third of the plain one's time. It supports DTensors.
-            fused = all(
-                one.is_floating_point() and one.device.type in _FUSED_DEVICES
-                for one in parameters
-            )
-            return torch.optim.AdamW(
-                groups, **adam, fused=fused
-            ), f"AdamW{' (fused)' if fused else ''}, {said}"
-        case "adamw_8bit" | "paged_adamw_8bit":
-            paged = config.optimizer.optim == "paged_adamw_8bit"
-            if is_sharded:
-                return _torchao_adamw(
-                    groups, adam, config.optimizer.optim
-                ), f"AdamW8bit of torchao (sharded parameters), {said}"
-            on_gpu = all(parameter.is_cuda for parameter in parameters)
-            if paged and not on_gpu:
-                log.warning(
-                    "optim: paged_adamw_8bit needs a GPU to page from; without one it is adamw_8bit"
-                )
-            return _bitsandbytes_adamw(
-                groups, adam, config.optimizer.optim, paged=paged and on_gpu
-            ), (
-                f"{'PagedAdamW8bit' if paged and on_gpu else 'AdamW8bit'} of bitsandbytes, {said}"
-            )
-        case "adafactor":
-            return torch.optim.Adafactor(groups, lr=rate_of(config)), "Adafactor"
-        case "sgd":
-            # Without momentum the coupled decay of torch is the decoupled one: p - lr (g + d p) = (1 - lr d) p - lr g.
-            return torch.optim.SGD(groups, lr=rate_of(config)), "SGD without momentum"
-
-
-def _is_half(parameters: Sequence[torch.Tensor]) -> bool:
-    return any(one.dtype in (torch.bfloat16, torch.float16) for one in parameters)
-
-
-def _check_half(config: TrainConfig, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise UserError where updates of 16-bit weights would vanish in rounding."""
-    if any(one.dtype == torch.float16 for one in parameters):
-        raise UserError(
-            "pure_dtype: true with float16 weights: most updates are too small for a weight of 11 bits, and gradients "
-            "underflow; use torch_dtype: bfloat16, whose updates are rounded stochastically, or leave pure_dtype out"
-        )
-    if config.optimizer.optim != "adamw":
-        raise UserError(
-            f"pure_dtype: true with optim: {config.optimizer.optim}: updates of bfloat16 weights vanish in rounding; use optim: "
-            "adamw, which rounds them stochastically, or leave pure_dtype out"
-        )
-
-
-def _bitsandbytes_adamw(
-    groups: list[dict[str, Any]], adam: dict[str, Any], name: str, *, paged: bool
-) -> torch.optim.Optimizer:
-    quieten_bitsandbytes()
-    try:
-        from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
-    except ImportError as error:
-        raise UserError(
-            f"optim: {name} needs bitsandbytes ({error}): pip install 'vembed[gpu]'"
-        ) from error
-    kind = PagedAdamW8bit if paged else AdamW8bit
-    optimizer: torch.optim.Optimizer = kind(groups, **adam)
-    return optimizer
-
-
-def _torchao_adamw(
-    groups: list[dict[str, Any]], adam: dict[str, Any], name: str
-) -> torch.optim.Optimizer:
-    """Return torchao's 8-bit AdamW. It supports DTensors, which bitsandbytes' kernels do not."""
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise UserError(
-            f"optim: {name} needs torchao on sharded parameters ({error}): pip install 'vembed[fsdp]', or use "
-            "optim: adamw"
-        ) from error
-    for group in groups:
-        for parameter in group["params"]:
-            if (
-                isinstance(parameter, DTensor)
-                and parameter.device.type == "cpu"
-                and _leaves_a_rank_empty(parameter)
-            ):
-                # torchao 0.18 on torch 2.13 aborts the process without a message here.
-                raise UserError(
-                    f"optim: {name} of torchao crashes on the CPU where a process holds nothing of a parameter, and "
-                    f"one of shape {list(parameter.shape)} has too few rows for all: use optim: adamw, or fewer "
-                    "processes"
-                )
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, **adam)
-    return optimizer
-
-
-def _leaves_a_rank_empty(parameter: DTensor) -> bool:
-    """Return whether some rank's shard of the parameter has no rows. The same on every rank."""
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            num_shards, num_rows = (
-                parameter.device_mesh.size(axis),
-                parameter.shape[placement.dim],
-            )
-            # torch.chunk semantics: shards of ceil(rows / shards) rows, so the last ranks may get none (5 rows on 4
-            # ranks: 2, 2, 1, 0).
-            if math.ceil(num_rows / math.ceil(num_rows / num_shards)) < num_shards:
-                return True
-    return False
+            num_common += 1
+        best = max(best, (num_common, count))
+    return best[1]
 
 
 def _summary(
-    config: TrainConfig, trained: list[TrainedParameter], num_groups: int
+    options: OptimizerSection,
+    rates: LearningRates,
+    trained: list[TrainedParameter],
+    num_groups: int,
 ) -> str:
     """Return the log summary: parameters with and without weight decay, and learning rates."""
 
     def count(members: list[TrainedParameter]) -> str:
-        return f"{sum(one.shape.numel() for one in members):,d} in {len(members):,d} tensors"
+        num_values = sum(entry.shape.numel() for entry in members)
+        return f"{num_values:,d} in {len(members):,d} tensors"
 
-    decaying = [one for one in trained if one.decays]
-    still = [one for one in trained if not one.decays]
-    heads = [one for one in trained if one.is_head]
-    apart = (
-        f"{count(decaying)}, none on {count(still)} (biases, norms, scalars)"
-        if still
-        else "all of them"
-    )
+    decayed = [entry for entry in trained if entry.decays]
+    undecayed = [entry for entry in trained if not entry.decays]
+    heads = [entry for entry in trained if entry.is_head]
+    decay = "all of them"
+    if undecayed:
+        decay = f"{count(decayed)}, none on {count(undecayed)} (biases, norms, scalars)"
     parts = [
         f"{count(trained)} trained, {num_groups:,d} {'group' if num_groups == 1 else 'groups'}",
-        f"weight decay {config.optimizer.weight_decay:g} on {apart}",
+        f"weight decay {options.weight_decay:g} on {decay}",
     ]
-    if config.optimizer.head_learning_rate is not None:
+    if rates.heads is not None:
         parts.append(
-            f"head_learning_rate {config.optimizer.head_learning_rate:g} for {count(heads)} (heads, projections, scales)"
+            f"head_learning_rate {rates.heads:g} for {count(heads)} (heads, projections, scales)"
         )
-    if config.optimizer.layer_lr_decay != 1.0:
-        rates = [one.learning_rate for one in trained if one not in heads]
-        low, high = (min(rates), max(rates)) if rates else (0.0, 0.0)
+    if options.layer_lr_decay != 1.0:
+        peaks = [entry.learning_rate for entry in trained if not entry.is_head]
+        low = min(peaks, default=0.0)
+        high = max(peaks, default=0.0)
         parts.append(
-            f"layer_lr_decay {config.optimizer.layer_lr_decay:g}: peaks from {low:.3g} (lowest) to {high:.3g} (last layer)"
+            f"layer_lr_decay {options.layer_lr_decay:g}: peaks from {low:.3g} (lowest) to {high:.3g} (last layer)"
         )
     return "; ".join(parts)

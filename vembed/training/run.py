@@ -14,19 +14,23 @@ from vembed.config.places import require_places
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
-from vembed.models.custom.objects import as_options
+from vembed.models.custom.folder import as_options
 from vembed.parallel.environment import RankInfo, launched_rank
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
-from vembed.training.checkpoint.resume import NothingLeft, precision_before
+from vembed.training.checkpoint.resume import (
+    NothingLeft,
+    precision_before,
+    require_output_folder,
+)
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.callbacks import Callbacks, OnEvaluation, OnStep
-from vembed.training.hooks.metrics import require_trackers
-from vembed.training.hooks.publishing import open_hub, push_final
+from vembed.training.hooks.publishing import hub_of, push_final
 from vembed.training.identity import facts_of
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
 from vembed.training.run_log import HEADLINE, run_logging
+from vembed.training.trackers.table import TRACKERS
 from vembed.training.trainer import Runtime, Trainer, TrainResult
 
 log = logging.getLogger("vembed")
@@ -65,43 +69,46 @@ def train(
         hooks = [*hooks, Callbacks(on_step, on_evaluation)]
     resolved = resolve_run(config, overrides)
     settings = resolved.config
+    require_output_folder(settings.run.output_dir)
+    output = Path(settings.run.output_dir)
     require_earlier_stage(resolved)
-    require_trackers(resolved.config)
-    lock = OutputLock(Path(settings.run.output_dir))
+    for name in settings.logging.report_to:
+        TRACKERS[name].require_installed()
+    hub = hub_of(settings.logging)
+    lock = OutputLock(output)
 
-    def introduce(ranks: RankInfo) -> dict[str, Any]:
+    def report_facts(ranks: RankInfo) -> dict[str, Any]:
+        """Check what can be checked before devices are chosen. Return the facts that all ranks compare."""
         if ranks.rank == 0:
-            require_places(
-                settings, resolved.origins
-            )  # now, since a pass over large data takes minutes
+            # Now, since a pass over large data takes minutes.
+            require_places(settings, resolved.origins)
             lock.take()  # before anything is read
-            open_hub(settings)
+            if hub is not None:
+                hub.open()
         return facts_of(resolved) if ranks.world_size > 1 else {}
 
     with (
         # They are left from last to first: the newest checkpoint is on disk before the group of processes ends, and
         # another run may write here only after all of them.
         lock,
-        run_logging(settings, rank=launched_rank()) as outlets,
-        Interrupts(settings) as interrupts,
+        run_logging(settings.logging, output, rank=launched_rank()) as run_log,
+        Interrupts(settings.run.max_train_minutes) as interrupts,
         start_session(
-            resolved, introduce, lambda: precision_before(settings)
+            resolved, report_facts, lambda: precision_before(settings.run)
         ) as session,
-        Checkpointer(settings, session) as checkpointer,
+        Checkpointer(settings.run, session) as checkpointer,
     ):
         for line in resolved.translated:
             log.info("%s", line)
         for line in resolved.notes:
             log.info("note: %s", line, extra=HEADLINE)
+        runtime = Runtime(session, checkpointer, interrupts, run_log)
         try:
-            result = Trainer(
-                settings, Runtime(session, checkpointer, interrupts, outlets), hooks
-            ).run()
-            if session.is_main:
-                push_final(settings)
-            return result
-        except NothingLeft as done:
-            log.info("%s", done, extra=HEADLINE)
-            return TrainResult(
-                done.run.model_dir, done.run.folder, done.run.scores(), done.run.step
-            )
+            result = Trainer(settings, runtime, hooks).run()
+        except NothingLeft as end:
+            log.info("%s", end, extra=HEADLINE)
+            run = end.run
+            return TrainResult(run.model_dir, run.folder, run.scores(), run.step)
+        if session.is_main and hub is not None:
+            push_final(hub, output)
+        return result

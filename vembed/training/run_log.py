@@ -16,9 +16,10 @@ from typing import TextIO, cast
 
 from rich.console import Console
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import LoggingSection
 from vembed.errors import UserError
 from vembed.evaluation.report.record import scores_line
+from vembed.files import require_regular
 from vembed.saving.masking import MASK, secret_variables
 
 log = logging.getLogger("vembed")
@@ -70,7 +71,7 @@ class LogFile(logging.FileHandler):
     Until `begin`, lines are held in memory: a start that is refused writes nothing.
     """
 
-    is_told = False
+    is_reported = False
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
@@ -100,8 +101,8 @@ class LogFile(logging.FileHandler):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self.is_told:
-            self.is_told = True
+        elif not self.is_reported:
+            self.is_reported = True
             log.warning(
                 "%s: %s; lines are missing in it until there is room",
                 self.baseFilename,
@@ -127,7 +128,7 @@ class LineFile:
         was_waiting = bool(self.waiting)
         self.waiting.append(line.encode() + b"\n")
         data = b"".join(self.waiting)
-        size = os.fstat(self._file.fileno()).st_size
+        size = self.num_bytes
         try:
             written = 0
             while written < len(data):
@@ -147,6 +148,11 @@ class LineFile:
                 "%s: %d lines that waited are written", self.path, len(self.waiting)
             )
         self.waiting = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the file."""
+        return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Flush what is written to the disk."""
@@ -168,15 +174,15 @@ class LineFile:
 
 HEADLINE = {"is_headline": True}
 """Extra of records that the console shows during the set-up too."""
-TRAINING = {"is_headline": True, "ends_setup": True}
+END_OF_SETUP = {"is_headline": True, "ends_setup": True}
 """Extra of the last record of the set-up."""
-ALWAYS_SHOWN = frozenset({"checkpointer", "resume", "interrupts"})
+SHOWN_MODULES = frozenset({"checkpointer", "resume", "interrupts"})
 """Modules whose lines tell what happens to earlier results; shown during the set-up too."""
-ALWAYS_DETAIL = frozenset({"memory", "parameters", "sharding"})
+DETAIL_MODULES = frozenset({"memory", "parameters", "sharding"})
 """Modules whose lines only the log file and `console: verbose` have."""
-SHORT = "short_form"
+SHORT_FORM = "short_form"
 """Attribute of records with a shorter text for the console."""
-COLUMNS = 100
+SCORE_LINE_COLUMNS = 100
 """Length of the lines on steps and evaluations on the console."""
 STYLES = {
     logging.WARNING: "yellow",
@@ -203,9 +209,10 @@ class ConsoleHandler(logging.Handler):
         if not self._is_shown(record):
             return
         was_closed = self.stream.is_closed
-        if self.mode != "verbose" and SHORT in record.__dict__:
+        if self.mode != "verbose" and SHORT_FORM in record.__dict__:
             record = copy(record)
-            record.msg, record.args = record.__dict__[SHORT], ()
+            record.msg = record.__dict__[SHORT_FORM]
+            record.args = ()
         line = self.format(record)
         if record.levelno >= logging.WARNING:
             line = f"{record.levelname.lower()}: {line}"
@@ -224,12 +231,12 @@ class ConsoleHandler(logging.Handler):
             self._is_setup = False
         if self.mode == "verbose" or record.levelno >= logging.WARNING:
             return True
-        if self.mode == "quiet" or record.module in ALWAYS_DETAIL:
+        if self.mode == "quiet" or record.module in DETAIL_MODULES:
             return False
         return (
             not self._is_setup
             or "is_headline" in record.__dict__
-            or record.module in ALWAYS_SHOWN
+            or record.module in SHOWN_MODULES
         )
 
 
@@ -242,17 +249,17 @@ def log_scores(
 ) -> None:
     """Log an evaluation: all main scores in the log file, and what fits into a line on the console."""
     short = (
-        scores_line(when, scores, before, metric, columns=COLUMNS - len(ending))
+        scores_line(
+            when, scores, before, metric, columns=SCORE_LINE_COLUMNS - len(ending)
+        )
         + ending
     )
     log.info(
-        "%s%s", scores_line(when, scores, before, metric), ending, extra={SHORT: short}
+        "%s%s",
+        scores_line(when, scores, before, metric),
+        ending,
+        extra={SHORT_FORM: short},
     )
-
-
-def config_console(config: TrainConfig) -> str:
-    """Return the console's mode: a run with `debug` shows everything."""
-    return "verbose" if config.logging.debug else config.logging.console
 
 
 class SafeFormatter(logging.Formatter):
@@ -271,7 +278,7 @@ class SafeFormatter(logging.Formatter):
 
 
 @dataclass(frozen=True, slots=True)
-class Outlets:
+class RunLog:
     """Console and log file of a run."""
 
     console: Console
@@ -285,47 +292,48 @@ class Outlets:
 
 
 @contextmanager
-def run_logging(config: TrainConfig, rank: int) -> Iterator[Outlets]:
+def run_logging(options: LoggingSection, output: Path, rank: int) -> Iterator[RunLog]:
     """Send the lines of logger "vembed" to the console and the run's files while the with-block runs."""
-    output = Path(config.run.output_dir)
-    plain = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
+    level = logging.DEBUG if options.debug else logging.INFO
+    formatter = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
     handlers: list[logging.Handler] = []
     file: LogFile | None = None
     # Python has no stdout where the caller has closed it.
     stream = ResilientStream(sys.stdout or io.StringIO())
     console = Console(file=cast(TextIO, stream), quiet=rank != 0)
     if rank == 0:
-        screen = ConsoleHandler(console, stream, config_console(config))
+        mode = "verbose" if options.debug else options.console
+        screen = ConsoleHandler(console, stream, mode)
         screen.setFormatter(SafeFormatter("%(message)s"))
         screen.setLevel(logging.INFO)
-        file = LogFile(output / config.logging.log_file)
-        file.setFormatter(plain)
-        file.setLevel(logging.DEBUG if config.logging.debug else logging.INFO)
+        file = LogFile(output / options.log_file)
+        file.setFormatter(formatter)
+        file.setLevel(level)
         handlers += [screen, file]
-    if config.logging.debug:
-        own = LogFile(output / "logs" / f"rank-{rank}.log")
-        own.setFormatter(plain)
-        _begin(own)  # it is read when a start hangs
-        handlers.append(own)
-    before = log.level, log.propagate
-    log.setLevel(logging.DEBUG if config.logging.debug else logging.INFO)
+    if options.debug:
+        rank_file = LogFile(output / "logs" / f"rank-{rank}.log")
+        rank_file.setFormatter(formatter)
+        _begin(rank_file)  # it is read when a start hangs
+        handlers.append(rank_file)
+    level_before = log.level
+    propagate_before = log.propagate
+    log.setLevel(level)
     log.propagate = False
-    for handler in handlers:
+    for handler in handlers or [logging.NullHandler()]:
         log.addHandler(handler)
-    if not handlers:
-        log.addHandler(logging.NullHandler())
     try:
-        yield Outlets(console, file)
+        yield RunLog(console, file)
     finally:
         for handler in list(log.handlers):
             log.removeHandler(handler)
             handler.close()
-        log.setLevel(before[0])
-        log.propagate = before[1]
+        log.setLevel(level_before)
+        log.propagate = propagate_before
 
 
 def _begin(file: LogFile) -> None:
     path = Path(file.baseFilename)
+    require_regular(path, "log_file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file.begin()

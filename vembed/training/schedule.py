@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Literal
 
 import torch
 
-from vembed.config.rate import rate_of
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import OptimizerSection
 
 log = logging.getLogger("vembed")
 
-Kind = Literal["linear", "cosine", "constant"]
 
-
-def lr_factor(step: int, total: int, warmup: int, kind: Kind) -> float:
+def lr_factor(step: int, total: int, warmup: int, kind: str) -> float:
     """Return the fraction of the peak learning rate in step number `step`, counted from 0, of `total`.
 
     It rises linearly to 1 in the last of `warmup` steps, then falls so that it would reach 0 in the step after the
@@ -24,53 +20,59 @@ def lr_factor(step: int, total: int, warmup: int, kind: Kind) -> float:
     """
     if step < warmup:
         return (step + 1) / warmup
-    peak = max(warmup - 1, 0)
-    fallen = min((step - peak) / (total - peak), 1.0) if total > peak else 1.0
+    peak_step = max(warmup - 1, 0)
+    progress = 1.0
+    if total > peak_step:
+        progress = min((step - peak_step) / (total - peak_step), 1.0)
     if kind == "linear":
-        return 1.0 - fallen
+        return 1.0 - progress
     if kind == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * fallen))
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
     return 1.0
-
-
-def lr_multiplier(config: TrainConfig, examples_per_step: int) -> float:
-    """Return the factor that `scale_learning_rate` applies to every learning rate."""
-    ratio = examples_per_step / config.optimizer.base_batch_size
-    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[
-        config.optimizer.scale_learning_rate
-    ]
 
 
 class Schedule:
     """Learning rates of a run, set before every optimizer step."""
 
     def __init__(
-        self, config: TrainConfig, total_steps: int, examples_per_step: int
+        self,
+        options: OptimizerSection,
+        peak: float,
+        total_steps: int,
+        examples_per_step: int,
     ) -> None:
-        self.kind: Kind = config.optimizer.lr_scheduler_type
+        """`peak`: the learning rate, before `scale_learning_rate` multiplies it."""
+        self.kind = options.lr_scheduler_type
         self.total_steps = total_steps
-        self.multiplier = lr_multiplier(config, examples_per_step)
-        self.peak = rate_of(config) * self.multiplier
-        warmup = config.optimizer.warmup_steps
+        self.multiplier = 1.0
+        derivation = "the same on any number of processes"
+        if options.scale_learning_rate != "none":
+            ratio = examples_per_step / options.base_batch_size
+            formula = f"({examples_per_step:,d} examples per step / base_batch_size {options.base_batch_size:,d})"
+            self.multiplier = ratio
+            if options.scale_learning_rate == "sqrt":
+                self.multiplier = math.sqrt(ratio)
+                formula = f"sqrt{formula}"
+            derivation = f"{peak:g} * {formula}"
+        self.peak = peak * self.multiplier
+        warmup = options.warmup_steps
         if isinstance(warmup, int):
             self.warmup_steps = warmup
-            why = "warmup_steps"
+            reason = "warmup_steps"
         else:
             # Rounded up, so that a share above 0 warms up in short runs too.
             self.warmup_steps = math.ceil(warmup * total_steps)
-            why = f"warmup_steps {warmup:g} of {total_steps:,d} steps"
-        fall = (
-            "stays there"
-            if self.kind == "constant"
-            else f"then falls by the {self.kind} schedule"
-        )
+            reason = f"warmup_steps {warmup:g} of {total_steps:,d} steps"
+        decay = f"then falls by the {self.kind} schedule"
+        if self.kind == "constant":
+            decay = "stays there"
         log.info(
             "learning rate: peak %.3g (%s), after %d warm-up steps (%s), %s",
             self.peak,
-            self._derivation(config, examples_per_step),
+            derivation,
             self.warmup_steps,
-            why,
-            fall,
+            reason,
+            decay,
         )
         if self.warmup_steps > total_steps:
             log.warning(
@@ -92,21 +94,10 @@ class Schedule:
         """Set every parameter group's learning rate for step number `step`; return `value(step)`."""
         factor = self.multiplier * self.factor(step)
         for group in optimizer.param_groups:
-            value = group["initial_lr"] * factor
+            learning_rate = group["initial_lr"] * factor
             if isinstance(group["lr"], torch.Tensor):
                 # In place: a captured or compiled optimizer step reads this tensor.
-                group["lr"].fill_(value)
+                group["lr"].fill_(learning_rate)
             else:
-                group["lr"] = value
+                group["lr"] = learning_rate
         return self.value(step)
-
-    def _derivation(self, config: TrainConfig, examples_per_step: int) -> str:
-        if config.optimizer.scale_learning_rate == "none":
-            return "the same on any number of processes"
-        ratio = f"{examples_per_step:,d} examples per step / base_batch_size {config.optimizer.base_batch_size:,d}"
-        ratio = (
-            f"sqrt({ratio})"
-            if config.optimizer.scale_learning_rate == "sqrt"
-            else f"({ratio})"
-        )
-        return f"{rate_of(config):g} * {ratio}"

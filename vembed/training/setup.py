@@ -1,23 +1,27 @@
-"""RunData and RunModel: the data and the model of a run, each with all that is made once at its start."""
+"""Set-up of a run: its data, its model, and the values that stand in place of `auto`."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-import yaml
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from vembed.config.rate import HEAD, Trained, What, peak_rate
-from vembed.config.resolved import Decision
-from vembed.config.rhythm import Rhythm, Size, passes, rhythm, starts_from_nothing
+from vembed.config.run_intervals import (
+    RunIntervals,
+    RunSize,
+    decide_epochs,
+    has_initial_weights,
+    run_intervals,
+)
 from vembed.config.sampling import parse_sampling
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import source_batch_sizes, task_numbers, with_temperature
@@ -32,25 +36,42 @@ from vembed.data_tools.init.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData
 from vembed.evaluation.scores import check_metric
+from vembed.files import read_yaml
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.adapters import wants_adapters
+from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.backbones import layers_of
 from vembed.models.families.decisions import describe, without_effect
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.table import Modality
-from vembed.models.row_gradients import use_row_gradients
 from vembed.parallel import collectives
-from vembed.parallel.estimate import measure
-from vembed.parallel.parameters import discard_passes, num_parameters, set_gradient_sync
+from vembed.parallel.parameters import num_parameters
 from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
+from vembed.training.compiled import (
+    NUM_COMPARED_EXAMPLES,
+    check_compiled,
+    decide_compilation,
+    log_compilation,
+)
 from vembed.training.frozen import InputSource, open_stores
-from vembed.training.optimizer import build_optimizer, head_prefixes
+from vembed.training.optimizer import LearningRates, build_optimizer, head_prefixes
 
 log = logging.getLogger("vembed")
+
+NUM_PCA_DOCUMENTS = 2048
+"""Documents whose embeddings determine the principal directions."""
+IMAGE_CACHE_SHARE = 0.1
+"""Share of the free host memory that decoded images may take, over all processes of the machine."""
+MIN_IMAGE_CACHE_BYTES = 2**30
+NUM_COUNTED_EXAMPLES = 64
+"""Examples whose inputs are counted, for the cost of a run."""
+ADAMW_BYTES_PER_PARAMETER = 12
+"""The weight and the two moments of AdamW, in float32."""
+
+Kept = Mapping[str, Any]
+"""Option -> the value that the run that is resumed has decided, where the config leaves it open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +103,8 @@ class RunData:
 
 
 @dataclass(frozen=True, slots=True)
-class RunModel:
-    """Model, loss and optimizer."""
+class TrainingComponents:
+    """Model, loss and optimizer, and the values that were decided while they were built."""
 
     embedder: EmbeddingModel
     """The model as it was built: description and layout of the files. Its parameters may be shards by now."""
@@ -94,8 +115,8 @@ class RunModel:
     featuriser: Featuriser
     source: InputSource
     teachers: Teachers
-    config: TrainConfig
-    """The config, with the learning rate that was decided for this model."""
+    rates: LearningRates
+    temperature: float
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""
@@ -103,447 +124,58 @@ class RunModel:
             module.zero_grad(set_to_none=True)
 
 
-def with_rate(
-    config: TrainConfig, embedder: EmbeddingModel, session: Session, total_steps: int
-) -> TrainConfig:
-    """Return the config with a number for `learning_rate`, and log why. Call it before the model is sharded, while rank
-    0 holds all of it. Collective. `total_steps`: of the run."""
-    if config.optimizer.learning_rate != "auto":
-        return config
-    description = embedder.description
-    is_new = collectives.broadcast_json(
-        has_initial_norms(embedder) if session.is_main else None
-    )
-    facts = Trained(
-        what=_what(config, embedder),
-        family=description.family,
-        width=description.text_hidden_dim or description.hidden_dim,
-        is_tuned=_is_tuned(Path(description.source)),
-        is_new=is_new or starts_from_nothing(config),
-        has_scale=description.traits.has_scale_and_bias,
-        total_steps=total_steps,
-    )
-    decision = peak_rate(config, facts)
-    log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)
-    changes: dict[str, float] = {"learning_rate": decision.value}
-    if (
-        description.traits.has_two_models
-        and config.optimizer.head_learning_rate is None
-    ):
-        changes["head_learning_rate"] = max(HEAD, decision.value)
-        log.info(
-            "head_learning_rate: %g (auto; the projections of the two towers are new)",
-            changes["head_learning_rate"],
-        )
-    return config.changed(**changes)
-
-
-def _is_tuned(folder: Path) -> bool:
-    """Return whether the folder is that of an embedding model: it names a pooling, and has learned from pairs."""
-    return any(
-        (one / "modules.json").is_file() for one in (folder, folder.parent)
-    ) and not _is_pretrained(folder)
-
-
-def _is_pretrained(folder: Path) -> bool:
-    """Return whether a run of vembed without a loss over pairs wrote the folder, such as one on the next token.
-
-    It saves the layout of an embedding model as every run does."""
-    config = folder.parent / "config.yaml"
-    if folder.name != "final" or not config.is_file():
-        return False
-    written = yaml.safe_load(config.read_text("utf-8"))
-    return (
-        isinstance(written, dict)
-        and written.get("loss") == "none"
-        and not written.get("losses")
-    )
-
-
-def has_initial_norms(model: nn.Module) -> bool:
-    """Return True if every norm has its initial weights, ones and zeros, which no trained model has."""
-    weights = [
-        one
-        for module in model.modules()
-        if "Norm" in type(module).__name__
-        for one in _norm_weights(module)
-    ]
-    return bool(weights) and all(bool((one == value).all()) for one, value in weights)
-
-
-def _norm_weights(module: nn.Module) -> Iterable[tuple[torch.Tensor, float]]:
-    for name, value in module.named_parameters(recurse=False):
-        if value.device.type != "meta":
-            yield value.detach(), 0.0 if name == "bias" else 1.0
-
-
-def _what(config: TrainConfig, embedder: EmbeddingModel) -> What:
-    if wants_adapters(config.adapters):
-        return "adapters"
-    names = [
-        name
-        for name, parameter in embedder.named_parameters()
-        if parameter.requires_grad
-    ]
-    heads = head_prefixes(embedder)
-    only_heads = all(name.startswith(heads) for name in names)
-    return "head" if names and only_heads else "weights"
-
-
-OPERATIONS = 6.0
-"""Floating-point operations of a parameter for each token, forward and backward."""
-COMPARED_EXAMPLES = 8
-"""Examples whose inputs are counted, and compared."""
-FARTHEST = {True: 1e-2, False: 1e-4}
-"""Largest 1 - cosine of an embedding by compiled and by plain layers: in 16 bits, and in float32."""
-
-Inputs = list[tuple[Modality, dict[str, Tensor]]]
-
-
-def some_inputs(data: RunData) -> list[tuple[Item, Kind]]:
-    """Return the inputs of the first examples, the same on every rank."""
-    found: list[tuple[Item, Kind]] = []
-    for number in range(min(COMPARED_EXAMPLES, len(data.examples))):
-        example = data.examples[number]
-        found.append((example.query, "query"))
-        found += [(one, "document") for one in (*example.positives, *example.negatives)]
-    return found
-
-
-def decide_compilation(
-    config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session
-) -> None:
-    """Decide `torch_compile: auto` by the arithmetic of the run."""
-    placement = session.placement
-    if config.model.torch_compile == "auto" and session.device.type == "cuda":
-        features = featuriser.features(some_inputs(data))
-        tokens = sum(one.length for one in features) / max(
-            min(COMPARED_EXAMPLES, len(data.examples)), 1
-        )
-        num_examples = data.total_steps * data.examples_per_step
-        size = placement.size or measure(config)
-        session.placement = placement.for_work(
-            OPERATIONS * size.total * tokens * num_examples
-        )
-
-
-def log_compilation(
-    config: TrainConfig, embedder: EmbeddingModel, session: Session
-) -> None:
-    """Log whether the layers of the model are compiled, where there is a choice."""
-    asked = config.model.torch_compile
-    decision = session.placement.compilation
-    layers = layers_of(embedder.backbone)
-    if decision.value and not any(layer._compiled_call_impl for layer in layers):
-        option = "auto" if asked == "auto" else "torch_compile: true has no effect"
-        reason = f"{option}: layers with gradient checkpointing and packed texts cannot be compiled"
-        session.placement = replace(
-            session.placement, compilation=Decision(False, reason)
-        )
-    if asked != "auto" or session.device.type == "cuda":
-        log.info("compiled layers: %s", session.placement.compilation)
-
-
-def check_compiled(
-    model: nn.Module,
-    embedder: EmbeddingModel,
-    featuriser: Featuriser,
-    items: Sequence[tuple[Item, Kind]],
-    session: Session,
-) -> None:
-    """Compare compiled with plain layers, where `auto` has compiled them; where they differ, or do not compile, plain
-    layers are used, with a warning. Collective."""
-    if (
-        session.config.model.torch_compile != "auto"
-        or not session.placement.compilation.value
-    ):
-        return
-    layers = layers_of(embedder.backbone)
-    problem = difference(
-        model, layers, inputs_of(featuriser, items, session.device), session
-    )
-    # All processes decide alike: compiled and plain layers round differently.
-    if not collectives.max_ints([int(problem is not None)])[0]:
-        return
-    reason = f"auto: {problem or 'another process could not compile them'}"
-    log.warning("compiled layers: false (%s)", reason)
-    for layer in layers:
-        layer._compiled_call_impl = None
-    session.placement = replace(session.placement, compilation=Decision(False, reason))
-
-
-def inputs_of(
-    featuriser: Featuriser, items: Sequence[tuple[Item, Kind]], device: torch.device
-) -> Inputs:
-    """Return the tensors of one micro-batch with all modalities among the items."""
-    features = featuriser.features(items)
-    found: Inputs = []
-    for modality in featuriser.description.modalities:
-        chosen = [one for one in features if one.modality == modality] or [
-            featuriser.dummy(modality)
-        ]
-        batch = {
-            name: tensor.to(device)
-            for name, tensor in featuriser.joined(chosen).items()
-        }
-        found.append((modality, featuriser.finished(batch)))
-    return found
-
-
-def difference(
-    model: nn.Module, layers: Sequence[nn.Module], inputs: Inputs, session: Session
-) -> str | None:
-    """Return what is wrong with the compiled layers; None: they give the embeddings of plain layers, and compile in
-    the backward pass too. Leaves no gradients. Collective under FSDP."""
-    from torch._dynamo.exc import TorchDynamoException  # imports the compiler
-
-    was_training = model.training
-    compiled = [layer._compiled_call_impl for layer in layers]
-    # The gradients of this check are dropped, so FSDP need not sum them over the processes.
-    set_gradient_sync(model, False)
-    try:
-        # Dropout would make the two differ.
-        model.eval()
-        with torch.no_grad():
-            found = [one.float() for one in model(inputs)]
-            for layer in layers:
-                layer._compiled_call_impl = None
-            plain = [one.float() for one in model(inputs)]
-            for layer, call in zip(layers, compiled, strict=True):
-                layer._compiled_call_impl = call
-        model.train()
-        outputs = [one for one in model(inputs) if one.requires_grad]
-        if outputs:
-            torch.autograd.backward([one.float().sum() for one in outputs])
-    except TorchDynamoException as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
-    finally:
-        for layer, call in zip(layers, compiled, strict=True):
-            layer._compiled_call_impl = call
-        discard_passes(model)
-        model.train(was_training)
-    cosines = [
-        functional.cosine_similarity(*pair, dim=1)
-        for pair in zip(found, plain, strict=True)
-    ]
-    farthest = max(float((1 - one).max()) for one in cosines)
-    if farthest <= FARTHEST[session.placement.computes_in_half]:
-        return None
-    return f"compiled layers give other embeddings (1 - cosine is {farthest:.1e})"
-
-
-SAMPLE = 2048
-"""Number of documents whose embeddings determine the principal directions."""
-PIXELS_SHARE = 0.1
-"""Share of the free host memory that decoded images may take, over all processes of the machine."""
-SAMPLED = 64
-"""Number of examples whose inputs are counted, for the cost of a run."""
+# ---- data --------------------------------------------------------------------
 
 
 @contextmanager
 def main_first(session: Session) -> Iterator[None]:
-    """Run the with-block on rank 0 before the other ranks, which then find in the cache what it has read; on another
-    machine, whose cache may be another, on its first rank before the others. A UserError on rank 0 is raised on all
-    ranks."""
-    if not session.is_main:
-        # The other ranks wait here until rank 0 is done, or take over its mistake.
-        mistake = collectives.broadcast_json(None)
-        if mistake is not None:
-            raise UserError(mistake)
-        if session.local_rank == 0:
+    """Run the with-block on rank 0 before the other ranks, which then find in the cache what it has read.
+
+    On another machine, whose cache may be another, its first rank runs before the others. A UserError on rank 0 is
+    raised on all ranks.
+    """
+    if session.is_main:
+        try:
             yield
-            session.barrier()
-        else:
-            session.barrier()
-            yield
+        except UserError as error:
+            collectives.broadcast_json(str(error))
+            raise
+        collectives.broadcast_json(None)
+        session.barrier()
         return
-    try:
+    # The other ranks wait here until rank 0 is done, or raise its error.
+    message = collectives.broadcast_json(None)
+    if message is not None:
+        raise UserError(message)
+    if session.local_rank == 0:
         yield
-    except UserError as error:
-        collectives.broadcast_json(str(error))
-        raise
-    collectives.broadcast_json(None)
-    session.barrier()
+        session.barrier()
+    else:
+        session.barrier()
+        yield
 
 
-def open_data(config: TrainConfig, session: Session) -> RunData:
+def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     with main_first(session):
         sets = open_sets(config, compares=session.is_main)
-    is_decided_here = (
-        config.optimizer.epochs == "auto" and config.optimizer.max_steps is None
-    )
-    # Only then is the model looked at: a checkpoint of another model is to be refused first.
-    has_scale = is_decided_here and describe(config.model).traits.has_scale_and_bias
-    epochs = passes(config, len(sets.examples), has_scale=has_scale)
-    if is_decided_here:
-        log.info("epochs: %g (auto; %s)", epochs.value, epochs.reason)
-    batch_schedule, total_steps = schedule_batches(
-        config, sets.examples, session, epochs.value
-    )
-    return RunData(
-        sets.examples,
-        sets.evaluation,
-        batch_schedule,
-        config.batch.gradient_accumulation_steps,
-        epochs.value,
-        total_steps,
-        sets.warnings,
-        sets.by_task,
-    )
-
-
-def build_parts(config: TrainConfig, data: RunData, session: Session) -> RunModel:
-    """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
-    # Before the model: the teachers' weights are no longer in memory when the model's are read.
-    teachers = Teachers(config, session)
-    teachers.prepare(data.examples)
-    # The same start on every rank; the step seeds each forward pass anew.
-    torch.manual_seed(config.run.seed)
-    torch.use_deterministic_algorithms(config.run.deterministic)
-    description = describe(
-        config.model,
-        config.matryoshka,
-        similarity=config.objective.similarity,
-        use_qlora=config.adapters.use_qlora,
-    )
-    log.info("model: %s", description.summary())
-    values = config.options()
-    user_options = {name: values[name] for name in config.given if name in values}
-    for line in without_effect(description, user_options):
-        log.info("%s", line)
-    if data.evaluation is not None:
-        check_metric(config, data.evaluation, description)
-    # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
-    pixels = max(
-        2**30,
-        int(PIXELS_SHARE * psutil.virtual_memory().available)
-        // session.local_world_size,
-    )
-    decoders = max(num_cores() // session.local_world_size, 1)
-    featuriser = Featuriser(description, image_cache_bytes=pixels, decoders=decoders)
-    # Before the model: compiled layers are chosen while it is built.
-    decide_compilation(config, data, featuriser, session)
-    embedder = build_model(
-        description,
-        config.model,
-        config.adapters,
-        objective=config.objective,
-        seed=config.run.seed,
-        device=session.model_device,
-        computes_on=session.device,
-        compute_dtype=session.placement.compute_dtype,
-        recompute=session.placement.recomputation.value,
-        compiles=session.placement.compilation.value,
-        meta=session.builds_empty,
-    )
-    log_compilation(config, embedder, session)
-    scale, bias = embedder.initial_scale_and_bias() or (None, None)
-    config = _tempered(with_rate(config, embedder, session, data.total_steps), scale)
-    if session.device.type == "cpu" and session.fsdp is None:
-        use_row_gradients(embedder.backbone)
-    if session.placement.copies_weights:
-        embedder.compute_in_bf16()
-    start_head(config, embedder, featuriser, data.examples, session)
-    # Asked before `prepare`: it changes parameters and wraps modules, and rank 0 still holds the whole model.
-    frozen, image_bytes, packs = (
-        embedder.frozen_modalities(),
-        embedder.bytes_of_frozen_images(),
-        embedder.packs_texts(),
-    )
-    stores = open_stores(config, session, embedder)
-    # The optimizer must see the parameters that `prepare` returns.
-    model = session.prepare(embedder, description.layer_classes)
-    check_compiled(model, embedder, featuriser, some_inputs(data), session)
-    loss = build_loss(
-        config,
-        mrl_dims=description.mrl_dims,
-        start_scale=scale,
-        start_bias=bias,
-        embedding_dim=description.embedding_dim,
-        teacher_dims=teachers.dims,
-    ).to(session.device)
-    feeder = Feeder(featuriser, session.device, packs_texts=packs)
-    return RunModel(
-        embedder=embedder,
-        model=model,
-        loss=loss,
-        optimizer=build_optimizer(model, loss, config),
-        config=config,
-        featuriser=featuriser,
-        source=InputSource(
-            model,
-            feeder,
-            session,
-            frozen=frozen,
-            stores=stores,
-            image_bytes=image_bytes,
-        ),
-        teachers=teachers,
-    )
-
-
-def _tempered(config: TrainConfig, scale: float | None) -> TrainConfig:
-    """Return the config with the temperature that suits its loss and the model's own scale, and log it where it is not
-    the usual one. What a learned one starts from is said when the loss is built."""
-    found = with_temperature(config, None if scale is None else 1 / scale)
-    if found is not config and not config.objective.learn_temperature:
-        why = (
-            f"default of loss: {found.objective.loss}"
-            if found.objective.loss != "infonce"
-            else "with which this model was trained"
+    optimizer = config.optimizer
+    epochs = kept.get("epochs", optimizer.epochs)
+    if epochs == "auto":
+        # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
+        has_scale = False
+        if optimizer.max_steps is None:
+            has_scale = describe(config.model).traits.has_scale_and_bias
+        decision = decide_epochs(
+            optimizer, config.model, len(sets.examples), has_scale=has_scale
         )
-        log.info("temperature: %.3g (%s)", found.objective.temperature, why)
-    return found
+        epochs = decision.value
+        if optimizer.max_steps is None:
+            log.info("epochs: %g (auto; %s)", epochs, decision.reason)
 
-
-def decide_rhythm(data: RunData, parts: RunModel) -> Rhythm:
-    """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""
-    some = [data.examples[index] for index in range(min(len(data.examples), SAMPLED))]
-    # The weights and the two moments of AdamW, in float32.
-    trained = num_parameters(parts.model, trainable_only=True)
-    found = rhythm(
-        parts.config,
-        Size(
-            total_steps=data.total_steps,
-            examples_per_step=data.examples_per_step,
-            num_training=sum(
-                1 + len(one.positives) + len(one.negatives) for one in some
-            )
-            / max(len(some), 1),
-            num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
-            checkpoint_bytes=12 * trained,
-        ),
-    )
-    for line in found.lines():
-        log.info("%s", line)
-    return found
-
-
-def open_stream(
-    config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session
-) -> RankBatchStream:
-    """Return the stream of this rank's batches."""
-    workers = num_workers(config, featuriser.description)
-    store = data.examples
-    return RankBatchStream(
-        store,
-        data.batch_schedule,
-        featuriser,
-        session.rank,
-        session.world_size,
-        workers,
-        store.pair,
-    )
-
-
-def schedule_batches(
-    config: TrainConfig, store: ExampleStore, session: Session, epochs: float
-) -> tuple[BatchSchedule, int]:
-    """Return the order of the examples and the number of optimizer steps."""
-    size = (
-        config.batch.global_batch_size or config.batch.batch_size * session.world_size
-    )
+    size = kept.get("global_batch_size", config.batch.global_batch_size)
+    size = size or config.batch.batch_size * session.world_size
+    store = sets.examples
     batch_schedule = BatchSchedule(
         store.sizes,
         size,
@@ -559,92 +191,387 @@ def schedule_batches(
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
-    steps = config.optimizer.max_steps or math.ceil(
-        epochs
-        * batch_schedule.steps_per_epoch
-        / config.batch.gradient_accumulation_steps
+    batches_per_step = config.batch.gradient_accumulation_steps
+    num_batches = epochs * batch_schedule.steps_per_epoch
+    total_steps = optimizer.max_steps or math.ceil(num_batches / batches_per_step)
+    _log_global_batch(size, session.world_size, batches_per_step, total_steps)
+    _check_batch_sizes(size, batch_schedule.smallest_batch, session.world_size)
+    return RunData(
+        store,
+        sets.evaluation,
+        batch_schedule,
+        batches_per_step,
+        epochs,
+        max(total_steps, 1),
+        sets.warnings,
+        sets.by_task,
     )
+
+
+def _log_global_batch(
+    size: int, world_size: int, batches_per_step: int, total_steps: int
+) -> None:
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    accumulation = ""
+    if batches_per_step > 1:
+        accumulation = f", {batches_per_step} batches per step"
     log.info(
         "global batch: %s examples over %s (%s each)%s; %s steps",
         f"{size:,d}",
-        "1 process" if session.world_size == 1 else f"{session.world_size} processes",
-        f"{size / session.world_size:,.6g}",
-        f", {config.batch.gradient_accumulation_steps} batches per step"
-        if config.batch.gradient_accumulation_steps > 1
-        else "",
-        f"{steps:,d}",
+        processes,
+        f"{size / world_size:,.6g}",
+        accumulation,
+        f"{total_steps:,d}",
     )
-    if size < session.world_size:
-        raise UserError(
-            f"global_batch_size: {size} is less than the number of processes, {session.world_size}"
-        )
-    if batch_schedule.smallest_batch < session.world_size:
-        raise UserError(
-            f"the smallest batch has {batch_schedule.smallest_batch} examples, fewer than the "
-            f"{session.world_size} processes: use fewer processes, add data, or set drop_last: true"
-        )
-    return batch_schedule, max(steps, 1)
 
 
-def num_workers(config: TrainConfig, description: ModelDescription) -> int:
-    """Return the number of threads that prepare rank batches ahead. One suffices for text: the tokenizer is parallel
-    itself."""
+def _check_batch_sizes(size: int, smallest: int, world_size: int) -> None:
+    if size < world_size:
+        raise UserError(
+            f"global_batch_size: {size} is less than the number of processes, {world_size}"
+        )
+    if smallest < world_size:
+        raise UserError(
+            f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
+            "add data, or set drop_last: true"
+        )
+
+
+def open_stream(
+    config: TrainConfig, data: RunData, featuriser: Featuriser, session: Session
+) -> RankBatchStream:
+    """Return the stream of this rank's batches."""
     if config.data.num_workers != "auto":
-        return config.data.num_workers
-    return (
-        1 if description.modalities == ("text",) else min(4, max(1, num_cores() // 2))
+        num_workers = config.data.num_workers
+    elif featuriser.description.modalities == ("text",):
+        num_workers = 1  # one thread suffices: the tokenizer is parallel itself
+    else:
+        num_workers = min(4, max(1, num_cores() // 2))
+    return RankBatchStream(
+        data.examples,
+        data.batch_schedule,
+        featuriser,
+        session.rank,
+        session.world_size,
+        num_workers,
+        data.examples.pair,
     )
 
 
-def log_cut_texts(features: Sequence[Features], description: ModelDescription) -> None:
+def log_truncated_texts(
+    features: Sequence[Features], description: ModelDescription
+) -> None:
     """Log how many of these inputs reach the maximum length, at which texts are truncated."""
-    texts = [
-        one.token_ids
-        for one in features
-        if one.modality == "text" and one.token_ids is not None
-    ]
-    num_full = sum(len(one) >= description.max_length for one in texts)
-    if (
-        num_full and not description.traits.has_fixed_length
-    ):  # which pads every text to it
+    if description.traits.has_fixed_length:
+        return  # every text is padded to it
+    num_texts = 0
+    num_full = 0
+    for feature in features:
+        if feature.modality == "text" and feature.token_ids is not None:
+            num_texts += 1
+            num_full += len(feature.token_ids) >= description.max_length
+    if num_full:
         log.info(
             "max_length: %s of the first %s texts fill %s tokens, and what is longer is cut there",
             f"{num_full:,d}",
-            f"{len(texts):,d}",
+            f"{num_texts:,d}",
             f"{description.max_length:,d}",
         )
 
 
-def learned(loss: EmbeddingLoss) -> dict[str, float]:
+# ---- model, loss and optimizer -----------------------------------------------
+
+
+def build_components(
+    config: TrainConfig, kept: Kept, data: RunData, session: Session
+) -> TrainingComponents:
+    """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
+    # Before the model: the teachers' weights are no longer in memory when the model's are read.
+    teachers = Teachers(config, session)
+    teachers.prepare(data.examples)
+    # The same start on every rank; the step seeds each forward pass anew.
+    torch.manual_seed(config.run.seed)
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
+    log.info("model: %s", description.summary())
+    options = config.options()
+    given = {name: options[name] for name in config.given}
+    for line in without_effect(description, given):
+        log.info("%s", line)
+    if data.evaluation is not None:
+        check_metric(config, data.evaluation, description)
+    featuriser = _build_featuriser(description, session.local_world_size)
+    # Before the model: compiled layers are chosen while it is built.
+    num_first = max(min(NUM_COMPARED_EXAMPLES, len(data.examples)), 1)
+    first_items = _first_items(data.examples, num_first)
+    num_examples = data.total_steps * data.examples_per_step
+    decide_compilation(first_items, num_examples / num_first, featuriser, session)
+    embedder = build_model(
+        description,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
+        device=session.model_device,
+        computes_on=session.device,
+        compute_dtype=session.placement.compute_dtype,
+        recompute=session.placement.recomputation.value,
+        compiles=session.placement.compilation.value,
+        meta=session.builds_empty,
+    )
+    log_compilation(embedder, session)
+    # While rank 0 holds the whole model: `prepare` changes parameters and wraps modules.
+    rates = decide_rates(config, kept, embedder, session, data.total_steps)
+    scale, bias = embedder.initial_scale_and_bias() or (None, None)
+    loss_config = _with_temperature(config, kept, scale)
+    if session.device.type == "cpu" and session.fsdp is None:
+        use_row_gradients(embedder.backbone)
+    if session.placement.copies_weights:
+        embedder.compute_in_bf16()
+    if config.matryoshka.mrl_projection_init == "pca":
+        start_projection(embedder, featuriser, data.examples, session)
+    frozen = embedder.frozen_modalities()
+    image_bytes = embedder.bytes_of_frozen_images()
+    packs_texts = embedder.packs_texts()
+    stores = {}
+    if config.batch.cache_frozen_features:
+        stores = open_stores(embedder, session)
+    # The loss and the optimizer must see the parameters that `prepare` returns.
+    model = session.prepare(embedder, description.layer_classes)
+    check_compiled(model, embedder, featuriser, first_items, session)
+    loss = build_loss(
+        loss_config,
+        mrl_dims=description.mrl_dims,
+        start_scale=scale,
+        start_bias=bias,
+        embedding_dim=description.embedding_dim,
+        teacher_dims=teachers.dims,
+    ).to(session.device)
+    source = InputSource(
+        model,
+        Feeder(featuriser, session.device, packs_texts=packs_texts),
+        session,
+        frozen=frozen,
+        stores=stores,
+        image_bytes=image_bytes,
+    )
+    return TrainingComponents(
+        embedder=embedder,
+        model=model,
+        loss=loss,
+        optimizer=build_optimizer(
+            model, loss, config.optimizer, rates, seed=config.run.seed
+        ),
+        featuriser=featuriser,
+        source=source,
+        teachers=teachers,
+        rates=rates,
+        temperature=loss_config.objective.temperature,
+    )
+
+
+def _build_featuriser(
+    description: ModelDescription, local_world_size: int
+) -> Featuriser:
+    # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
+    free_bytes = psutil.virtual_memory().available
+    image_bytes = int(IMAGE_CACHE_SHARE * free_bytes) // local_world_size
+    return Featuriser(
+        description,
+        image_cache_bytes=max(MIN_IMAGE_CACHE_BYTES, image_bytes),
+        decoders=max(num_cores() // local_world_size, 1),
+    )
+
+
+def _first_items(examples: ExampleStore, count: int) -> list[tuple[Item, Kind]]:
+    """Return the inputs of the first examples, the same on every rank."""
+    items: list[tuple[Item, Kind]] = []
+    for number in range(count):
+        example = examples[number]
+        items.append((example.query, "query"))
+        for document in (*example.positives, *example.negatives):
+            items.append((document, "document"))
+    return items
+
+
+def start_projection(
+    embedder: EmbeddingModel,
+    featuriser: Featuriser,
+    examples: ExampleStore,
+    session: Session,
+) -> None:
+    """Rotate the Matryoshka projection so that its first coordinates hold the most variance. Collective."""
+    projection = embedder.mrl_projection
+    if projection is None:
+        return
+    if session.is_main:
+        # Spread over the whole store: its sources follow one another.
+        count = min(len(examples), NUM_PCA_DOCUMENTS)
+        items = []
+        for number in range(count):
+            example = examples[number * len(examples) // count]
+            items.append(example.positives[0])
+        with embedder.without_mrl_projection():
+            vectors = encode_items(
+                embedder, featuriser, items, "document", normalize=False
+            )
+        embedder.start_mrl_projection(torch.from_numpy(vectors))
+        log.info(
+            "mrl_projection_init: principal components of %s documents", f"{count:,d}"
+        )
+    collectives.broadcast_tensors([projection.linear.weight])
+
+
+def scale_and_bias(loss: EmbeddingLoss) -> dict[str, float]:
     """Return the loss's learned scale and bias, for the log."""
     values = loss.scale_and_bias()
     return {} if values is None else {"scale": values[0], "bias": values[1]}
 
 
-def start_head(
+# ---- values in place of `auto` -----------------------------------------------
+
+
+def decide_rates(
     config: TrainConfig,
-    model: EmbeddingModel,
-    featuriser: Featuriser,
-    store: ExampleStore,
+    kept: Kept,
+    embedder: EmbeddingModel,
     session: Session,
-) -> None:
-    """Rotate the projection so that its first coordinates hold the most variance, with `mrl_projection_init: pca`.
-    Collective."""
-    if config.matryoshka.mrl_projection_init != "pca" or model.mrl_projection is None:
-        return
-    if session.is_main:
-        # Spread over the whole store: its sources follow one another.
-        count = min(len(store), SAMPLE)
-        items = [
-            store[number * len(store) // count].positives[0] for number in range(count)
-        ]
-        with model.without_mrl_projection():
-            vectors = encode_items(
-                model, featuriser, items, "document", normalize=False
-            )
-        model.start_mrl_projection(torch.from_numpy(vectors))
+    total_steps: int,
+) -> LearningRates:
+    """Return the peak learning rates, and log the reason for what was left to `auto`. Collective.
+
+    Call it before the model is sharded, while rank 0 holds all of it.
+    """
+    optimizer = config.optimizer
+    if "learning_rate" in kept:
+        heads = kept.get("head_learning_rate", optimizer.head_learning_rate)
+        return LearningRates(kept["learning_rate"], heads)
+    if optimizer.learning_rate != "auto":
+        return LearningRates.given(optimizer)
+    description = embedder.description
+    is_new = collectives.broadcast_json(
+        has_initial_norms(embedder) if session.is_main else None
+    )
+    trained_names = [
+        name for name, weight in embedder.named_parameters() if weight.requires_grad
+    ]
+    heads = head_prefixes(embedder)
+    what: What = "weights"
+    if wants_adapters(config.adapters):
+        what = "adapters"
+    elif trained_names and all(name.startswith(heads) for name in trained_names):
+        what = "head"
+    facts = Trained(
+        what=what,
+        family=description.family,
+        width=description.text_hidden_dim or description.hidden_dim,
+        is_tuned=is_embedding_model(Path(description.source)),
+        is_new=is_new or has_initial_weights(config.model),
+        has_scale=description.traits.has_scale_and_bias,
+        total_steps=total_steps,
+    )
+    decision = peak_rate(config.objective, config.adapters, facts)
+    log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)
+    head_rate = optimizer.head_learning_rate
+    if description.traits.has_two_models and head_rate is None:
+        head_rate = max(HEAD, decision.value)
         log.info(
-            "mrl_projection_init: principal components of %s documents",
-            f"{len(items):,d}",
+            "head_learning_rate: %g (auto; the projections of the two towers are new)",
+            head_rate,
         )
-    collectives.broadcast_tensors([model.mrl_projection.linear.weight])
+    return LearningRates(decision.value, head_rate)
+
+
+def is_embedding_model(folder: Path) -> bool:
+    """Return whether a folder is that of an embedding model: it names a pooling, and has learned from pairs."""
+    has_modules = any(
+        (place / "modules.json").is_file() for place in (folder, folder.parent)
+    )
+    # A run of vembed without a loss over pairs (`loss: none`, such as one on the next token) writes the same layout.
+    config_path = folder.parent / "config.yaml"
+    if folder.name == "final" and config_path.is_file():
+        options = read_yaml(config_path)
+        is_pretraining = options.get("loss") == "none" and not options.get("losses")
+        return has_modules and not is_pretraining
+    return has_modules
+
+
+def has_initial_norms(model: nn.Module) -> bool:
+    """Return whether every norm has its initial weights, ones and zeros, which no trained model has."""
+    num_weights = 0
+    for module in model.modules():
+        if "Norm" not in type(module).__name__:
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.device.type == "meta":
+                continue
+            initial = 0.0 if name == "bias" else 1.0
+            if not bool((weight == initial).all()):
+                return False
+            num_weights += 1
+    return num_weights > 0
+
+
+def _with_temperature(
+    config: TrainConfig, kept: Kept, scale: float | None
+) -> TrainConfig:
+    """Return the config for the loss, with the temperature that suits it and the model's own scale."""
+    if "temperature" in kept:
+        return config.changed(temperature=kept["temperature"])
+    resolved = with_temperature(config, None if scale is None else 1 / scale)
+    # What a learned temperature starts from is logged when the loss is built.
+    if resolved is not config and not config.objective.learn_temperature:
+        reason = "with which this model was trained"
+        if config.objective.loss != "infonce":
+            reason = f"default of loss: {config.objective.loss}"
+        log.info("temperature: %.3g (%s)", resolved.objective.temperature, reason)
+    return resolved
+
+
+def decide_intervals(
+    config: TrainConfig, kept: Kept, data: RunData, model: nn.Module
+) -> RunIntervals:
+    """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""
+    num_counted = min(len(data.examples), NUM_COUNTED_EXAMPLES)
+    num_inputs = 0
+    for index in range(num_counted):
+        example = data.examples[index]
+        num_inputs += 1 + len(example.positives) + len(example.negatives)
+    num_trained = num_parameters(model, trainable_only=True)
+    size = RunSize(
+        total_steps=data.total_steps,
+        examples_per_step=data.examples_per_step,
+        num_training=num_inputs / max(num_counted, 1),
+        num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
+        checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
+    )
+    intervals = run_intervals(config, size, kept)
+    for line in intervals.lines():
+        log.info("%s", line)
+    return intervals
+
+
+def resolved_config(
+    config: TrainConfig,
+    kept: Kept,
+    data: RunData,
+    components: TrainingComponents,
+    intervals: RunIntervals,
+) -> TrainConfig:
+    """Return the config with the values that this run has decided: a run with it repeats this one."""
+    rates = components.rates
+    values = {
+        **kept,
+        **intervals.options(),
+        "learning_rate": rates.base,
+        "head_learning_rate": rates.heads,
+        "temperature": components.temperature,
+    }
+    if config.optimizer.max_steps is None:
+        values["epochs"] = data.epochs
+    return config.changed(**values)

@@ -1,21 +1,32 @@
-"""One contrastive step: encode micro-batches, score the gathered embeddings, backpropagate through the micro-batches.
+"""One contrastive step on one global batch, exact whatever the number of ranks and the size of the micro-batches.
 
-One global batch, of which this rank holds a rank batch of distinct inputs, passes five stages:
+The gradient is divided at the embeddings. The model gives each input i of the global batch an embedding e_i(w) of
+width D, and the loss L reads nothing but all embeddings E [U, D]. By the chain rule
 
-1. `agree`    one collective: the number of inputs, rows and micro-batches of each rank; whether graphs are kept.
-2. `encode`   every micro-batch to embeddings, without graphs if Gradient Cache is on. Features of frozen towers are
-              computed first, or read from the cache; gradients do not reach them.
-3. `gather`   the embeddings of all ranks (in a ring the own ones), and the indices by which the rows refer to them.
-4. `score`    this rank's part of L, and d L / d embeddings, which is summed over the ranks.
-5. `backward` every micro-batch again (same random draws), surrogate <embedding, gradient>; the last synchronises.
+    dL/dw = sum over i of  G_i . de_i/dw        with  G = dL/dE  [U, D],
+
+so that once G is known, each input's part can be computed by itself: <e_i, G_i>, with G_i as a constant, has the same
+gradient. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
+This rank holds n of the U inputs, each of them once, however often it occurs in the rows. Five stages, five methods:
+
+1. `agree`     One collective: the number of inputs, rows and micro-batches of each rank, and whether graphs are kept.
+2. `encode`    The embeddings [n, D] of this rank, micro-batch by micro-batch. Without graphs if Gradient Cache is on.
+               Features of frozen towers are computed first, or read from the cache; gradients do not reach them.
+3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them. In a
+               ring the leaf holds this rank's embeddings alone.
+4. `score`     L is a sum over the rows. This rank computes the part of its own rows, and its gradient with respect to
+               all of E. Added up over the ranks, these are G, of which this rank gets its own n rows.
+5. `backward`  <e_i, G_i> through each micro-batch, in the graphs that were kept, or in a second forward pass with the
+               same random draws. The last backward pass synchronises the gradients of the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,30 +49,10 @@ from vembed.training.exchange import (
     Counts,
     gather_columns,
     loss_exchange,
-    part_of,
+    rank_slice,
 )
 from vembed.training.frozen import BatchInputs, InputSource
 from vembed.training.timing import PhaseTimer
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Facts about a global batch that all ranks share after one collective."""
-
-    num_inputs: list[int]
-    """Per rank, as the two below."""
-    num_rows: list[int]
-    num_negatives: list[int]
-    has_scores: bool
-    """True if every rank has scores of its positives; the next: of its hard negatives."""
-    has_negative_scores: bool
-    padded_tokens: int
-    """The maximum over the ranks."""
-
-    @property
-    def counts(self) -> Counts:
-        """The numbers of each rank, for the exchange of embeddings."""
-        return Counts(self.num_inputs, self.num_rows, self.num_negatives)
 
 
 @dataclass(slots=True)
@@ -74,12 +65,21 @@ class StepBatch:
     is_last: bool
     """True if this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
     inputs: BatchInputs
-    agreed: Agreement = field(init=False)
+
+    # Set by `agree`; the same on every rank, except for the contents of the micro-batches.
+    counts: Counts = field(init=False)
+    has_scores: bool = field(init=False)
+    """True if every rank has scores of its positives; the next: of its hard negatives."""
+    has_negative_scores: bool = field(init=False)
+    padded_tokens: int = field(init=False)
+    """The maximum over the ranks."""
     micro_batches: list[MicroBatch] = field(init=False)
     """Equally many on every rank, of the same modalities."""
     frozen_splits: dict[Modality, list[list[int]]] = field(init=False)
     """Micro-batches for the frozen towers."""
     keeps_graphs: bool = field(init=False)
+
+    # Set by `encode`.
     outputs: list[list[Tensor]] = field(default_factory=list)
     """Embeddings of each micro-batch with their graphs; empty with Gradient Cache."""
     embeddings: Tensor = field(init=False)
@@ -93,6 +93,19 @@ class StepBatch:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
         return self.is_last and micro_batch == len(self.micro_batches) - 1
 
+    @property
+    def num_outputs(self) -> int:
+        """Rows that the model gives for this rank's inputs, known before the forward pass."""
+        return len(self.rank_batch.features)
+
+    def output_rows(self, inputs: Sequence[int]) -> Sequence[int]:
+        """Return the rows of the model's output that belong to inputs: one row each, with the number of the input.
+
+        So it is for dense vectors of texts and images, and for the scores of pairs. A model that gives several rows per
+        input changes this and `num_outputs`.
+        """
+        return inputs
+
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
@@ -104,7 +117,7 @@ class BatchResult:
     num_forwards: int
     kept_graphs: bool
     embeddings: Tensor
-    """This rank's embeddings, for diagnostics."""
+    """[n, D] this rank's embeddings, for diagnostics."""
     is_finite: Tensor
     """Bool: whether all of them are finite. On the device, so that nothing waits for it."""
     auxiliary: Mapping[str, float] = field(default_factory=dict)
@@ -114,9 +127,8 @@ class BatchResult:
 
     def without_embeddings(self) -> BatchResult:
         """Return the result without the memory of its embeddings."""
-        return replace(
-            self, embeddings=self.embeddings.new_empty(0, self.embeddings.shape[1])
-        )
+        empty = self.embeddings.new_empty(0, self.embeddings.shape[1])
+        return replace(self, embeddings=empty)
 
 
 def seed_of(seed: int, batch: int, rank: int, micro_batch: int) -> int:
@@ -135,17 +147,18 @@ def seed_of(seed: int, batch: int, rank: int, micro_batch: int) -> int:
 def order_micro_batches(
     splits: dict[Modality, list[list[int]]], frozen: Collection[str] = ()
 ) -> list[MicroBatch]:
-    """Order micro-batches into forward passes. The last micro-batches of all modalities share one forward pass, so
-    that the backward pass that synchronises gradients reaches every tower. Within a forward pass, frozen modalities
-    come last."""
+    """Order micro-batches into forward passes.
+
+    The last micro-batches of all modalities share one forward pass, so that the backward pass that synchronises
+    gradients reaches every tower. Within a forward pass, frozen modalities come last.
+    """
     modalities = sorted(splits, key=lambda modality: modality in frozen)
-    micro_batches: list[MicroBatch] = [
-        [(modality, rows)] for modality in modalities for rows in splits[modality][:-1]
-    ]
-    return [
-        *micro_batches,
-        [(modality, splits[modality][-1]) for modality in modalities],
-    ]
+    micro_batches: list[MicroBatch] = []
+    for modality in modalities:
+        for inputs in splits[modality][:-1]:
+            micro_batches.append([(modality, inputs)])
+    micro_batches.append([(modality, splits[modality][-1]) for modality in modalities])
+    return micro_batches
 
 
 class ContrastiveStep:
@@ -190,13 +203,11 @@ class ContrastiveStep:
 
         `last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
         """
-        with holding_copies(
-            self.model
-        ):  # the weights stay the same until the optimizer step
+        # The weights stay the same until the optimizer step, and so do their copies in bfloat16.
+        with holding_copies(self.model):
             with self.timer("data"):
-                batch = StepBatch(
-                    rank_batch, number, last, self.source.of(rank_batch.features)
-                )
+                inputs = self.source.of(rank_batch.features)
+                batch = StepBatch(rank_batch, number, last, inputs)
             if self.auxiliary is not None:
                 batch.auxiliary = self.auxiliary.begin(rank_batch, self.session.device)
             with self.timer("wait"):
@@ -208,152 +219,158 @@ class ContrastiveStep:
             loss_share, gradient = self.score(loss_batch, batch, weight * scale)
             with self.timer("backward"), self._watching_memory():
                 self.backward(batch, gradient, weight * scale)
-        return self._result(batch, loss_share)
+        features = rank_batch.features
+        num_forwards = len(batch.micro_batches)
+        padded_tokens = 0
+        for micro_batch in batch.micro_batches:
+            padded_tokens += self.source.feeder.padded_tokens(micro_batch, features)
+        return BatchResult(
+            loss_share=loss_share,
+            padded_tokens=padded_tokens,
+            num_forwards=num_forwards if batch.keeps_graphs else 2 * num_forwards,
+            kept_graphs=batch.keeps_graphs,
+            embeddings=batch.embeddings,
+            is_finite=torch.isfinite(batch.embeddings).all(),
+            auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
+            terms=self.loss.term_shares(rank_batch.source),
+        )
 
-    # ---- the stages --------------------------------------------------------------------------------------------
+    # ---- the stages ----------------------------------------------------------
 
     def agree(self, batch: StepBatch) -> None:
         """Set the micro-batches, equally many on every rank, and whether their graphs are kept. One collective."""
-        rank_batch, budget = batch.rank_batch, self.budget
-        lengths = [feature.length for feature in rank_batch.features]
-        modalities = self.source.feeder.featuriser.description.modalities
-        places = {
-            modality: of_modality(rank_batch, modality) for modality in modalities
-        }
-        own = LockstepSplit(lengths, places, budget.micro_batch_tokens, budget.max_rows)
-        frozen = LockstepSplit(
-            lengths, batch.inputs.missing, budget.micro_batch_tokens, budget.max_rows
+        rank_batch = batch.rank_batch
+        budget = self.budget
+        features = rank_batch.features
+        lengths = [feature.length for feature in features]
+        inputs_by_modality: dict[Modality, list[int]] = {}
+        for modality in self.source.feeder.featuriser.description.modalities:
+            inputs_by_modality[modality] = [
+                number
+                for number, feature in enumerate(features)
+                if feature.modality == modality
+            ]
+        limits = (budget.micro_batch_tokens, budget.max_rows)
+        split = LockstepSplit(lengths, inputs_by_modality, *limits)
+        frozen_split = LockstepSplit(lengths, batch.inputs.missing, *limits)
+        num_negatives = len(rank_batch.negative)
+        has_scores = rank_batch.scores is not None
+        has_negative_scores = (
+            rank_batch.negative_scores is not None or num_negatives == 0
         )
-        sizes = [len(lengths), len(rank_batch.query), len(rank_batch.negative)]
-        is_scored = (
-            rank_batch.scores is not None,
-            rank_batch.negative_scores is not None or not sizes[-1],
+        # All numbers of a rank in one row, so that one collective carries them. Before the first forward pass: under
+        # FSDP the ranks run equally many of them.
+        table = collectives.all_gather_ints(
+            [
+                batch.num_outputs,
+                len(rank_batch.query),
+                num_negatives,
+                int(has_scores),
+                int(has_negative_scores),
+                split.padded_tokens,
+                *split.counts,
+                *frozen_split.counts,
+            ]
         )
-        # All numbers of a rank in one row, so that one collective carries them.
-        mine = [
-            *sizes,
-            *map(int, is_scored),
-            own.padded_tokens,
-            *own.counts,
-            *frozen.counts,
-        ]
-        # The model's forward passes are collective under FSDP, so their numbers are exchanged before the first of them.
-        table = collectives.all_gather_ints(mine)
-        inputs, rows, negatives, scored, negatives_scored, padded, *counts = zip(
-            *table, strict=True
-        )
-        has_negative_scores = any(negatives) and all(negatives_scored)
-        batch.agreed = Agreement(
-            list(inputs),
-            list(rows),
-            list(negatives),
-            all(scored),
-            has_negative_scores,
-            max(padded),
-        )
-        most = [max(column) for column in counts]
+        columns = [list(column) for column in zip(*table, strict=True)]
+        outputs, rows, negatives, scored, negatives_scored, padded, *forwards = columns
+        batch.counts = Counts(outputs, rows, negatives)
+        batch.has_scores = all(scored)
+        batch.has_negative_scores = any(negatives) and all(negatives_scored)
+        batch.padded_tokens = max(padded)
         # A rank with fewer micro-batches splits its inputs finer, or runs dummies, up to the maximum over the ranks.
-        splits = own.agreed(most[: len(own.counts)])
-        batch.frozen_splits = frozen.agreed(most[len(own.counts) :])
+        most = [max(column) for column in forwards]
+        splits = split.agreed(most[: len(split.counts)])
+        batch.frozen_splits = frozen_split.agreed(most[len(split.counts) :])
         batch.micro_batches = order_micro_batches(splits, self.source.towers.modalities)
         # From numbers that are equal on all ranks: a rank without a second phase would leave the others waiting in it.
         batch.keeps_graphs = budget.keeps_graphs(
-            max(padded), len(batch.micro_batches), self.session
+            batch.padded_tokens, len(batch.micro_batches), self.session
         )
 
     def encode(self, batch: StepBatch) -> None:
-        """Set this rank's embeddings in the order of its inputs, and keep the graphs if so agreed. Collective."""
-        joined: Tensor | None = None
+        """Set this rank's embeddings [n, D] in the order of its inputs, and keep the graphs if so agreed. Collective."""
+        embeddings: Tensor | None = None
         with torch.set_grad_enabled(batch.keeps_graphs):
             # With kept graphs there is no second phase that could reuse image features.
             keeps_images = not batch.keeps_graphs and self.source.images.keeps(
-                batch.agreed.padded_tokens
+                batch.padded_tokens
             )
             batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
             self._keep_gathered(True)
             for number, inputs in enumerate(batch.inputs.feed(batch.micro_batches)):
+                micro_batch = batch.micro_batches[number]
                 # Set before the forward pass, as FSDP requires; `backward` sets it again for each micro-batch.
                 self._synchronise_gradients(batch.synchronises(number))
                 outputs, losses = self._forward(inputs, batch.number, number)
                 if self.auxiliary is not None and batch.auxiliary is not None:
-                    self.auxiliary.count(
-                        batch.auxiliary, losses, rows_of(batch.micro_batches[number])
-                    )
-                if joined is None:
-                    joined = outputs[0].new_zeros(
-                        len(batch.rank_batch.features), outputs[0].shape[1]
-                    )
-                for (_, rows), output in zip(
-                    batch.micro_batches[number], outputs, strict=True
+                    self.auxiliary.count(batch.auxiliary, losses, numbers(micro_batch))
+                if embeddings is None:
+                    width = outputs[0].shape[1]
+                    embeddings = outputs[0].new_zeros(batch.num_outputs, width)
+                for (_, input_numbers), output in zip(
+                    micro_batch, outputs, strict=True
                 ):
-                    if rows:  # otherwise the output of a dummy, which was run only for its collectives
-                        joined[row_index(rows, joined.device)] = output.detach()
+                    # Without inputs it is the output of a dummy, which was run only for its collectives.
+                    if input_numbers:
+                        rows = batch.output_rows(input_numbers)
+                        embeddings[row_index(rows, output.device)] = output.detach()
                 if batch.keeps_graphs:
                     batch.outputs.append(outputs)
                     batch.auxiliary_outputs.append(losses)
-        assert joined is not None, (
-            "a global batch has at least one input, so every rank runs at least one micro-batch"
-        )
-        batch.embeddings = joined
+        assert embeddings is not None, "every rank runs at least one micro-batch"
+        batch.embeddings = embeddings
 
     def gather(self, batch: StepBatch) -> LossBatch:
         """Gather the embeddings as one leaf, and the rows of all ranks with indices into it. Collective.
 
         A further column of the rows, the inputs or the negatives is one more line here and one more field of LossBatch.
         """
-        rank_batch, agreed, rank = batch.rank_batch, batch.agreed, self.session.rank
-        counts = agreed.counts
+        rank_batch = batch.rank_batch
+        counts = batch.counts
+        rank = self.session.rank
         embeddings = self.exchange.leaf(batch.embeddings, counts)
         # Row indices are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
-        offset = sum(agreed.num_inputs[:rank])
-        content = torch.tensor(
-            [feature.content for feature in rank_batch.features], dtype=torch.int64
-        )
+        offset = sum(counts.inputs[:rank])
+        content = [feature.content for feature in rank_batch.features]
+
+        def rows(values: np.ndarray) -> Column:
+            return Column(torch.from_numpy(values), counts.rows)
+
+        def negatives(values: np.ndarray) -> Column:
+            return Column(torch.from_numpy(values), counts.negatives)
+
         columns = {
-            "content": Column(content, agreed.num_inputs),
-            "query": Column(
-                torch.from_numpy(rank_batch.query) + offset, agreed.num_rows
-            ),
-            "positive": Column(
-                torch.from_numpy(rank_batch.positive) + offset, agreed.num_rows
-            ),
-            "example": Column(torch.from_numpy(rank_batch.example), agreed.num_rows),
-            "negative": Column(
-                torch.from_numpy(rank_batch.negative) + offset, agreed.num_negatives
-            ),
-            "negative_example": Column(
-                torch.from_numpy(rank_batch.negative_example), agreed.num_negatives
-            ),
+            "content": Column(torch.tensor(content, dtype=torch.int64), counts.inputs),
+            "query": rows(rank_batch.query + offset),
+            "positive": rows(rank_batch.positive + offset),
+            "example": rows(rank_batch.example),
+            "negative": negatives(rank_batch.negative + offset),
+            "negative_example": negatives(rank_batch.negative_example),
         }
-        if agreed.has_scores and rank_batch.scores is not None:
-            columns["scores"] = Column(
-                torch.from_numpy(rank_batch.scores), agreed.num_rows
-            )
-        if agreed.has_negative_scores:
-            own = torch.empty(0, dtype=torch.float64)  # a rank without negatives
-            if rank_batch.negative_scores is not None:
-                own = torch.from_numpy(rank_batch.negative_scores)
-            columns["negative_scores"] = Column(own, agreed.num_negatives)
-        found = gather_columns(columns, self.session.device)
-        scores, negative_scores = (
-            found[name].to(embeddings.dtype) if name in found else None
-            for name in ("scores", "negative_scores")
+        if batch.has_scores and rank_batch.scores is not None:
+            columns["scores"] = rows(rank_batch.scores)
+        if batch.has_negative_scores:
+            scores = rank_batch.negative_scores
+            if scores is None:  # a rank without negatives
+                scores = np.empty(0, dtype=np.float64)
+            columns["negative_scores"] = negatives(scores)
+        gathered: dict[str, Tensor | None] = dict.fromkeys(
+            ("scores", "negative_scores")
         )
+        gathered |= gather_columns(columns, self.session.device)
+        for name in ("scores", "negative_scores"):
+            values = gathered[name]
+            if values is not None:
+                gathered[name] = values.to(embeddings.dtype)
         loss_batch = LossBatch(
             embeddings=embeddings,
-            content=found["content"],
-            query=found["query"],
-            positive=found["positive"],
-            example=found["example"],
-            negative=found["negative"],
-            negative_example=found["negative_example"],
-            scores=scores,
-            own_rows=part_of(rank, agreed.num_rows),
-            own_negatives=part_of(rank, agreed.num_negatives),
+            **gathered,  # type: ignore[arg-type]
+            own_rows=rank_slice(rank, counts.rows),
+            own_negatives=rank_slice(rank, counts.negatives),
             world_size=self.session.world_size,
-            negative_scores=negative_scores,
             number=batch.number,
             source=rank_batch.source,
             ring=self.exchange.parts(counts, self.session.device),
@@ -361,122 +378,101 @@ class ContrastiveStep:
         if self.teachers is None:
             return loss_batch
         return self.teachers.attach(
-            loss_batch, rank_batch, agreed.num_rows, agreed.num_negatives
+            loss_batch, rank_batch, counts.rows, counts.negatives
         )
 
     def score(
         self, loss_batch: LossBatch, batch: StepBatch, weight: float
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of L, and the gradient of `weight` * L for its own embeddings. Collective."""
+        """Return this rank's part of L, and this rank's rows [n, D] of d(`weight` L)/dE. Collective."""
         # Not TF32: the rounding of a score is divided by the temperature too.
         with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
             loss_share = self.loss(loss_batch)
             # The loss runs in float32. Its gradient carries the float16 scale into the backward of each micro-batch.
             (loss_share * weight).backward()
+        loss_share = loss_share.detach()
         with self.timer("wait"):
-            gradient = self.exchange.own_gradient(
-                loss_batch.embeddings, batch.agreed.counts
-            )
+            gradient = self.exchange.local_gradient(loss_batch.embeddings, batch.counts)
             if self.auxiliary is not None and batch.auxiliary is not None:
                 self.auxiliary.agree(batch.auxiliary)
-                loss_share = loss_share.detach() + self.auxiliary.share(batch.auxiliary)
+                loss_share = loss_share + self.auxiliary.share(batch.auxiliary)
         # FSDP and the flat all-reduce average over the ranks, but L is a sum over them.
-        return loss_share.detach(), gradient * self.session.world_size
+        return loss_share, gradient * self.session.world_size
 
     def backward(self, batch: StepBatch, gradient: Tensor, weight: float) -> None:
-        """Backpropagate `gradient` [n, D], and `weight` times the model's own losses, through every micro-batch, run
-        again without kept graphs. Collective."""
+        """Backpropagate `gradient` [n, D], and `weight` times the model's own losses, through every micro-batch.
+
+        Micro-batches whose graphs were not kept are run again. Collective.
+        """
         feed = None if batch.keeps_graphs else batch.inputs.feed(batch.micro_batches)
         for number, micro_batch in enumerate(batch.micro_batches):
             self._synchronise_gradients(batch.synchronises(number))
             if feed is None:
-                # Dropping the reference frees each graph as soon as its backward is done.
-                outputs, batch.outputs[number] = batch.outputs[number], []
-                losses, batch.auxiliary_outputs[number] = (
-                    batch.auxiliary_outputs[number],
-                    [],
-                )
+                # Dropping the references frees each graph as soon as its backward is done.
+                outputs = batch.outputs[number]
+                losses = batch.auxiliary_outputs[number]
+                batch.outputs[number] = []
+                batch.auxiliary_outputs[number] = []
             else:
                 # The seed is a function of the number, so this replay draws the dropout masks of `encode`.
                 outputs, losses = self._forward(next(feed), batch.number, number)
             # From the last backward on, the units reshard again. Not before its forward: it would reshard as well, and
             # every unit would be gathered a second time.
             self._keep_gathered(not batch.synchronises(number))
-            pairs: list[tuple[Tensor, Tensor]] = [
+            roots: list[Tensor] = []
+            gradients: list[Tensor] = []
+            for (_, input_numbers), output in zip(micro_batch, outputs, strict=True):
+                if not output.requires_grad:
+                    continue
                 # A dummy gets a zero gradient: it adds nothing, but its backward takes part in the ranks' collectives.
-                (
-                    output,
-                    gradient[row_index(rows, gradient.device)]
-                    if rows
-                    else torch.zeros_like(output),
-                )
-                for (_, rows), output in zip(micro_batch, outputs, strict=True)
-                if output.requires_grad
-            ]
+                output_gradient = torch.zeros_like(output)
+                if input_numbers:
+                    rows = batch.output_rows(input_numbers)
+                    output_gradient = gradient[row_index(rows, gradient.device)]
+                roots.append(output)
+                gradients.append(output_gradient)
             if self.auxiliary is not None and batch.auxiliary is not None:
-                added = self.auxiliary.surrogate(
-                    batch.auxiliary, losses, rows_of(micro_batch)
+                surrogate = self.auxiliary.surrogate(
+                    batch.auxiliary, losses, numbers(micro_batch)
                 )
-                if added is not None:
+                if surrogate is not None:
                     # As the loss: a sum over the ranks, which averaging would divide.
-                    pairs.append(
-                        (added, added.new_full((), weight * self.session.world_size))
-                    )
-            if pairs:
-                torch.autograd.backward(
-                    [output for output, _ in pairs], [grad for _, grad in pairs]
-                )
+                    factor = weight * self.session.world_size
+                    roots.append(surrogate)
+                    gradients.append(surrogate.new_full((), factor))
+            if roots:
+                torch.autograd.backward(roots, gradients)
         # Units that had no backward pass (a frozen tower, one without inputs) are gathered still.
         if batch.is_last and self.session.keeps_gathered:
             reshard(self.model)
 
-    # ---- parts of the stages -----------------------------------------------------------------------------------
-
-    def _result(self, batch: StepBatch, loss_share: Tensor) -> BatchResult:
-        feeder, features, num_forwards = (
-            self.source.feeder,
-            batch.rank_batch.features,
-            len(batch.micro_batches),
-        )
-        return BatchResult(
-            loss_share=loss_share,
-            padded_tokens=sum(
-                feeder.padded_tokens(one, features) for one in batch.micro_batches
-            ),
-            num_forwards=num_forwards if batch.keeps_graphs else 2 * num_forwards,
-            kept_graphs=batch.keeps_graphs,
-            embeddings=batch.embeddings,
-            is_finite=torch.isfinite(batch.embeddings).all(),
-            auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
-            terms=self.loss.term_shares(batch.rank_batch.source),
-        )
+    # ---- parts of the stages -------------------------------------------------
 
     def _forward(
         self, inputs: ModelInputs, batch: int, micro_batch: int
     ) -> tuple[list[Tensor], Parts]:
-        seed_draws(
-            seed_of(self.seed, batch, self.session.rank, micro_batch),
-            self.session.device,
-        )
+        """Return the embeddings of each slice of a micro-batch, and the model's own losses."""
+        seed = seed_of(self.seed, batch, self.session.rank, micro_batch)
+        seed_draws(seed, self.session.device)
         outputs: list[Tensor]
+        losses: Parts = []
         if self.auxiliary is None:
             outputs = self.model(inputs)
-            return outputs, []
-        losses: list[dict[str, Tensor]]
-        outputs, losses = self.model(inputs, with_auxiliary=True)
+        else:
+            outputs, losses = self.model(inputs, with_auxiliary=True)
         return outputs, losses
 
     def _synchronise_gradients(self, is_last: bool) -> None:
         """Let FSDP reduce gradients in this backward pass. Other micro-batches only add to the local gradient."""
-        if self.session.fsdp is None:
+        session = self.session
+        if session.fsdp is None:
             return
         # HYBRID_SHARD: earlier micro-batches are summed inside each machine, and between the machines only with the
         # last.
-        all_reduce = is_last or not self.session.all_reduces_once
         set_gradient_sync(
             self.model,
-            is_last or self.session.reduces_each_micro_batch,
-            all_reduce=all_reduce,
+            is_last or session.reduces_each_micro_batch,
+            all_reduce=is_last or not session.all_reduces_once,
         )
 
     def _keep_gathered(self, on: bool) -> None:
@@ -498,15 +494,6 @@ class ContrastiveStep:
             raise OutOfMemory
 
 
-def of_modality(rank_batch: RankBatch, modality: Modality) -> list[int]:
-    """Return the positions of a modality's inputs in a rank batch."""
-    return [
-        place
-        for place, feature in enumerate(rank_batch.features)
-        if feature.modality == modality
-    ]
-
-
-def rows_of(micro_batch: MicroBatch) -> list[list[int]]:
-    """Return the positions of the inputs of each slice of a micro-batch."""
-    return [rows for _, rows in micro_batch]
+def numbers(micro_batch: MicroBatch) -> list[list[int]]:
+    """Return the numbers of the inputs of each slice of a micro-batch."""
+    return [input_numbers for _, input_numbers in micro_batch]

@@ -1,5 +1,9 @@
 """Trainer: one training run on one process of the group. Its loop is `fit`; read this file first.
 
+The order in which facts become known gives the order of the set-up:
+
+    checkpoint to resume from -> data and number of steps -> model, loss, optimizer -> intervals -> hooks -> step
+
 The state between two steps is `LoopState` and the state of model, loss and optimizer; a checkpoint holds exactly that.
 Data order, dropout and learning rate are pure functions of the step. What watches the loop or adds to it is a `Hook`.
 """
@@ -22,38 +26,37 @@ from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.parallel.memory import fsdp_print_memory_usage
 from vembed.parallel.parameters import log_parameter_summary
+from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session
 from vembed.progress import duration
 from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.budget import MemoryGuard, OutOfMemory, find_budget
-from vembed.training.checkpoint.checkpointer import Checkpointer, whole_model_writer
-from vembed.training.final import check_embeddings, save_final
+from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
+from vembed.training.checkpoint.resume import kept_decisions
+from vembed.training.final import (
+    WHOLE_MODEL,
+    ModelWriter,
+    check_embeddings,
+    require_free_folder,
+    save_final,
+    whole_model_writer,
+)
 from vembed.training.frozen import log_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
-from vembed.training.hooks.checks import DataWatch, Watch
 from vembed.training.hooks.configured import configured_hooks
-from vembed.training.hooks.display import Profile, ProgressBar, SetupLines
-from vembed.training.hooks.evaluations import QueryRecord, TaskScores
-from vembed.training.hooks.metrics import (
-    AuxiliaryFigures,
-    Diagnostics,
-    LossesBySource,
-    LossesByTerm,
-    Metrics,
-    StepCurves,
-    log_line,
-)
+from vembed.training.hooks.metrics import log_line
 from vembed.training.identity import identity_of, require_same_data
 from vembed.training.interrupts import EvaluationStopped, Interrupts
-from vembed.training.run_log import Outlets, log_scores
+from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.schedule import Schedule
 from vembed.training.setup import (
-    build_parts,
-    decide_rhythm,
-    learned,
-    log_cut_texts,
+    build_components,
+    decide_intervals,
+    log_truncated_texts,
     open_data,
     open_stream,
+    resolved_config,
+    scale_and_bias,
 )
 from vembed.training.step import ContrastiveStep
 from vembed.training.timing import RunClock
@@ -75,12 +78,12 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Process group, checkpoints, signals and console of a run."""
+    """Process group, checkpoints, signals and log of a run."""
 
     session: Session
     checkpointer: Checkpointer
     interrupts: Interrupts
-    outlets: Outlets
+    run_log: RunLog
 
 
 class Trainer:
@@ -89,78 +92,94 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, runtime: Runtime, hooks: Sequence[Hook] = ()
     ) -> None:
-        """Read the data, build the model and restore the checkpoint to resume from, if there is one. Collective."""
+        """Read the data, build the model and restore the checkpoint to resume from, if there is one. Collective.
+
+        `config` is what the user asks for. `self.config` is the same with the values that the run has decided.
+        """
         self.clock = RunClock()
-        self.config = config
         self.session = session = runtime.session
-        self.checkpointer, self.interrupts, self.outlets = (
-            runtime.checkpointer,
-            runtime.interrupts,
-            runtime.outlets,
-        )
-        # Also refuses a folder that is not writable or holds another run.
-        self.resume_from = resume_from = self.checkpointer.find()
-        self.config = config = self.checkpointer.continued(resume_from)
-        self.data = open_data(config, session)
-        # Before the model is built, which may take minutes.
-        identity = identity_of(config, self.data)
-        require_same_data(identity, self.data)
-        self.checkpointer.check(resume_from, identity)
-        self.checkpointer.require_steps_left(resume_from, self.data.total_steps)
-        self.parts = parts = build_parts(config, self.data, session)
-        self.rhythm = decide_rhythm(self.data, parts)
-        self.config = config = self.rhythm.applied(parts.config, self.data.epochs)
-        self.checkpointer.config = config
+        self.checkpointer = checkpointer = runtime.checkpointer
+        self.interrupts = runtime.interrupts
+        self.run_log = runtime.run_log
+        self.output = Path(config.run.output_dir)
+
+        # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
+        self.resume_point = point = checkpointer.find(config.model)
+        require_free_folder(self.output)
+        kept: dict[str, Any] = {}
+        if point is not None:
+            kept = kept_decisions(config, point.state, session.world_size)
+            precision = session.placement.precision
+            if precision.source == CHECKPOINT:
+                log.info("mixed precision: %s", precision, extra=HEADLINE)
+
+        # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
+        self.data = data = open_data(config, kept, session)
+        identity = identity_of(config, data, session.world_size)
+        require_same_data(identity, data)
+        checkpointer.check(point, {**config.to_dict(), **kept}, identity)
+        checkpointer.require_steps_left(point, data.total_steps)
+
+        # The model, and everything that was left to `auto`. From here on the config does not change.
+        self.components = components = build_components(config, kept, data, session)
+        self.intervals = decide_intervals(config, kept, data, components.model)
+        self.config = resolved_config(config, kept, data, components, self.intervals)
+        checkpointer.settings = self.config.to_dict()
         self.schedule = Schedule(
-            config, self.data.total_steps, self.data.examples_per_step
+            config.optimizer,
+            components.rates.base,
+            data.total_steps,
+            data.examples_per_step,
         )
-        log_parameter_summary(parts.model)
-        own: list[Hook] = [
-            *configured_hooks(
-                config, self.rhythm, self.schedule
-            ),  # before those that write the scores
-            ProgressBar(runtime.outlets.console),
-            Profile(config, session.rank, self.data.total_steps),
-            Diagnostics(),
-            LossesBySource(),
-            LossesByTerm(),
-            TaskScores(),
-            DataWatch(),
-            AuxiliaryFigures(),
-            StepCurves(),
-            QueryRecord(),
-            SetupLines(),
-            Watch(config),
-            Metrics(config),
-        ]
-        self.hooks = Hooks([*own, *hooks])
-        self.hooks.on_build(self)
-        # After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
-        self.state = self._restored(resume_from)
-        self.whole_model = whole_model_writer(
-            config, session, parts.embedder, parts.model, parts.loss
+        log_parameter_summary(components.model)
+        writer = ModelWriter(self.config, session, components)
+        self.model_writer = writer
+        self.checkpoint_model_writer = whole_model_writer(writer)
+
+        configured = configured_hooks(
+            self, self.schedule.warmup_steps, self.run_log.console
         )
-        self.stream = open_stream(config, self.data, parts.featuriser, session)
+        self.hooks = Hooks([*configured, *hooks])
+        for hook in self.hooks:
+            hook.on_build(self)
+
+        # All state of the loop. After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
+        self.state = LoopState() if point is None else self._restored(point)
+
+        # The step. After the checkpoint: optimizer state that is restored takes memory already, and is not added to
+        # the estimate.
+        self.stream = open_stream(config, data, components.featuriser, session)
         sample = self.stream.sample()
-        log_cut_texts(sample, parts.featuriser.description)
-        self.guard = MemoryGuard(session)
-        # After the checkpoint: optimizer state that is restored takes memory already, and is not added to the estimate.
-        budget = find_budget(
-            config, parts.model, parts.featuriser, session, sample, parts.optimizer
-        )
+        log_truncated_texts(sample, components.featuriser.description)
+        self.memory_guard = MemoryGuard(session)
+        auxiliary = None
+        if components.embedder.has_auxiliary():
+            auxiliary = AuxiliaryLosses(config.objective)
         self.step = ContrastiveStep(
-            parts.model,
-            parts.loss,
-            parts.source,
+            components.model,
+            components.loss,
+            components.source,
             session,
-            budget,
-            self.guard,
+            find_budget(
+                config.batch,
+                components.model,
+                components.featuriser,
+                session,
+                sample,
+                components.optimizer,
+            ),
+            self.memory_guard,
             config.run.seed,
-            parts.teachers,
-            AuxiliaryLosses(config) if parts.embedder.has_auxiliary() else None,
+            components.teachers,
+            auxiliary,
         )
         self.update = Update(
-            parts.model, parts.loss, parts.optimizer, session, config, self.state.scale
+            components.model,
+            components.loss,
+            components.optimizer,
+            session,
+            config.optimizer.max_grad_norm,
+            self.state.scale,
         )
 
     def run(self) -> TrainResult:
@@ -172,54 +191,55 @@ class Trainer:
 
     def start(self) -> None:
         """Start the hooks and evaluate the weights before the first step."""
-        state, config, total_steps = self.state, self.config, self.data.total_steps
+        state = self.state
+        total_steps = self.data.total_steps
         # All checks have passed and the model is there: only from here on the folder is changed.
-        self.checkpointer.begin(self.resume_from)
-        self.outlets.begin()
+        self.checkpointer.begin(self.resume_point)
+        self.run_log.begin()
         if self.session.is_main:
-            save_config(config, Path(config.run.output_dir) / "config.yaml")
+            save_config(self.config, self.output / "config.yaml")
         self.restart_stream()
-        self.hooks.on_start(self)
-        if config.evaluation.eval_before and state.step == 0:
+        for hook in self.hooks:
+            hook.on_start(self)
+        if self.config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
-        if state.step and _is_due(state.step, self.rhythm.eval_steps):
+        if state.step and _is_due(state.step, self.intervals.eval_steps):
             self.evaluate()  # only if the run was stopped during this evaluation
         fsdp_print_memory_usage("before the first step")
         if state.step >= total_steps:
-            done, asked = f"{state.step:,d}", f"{total_steps:,d}"
             log.info(
                 "nothing is left to train: step %s is done, and epochs or max_steps ask for %s",
-                done,
-                asked,
+                f"{state.step:,d}",
+                f"{total_steps:,d}",
             )
-        took = duration(self.clock.seconds() - state.seconds)
-        log.info("set-up took %s; training %s steps", took, f"{total_steps:,d}")
+        seconds = self.clock.seconds() - state.seconds
+        log.info(
+            "set-up took %s; training %s steps", duration(seconds), f"{total_steps:,d}"
+        )
         self.clock.start_loop(state.step)
 
     def fit(self) -> None:
         """Train to the last step, or until a hook or the time limit ends the run. The loop."""
-        state, data = self.state, self.data
+        state = self.state
+        data = self.data
+        batches_per_step = data.batches_per_step
         group: list[RankBatch] = []
         while state.step < data.total_steps and not self.interrupts.ends_early:
             self.session.heartbeats.step = state.step + 1
             if not group:  # otherwise the step is replayed after it ran out of memory
                 self._before_step()
                 with self.step.timer("data"):
-                    group = [next(self.batches) for _ in range(data.batches_per_step)]
+                    group = [next(self.batches) for _ in range(batches_per_step)]
             report = StepReport(state.step + 1, data.epoch_at(state.step + 1))
             try:
-                for part, rank_batch in enumerate(group):
-                    number, is_last = (
-                        state.step * data.batches_per_step + part,
-                        part == data.batches_per_step - 1,
-                    )
-                    # Gradients add up over the parts, so each counts by its weight: L is the mean over the parts.
+                for position, rank_batch in enumerate(group):
+                    # Gradients add up over the batches of a step, so each counts by its weight: L is their mean.
                     result = self.step.accumulate(
                         rank_batch,
-                        number,
-                        weight=1 / data.batches_per_step,
-                        last=is_last,
+                        state.step * batches_per_step + position,
+                        weight=1 / batches_per_step,
+                        last=position == batches_per_step - 1,
                         scale=state.scale.value,
                     )
                     report.add(rank_batch, result)
@@ -227,7 +247,8 @@ class Trainer:
             except OutOfMemory:
                 is_short = True
             if is_short:  # not in the handler: the exception holds the attempt's outputs, which must be freed first
-                self._shrink_budget()
+                self.step.budget = self.memory_guard.smaller(self.step.budget)
+                self.components.clear_gradients()
                 continue
             self._update_weights(report)
             group = []
@@ -235,14 +256,11 @@ class Trainer:
                 self.interrupts.request_end()
             # The ranks agree once per step, so that all stop at the same one.
             stops = self.interrupts.agree(self.checkpointer.save_seconds)
-            ends = stops or self.interrupts.ends_early or state.step == data.total_steps
-            if (
-                ends
-                or state.step == 1
-                or _is_due(state.step, self.rhythm.logging_steps)
-            ):
+            is_last = stops or self._is_last()
+            is_logged = _is_due(state.step, self.intervals.logging_steps)
+            if is_last or is_logged or state.step == 1:
                 self.log(report)
-            if _is_due(state.step, self.rhythm.eval_steps):
+            if _is_due(state.step, self.intervals.eval_steps):
                 self.evaluate()
             if stops:
                 raise self.stopped()
@@ -252,35 +270,39 @@ class Trainer:
         self.evaluate()
 
     def log(self, report: StepReport) -> None:
-        """Log a step. Collective: the figures are those of all ranks."""
-        outcome = report.outcome
+        """Log a step. Collective: the metrics are those of all ranks."""
         values: dict[str, Any] = {
             "step": report.step,
             "epoch": report.epoch,
-            "loss": outcome.loss,
+            "loss": report.outcome.loss,
             "learning_rate": report.learning_rate,
-            "grad_norm": outcome.grad_norm,
-            **learned(self.parts.loss),
+            "grad_norm": report.outcome.grad_norm,
+            **scale_and_bias(self.components.loss),
             **self.hooks.figures(report),
         }
-        self.hooks.on_log(values)
+        for hook in self.hooks:
+            hook.on_log(values)
         total_steps = self.data.total_steps
-        log.info(
-            log_line(values, total_steps, self.clock.left(report.step, total_steps))
-        )
+        seconds_left = self.clock.left(report.step, total_steps)
+        log.info(log_line(values, total_steps, seconds_left))
 
     def evaluate(self) -> None:
         """Score the current weights, unless this step is scored already, and update the best score. Collective."""
-        state, config, data = self.state, self.config, self.data.evaluation
+        state = self.state
+        config = self.config
+        components = self.components
+        data = self.data.evaluation
         if data is None or state.scored_step == state.step:
             return
-        began = self.clock.seconds()
-        towers, queries = self.parts.source.towers, QueryResults()
+        start = self.clock.seconds()
+        towers = components.source.towers
+        queries = QueryResults()
+        is_quantized = config.objective.quantize_embeddings is not None
         try:
             with self.hooks.evaluation_weights():
                 scores = evaluate_model(
-                    self.parts.model,
-                    self.parts.featuriser,
+                    components.model,
+                    components.featuriser,
                     data,
                     config,
                     self.session,
@@ -288,32 +310,26 @@ class Trainer:
                     between=self.interrupts.check,
                     kept=towers if towers.stores else None,
                     queries=queries,
-                    compressed=config.objective.quantize_embeddings is not None
-                    and isinstance(data, RetrievalData),
+                    compressed=is_quantized and isinstance(data, RetrievalData),
                 )
         except EvaluationStopped:
             raise self.stopped() from None
-        state.scores, state.scored_step = scores, state.step
+        state.scores = scores
+        state.scored_step = state.step
         metric = deciding_metric(config, data, scores)
         when = f"after step {state.step:,d}" if state.step else "before training"
-        took = duration(self.clock.seconds() - began)
-        log_scores(when, scores, state.before, metric, f"; took {took}")
+        seconds = self.clock.seconds() - start
+        log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
         # The best step must be recoverable: it has a checkpoint, or it is the last one.
-        is_kept = self.rhythm.save_steps is None or self._is_saved() or self._is_last()
-        is_best = (
-            state.step > 0
-            and is_kept
-            and (state.best is None or scores[metric] > state.best)
+        is_kept = (
+            self.intervals.save_steps is None or self._is_saved() or self._is_last()
         )
+        is_best = state.best is None or scores[metric] > state.best
+        is_best = is_best and is_kept and state.step > 0
         if is_best:
-            state.best, state.best_step, state.best_scores = (
-                scores[metric],
-                state.step,
-                scores,
-            )
-        evaluation = Evaluation(
-            state.step, self.data.epoch_at(state.step), scores, metric, is_best, queries
-        )
+            state.set_best(metric)
+        epoch = self.data.epoch_at(state.step)
+        evaluation = Evaluation(state.step, epoch, scores, metric, is_best, queries)
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.request_end()
         self.interrupts.agree_to_end()
@@ -321,13 +337,14 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""
         self.state.hooks = self.hooks.states()
-        parts = self.parts
+        components = self.components
+        writer = self.checkpoint_model_writer
         self.checkpointer.save(
             asdict(self.state),
-            parts.model,
-            parts.loss,
-            parts.optimizer,
-            self.whole_model,
+            components.model,
+            components.loss,
+            components.optimizer,
+            None if writer is None else lambda path: writer.write(path / WHOLE_MODEL),
             self.hooks.tensors(),
         )
 
@@ -336,49 +353,36 @@ class Trainer:
         self.save()
         self.checkpointer.wait()
         step = self.state.step
-        is_saved = self.checkpointer.has_saved(step)
-        return self.interrupts.stopped(
-            step, self.checkpointer.path_of(step) if is_saved else None
-        )
+        path = None
+        if self.checkpointer.has_saved(step):
+            path = self.checkpointer.path_of(step)
+        return self.interrupts.stopped(step, path)
 
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""
-        state, config, parts = self.state, self.config, self.parts
+        state = self.state
         # Hooks first: they are promised the weights of the last step, and below those of a better checkpoint may be
         # loaded.
-        self.hooks.on_finish(self)
+        for hook in self.hooks:
+            hook.on_finish(self)
         self.interrupts.training_is_over()
-        log_use(parts.source.towers.stores)
-        parts.teachers.log_use()
+        log_use(self.components.source.towers.stores)
+        self.components.teachers.log_use()
         self.checkpointer.wait()
-        what, chosen, scores = "the best checkpoint", state.best_step, state.best_scores
-        if state.fell is not None:
-            what, chosen, scores = (
-                "the last checkpoint that held",
-                state.held_step,
-                state.held_scores,
-            )
-        folder = self.checkpointer.earlier.place(chosen or 0)
-        wants_earlier = (self.rhythm.keeps_best or state.fell) and chosen not in (
-            None,
-            state.step,
-        )
-        if wants_earlier and self.checkpointer.load_weights(
-            folder, parts.model, parts.loss, self.hooks.tensors()
-        ):
-            log.info("final/ gets %s, %s", what, folder.name)
-            state.scores, state.scored_step = scores, chosen
+        self._load_chosen_weights()
         fsdp_print_memory_usage("after the last step")
+        data = self.data.evaluation
+        metric = ""
+        if data is not None and state.scores:
+            metric = deciding_metric(self.config, data, state.scores)
         with self.hooks.evaluation_weights():
-            check_embeddings(config, self.session, parts)
-            model_dir = save_final(config, self.session, self.data, parts, state)
+            check_embeddings(self.config, self.session, self.components)
+            model_dir = save_final(self.model_writer, self.data, state, metric)
+        before = {f"before/{name}": score for name, score in state.before.items()}
         return TrainResult(
             model_dir=model_dir,
-            output_dir=Path(config.run.output_dir),
-            metrics={
-                **{f"before/{name}": value for name, value in state.before.items()},
-                **state.scores,
-            },
+            output_dir=self.output,
+            metrics={**before, **state.scores},
             steps=min(state.step, self.data.total_steps),
         )
 
@@ -389,90 +393,95 @@ class Trainer:
             self.state.step * per_step, self.data.total_steps * per_step
         )
 
-    # ---- parts of a step ---------------------------------------------------------------------------------------
+    # ---- parts of the loop ---------------------------------------------------
+
+    def _restored(self, point: ResumePoint) -> LoopState:
+        """Return the state to begin with, and restore weights, optimizer and hooks."""
+        components = self.components
+        saved = self.checkpointer.load(
+            point,
+            components.model,
+            components.loss,
+            components.optimizer,
+            self.hooks.tensors(),
+        )
+        state = LoopState.restored(saved)
+        data = self.data.evaluation
+        is_scored = state.step > 0 and state.scored_step == state.step
+        if data is not None and is_scored and state.best is None:
+            # It was reset, or this step was no candidate when it was scored; now there is a checkpoint of it.
+            state.set_best(deciding_metric(self.config, data, state.scores))
+        if not self.config.evaluation.guards:
+            state.fell = None  # the guard that ended the run is no longer asked for
+        self.hooks.load_states(state.hooks)
+        self.clock.resume(state.seconds)
+        return state
 
     def _before_step(self) -> None:
         """Let the hooks prepare the next step. A mining that is stopped is done again by the run that resumes."""
+        # Batches, not steps: with gradient accumulation an epoch may begin inside a step, and counts from the next step
+        # on.
+        per_step = self.data.batches_per_step
+        per_epoch = self.data.batch_schedule.steps_per_epoch
+        first = self.state.step * per_step
+        epoch = first // per_epoch
+        is_new = first == 0 or (first - per_step) // per_epoch < epoch
         try:
-            self.hooks.before_step(self.state.step + 1, self._new_epoch())
+            for hook in self.hooks if is_new else ():
+                hook.on_epoch(epoch)
+            for hook in self.hooks:
+                hook.before_step(self.state.step + 1)
         except EvaluationStopped:
             raise self.stopped() from None
 
     def _update_weights(self, report: StepReport) -> None:
         """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""
-        state, timer, parts = self.state, self.step.timer, self.parts
+        state = self.state
+        components = self.components
+        timer = self.step.timer
         with timer("wait"):
-            synchronise(parts.model, parts.loss, self.session)
+            synchronise(components.model, components.loss, self.session)
         with timer("optimizer"):
-            report.learning_rate = self.schedule.set(parts.optimizer, state.step)
+            report.learning_rate = self.schedule.set(components.optimizer, state.step)
             report.outcome = self.update.apply(report.loss_share)
-        state.step += 1
-        state.num_skipped += not report.outcome.applied
-        if report.outcome.applied:
-            state.skipped_in_a_row = 0
-        elif not report.outcome.is_overflow:
-            state.skipped_in_a_row += 1
+        state.count_step(report.outcome)
         state.seconds = self.clock.seconds()
 
-    def _shrink_budget(self) -> None:
-        """Take a smaller budget after a shortage of memory, and drop what the failed attempt has added."""
-        self.step.budget = self.guard.smaller(self.step.budget)
-        self.parts.clear_gradients()
-
-    def _new_epoch(self) -> int | None:
-        """Return the number of the epoch that begins with the next step, or None if none does."""
-        steps_per_epoch, per_step = (
-            self.data.batch_schedule.steps_per_epoch,
-            self.data.batches_per_step,
-        )
-        # Batches, not steps: with gradient accumulation an epoch may begin inside a step, and counts from the next step
-        # on.
-        first = self.state.step * per_step
-        epoch = first // steps_per_epoch
-        is_new = first == 0 or (first - per_step) // steps_per_epoch < epoch
-        return epoch if is_new else None
+    def _load_chosen_weights(self) -> None:
+        """Load the weights that final/ gets, where they are not those of the last step. Collective."""
+        state = self.state
+        reason = "the best checkpoint"
+        step = state.best_step
+        scores = state.best_scores
+        if state.fell is not None:
+            reason = "the last checkpoint that held"
+            step = state.held_step
+            scores = state.held_scores
+        elif not self.intervals.load_best_model_at_end:
+            return
+        if step is None or step == state.step:
+            return
+        components = self.components
+        folder = self.checkpointer.find_path(step)
+        if self.checkpointer.load_weights(
+            folder, components.model, components.loss, self.hooks.tensors()
+        ):
+            log.info("final/ gets %s, %s", reason, folder.name)
+            state.scores = scores
+            state.scored_step = step
 
     def _is_saved(self) -> bool:
-        """Return whether this step gets a checkpoint. None in a row of skipped steps does: weights that may be broken
-        would take the place of good ones."""
-        return (
-            _is_due(self.state.step, self.rhythm.save_steps)
-            and not self.state.skipped_in_a_row
-        )
+        """Return whether this step gets a checkpoint.
+
+        None in a row of skipped steps does: weights that may be broken would take the place of good ones.
+        """
+        is_due = _is_due(self.state.step, self.intervals.save_steps)
+        return is_due and not self.state.skipped_in_a_row
 
     def _is_last(self) -> bool:
-        return self.state.step == self.data.total_steps or self.interrupts.ends_early
-
-    def _restored(self, resume_from: Path | None) -> LoopState:
-        """Return the state to begin with, and restore weights, optimizer and hooks."""
-        if resume_from is None:
-            return LoopState()
-        parts, tensors = self.parts, self.hooks.tensors()
-        state = LoopState.restored(
-            self.checkpointer.load(
-                resume_from, parts.model, parts.loss, parts.optimizer, tensors
-            )
-        )
-        data, is_scored = (
-            self.data.evaluation,
-            state.step > 0 and state.scored_step == state.step,
-        )
-        if data is not None and is_scored and state.best is None:
-            # It was reset, or this step was no candidate when it was scored; now there is a checkpoint of it.
-            metric = deciding_metric(self.config, data, state.scores)
-            state.best, state.best_step, state.best_scores = (
-                state.scores[metric],
-                state.step,
-                state.scores,
-            )
-        if (
-            not self.config.evaluation.guards
-        ):  # the guard that ended the run is no longer asked for
-            state.fell = None
-        self.hooks.load_states(state.hooks)
-        self.clock.resume(state.seconds)
-        return state
+        is_end = self.state.step == self.data.total_steps
+        return is_end or self.interrupts.ends_early
 
 
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and every > 0 and step % every == 0
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and interval > 0 and step % interval == 0

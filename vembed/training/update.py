@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vembed.config.schema import TrainConfig
 from vembed.losses.batch import EmbeddingLoss
 from vembed.parallel import collectives
 from vembed.parallel.parameters import clip_gradients, global_grad_norm
@@ -32,18 +31,21 @@ class GradientScale:
     def start(self) -> None:
         """Set the first value, unless a checkpoint has restored a later one."""
         if not self.is_started:
-            self.value, self.is_started = FIRST_SCALE, True
+            self.value = FIRST_SCALE
+            self.is_started = True
 
     def after(self, is_finite: bool) -> bool:
         """Halve the scale after an overflow, double it after many good steps. Return False if it cannot be halved
         any more."""
         if not is_finite:
             was_lowest = self.value == 1.0
-            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            self.value = max(self.value / 2, 1.0)
+            self.good_steps = 0
             return not was_lowest
         self.good_steps += 1
         if self.good_steps == GROWTH_STEPS:
-            self.value, self.good_steps = self.value * 2, 0
+            self.value *= 2
+            self.good_steps = 0
         return True
 
 
@@ -79,14 +81,15 @@ class Update:
         loss: EmbeddingLoss,
         optimizer: torch.optim.Optimizer,
         session: Session,
-        config: TrainConfig,
+        max_grad_norm: float,
         scale: GradientScale,
     ) -> None:
+        """`max_grad_norm`: larger gradients are scaled down to it. 0: no clipping."""
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
         self.session = session
-        self.max_grad_norm = config.optimizer.max_grad_norm
+        self.max_grad_norm = max_grad_norm
         self.scales = session.mixed_precision == "fp16"
         self.scale = scale
         if self.scales:
@@ -151,6 +154,22 @@ class LoopState:
     """Training time so far, over all resumed parts."""
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State of each hook that has one, by its name. Written when the state is saved."""
+
+    def count_step(self, outcome: Outcome) -> None:
+        """Count an optimizer step, taken or skipped."""
+        self.step += 1
+        if outcome.applied:
+            self.skipped_in_a_row = 0
+            return
+        self.num_skipped += 1
+        if not outcome.is_overflow:
+            self.skipped_in_a_row += 1
+
+    def set_best(self, metric: str) -> None:
+        """Take the newest scores as the best."""
+        self.best = self.scores[metric]
+        self.best_step = self.step
+        self.best_scores = self.scores
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> LoopState:

@@ -21,7 +21,7 @@ from vembed.models.embedding_model import build_model, load_embedder
 from vembed.models.families.decisions import describe
 from vembed.models.families.model_files import read_model
 from vembed.models.precision import saved_dtype
-from vembed.models.rounded import store_rounded
+from vembed.models.quantized import store_rounded
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
 from vembed.training.checkpoint import folder as integrity
@@ -43,13 +43,13 @@ def is_checkpoint(folder: Path) -> bool:
 
 def last_checkpoints(run: Path, count: int) -> list[Path]:
     """Return the last `count` checkpoints of a run, oldest first."""
-    found = [path for _, path in integrity.list_checkpoints(run)]
-    if len(found) < count:
+    checkpoints = [path for _, path in integrity.list_checkpoints(run)]
+    if len(checkpoints) < count:
         raise UserError(
-            f"{run} has {len(found)} checkpoints, and the last {count} are asked for: set save_steps and "
+            f"{run} has {len(checkpoints)} checkpoints, and the last {count} are asked for: set save_steps and "
             "save_total_limit so that the run keeps more of them"
         )
-    return found[-count:]
+    return checkpoints[-count:]
 
 
 def whole_model(name: str, folder: Path) -> Path | None:
@@ -61,11 +61,7 @@ def whole_model(name: str, folder: Path) -> Path | None:
     if files.adapter is None:
         return None
     embedder = load_embedder(name)
-    return save_model(
-        folder,
-        embedder,
-        embedder.state_dict(),
-    )
+    return save_model(folder, embedder, embedder.state_dict())
 
 
 def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
@@ -95,22 +91,21 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         start_scale=scale,
         start_bias=bias,
         embedding_dim=size,
-        teacher_dims={one.label: size for one in needed_teachers(config)},
+        teacher_dims={teacher.label: size for teacher in needed_teachers(config)},
     )
     # The loss is built only for its learned scale and bias, which are stored beside the weights; no optimizer state is
     # read.
     reader = CheckpointReader(checkpoint)
     entries = reader.read_metadata().state_dict_metadata
-    shapes = {
-        key: list(one.size)
-        for key, one in entries.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
-    for name, part in loss.named_modules(prefix="loss"):
-        if isinstance(
-            part, EmbeddingDistillation
-        ):  # the checkpoint knows the teacher's size, without the teacher
-            part.projection = nn.Parameter(torch.empty(shapes[f"{name}.projection"]))
+    shapes = {}
+    for key, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            shapes[key] = list(entry.size)
+    for name, module in loss.named_modules(prefix="loss"):
+        if isinstance(module, EmbeddingDistillation):
+            # The checkpoint knows the teacher's size, without the teacher.
+            shape = shapes[f"{name}.projection"]
+            module.projection = nn.Parameter(torch.empty(shape))
     quieten_torch()
 
     def fill(tensors: dict[str, Any]) -> None:

@@ -25,19 +25,21 @@ def directions(
     mean_difference: of the two means. principal: leading principal components of the differences of vectors that belong
     together, row by row.
     """
-    first, second = first_ND.astype(np.float64), second_ND.astype(np.float64)
+    first = first_ND.astype(np.float64)
+    second = second_ND.astype(np.float64)
     if how == "principal":
         if len(first) != len(second):
             raise UserError(
                 f"direction: principal compares line by line, and the sets have {len(first):,d} and {len(second):,d} "
                 "texts; use mean_difference"
             )
-        found: np.ndarray = np.linalg.svd(first - second, full_matrices=False)[2][
-            :count
-        ]
-        largest = found[np.arange(len(found)), np.abs(found).argmax(axis=1)]
-        found *= np.sign(largest)[:, None]  # SVD leaves the signs open
-        return found
+        _, _, components = np.linalg.svd(first - second, full_matrices=False)
+        principal = components[:count]
+        # SVD leaves the signs open.
+        largest = np.abs(principal).argmax(axis=1)
+        signs = np.sign(principal[np.arange(len(principal)), largest])
+        oriented: np.ndarray = principal * signs[:, None]
+        return oriented
     difference = first.mean(axis=0) - second.mean(axis=0)
     norm = float(np.linalg.norm(difference))
     if norm == 0:
@@ -94,12 +96,19 @@ def linear_probe(
 ) -> float:
     """Return the share of the test vectors whose set a logistic regression, fitted on the training vectors, finds: 0.5
     is chance for sets of one size, 1.0 is always."""
-    given = np.concatenate(train).astype(np.float64)
+    trained = np.concatenate(train).astype(np.float64)
     labels = np.concatenate([np.ones(len(train[0])), -np.ones(len(train[1]))])
-    mean, spread = given.mean(axis=0), given.std(axis=0)
+    mean = trained.mean(axis=0)
+    spread = trained.std(axis=0)
     # A constant coordinate stays 0 after centring instead of becoming 0 / 0.
     spread[spread < 1e-9 * max(float(spread.max()), 1e-30)] = 1.0
-    inputs = np.concatenate([(given - mean) / spread, np.ones((len(given), 1))], axis=1)
+
+    def standardised(vectors: np.ndarray) -> np.ndarray:
+        """Return the vectors with a last column of ones, for the intercept."""
+        ones = np.ones((len(vectors), 1))
+        return np.concatenate([(vectors - mean) / spread, ones], axis=1)
+
+    inputs = standardised(trained)
 
     def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
         margin = labels * (inputs @ weights)
@@ -117,14 +126,7 @@ def linear_probe(
         method="L-BFGS-B",
         options={"maxiter": MAX_ITERATIONS},
     ).x
-    held = np.concatenate(test).astype(np.float64)
-    expected = np.concatenate([np.ones(len(test[0])), -np.ones(len(test[1]))])
-    scores = (
-        np.concatenate([(held - mean) / spread, np.ones((len(held), 1))], axis=1)
-        @ fitted
-    )
     # Both sets count alike, whatever their sizes.
-    right = [
-        float((np.sign(scores[expected == sign]) == sign).mean()) for sign in (1, -1)
-    ]
-    return sum(right) / 2
+    first_scores = standardised(test[0].astype(np.float64)) @ fitted
+    second_scores = standardised(test[1].astype(np.float64)) @ fitted
+    return float((first_scores > 0).mean() + (second_scores < 0).mean()) / 2

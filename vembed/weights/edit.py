@@ -4,34 +4,80 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
 from vembed.config.schema import TrainConfig
-from vembed.data.examples import Kind
+from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
-from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
+from vembed.evaluation.dataset import TEST_FIRST, EvalData, open_eval_data
 from vembed.evaluation.report.pictures import write_picture
 from vembed.evaluation.report.plots import front_svg
 from vembed.evaluation.report.record import metric_name
+from vembed.evaluation.scores import evaluate
 from vembed.inference.embedder import Embedder
+from vembed.inference.encoding import first_dims
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.description import ModelDescription
+from vembed.models.heads import Dense, Head
+from vembed.models.names import plain_name
+from vembed.models.towers import tower_module
 from vembed.parallel import collectives
+from vembed.parallel.parameters import (
+    copy_local_shards,
+    edit_weights,
+    full_state_dict,
+    restore_local_shards,
+)
 from vembed.parallel.session import Session
+from vembed.saving.card import Card
+from vembed.saving.files import save_model
 from vembed.saving.layout import write_json
-from vembed.weights.directions import Direction
-from vembed.weights.editing import Editor, EditPlan, TextSets, Where
+from vembed.weights.directions import (
+    Direction,
+    directions,
+    erasure,
+    linear_probe,
+    projection,
+)
 
 log = logging.getLogger("vembed")
 
+Where = Literal["layers", "embedding", "both"]
 EDIT_FILE = "edit.json"
-FEWEST_TEXTS = 8
+MIN_TEXTS = 8
 """In each set: half of them estimate the direction, the other half test the probe."""
-MOST_STRENGTH = 1.5
-DEFAULT_DROP = 0.01
+MAX_STRENGTH = 1.5
+DEFAULT_MAX_DROP = 0.01
+RANKING_CUTOFF = 10
+ONE_AT_A_TIME = 1
+"""Texts at a time where directions are estimated: a text's numbers then depend on no other text, so that any number of
+ranks finds the same bits."""
+
+
+@dataclass(frozen=True)
+class EditPlan:
+    """Specification of an edit: direction, places and strength."""
+
+    where: Where = "layers"
+    """layers: out of the weights that write to the residual stream; embedding: by a linear layer behind the model."""
+    direction: Direction = "mean_difference"
+    components: int = 1
+    """principal: how many directions."""
+    strength: float = 1.0
+    layers: tuple[int, ...] | None = None
+    """Of which layers' weights; None: of all."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +100,19 @@ class EditResult:
     trials: tuple[EditTrial, ...] = field(default=())
 
 
+@dataclass(frozen=True)
+class TextSets:
+    """Two sets of texts that differ in what is to be removed. Every other text is held out for the probe."""
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+
+    @property
+    def is_paired(self) -> bool:
+        """True if line i of one set belongs to line i of the other."""
+        return len(self.first) == len(self.second)
+
+
 def edit(
     model: str | Path,
     output: str | Path,
@@ -68,7 +127,7 @@ def edit(
     kind: Kind = "document",
     data: str | Path | None = None,
     trials: int = 0,
-    max_drop: float = DEFAULT_DROP,
+    max_drop: float = DEFAULT_MAX_DROP,
     seed: int = 42,
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     trust_remote_code: bool = False,
@@ -88,14 +147,9 @@ def edit(
         session: the process group. If its strategy is fsdp, the model is sharded.
     """
     target = Path(output)
-    sets = TextSets(_texts(first), _texts(second))
-    plan = EditPlan(
-        where,
-        direction,
-        components,
-        strength,
-        None if layers is None else tuple(layers),
-    )
+    sets = TextSets(read_texts(first), read_texts(second))
+    chosen_layers = None if layers is None else tuple(layers)
+    plan = EditPlan(where, direction, components, strength, chosen_layers)
     _check(target, sets, plan, trials)
     # Opened before the model is loaded: a mistake in the data shows at once. TrainConfig only carries how records are
     # read.
@@ -112,42 +166,43 @@ def edit(
     )
     editor = Editor(embedder, sets, kind, evaluation, keeps_original=trials > 0)
     before = editor.scores()
-    log.info("before: %s", _line(before))
+    log.info("before: %s", _score_line(before))
     tried: list[EditTrial] = []
     if trials:
         tried = _search(editor, plan, trials, seed)
-        plan = _chosen(tried, before, editor.metric, max_drop)
+        plan = _best_plan(tried, before, editor.metric, max_drop)
     editor.apply(plan)
     after = editor.scores()
-    log.info("after: %s", _line(after))
+    log.info("after: %s", _score_line(after))
     editor.save(target)
     result = EditResult(target, plan, before, after, tuple(tried))
     if session is None or session.is_main:
-        _write(result, editor.metric)
+        _write_result(result, editor.metric)
     collectives.barrier()
     return result
 
 
-def _texts(given: str | Path | Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(given, str | Path):
-        return tuple(given)
+def read_texts(source: str | Path | Sequence[str]) -> tuple[str, ...]:
+    """Return texts as they are, or those of a file with one per line."""
+    if not isinstance(source, str | Path):
+        return tuple(source)
     try:
-        # Not splitlines(): it splits at line separators inside a text too, and pairs of the two files would shift.
-        lines = Path(given).read_text(encoding="utf-8-sig").split("\n")
+        content = Path(source).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{given} cannot be read as a file of texts, one per line: {error}"
+            f"{source} cannot be read as a file of texts, one per line: {error}"
         ) from error
-    return tuple(line for line in lines if line.strip())
+    # Not splitlines(): it splits at line separators inside a text too, and pairs of the two files would shift.
+    return tuple(line for line in content.split("\n") if line.strip())
 
 
 def _check(target: Path, sets: TextSets, plan: EditPlan, trials: int) -> None:
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
     for texts in (sets.first, sets.second):
-        if len(texts) < FEWEST_TEXTS:
+        if len(texts) < MIN_TEXTS:
             raise UserError(
-                f"a set has {len(texts)} texts, and each needs at least {FEWEST_TEXTS}: half of them estimate the "
+                f"a set has {len(texts)} texts, and each needs at least {MIN_TEXTS}: half of them estimate the "
                 "direction, the other half test what is left of it"
             )
     if plan.direction == "erase" and plan.where != "embedding":
@@ -166,90 +221,367 @@ def _check(target: Path, sets: TextSets, plan: EditPlan, trials: int) -> None:
         )
 
 
-# ---- the search ------------------------------------------------------------------------------------------------
+# ---- the editor ----------------------------------------------------------------------------------------------------
 
 
-def _search(editor: Editor, plan: EditPlan, trials: int, seed: int) -> list[EditTrial]:
+class _MappedModel(nn.Module):
+    """A model with a linear map behind it."""
+
+    def __init__(self, model: nn.Module, matrix_DD: Tensor, offset_D: Tensor) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("matrix", matrix_DD)
+        self.register_buffer("offset", offset_D)
+
+    def forward(self, inputs: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
+        """Return the embeddings of each modality, mapped."""
+        matrix = self.get_buffer("matrix")
+        offset = self.get_buffer("offset")
+        return [embeddings @ matrix.T + offset for embeddings in self.model(inputs)]
+
+
+class Editor:
+    """A model, two sets of texts, and the data to score it on. Every method is collective where there are several
+    ranks, and gives all of them the same."""
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        sets: TextSets,
+        kind: Kind,
+        data: EvalData | None = None,
+        *,
+        keeps_original: bool,
+    ) -> None:
+        """`keeps_original`: so that edits can be undone, at the cost of a second copy of this rank's weights."""
+        self.embedder = embedder
+        self.sets = sets
+        self.kind: Kind = kind
+        self.data = data
+        self._model = embedder.model
+        self._map: tuple[Tensor, Tensor] | None = None
+        self._original = copy_local_shards(embedder.model) if keeps_original else None
+        self._states: np.ndarray | None = None
+        """[texts, layers, width] of the model before any edit, of the texts that estimate directions."""
+
+    def scores(self) -> dict[str, float]:
+        """Return `probe` (what a linear probe finds in held-out texts), `across` (nDCG@10 from each text of the first
+        set to its counterpart in the second, where they are paired), and the scores on the evaluation data."""
+        normalize = self.embedder.description.normalize
+        first = self._vectors(self.sets.first)
+        second = self._vectors(self.sets.second)
+        if normalize:
+            first = _unit(first)
+            second = _unit(second)
+        # Even texts have estimated the direction (`apply`), odd ones test: the probe is fitted on the former as well.
+        train = (first[0::2], second[0::2])
+        test = (first[1::2], second[1::2])
+        scores = {"probe": linear_probe(train, test)}
+        if self.sets.is_paired:
+            scores["across"] = _across(_unit(test[0]), _unit(test[1]))
+        if self.data is not None:
+            session = self.embedder.session
+            scores |= evaluate(self.embedder, self.data, session=session, dims=[])
+        return scores
+
+    def _vectors(
+        self, texts: Sequence[str], *, batch_size: int | None = None
+    ) -> np.ndarray:
+        items = [Item(text=text) for text in texts]
+        return self.embedder.encode(
+            items, self.kind, batch_size=batch_size, normalize=False
+        )
+
+    @property
+    def last_layer(self) -> int:
+        """The number of the last layer."""
+        return max(writer.layer for writer in self._writers())
+
+    @property
+    def metric(self) -> str | None:
+        """The key of the main score; None without any."""
+        if self.data is not None:
+            return self.data.metric
+        return "across" if self.sets.is_paired else None
+
+    def apply(self, plan: EditPlan) -> None:
+        """Edit the model as it is now."""
+        if plan.where in ("layers", "both"):
+            self._edit_layers(plan)
+        if plan.where in ("embedding", "both"):
+            # where: both estimates the embedding's direction behind the layers as they are edited now.
+            first = self._vectors(self.sets.first[0::2], batch_size=ONE_AT_A_TIME)
+            second = self._vectors(self.sets.second[0::2], batch_size=ONE_AT_A_TIME)
+            if plan.direction == "erase":
+                matrix, offset = erasure(first, second, plan.strength)
+            else:
+                found = directions(first, second, plan.direction, plan.components)
+                matrix, offset = projection(found, plan.strength)
+            matrix_DD = torch.from_numpy(matrix).float()
+            offset_D = torch.from_numpy(offset).float()
+            self._map = matrix_DD, offset_D
+            device = self.embedder.device
+            self.embedder.model = _MappedModel(
+                self._model, matrix_DD.to(device), offset_D.to(device)
+            )
+
+    def undo(self) -> None:
+        """Bring the model back to what it was."""
+        assert self._original is not None
+        restore_local_shards(self._model, self._original)
+        self.embedder.model = self._model
+        self._map = None
+
+    def save(self, target: Path) -> Path:
+        """Write the model as it is now."""
+        weights = full_state_dict(self._model)
+        if collectives.rank() == 0:
+            head = self.embedder.head
+            if self._map is not None:
+                matrix_DD, offset_D = self._map
+                # The map becomes the last Dense module of the saved model, in front of its normalisation.
+                modules = [module for module in head or () if isinstance(module, Dense)]
+                prefix = f"head.{len(modules)}.linear"
+                weights[f"{prefix}.weight"] = matrix_DD
+                weights[f"{prefix}.bias"] = offset_D
+                size = len(offset_D)
+                head = Head([*modules, Dense(size, size, bias=True)])
+            model = EmbeddingModel(
+                self.embedder.description,
+                self.embedder.backbone,
+                head,
+                pooling=self.embedder.pooling,
+            )
+            save_model(target, model, weights, card=Card())
+        collectives.barrier()
+        return target
+
+    def _edit_layers(self, plan: EditPlan) -> None:
+        by_layer = self._layer_directions(plan)
+        edits: dict[str, Callable[[Tensor], Tensor]] = {}
+        for writer in self._writers():
+            if plan.layers is not None and writer.layer not in plan.layers:
+                continue
+            vectors = torch.from_numpy(by_layer[writer.layer])
+            edits[f"{writer.name}.weight"] = _removal(
+                vectors, plan.strength, by_rows=writer.by_rows
+            )
+            if writer.has_bias:
+                edits[f"{writer.name}.bias"] = _removal(
+                    vectors, plan.strength, by_rows=True
+                )
+        edit_weights(self._model, edits)
+        log.info("edited %d tensors of the residual stream's writers", len(edits))
+
+    def _writers(self) -> list[ResidualWriter]:
+        return residual_writers(
+            self._model, self.embedder.backbone, self.embedder.description
+        )
+
+    def _layer_directions(self, plan: EditPlan) -> list[np.ndarray]:
+        """Return [components, width] for each layer, from the model before any edit."""
+        first = self.sets.first[0::2]
+        if self._states is None:
+            texts = [*first, *self.sets.second[0::2]]
+            self._states = self.embedder.hidden_states(
+                texts, "all", self.kind, batch_size=ONE_AT_A_TIME
+            )
+        by_layer = []
+        for layer in range(self._states.shape[1]):
+            states = self._states[:, layer]
+            by_layer.append(
+                directions(
+                    states[: len(first)],
+                    states[len(first) :],
+                    plan.direction,
+                    plan.components,
+                )
+            )
+        return by_layer
+
+
+def _removal(
+    vectors_CD: Tensor, strength: float, *, by_rows: bool
+) -> Callable[[Tensor], Tensor]:
+    """Return W -> W - strength * V'VW, or W - strength * WV'V by rows; computed in float64, so that every strategy
+    stores the same bits."""
+
+    def edit(weight: Tensor) -> Tensor:
+        wide = weight.double()
+        vectors = vectors_CD.to(weight.device)
+        if by_rows:
+            component = (wide @ vectors.T) @ vectors
+        else:
+            component = vectors.T @ (vectors @ wide)
+        return (wide - strength * component).to(weight.dtype)
+
+    return edit
+
+
+def _unit(vectors_ND: np.ndarray) -> np.ndarray:
+    return first_dims(vectors_ND, vectors_ND.shape[1], True)
+
+
+def _across(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
+    """Return nDCG@10 of finding row i of the second set by row i of the first."""
+    similarities = first_ND @ second_ND.T
+    right = np.diag(similarities)[:, None]
+    # Pessimistic: candidates that tie with the right one count as ranked before it, so that equal vectors score low.
+    rank = (similarities >= right).sum(axis=1) - 1  # without itself
+    gains = np.where(rank < RANKING_CUTOFF, 1 / np.log2(rank + 2), 0.0)
+    return float(gains.mean())
+
+
+# ---- weights that write to the residual stream ---------------------------------------------------------------------
+
+# Llama, Qwen, Mistral: o_proj, down_proj; CLIP, SigLIP: out_proj, fc2; BERT (attention.output.dense and output.dense);
+# DistilBERT: out_lin, lin2; GPT-2: c_proj, twice; GPT-NeoX, BLOOM, Falcon: (self_)attention.dense, dense_4h_to_h;
+# ModernBERT: Wo; T5: o, wo; MPNet: attn.o.
+_OUTPUT_LAYER = re.compile(
+    r"(^|\.)(o_proj|out_proj|out_lin|down_proj|output\.dense|(self_)?attention\.dense|fc2|lin2|c_proj|dense_4h_to_h"
+    r"|[Ww]o|o)$"
+)
+"""Names of the linear layers, within a transformer layer, whose output is added to what the layer was given."""
+MIN_WRITERS_PER_LAYER = 2
+"""One of attention, one of the feed-forward part."""
+
+
+@dataclass(frozen=True)
+class ResidualWriter:
+    """One weight that writes to the residual stream behind a layer (0: the embeddings)."""
+
+    name: str
+    """Of the module in the model."""
+    layer: int
+    by_rows: bool
+    """True if each row of the weight is a vector of the residual stream; otherwise each column is."""
+    has_bias: bool
+
+
+def residual_writers(
+    model: nn.Module, backbone: nn.Module, description: ModelDescription
+) -> list[ResidualWriter]:
+    """Return the weights that write to the residual stream of the text tower, in the order of the forward pass: the
+    embeddings, and in each layer the last linear layers of attention and feed-forward."""
+    if "text" not in description.traits.towers:
+        raise UserError(
+            f"{description.name} has no text tower, and directions are taken out of text towers"
+        )
+    tower: Any = tower_module(backbone, description.traits, "text")
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+    embeddings = names[id(tower.get_input_embeddings())]
+    writers = [ResidualWriter(embeddings, 0, by_rows=True, has_bias=False)]
+    for number, layer in enumerate(layers_of(tower), start=1):
+        num_before = len(writers)
+        for name, module in layer.named_modules():
+            if not isinstance(module, nn.Linear | Conv1D):
+                continue
+            if _OUTPUT_LAYER.search(plain_name(name)):
+                # Conv1D of GPT-2 stores its weight as [in, out], transposed to nn.Linear: there each row is a vector
+                # of the stream.
+                by_rows = isinstance(module, Conv1D)
+                has_bias = module.bias is not None
+                writers.append(
+                    ResidualWriter(
+                        names[id(module)], number, by_rows=by_rows, has_bias=has_bias
+                    )
+                )
+        # With fewer, one part of the layer would keep what is taken out of the others.
+        if len(writers) - num_before < MIN_WRITERS_PER_LAYER:
+            raise UserError(
+                f"{description.name}: the linear layers of a {type(layer).__name__} have names that vembed does not "
+                "know, so it cannot tell which of them write to the residual stream; use --where embedding"
+            )
+    return writers
+
+
+# ---- the search ----------------------------------------------------------------------------------------------------
+
+
+def _search(
+    editor: Editor, plan: EditPlan, num_trials: int, seed: int
+) -> list[EditTrial]:
     """Try plans that rank 0 proposes, by strength, range of layers and number of components."""
-    if editor.metric is None:
+    metric = editor.metric
+    if metric is None:
         raise UserError(
             "a search weighs the probe against a main score: give data, or sets of equal length"
         )
-    deepest = editor.deepest
+    last_layer = editor.last_layer
+    tried: list[EditTrial] = []
     with ExitStack() as stack:
+        # Rank 0 alone has the study. The others apply what it proposes, since every method of the editor is collective.
         study = _study(seed, stack) if collectives.rank() == 0 else None
-        found: list[EditTrial] = []
-        for number in range(trials):
-            # Rank 0 alone has the study; the others apply what it proposes, since every method of the editor is
-            # collective.
-            asked = study.ask() if study is not None else None
-            proposed = collectives.broadcast_json(
-                _proposal(asked, plan, deepest) if asked is not None else None
-            )
+        for number in range(1, num_trials + 1):
+            asked = None
+            proposal = None
+            if study is not None:
+                asked = study.ask()
+                proposal = _proposal(asked, plan, last_layer)
+            values = collectives.broadcast_json(proposal)
+            layers = None if values["layers"] is None else tuple(values["layers"])
             candidate = EditPlan(
                 plan.where,
                 plan.direction,
-                proposed["components"],
-                proposed["strength"],
-                None if proposed["layers"] is None else tuple(proposed["layers"]),
+                values["components"],
+                values["strength"],
+                layers,
             )
             editor.apply(candidate)
             scores = editor.scores()
             editor.undo()
-            found.append(EditTrial(candidate, scores))
-            if study is not None and asked is not None:
-                study.tell(asked, [scores["probe"], scores[editor.metric]])
+            tried.append(EditTrial(candidate, scores))
+            if study is not None:
+                study.tell(asked, [scores["probe"], scores[metric]])
             log.info(
                 "trial %d of %d: %s; strength %.3f",
-                number + 1,
-                trials,
-                _line(scores),
+                number,
+                num_trials,
+                _score_line(scores),
                 candidate.strength,
             )
-    return found
+    return tried
 
 
 def _study(seed: int, stack: ExitStack) -> Any:
     import optuna
 
-    before = optuna.logging.get_verbosity()
+    level_before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    stack.callback(optuna.logging.set_verbosity, before)
-    return optuna.create_study(
-        directions=["minimize", "maximize"],
-        sampler=optuna.samplers.TPESampler(seed=seed),
-    )
+    stack.callback(optuna.logging.set_verbosity, level_before)
+    sampler = optuna.samplers.TPESampler(seed=seed)
+    return optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
 
 
-def _proposal(asked: Any, plan: EditPlan, deepest: int) -> dict[str, Any]:
-    strength = asked.suggest_float("strength", 0.0, MOST_STRENGTH)
-    components = (
-        asked.suggest_int("components", 1, plan.components)
-        if plan.direction == "principal"
-        else 1
-    )
+def _proposal(asked: Any, plan: EditPlan, last_layer: int) -> dict[str, Any]:
+    strength = asked.suggest_float("strength", 0.0, MAX_STRENGTH)
+    components = 1
+    if plan.direction == "principal":
+        components = asked.suggest_int("components", 1, plan.components)
     layers = None
     if plan.where != "embedding":
-        first, last = (
-            asked.suggest_int("first_layer", 0, deepest),
-            asked.suggest_int("last_layer", 0, deepest),
-        )
         # Two independent ends, put in order: a range that depends on the other end would be another distribution in
         # every trial.
+        first = asked.suggest_int("first_layer", 0, last_layer)
+        last = asked.suggest_int("last_layer", 0, last_layer)
         layers = list(range(min(first, last), max(first, last) + 1))
     return {"strength": strength, "components": components, "layers": layers}
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the places of the points (low is good, high is good) that no other point beats in both."""
-    return [
-        place
-        for place, (low, high) in enumerate(points)
-        if not any(x <= low and y >= high and (x, y) != (low, high) for x, y in points)
-    ]
+    """Return the numbers of the points (low is good, high is good) that no other point beats in both."""
+    front = []
+    for number, (low, high) in enumerate(points):
+        is_beaten = any(
+            point[0] <= low and point[1] >= high and point != (low, high)
+            for point in points
+        )
+        if not is_beaten:
+            front.append(number)
+    return front
 
 
-def _chosen(
+def _best_plan(
     tried: Sequence[EditTrial],
     before: dict[str, float],
     metric: str | None,
@@ -257,50 +589,47 @@ def _chosen(
 ) -> EditPlan:
     """Return the plan of the lowest probe among those that hold the main score, else of the best main score."""
     assert metric is not None
-    holding = [one for one in tried if one.scores[metric] >= before[metric] - max_drop]
-    if holding:
-        return min(
-            holding, key=lambda one: (one.scores["probe"], -one.scores[metric])
-        ).plan
-    log.warning(
-        "no trial held %s within %g of %.4f: the best of them is taken",
-        metric,
-        max_drop,
-        before[metric],
+    lowest = before[metric] - max_drop
+    holding = [trial for trial in tried if trial.scores[metric] >= lowest]
+    if not holding:
+        log.warning(
+            "no trial held %s within %g of %.4f: the best of them is taken",
+            metric,
+            max_drop,
+            before[metric],
+        )
+        return max(tried, key=lambda trial: trial.scores[metric]).plan
+    best = min(
+        holding, key=lambda trial: (trial.scores["probe"], -trial.scores[metric])
     )
-    return max(tried, key=lambda one: one.scores[metric]).plan
+    return best.plan
 
 
-# ---- what is written -------------------------------------------------------------------------------------------
-
-
-def _write(result: EditResult, metric: str | None) -> None:
-    described: dict[str, Any] = {
+def _write_result(result: EditResult, metric: str | None) -> None:
+    """Write edit.json, the picture of the trials, and a section of the card."""
+    summary: dict[str, Any] = {
         "plan": asdict(result.plan),
         "before": result.before,
         "after": result.after,
     }
+    card = result.model_dir / "README.md"
+    section = f"\n## Edit\n\n```json\n{json.dumps(summary, indent=2)}\n```\n"
+    card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
     if result.trials:
         assert metric is not None
-        points = [(one.scores["probe"], one.scores[metric]) for one in result.trials]
+        points = [
+            (trial.scores["probe"], trial.scores[metric]) for trial in result.trials
+        ]
         front = pareto_front(points)
-        described["trials"] = [asdict(one) for one in result.trials]
-        described["front"] = front
+        summary["trials"] = [asdict(trial) for trial in result.trials]
+        summary["front"] = front
         start = (result.before["probe"], result.before[metric])
         svg = front_svg(points, front, start, "accuracy of the probe (low: removed)")
         for kind in ("svg", "png"):
             write_picture(result.model_dir / f"trials.{kind}", svg, metric_name(metric))
-    write_json(result.model_dir / EDIT_FILE, described)
-    card = result.model_dir / "README.md"
-    text = json.dumps(
-        {key: described[key] for key in ("plan", "before", "after")}, indent=2
-    )
-    card.write_text(
-        f"{card.read_text(encoding='utf-8')}\n## Edit\n\n```json\n{text}\n```\n",
-        encoding="utf-8",
-    )
+    write_json(result.model_dir / EDIT_FILE, summary)
 
 
-def _line(scores: dict[str, float]) -> str:
-    shown = [key for key in scores if key in ("probe", "across", "ndcg@10", "spearman")]
-    return ", ".join(f"{key} {scores[key]:.4f}" for key in shown)
+def _score_line(scores: dict[str, float]) -> str:
+    keys = ("probe", "across", "ndcg@10", "spearman")
+    return ", ".join(f"{key} {scores[key]:.4f}" for key in keys if key in scores)

@@ -56,34 +56,33 @@ class Source:
 
 def open_source(name: str, folder: Path | None = None) -> Source:
     """Find the weights of a model. `folder`: where they are, if not where `name` says."""
-    found = folder if folder is not None else read_model(name).folder
+    root = folder if folder is not None else read_model(name).folder
     files: dict[str, dict[str, TensorReader]] = {}
-    for path in sorted(found.rglob("*.safetensors")):
-        place = path.relative_to(found)
-        if place.parts[0] == ADAPTER_FOLDER or any(
-            piece.startswith(("checkpoint-", ".")) for piece in place.parts
-        ):
+    for path in sorted(root.rglob("*.safetensors")):
+        relative = path.relative_to(root)
+        is_other = any(part.startswith(("checkpoint-", ".")) for part in relative.parts)
+        if is_other or relative.parts[0] == ADAPTER_FOLDER:
             continue
-        part = place.parent.as_posix()
+        subfolder = relative.parent.as_posix()
+        if subfolder == ".":
+            subfolder = ""
         reader = TensorReader(path)
-        files.setdefault("" if part == "." else part, {}).update(
-            dict.fromkeys(reader.entries, reader)
-        )
+        tensors = files.setdefault(subfolder, {})
+        tensors |= dict.fromkeys(reader.entries, reader)
     if "" not in files and not any(files.values()):
         raise UserError(
             f"{name} has no .safetensors file, and vembed merges no pickled weights"
         )
-    return Source(name, found, files)
+    return Source(name, root, files)
 
 
 def default_base(sources: Sequence[Source]) -> str | None:
     """Return the model that all were tuned from, where their vembed.json say so and agree."""
-    names = {
-        str((read_object(one.folder / DESCRIPTION_FILE) or {}).get("name", ""))
-        for one in sources
-    }
-    only = names.pop() if len(names) == 1 else ""
-    return only or None
+    names = set()
+    for source in sources:
+        description = read_object(source.folder / DESCRIPTION_FILE) or {}
+        names.add(str(description.get("name", "")))
+    return names.pop() or None if len(names) == 1 else None
 
 
 COMPUTED = frozenset({"position_ids", "token_type_ids", "inv_freq"})
@@ -98,23 +97,19 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
     Names may differ by a prefix (`bert.`, `model.`), as those of a base model with a head for another task do.
     Tensors that no embedding depends on may be missing.
     """
-    kinds = [
-        (read_object(one.folder / "config.json") or {}).get("model_type")
-        for one in (first, other)
-    ]
-    # None: no config.json at the top of the folder, or none that names a type.
-    if None not in kinds and kinds[0] != kinds[1]:
+    first_type = _model_type(first)
+    other_type = _model_type(other)
+    if first_type and other_type and first_type != other_type:
         raise UserError(
-            f"{first.name} is a {kinds[0]} and {other.name} is a {kinds[1]}: only models of one architecture can be "
-            "merged"
+            f"{first.name} is a {first_type} and {other.name} is a {other_type}: only models of one architecture can "
+            "be merged"
         )
     names: dict[str, dict[str, str]] = {}
-    for part, held in first.files.items():
-        theirs = other.files.get(part, {})
-        names[part] = _matched_names(held, theirs)
+    for part, tensors in first.files.items():
+        names[part] = _matched_names(tensors, other.files.get(part, {}))
         missing = [
             name
-            for name in held
+            for name in tensors
             if name not in names[part] and not _may_be_missing(name)
         ]
         if missing:
@@ -123,14 +118,20 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
                 f"{other.name} has no {where}, which {first.name} has ({len(missing):,d} such tensors): only models "
                 "of one architecture can be merged"
             )
-        for name, theirs_name in names[part].items():
-            shapes = first.entry(part, name).shape, other.entry(part, theirs_name).shape
-            if shapes[0] != shapes[1]:
+        for name, other_name in names[part].items():
+            shape = first.entry(part, name).shape
+            other_shape = other.entry(part, other_name).shape
+            if shape != other_shape:
                 raise UserError(
-                    f"{name} has the shape {list(shapes[0])} in {first.name} and {list(shapes[1])} in {other.name}: "
+                    f"{name} has the shape {list(shape)} in {first.name} and {list(other_shape)} in {other.name}: "
                     "only models of one architecture can be merged"
                 )
     return names
+
+
+def _model_type(source: Source) -> str | None:
+    """Return the architecture; None without a config.json at the top of the folder that names one."""
+    return (read_object(source.folder / "config.json") or {}).get("model_type")
 
 
 def _may_be_missing(name: str) -> bool:
@@ -143,33 +144,39 @@ def _matched_names(
     wanted: Iterable[str], held: Mapping[str, TensorReader]
 ) -> dict[str, str]:
     wanted = list(wanted)
-    if all(name in held for name in wanted if not _may_be_missing(name)):
-        return {name: name for name in wanted if name in held}
-    probe = max((name for name in wanted if not _may_be_missing(name)), key=len)
-    longer = {name.removesuffix(probe) for name in held if name.endswith(f".{probe}")}
-    shorter = {probe.removesuffix(name) for name in held if probe.endswith(f".{name}")}
+    required = [name for name in wanted if not _may_be_missing(name)]
+    equal = {name: name for name in wanted if name in held}
+    if all(name in held for name in required):
+        return equal
     # The probe is the longest name, which is the most specific: it is found under one prefix only.
-    for prefix in sorted(longer):
-        found = {name: prefix + name for name in wanted if prefix + name in held}
-        if probe in found:
-            return found
-    for prefix in sorted(shorter):
-        found = {
-            name: name.removeprefix(prefix)
-            for name in wanted
-            if name.removeprefix(prefix) in held
-        }
-        if probe in found:
-            return found
-    return {name: name for name in wanted if name in held}
+    probe = max(required, key=len)
+    for name in sorted(held):
+        matched_names = equal
+        if name.endswith(f".{probe}"):
+            prefix = name.removesuffix(probe)
+            matched_names = {
+                short: prefix + short for short in wanted if prefix + short in held
+            }
+        elif probe.endswith(f".{name}"):
+            prefix = probe.removesuffix(name)
+            matched_names = {
+                long: long.removeprefix(prefix)
+                for long in wanted
+                if long.removeprefix(prefix) in held
+            }
+        if probe in matched_names:
+            return matched_names
+    return equal
 
 
 def check_tokenizers(sources: Sequence[Source]) -> None:
     """Raise unless all models have one vocabulary: a row of an embedding matrix would be two words' mean."""
     first = sources[0]
-    prints = [_vocabulary(one.folder) for one in sources]
-    for other, found in zip(sources[1:], prints[1:], strict=True):
-        if None not in (prints[0], found) and found != prints[0]:
+    first_vocabulary = _vocabulary(first.folder)
+    for other in sources[1:]:
+        vocabulary = _vocabulary(other.folder)
+        are_known = first_vocabulary is not None and vocabulary is not None
+        if are_known and vocabulary != first_vocabulary:
             raise UserError(
                 f"{first.name} and {other.name} have different tokenizers: the rows of their embeddings mean different "
                 "tokens, so their weights cannot be merged"
@@ -179,27 +186,27 @@ def check_tokenizers(sources: Sequence[Source]) -> None:
 def check_pooling(sources: Sequence[Source]) -> None:
     """Raise unless all models make one vector of their tokens in the same way."""
     first = sources[0]
-    ways = [_way(one.folder) for one in sources]
-    for other, way in zip(sources[1:], ways[1:], strict=True):
-        if ways[0] is not None and way is not None and way != ways[0]:
-            different = {
-                key: (value, way[key])
-                for key, value in ways[0].items()
-                if way[key] != value
-            }
-            said = "; ".join(
-                f"{key}: {one!r} and {two!r}" for key, (one, two) in different.items()
-            )
+    first_settings = _embedding_settings(first.folder)
+    for other in sources[1:]:
+        settings = _embedding_settings(other.folder)
+        differences = []
+        for key in first_settings.keys() & settings.keys():
+            if settings[key] != first_settings[key]:
+                differences.append(
+                    f"{key}: {first_settings[key]!r} and {settings[key]!r}"
+                )
+        if differences:
             raise UserError(
-                f"{first.name} and {other.name} embed in different ways ({said}): merge models of one pooling and one "
-                "head"
+                f"{first.name} and {other.name} embed in different ways ({'; '.join(sorted(differences))}): merge "
+                "models of one pooling and one head"
             )
 
 
-def _way(folder: Path) -> dict[str, Any] | None:
+def _embedding_settings(folder: Path) -> dict[str, Any]:
+    """Return how a model makes one vector of its tokens; empty where its folder does not name it."""
     files = read_sentence_transformers(folder)
     if files is None:
-        return None
+        return {}
     return {
         "pooling": files.pooling_modes,
         "normalize": files.normalize,
@@ -211,19 +218,21 @@ def _vocabulary(folder: Path) -> str | None:
     """Return a fingerprint of the tokens and their numbers; None for a model without a tokenizer."""
     values = read_object(folder / "tokenizer.json")
     if values is not None and "vocab" in values.get("model", {}):
-        added = [(one["id"], one["content"]) for one in values.get("added_tokens", ())]
+        added = [
+            (token["id"], token["content"]) for token in values.get("added_tokens", ())
+        ]
         vocabulary = values["model"]["vocab"]
-        if isinstance(
-            vocabulary, dict
-        ):  # added tokens are in it or not, as the library that wrote it pleased
-            pairs = {**vocabulary, **{content: number for number, content in added}}
-            return _digest(sorted(pairs.items()))
-        return _digest([vocabulary, sorted(added)])
+        if not isinstance(vocabulary, dict):
+            return _digest([vocabulary, sorted(added)])
+        # Added tokens are in it or not, depending on the library that wrote it.
+        numbers = dict(vocabulary)
+        for number, content in added:
+            numbers[content] = number
+        return _digest(sorted(numbers.items()))
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         return None
-    return _digest(
-        sorted(open_tokenizer(folder, trust_remote_code=False).get_vocab().items())
-    )
+    vocabulary = open_tokenizer(folder, trust_remote_code=False).get_vocab()
+    return _digest(sorted(vocabulary.items()))
 
 
 def _digest(value: Any) -> str:

@@ -1,35 +1,62 @@
-"""merge(): several models, adapters or checkpoints in, one model folder out."""
+"""merge(): several models, adapters or checkpoints in, one model folder out, written piece by piece."""
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
+from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.report.pictures import write_picture
 from vembed.evaluation.report.plots import sweep_svg
 from vembed.evaluation.report.record import metric_name
+from vembed.evaluation.scores import evaluate
+from vembed.models.families.backbones import file_dtype, read_config
+from vembed.models.families.weight_files import read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
+from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
 from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
-from vembed.weights.inputs import Source, default_base, open_source
+from vembed.weights.inputs import (
+    Source,
+    check_pooling,
+    check_tokenizers,
+    default_base,
+    matched,
+    open_source,
+)
 from vembed.weights.merge_rules import MergeMethod, check_merge, check_numbers
-from vembed.weights.merging import Merge
-from vembed.weights.methods import Recipe
-from vembed.weights.trials import Judge, Trial, at_point, greedy_soup, sweep
+from vembed.weights.methods import Read, Recipe, merged_pieces
+from vembed.weights.tensor_files import TensorEntry, TensorReader, TensorWriter
 
 log = logging.getLogger("vembed")
 
-Of = Literal["auto", "weights", "differences"]
+RECIPE_FILE = "merge.json"
+"""File in a merged model's folder that lists its sources."""
+NOT_COPIED = frozenset({ADAPTER_FOLDER, RECIPE_FILE, "README.md", "onnx", "openvino"})
+"""In a model's folder: what is of this model alone."""
+SlerpOf = Literal["auto", "weights", "differences"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class MergeTrial:
+    """A point of a sweep that was evaluated."""
+
+    at: float
+    """Place on the line of two models, or of a base and one model."""
+    score: float
+    scores: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,7 +69,7 @@ class MergeResult:
     """Those that are in it."""
     score: float | None = None
     """On the evaluation data, where some were given."""
-    trials: tuple[Trial, ...] = field(default=())
+    trials: tuple[MergeTrial, ...] = field(default=())
     """The points of a sweep."""
 
 
@@ -53,7 +80,7 @@ def merge(
     *,
     weights: Sequence[float] | None = None,
     base: str | Path | None = None,
-    of: Of = "auto",
+    of: SlerpOf = "auto",
     density: float = 0.2,
     scale: float = 1.0,
     interpolate: float = 1.0,
@@ -78,11 +105,10 @@ def merge(
         data: evaluation data for soup and sweep.
         session: the process group, if several processes call this together.
     """
-    given = [
-        str(one) for one in ([models] if isinstance(models, str | Path) else models)
-    ]
+    if isinstance(models, str | Path):
+        models = [models]
     target = Path(output)
-    names = _expanded(given, last)
+    names = _with_checkpoints([str(model) for model in models], last)
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
     check_merge(
@@ -107,66 +133,88 @@ def merge(
         density=density,
         scale=scale,
         interpolate=interpolate,
-        of_differences=method == "slerp"
-        and (of == "differences" or (of == "auto" and base is not None)),
+        of_differences=_is_of_differences(method, of, base),
         seed=seed,
     )
-    stored = None if dtype == "auto" else getattr(torch, dtype)
+    scorer = None if data is None else _Scorer(str(data), metric, session)
     is_main = session is None or session.is_main
-    judge = Judge(str(data), metric, session) if data is not None else None
+    chosen = list(range(len(names)))
+    score = None
+    trials: list[MergeTrial] = []
     with _scratch(target, is_main=is_main) as scratch:
         sources = _opened(names, scratch, is_main=is_main)
-        wants_base = recipe.needs_base or (sweep_points is not None and len(names) == 1)
-        base_name = _base_name(base, sources, method) if wants_base else None
-        below = open_source(base_name) if base_name is not None else None
-        fitting = Merge(sources, below)
-
-        def write(chosen: Sequence[int], recipe: Recipe, folder: Path) -> None:
-            part = (
-                fitting
-                if list(chosen) == list(range(len(sources)))
-                else fitting.of(chosen)
-            )
-            part.write(recipe, folder, dtype=stored)
-
-        chosen, score, trials = list(range(len(names))), None, []
-        if method == "soup":
-            assert judge is not None
-            members = [one.folder for one in sources]
-            chosen, score = greedy_soup(judge, members, write, scratch / "candidate")
-            recipe = Recipe("mean", (1.0,) * len(chosen))
-        elif sweep_points is not None:
-            assert judge is not None
-            trials = sweep(judge, recipe, sweep_points, write, scratch / "candidate")
-            best = max(range(len(trials)), key=lambda place: trials[place].score)
-            recipe, score = at_point(recipe, trials[best].at), trials[best].score
+        base_name = None
+        if recipe.needs_base or (sweep_points is not None and len(names) == 1):
+            base_name = _base_name(base, sources, method)
+        merger = Merge(sources, None if base_name is None else open_source(base_name))
+        merger.dtype = None if dtype == "auto" else getattr(torch, dtype)
+        if scorer is not None:
+            candidates = _Candidates(merger, scorer, scratch / "candidate", is_main)
+            if method == "soup":
+                chosen, score = greedy_soup(candidates)
+                recipe = Recipe("mean", (1.0,) * len(chosen))
+            elif sweep_points is not None:
+                trials = sweep(candidates, recipe, sweep_points)
+                best = max(trials, key=lambda trial: trial.score)
+                recipe = at_point(recipe, best.at)
+                score = best.score
         if is_main:
-            write(chosen, recipe, target)
-            if trials:
-                assert judge is not None
-                _draw(target, trials, judge.metric, names, base_name)
+            merger.of(chosen).write(recipe, target)
+            if scorer is not None and trials:
+                _draw(target, trials, scorer.metric, names, base_name)
         collectives.barrier()
-    if judge is not None and score is None:
-        score = judge.score(target)
-    return MergeResult(
-        target, recipe, tuple(names[place] for place in chosen), score, tuple(trials)
-    )
+    if scorer is not None and score is None:
+        score = scorer.scores(target)[scorer.metric]
+    merged = tuple(names[number] for number in chosen)
+    return MergeResult(target, recipe, merged, score, tuple(trials))
+
+
+def _is_of_differences(method: str, of: SlerpOf, base: str | Path | None) -> bool:
+    """Return whether slerp interpolates the differences from the base, and log what it does."""
+    if method != "slerp":
+        return False
+    if of == "differences" or (of == "auto" and base is not None):
+        reason = "--of differences" if of == "differences" else "--base is given"
+        log.info(
+            "slerp: of the differences from the base (%s); --of weights interpolates the weights themselves",
+            reason,
+        )
+        return True
+    log.info("slerp: of the weights; --of differences takes those from a base")
+    return False
+
+
+def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
+    """Return the models with each run replaced by its last checkpoints, or by its final model."""
+    expanded: list[str] = []
+    for name in names:
+        path = Path(name).expanduser()
+        is_run = (path / "config.yaml").is_file() and not is_checkpoint(path)
+        if is_run and last is not None:
+            expanded += [str(checkpoint) for checkpoint in last_checkpoints(path, last)]
+        elif is_run and (path / "final").is_dir():
+            expanded.append(str(path / "final"))
+        else:
+            expanded.append(name)
+    if last is not None and len(expanded) == len(names) and last != 1:
+        raise UserError(
+            f"last: {last} asks for checkpoints of a run, and {names[0]} is no run's output folder"
+        )
+    return expanded
 
 
 def _opened(names: Sequence[str], scratch: Path, *, is_main: bool) -> list[Source]:
     """Open the models. Adapters and checkpoints become whole models in `scratch` first. Collective."""
-    folders = {name: scratch / f"model-{place}" for place, name in enumerate(names)}
+    folders = [scratch / f"model-{number}" for number in range(len(names))]
     if is_main:
-        made = {name: whole_model(name, folder) for name, folder in folders.items()}
+        for name, folder in zip(names, folders, strict=True):
+            whole_model(name, folder)
     collectives.barrier()
-    # whole_model gives None for a name that is a model already, which only rank 0 knows; a folder says so to the
-    # others.
-    if not is_main:
-        made = {
-            name: folder if folder.is_dir() else None
-            for name, folder in folders.items()
-        }
-    return [open_source(name, made[name]) for name in names]
+    sources = []
+    for name, folder in zip(names, folders, strict=True):
+        # There is no folder for what is a whole model already.
+        sources.append(open_source(name, folder if folder.is_dir() else None))
+    return sources
 
 
 def _base_name(
@@ -175,36 +223,13 @@ def _base_name(
     """Return the name of the base model: the one given, or the one that all sources were tuned from."""
     if base is not None:
         return str(base)
-    found = default_base(sources)
-    if found is None:
+    name = default_base(sources)
+    if name is None:
         raise UserError(
             f"{method} needs the model that the others were tuned from: give it as base (--base)"
         )
-    log.info("base: %s (the model that all were tuned from)", found)
-    return found
-
-
-def _expanded(names: Sequence[str], last: int | None) -> list[str]:
-    """Return the models with each run replaced by its last checkpoints."""
-    found: list[str] = []
-    for name in names:
-        path = Path(name).expanduser()
-        is_run = (
-            path.is_dir()
-            and not is_checkpoint(path)
-            and (path / "config.yaml").is_file()
-        )
-        if last is not None and is_run:
-            found += [str(one) for one in last_checkpoints(path, last)]
-        elif is_run and (path / "final").is_dir():
-            found.append(str(path / "final"))
-        else:
-            found.append(name)
-    if last is not None and len(found) == len(names) and last != 1:
-        raise UserError(
-            f"last: {last} asks for checkpoints of a run, and {names[0]} is no run's output folder"
-        )
-    return found
+    log.info("base: %s (the model that all were tuned from)", name)
+    return name
 
 
 @contextmanager
@@ -222,30 +247,265 @@ def _scratch(target: Path, *, is_main: bool) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+class Merge:
+    """Models that fit together, and the base that they are compared with; ready to be merged by any recipe."""
+
+    def __init__(self, sources: Sequence[Source], base: Source | None) -> None:
+        """Raise where the models are not of one architecture, tokenizer and pooling."""
+        self.sources = list(sources)
+        self.base = base
+        self.dtype: torch.dtype | None = None
+        """Of the stored weights. None: the first model's."""
+        first = self.sources[0]
+        self._names = [matched(first, source) for source in self.sources]
+        self._base_names = matched(first, base) if base is not None else {}
+        with_base = self.sources if base is None else [*self.sources, base]
+        check_tokenizers(with_base)
+        check_pooling(self.sources)
+
+    def of(self, chosen: Sequence[int]) -> Merge:
+        """Return the merge of some of the models."""
+        if list(chosen) == list(range(len(self.sources))):
+            return self
+        merge = Merge([self.sources[number] for number in chosen], self.base)
+        merge.dtype = self.dtype
+        return merge
+
+    def write(self, recipe: Recipe, target: Path) -> Path:
+        """Write the merged model: the files of the first one, with the weights of all."""
+        root = self.sources[0].folder
+        files = {
+            reader.path
+            for tensors in self.sources[0].files.values()
+            for reader in tensors.values()
+        }
+
+        def not_copied(folder: str, names: list[str]) -> set[str]:
+            """Weights are written anew; an adapter, a recipe and a report are of another model."""
+            left = set(names) & NOT_COPIED if Path(folder) == root else set()
+            for name in names:
+                if name.endswith(".safetensors") or name.startswith(
+                    ("checkpoint-", ".")
+                ):
+                    left.add(name)
+            return left
+
+        described = self.described(recipe)
+        with replaced_folder(target) as folder:
+            shutil.copytree(root, folder, dirs_exist_ok=True, ignore=not_copied)
+            for path in sorted(files):
+                self._write_file(recipe, path, folder / path.relative_to(root))
+            if self.dtype is not None:
+                _write_dtype(folder, self.dtype)
+            write_json(folder / RECIPE_FILE, described)
+            card = _card(described, has_vembed_file=(root / "vembed.json").is_file())
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        return target
+
+    def described(self, recipe: Recipe) -> dict[str, Any]:
+        """Return the recipe with the models that it is for."""
+        base = None
+        if self.base is not None and recipe.needs_base:
+            base = self.base.name
+        models = [source.name for source in self.sources]
+        return {"models": models, "base": base, **asdict(recipe)}
+
+    def _write_file(self, recipe: Recipe, path: Path, target: Path) -> None:
+        relative = path.parent.relative_to(self.sources[0].folder).as_posix()
+        subfolder = "" if relative == "." else relative
+        reader = TensorReader(path)
+        entries = {}
+        for name, entry in reader.entries.items():
+            is_kept = self.dtype is None or not entry.dtype.is_floating_point
+            dtype = entry.dtype if is_kept or self.dtype is None else self.dtype
+            entries[name] = TensorEntry(dtype, entry.shape)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TensorWriter(target, entries, reader.metadata) as writer:
+            for name, entry in entries.items():
+                models = self._model_readers(subfolder, name)
+                base = self._base_reader(subfolder, name)
+                is_merged = entry.dtype.is_floating_point and models is not None
+                # Counts and tables of positions have no mean; a pooler that some lack is never used.
+                if not is_merged or (recipe.needs_base and base is None):
+                    writer.write(reader.read(name).to(entry.dtype))
+                    continue
+                assert models is not None
+                for piece in merged_pieces(recipe, name, entry.size, models, base):
+                    writer.write(piece.to(entry.dtype))
+
+    def _model_readers(self, subfolder: str, name: str) -> list[Read] | None:
+        readers = []
+        for source, names in zip(self.sources, self._names, strict=True):
+            if name not in names[subfolder]:
+                return None
+            readers.append(source.reader(subfolder, names[subfolder][name]))
+        return readers
+
+    def _base_reader(self, subfolder: str, name: str) -> Read | None:
+        if self.base is None or name not in self._base_names[subfolder]:
+            return None
+        return self.base.reader(subfolder, self._base_names[subfolder][name])
+
+
+def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Name the dtype of the stored weights in config.json, for those that load them."""
+    if not (folder / "config.json").is_file():
+        return
+    if file_dtype(read_config(folder, trust_remote_code=False)) == dtype:
+        return
+    settings = read_object(folder / "config.json") or {}
+    # The key's older name would contradict.
+    settings.pop("torch_dtype", None)
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    write_json(folder / "config.json", settings)
+
+
+def _card(described: Mapping[str, Any], *, has_vembed_file: bool) -> str:
+    """Return a card with what the model was merged from."""
+    front = "---\nlibrary_name: sentence-transformers\ntags:\n- sentence-transformers\n- feature-extraction\n- merge\n---"
+    models = "\n".join(f"- {_public(name)}" for name in described["models"])
+    blocks = [front, "# Embedding model", "Merged by vembed from:", models]
+    if described["base"]:
+        blocks.append(f"Base: {_public(described['base'])}")
+    settings = dict(described)
+    del settings["models"]
+    del settings["base"]
+    blocks.append(f"```json\n{json.dumps(settings, indent=2)}\n```")
+    if has_vembed_file:
+        blocks.append(
+            '```python\nimport vembed\n\nmodel = vembed.Embedder("this-folder")\n```'
+        )
+    return "\n\n".join(blocks) + "\n"
+
+
+def _public(name: str) -> str:
+    """Return a Hub name as it is, and of a folder only its last two parts, which name nothing of the machine."""
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "~", "/"))
+    return name if is_hub_name else "/".join(Path(name).parts[-2:])
+
+
+# ---- choices by evaluation data ------------------------------------------------------------------------------------
+
+
+class _Scorer:
+    """Scores model folders on one set of evaluation data. Collective where a session has several ranks."""
+
+    def __init__(self, data: str, metric: str, session: Session | None) -> None:
+        """`metric`: `auto` is nDCG@10, or Spearman's correlation for scored pairs."""
+        config = TrainConfig(model_name="", data_path=data)
+        self.data = open_eval_data(config, data, splits=TEST_FIRST)
+        self.metric = self.data.metric if metric == "auto" else metric
+        self.session = session
+
+    def scores(self, folder: Path) -> dict[str, float]:
+        """Return all metrics of a model."""
+        scores = evaluate(folder, self.data, session=self.session)
+        if self.metric not in scores:
+            raise UserError(
+                f"metric {self.metric} is not among what is measured: {', '.join(scores)}"
+            )
+        return scores
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Merges that are written into a scratch folder and scored."""
+
+    merger: Merge
+    scorer: _Scorer
+    folder: Path
+    is_main: bool
+
+    def scores(self, chosen: Sequence[int], recipe: Recipe) -> dict[str, float]:
+        """Return all metrics of the merge of some of the models. Collective: the first process writes."""
+        if self.is_main:
+            self.merger.of(chosen).write(recipe, self.folder)
+        collectives.barrier()
+        return self.scorer.scores(self.folder)
+
+
+def greedy_soup(candidates: _Candidates) -> tuple[list[int], float]:
+    """Return which members the best mean has, and its score.
+
+    The best member is in it. In the order of their own scores the others are tried one by one, and one is kept if the
+    mean with it scores no worse; so the soup is never below its best member on these data.
+    """
+    scorer = candidates.scorer
+    members = candidates.merger.sources
+    alone = []
+    for member in members:
+        score = scorer.scores(member.folder)[scorer.metric]
+        log.info("soup: %s alone: %s %.4f", member.folder, scorer.metric, score)
+        alone.append(score)
+    order = sorted(range(len(members)), key=lambda number: -alone[number])
+    chosen = order[:1]
+    best_score = alone[order[0]]
+    for number in order[1:]:
+        with_member = [*chosen, number]
+        recipe = Recipe("mean", (1.0,) * len(with_member))
+        score = candidates.scores(with_member, recipe)[scorer.metric]
+        is_kept = score >= best_score
+        log.info(
+            "soup: with %s: %s %.4f (%s)",
+            members[number].folder,
+            scorer.metric,
+            score,
+            "kept" if is_kept else "left out",
+        )
+        if is_kept:
+            chosen = with_member
+            best_score = score
+    return chosen, best_score
+
+
+def sweep(
+    candidates: _Candidates, recipe: Recipe, points: Sequence[float]
+) -> list[MergeTrial]:
+    """Return the scores along a line: of two models, from the first (0) to the second (1); of one model, from its base
+    to itself."""
+    trials = []
+    for at in points:
+        scores = candidates.scores(range(len(recipe.weights)), at_point(recipe, at))
+        trial = MergeTrial(at, scores[candidates.scorer.metric], scores)
+        log.info("sweep: at %.3g: %s %.4f", at, candidates.scorer.metric, trial.score)
+        trials.append(trial)
+    return trials
+
+
+def at_point(recipe: Recipe, at: float) -> Recipe:
+    """Return the recipe at a point of the line."""
+    if len(recipe.weights) == 1:
+        return replace(recipe, interpolate=at)
+    method = "weighted" if recipe.method == "mean" else recipe.method
+    return replace(recipe, method=method, weights=(1 - at, at))
+
+
 def _draw(
     target: Path,
-    trials: Sequence[Trial],
+    trials: Sequence[MergeTrial],
     metric: str,
     names: Sequence[str],
     base: str | None,
 ) -> None:
-    ends = (names[0], names[1]) if len(names) == 2 else (base or "base", names[0])
-    scores = [one.score for one in trials]
-    label = f"0: {Path(ends[0]).name}    1: {Path(ends[1]).name}"
+    """Write the picture and the numbers of a sweep."""
+    start = base or "base"
+    end = names[0]
+    if len(names) == 2:
+        start, end = names
+    scores = [trial.score for trial in trials]
     svg = sweep_svg(
-        [one.at for one in trials],
+        [trial.at for trial in trials],
         scores,
-        label,
-        max(range(len(scores)), key=scores.__getitem__),
+        f"0: {Path(start).name}    1: {Path(end).name}",
+        scores.index(max(scores)),
     )
     for kind in ("svg", "png"):
         write_picture(target / f"sweep.{kind}", svg, metric_name(metric))
+    points = [asdict(trial) for trial in trials]
     write_json(
         target / "sweep.json",
-        {
-            "metric": metric,
-            "from": ends[0],
-            "to": ends[1],
-            "points": list(map(asdict, trials)),
-        },
+        {"metric": metric, "from": start, "to": end, "points": points},
     )

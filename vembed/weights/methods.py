@@ -16,7 +16,7 @@ from vembed.weights.merge_rules import OF_DIFFERENCES, Method
 PIECE = 2**20
 """Elements that are computed at once. `dare` draws by piece: another number would draw other elements."""
 _BINS = 2**16
-_PARALLEL = 1e-12
+MIN_SINE = 1e-12
 """Below this sine of the angle between two tensors, slerp is a straight line."""
 
 
@@ -72,33 +72,27 @@ def merged_pieces(
         )
     elif recipe.method == "ties":
         assert base is not None
-        thresholds = [
-            _threshold(_differences(read, base), size, recipe.density)
-            for read in models
-        ]
+        thresholds = []
+        for read in models:
+            magnitudes = _differences(read, base)
+            thresholds.append(_threshold(magnitudes, size, recipe.density))
     for start in range(0, size, PIECE):
         stop = min(start + PIECE, size)
         below = base(start, stop) if base is not None and recipe.needs_base else None
         if recipe.method in OF_DIFFERENCES or recipe.of_differences:
             assert below is not None
-            if (
-                recipe.method == "ties"
-            ):  # which elects signs, so it needs the piece of all models at once
-                change = _ties(
-                    [read(start, stop).sub_(below) for read in models],
-                    recipe.weights,
-                    thresholds,
-                )
+            if recipe.method == "ties":
+                # It elects signs, so it needs the piece of all models at once.
+                differences = [read(start, stop).sub_(below) for read in models]
+                change = _ties(differences, recipe.weights, thresholds)
             else:
                 # One after the other, so that only one model's values are in memory beside the sum.
                 change = torch.zeros(stop - start, dtype=torch.float64)
-                for place, (read, factor) in enumerate(
-                    zip(models, coefficients, strict=True)
-                ):
-                    part = read(start, stop).sub_(below)
+                for number, read in enumerate(models):
+                    difference = read(start, stop).sub_(below)
                     if recipe.method == "dare":
-                        part *= _drawn(recipe, name, place, start, stop - start)
-                    change.add_(part, alpha=factor)
+                        difference *= _drawn(recipe, name, number, start, stop - start)
+                    change.add_(difference, alpha=coefficients[number])
             merged = below + recipe.scale * change
         else:
             merged = torch.zeros(stop - start, dtype=torch.float64)
@@ -119,23 +113,24 @@ def slerp_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float]:
     coefficients = torch.zeros(len(weights), dtype=torch.float64)
     coefficients[0] = 1.0
     total = weights[0]
-    for place in range(1, len(weights)):
-        total += weights[place]
+    for number in range(1, len(weights)):
+        total += weights[number]
         # The first models may all have no weight: then the next one stands alone.
-        share = weights[place] / total if total else 1.0
-        norm = math.sqrt(max(float(coefficients @ gram @ coefficients), 0.0))
-        other = math.sqrt(max(float(gram[place, place]), 0.0))
-        first, second = 1 - share, share
-        if norm > 0 and other > 0:
-            cosine = float(coefficients @ gram[:, place]) / (norm * other)
+        second = weights[number] / total if total else 1.0
+        first = 1 - second
+        # Lengths of the tensor so far and of the next model's, and the angle between them.
+        first_norm = math.sqrt(max(float(coefficients @ gram @ coefficients), 0.0))
+        second_norm = math.sqrt(max(float(gram[number, number]), 0.0))
+        if first_norm > 0 and second_norm > 0:
+            product = float(coefficients @ gram[:, number])
+            cosine = product / (first_norm * second_norm)
             angle = math.acos(min(max(cosine, -1.0), 1.0))
-            if math.sin(angle) > _PARALLEL:
-                first, second = (
-                    math.sin(part * angle) / math.sin(angle) for part in (first, second)
-                )
+            if math.sin(angle) > MIN_SINE:
+                first = math.sin(first * angle) / math.sin(angle)
+                second = math.sin(second * angle) / math.sin(angle)
         coefficients *= first
-        coefficients[place] = second
-    return [float(one) for one in coefficients]
+        coefficients[number] = second
+    return coefficients.tolist()
 
 
 def _gram(
@@ -148,7 +143,7 @@ def _gram(
         if recipe.of_differences:
             assert base is not None
             below = base(start, stop)
-            values = [one.sub_(below) for one in values]
+            values = [value.sub_(below) for value in values]
         stacked = torch.stack(values)
         products += stacked @ stacked.T
     return products
@@ -173,22 +168,21 @@ def _threshold(magnitudes: Read, size: int, density: float) -> float:
         counts = torch.zeros(_BINS, dtype=torch.int64)
         for start in range(0, size, PIECE):
             bits = magnitudes(start, min(start + PIECE, size)).float().view(torch.int32)
-            keys = (
-                bits >> 16
-                if level == 0
-                else (bits & (_BINS - 1))[(bits >> 16) == upper]
-            )
+            keys = bits >> 16
+            if level == 1:
+                keys = (bits & (_BINS - 1))[keys == upper]
             counts += torch.bincount(keys, minlength=_BINS)
         # at_least[b]: elements in bin b or above. It falls with b, so the bins that reach `wanted` are the first ones,
         # and the last of them holds the threshold.
         at_least = counts.flip(0).cumsum(0).flip(0)
-        found = int((at_least >= wanted).sum()) - 1
+        last_bin = int((at_least >= wanted).sum()) - 1
         if level == 0:
-            upper = found
+            upper = last_bin
             # Elements in higher bins are above the threshold for certain; the second pass looks for the rest within
             # this bin.
-            wanted -= int(at_least[found + 1]) if found + 1 < _BINS else 0
-    bits_of_threshold = torch.tensor([(upper << 16) + found], dtype=torch.int32)
+            if upper + 1 < _BINS:
+                wanted -= int(at_least[upper + 1])
+    bits_of_threshold = torch.tensor([(upper << 16) + last_bin], dtype=torch.int32)
     return float(bits_of_threshold.view(torch.float32))
 
 
@@ -196,28 +190,26 @@ def _ties(
     differences: list[Tensor], weights: Sequence[float], thresholds: Sequence[float]
 ) -> Tensor:
     """Trim each difference to its largest elements, elect a sign for each element, average those that have it."""
-    for one, threshold in zip(differences, thresholds, strict=True):
-        one.mul_(one.abs().float() >= threshold)
     total = torch.zeros_like(differences[0])
-    for one, weight in zip(differences, weights, strict=True):
-        total.add_(one, alpha=weight)
+    for number, difference in enumerate(differences):
+        difference.mul_(difference.abs().float() >= thresholds[number])
+        total.add_(difference, alpha=weights[number])
     # A sign is elected by the sum of weighted differences, as TIES does it, not by the number of models.
     sign = total.sign()
-    kept, weight_kept = torch.zeros_like(total), torch.zeros_like(total)
-    for one, weight in zip(differences, weights, strict=True):
-        agrees = (one.sign() == sign) & (one != 0)
-        kept.add_(one * agrees, alpha=weight)
+    kept = torch.zeros_like(total)
+    weight_kept = torch.zeros_like(total)
+    for difference, weight in zip(differences, weights, strict=True):
+        agrees = (difference.sign() == sign) & (difference != 0)
+        kept.add_(difference * agrees, alpha=weight)
         weight_kept.add_(agrees, alpha=weight)
     return torch.where(weight_kept != 0, kept / weight_kept, 0.0)
 
 
-def _drawn(recipe: Recipe, name: str, place: int, start: int, count: int) -> Tensor:
+def _drawn(recipe: Recipe, name: str, model: int, start: int, count: int) -> Tensor:
     """Return 1 / density where an element is kept and 0 elsewhere, the same for every order of tensors and files."""
-    text = f"{recipe.seed}/{name}/{place}/{start}".encode()
+    text = f"{recipe.seed}/{name}/{model}/{start}".encode()
     # 7 bytes: manual_seed takes any number below 2**63.
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-    kept = (
-        torch.rand(count, generator=torch.Generator().manual_seed(number))
-        < recipe.density
-    )
+    draw = torch.Generator().manual_seed(number)
+    kept = torch.rand(count, generator=draw) < recipe.density
     return kept.double() / recipe.density

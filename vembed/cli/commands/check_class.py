@@ -118,16 +118,16 @@ class Trial:
         for kind, (count, length) in itertools.product(self.kinds, ((1, 4), (3, 7))):
             hidden = self._run(self.model, self._inputs(kind, count, length))
             assert hidden.last_hidden_state is not None
-            found = tuple(hidden.last_hidden_state.shape)
+            output = tuple(hidden.last_hidden_state.shape)
             wanted = (count, length, self.config.hidden_size)
-            if kind == "text" and found != wanted:
+            if kind == "text" and output != wanted:
                 return (
-                    f"{self.name} gives {list(found)} for {count} texts of {length} tokens, and must give "
+                    f"{self.name} gives {list(output)} for {count} texts of {length} tokens, and must give "
                     f"{list(wanted)} (or one vector for each)"
                 )
-            if found[0] != count or found[-1] != self.config.hidden_size:
+            if output[0] != count or output[-1] != self.config.hidden_size:
                 size = self.config.hidden_size
-                return f"{self.name} gives {list(found)} for {count} {kind}s, not {size} numbers for each"
+                return f"{self.name} gives {list(output)} for {count} {kind}s, not {size} numbers for each"
         return None
 
     def same_twice(self) -> str | None:
@@ -163,12 +163,13 @@ class Trial:
         padded["attention_mask"][0, 4:] = 0
         # Token 0, not a padding token: a model that masks must not care which it is.
         padded["input_ids"][0, 4:] = 0
-        wanted, found = self._run(self.model, alone), self._run(self.model, padded)
+        wanted, output = self._run(self.model, alone), self._run(self.model, padded)
         assert (
-            wanted.last_hidden_state is not None and found.last_hidden_state is not None
+            wanted.last_hidden_state is not None
+            and output.last_hidden_state is not None
         )
         error = float(
-            (wanted.last_hidden_state[0] - found.last_hidden_state[0, :4]).abs().max()
+            (wanted.last_hidden_state[0] - output.last_hidden_state[0, :4]).abs().max()
         )
         if not error <= TOLERANCE:
             return (
@@ -181,19 +182,20 @@ class Trial:
         """Compare texts of three lengths in one row with each of them alone."""
         texts = [self._inputs("text", 1, length) for length in (4, 7, 5)]
         row = {
-            name: torch.cat([one[name] for one in texts], dim=1) for name in texts[0]
+            name: torch.cat([parameter[name] for parameter in texts], dim=1)
+            for name in texts[0]
         }
         starts = torch.tensor([0, 4, 11, 16], dtype=torch.int32)
-        found = self._run(self.model, {**row, PACKED: starts}).last_hidden_state
+        output = self._run(self.model, {**row, PACKED: starts}).last_hidden_state
         wanted = torch.cat(
             [_states(self._run(self.model, text)) for text in texts], dim=1
         )
-        if found is None or found.shape != wanted.shape:
+        if output is None or output.shape != wanted.shape:
             return (
-                f"{self.name} takes {PACKED} and gives {None if found is None else list(found.shape)} for three texts "
+                f"{self.name} takes {PACKED} and gives {None if output is None else list(output.shape)} for three texts "
                 f"of 16 tokens in one row: return {list(wanted.shape)}, or one vector for each text"
             )
-        error = float((found - wanted).abs().max())
+        error = float((output - wanted).abs().max())
         if not error <= TOLERANCE:
             return (
                 f"{self.name} takes {PACKED}, and texts in one row change each other (by {error:.2g}): let each text "
@@ -216,8 +218,8 @@ class Trial:
             torch.autograd.backward(total)
         without = [
             name.removeprefix("own.")
-            for name, one in self.model.named_parameters()
-            if one.grad is None
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is None
         ]
         if without:
             more = (
@@ -235,9 +237,9 @@ class Trial:
         """Compare sums and counts of a batch with those of its inputs one by one."""
         return next(
             (
-                found
+                output
                 for inputs in self._every(3, 6)
-                if (found := self._added(inputs)) is not None
+                if (output := self._added(inputs)) is not None
             ),
             None,
         )
@@ -282,7 +284,9 @@ class Trial:
         except (RuntimeError, NotImplementedError) as error:
             return f"the constructor of {self.name} reads values of its parameters ({_first_line(error)}); only set them"
         real = [
-            name for name, one in model.named_parameters() if one.device.type != "meta"
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.device.type != "meta"
         ]
         return (
             f"{real[0]} of {self.name} is made outside of register_parameter"
@@ -359,8 +363,8 @@ class Trial:
         except TypeError as error:
             raise UserError(f"model_class: {self.name}: {error}") from error
 
-    def _distance(self, one: OwnOutput, other: OwnOutput) -> float:
-        return float((_states(one) - _states(other)).abs().max())
+    def _distance(self, first: OwnOutput, other: OwnOutput) -> float:
+        return float((_states(first) - _states(other)).abs().max())
 
 
 def _states(output: OwnOutput) -> Tensor:

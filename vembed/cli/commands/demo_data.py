@@ -153,9 +153,9 @@ def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield the functions of a module. Looks at statements alone: most nodes are parts of expressions."""
-    found: list[ast.AST] = [tree]
-    while found:
-        node = found.pop()
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
@@ -163,7 +163,7 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunction
             if isinstance(
                 inner, list
             ):  # of a statement; a conditional expression has one node
-                found += inner
+                pending += inner
 
 
 def _without_docstring(

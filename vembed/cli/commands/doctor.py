@@ -342,9 +342,9 @@ def _weights_point(run: ResolvedRun) -> tuple[bool, str]:
     try:
         description = describe(run.config.model)
         folders = [
-            Path(one)
-            for one in (description.source, description.image_source)
-            if one is not None
+            Path(source)
+            for source in (description.source, description.image_source)
+            if source is not None
         ]
         for folder in folders:
             check_whole_weights(folder)

@@ -129,9 +129,9 @@ def run_encode(
         wanted = (*ID_FIELDS, *keep, *([column] if column else ITEM_COLUMNS))
         lines = InputLines(input, session, rows, wanted, CHUNK_LINES)
         bad = BadInputs(session, skips=on_bad_record == "skip")
-        given: Format = "jsonl" if rows else input_format
+        chosen_format: Format = "jsonl" if rows else input_format
         parser = InputParser(
-            input, column, given, image_root, bad, of_rows=rows is not None
+            input, column, chosen_format, image_root, bad, of_rows=rows is not None
         )
         chunks = (parser.rows(part, first) for first, part in lines)
         start = next(
@@ -340,7 +340,7 @@ class _Layers:
 
     def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
         """The rows of some inputs; collective."""
-        found = self.embedder.hidden_states(
+        states = self.embedder.hidden_states(
             items,
             self.layers,
             self.kind,
@@ -348,4 +348,4 @@ class _Layers:
             budget_tokens=self.batch_tokens,
         )
         progress(len(items), len(items))
-        return found
+        return states

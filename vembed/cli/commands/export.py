@@ -107,11 +107,11 @@ def run_export_as(
             write_server_files(served, folder, description, dim)
 
     with (
-        usable_model(model) as found,
+        usable_model(model) as model_path,
         tempfile.TemporaryDirectory(prefix="vembed-") as scratch,
     ):
         done = export_model(
-            found,
+            model_path,
             output or Path(scratch, "export"),
             chosen,
             weight_precision,

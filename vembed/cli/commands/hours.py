@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vembed.config.entries import DataSource
-from vembed.config.rhythm import passes
+from vembed.config.run_intervals import decide_epochs
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import data_sources
 from vembed.data.columns import Columns
@@ -148,8 +148,11 @@ def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
         return config.optimizer.max_steps
     batch = per_step // config.batch.gradient_accumulation_steps
     train = num_examples * (1.0 - (config.data.val_split or 0.0))
-    epochs = passes(
-        config, int(train), has_scale=describe(config.model).traits.has_scale_and_bias
+    epochs = decide_epochs(
+        config.optimizer,
+        config.model,
+        int(train),
+        has_scale=describe(config.model).traits.has_scale_and_bias,
     ).value
     return max(
         math.ceil(epochs * (train // batch) / config.batch.gradient_accumulation_steps),
@@ -191,17 +194,19 @@ def data_size(config: TrainConfig) -> DataSize | None:
     num_examples, tokens, num_texts, num_looked = 0, 0.0, 0, 0
     for source in data_sources(config):
         path = source.path if isinstance(source, DataSource) else source
-        own = source.column_mapping if isinstance(source, DataSource) else None
-        mapping = own or config.data.column_mapping
+        source_mapping = (
+            source.column_mapping if isinstance(source, DataSource) else None
+        )
+        mapping = source_mapping or config.data.column_mapping
         sample = read_sample(Path(path).expanduser())
         if not sample.records:
             return None
         texts: list[str] = []
         for record in sample.records:
-            found = list(_texts(record, mapping, config.data.max_negatives))
-            if None in found:
+            record_texts = list(_texts(record, mapping, config.data.max_negatives))
+            if None in record_texts:
                 return None
-            texts += [one for one in found if one is not None]
+            texts += [text for text in record_texts if text is not None]
         ids = (
             tokenizer(texts, truncation=True, max_length=description.max_length)[
                 "input_ids"
@@ -232,5 +237,7 @@ def _texts(
     )
     for name in (layout.query, layout.positive):
         yield from texts_of(record.get(name) if name else None)
-    negatives = [one for name in layout.negatives for one in texts_of(record.get(name))]
+    negatives = [
+        text for name in layout.negatives for text in texts_of(record.get(name))
+    ]
     yield from negatives[:most]

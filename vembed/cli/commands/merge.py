@@ -36,7 +36,10 @@ def _lines(result: MergeResult) -> list[Table | str]:
             table.add_row(f"{trial.at:g}", f"{trial.score:.4f}")
         lines.append(table)
     names = ", ".join(result.models)  # as they were given: most are called final
-    lines.append(f"merged by {result.recipe.method}: {names}")
+    method: str = result.recipe.method
+    if result.recipe.of_differences:
+        method += " of the differences from the base"
+    lines.append(f"merged by {method}: {names}")
     if result.score is not None:
         lines.append(f"score: {result.score:.4f}")
     return [*lines, f"wrote {result.model_dir}"]

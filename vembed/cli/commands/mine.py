@@ -13,15 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vembed.config.entries import Frozen
+from vembed.data_tools.config import AuditConfig, GenerateConfig, JudgeConfig
 from vembed.errors import UserError
-from vembed.mining.config import (
-    BM25,
-    AuditConfig,
-    GenerateConfig,
-    JudgeConfig,
-    MineConfig,
-)
+from vembed.mining.config import BM25, CommandConfig, MineConfig
 from vembed.mining.options import describe_options, load_options
 
 Verb = Literal["mine", "judge", "audit", "generate"]
@@ -116,7 +110,7 @@ def make_data(verb: Verb, about: str, words: Sequence[str], give: Give = ignore)
     return run(words, give)
 
 
-def options_help(verb: str, about: str, kind: type[Frozen]) -> str:
+def options_help(verb: str, about: str, kind: type[CommandConfig]) -> str:
     """Return the text of `--help`."""
     lines = [
         f"Usage: vembed {verb} [CFG] [KEY=VALUE | --KEY VALUE] ...",
@@ -299,7 +293,7 @@ def speak(line: str) -> None:
     sys.stderr.flush()
 
 
-VERBS: dict[Verb, tuple[type[Frozen], Callable[[Sequence[str], Give], int]]] = {
+VERBS: dict[Verb, tuple[type[CommandConfig], Callable[[Sequence[str], Give], int]]] = {
     "mine": (MineConfig, run_mine),
     "judge": (JudgeConfig, run_judge),
     "audit": (AuditConfig, run_audit),

@@ -136,8 +136,9 @@ def show(prediction: Prediction, give: Callable[[Any], None]) -> None:
             "num_shards": placement.num_shards,
             "rows": placement.rows,
             "largest_batch": {
-                one: placement.most_rows(size, one) * placement.ranks.world_size
-                for one in EXCHANGES
+                exchange: placement.most_rows(size, exchange)
+                * placement.ranks.world_size
+                for exchange in EXCHANGES
             },
             "decisions": {
                 name: str(decision) for name, decision in placement.decisions.items()
@@ -205,10 +206,13 @@ def largest_batch(placement: Placement, size: ModelSize) -> str:
     chosen = placement.exchange.value
     if world_size == 1:
         return f"largest batch: about {placement.most_rows(size, chosen):,d} rows, by the memory of the loss"
-    found = {one: placement.most_rows(size, one) * world_size for one in EXCHANGES}
+    most_rows = {
+        exchange: placement.most_rows(size, exchange) * world_size
+        for exchange in EXCHANGES
+    }
     return (
-        f"largest batch: about {found['gather']:,d} rows on {world_size} processes with loss_exchange: gather, "
-        f"{found['ring']:,d} with ring, by the memory of the loss; this run takes {chosen}"
+        f"largest batch: about {most_rows['gather']:,d} rows on {world_size} processes with loss_exchange: gather, "
+        f"{most_rows['ring']:,d} with ring, by the memory of the loss; this run takes {chosen}"
     )
 
 

@@ -43,7 +43,7 @@ def run_push(
             f"would push {len(files)} files to {repository} ({kind}); nothing was sent\n"
         )
         return Pushed(repository, "", not public, sizes, 0)
-    hub = Hub(repository, public=public, say=lambda line: sys.stdout.write(line + "\n"))
+    hub = Hub(repository, public=public, log=lambda line: sys.stdout.write(line + "\n"))
     hub.open()
     num_sent = hub.push(files, "Pushed by vembed")
     url = f"{hub.api.endpoint}/{hub.repository}"

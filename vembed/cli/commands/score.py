@@ -71,16 +71,16 @@ def run_score(
                 for number in range(start, min(start + CHUNK, len(store)))
             ]
             rows = [
-                (number, role, one.query, item)
-                for number, one in examples
+                (number, role, example.query, item)
+                for number, example in examples
                 for role, items in (
-                    ("positive", one.positives),
-                    ("negative", one.negatives),
+                    ("positive", example.positives),
+                    ("negative", example.negatives),
                 )
                 for item in items
             ]
-            found = embedder.score([(query, item) for _, _, query, item in rows])
-            write([(number, role) for number, role, _, _ in rows], found)
+            scores = embedder.score([(query, item) for _, _, query, item in rows])
+            write([(number, role) for number, role, _, _ in rows], scores)
             total += len(rows)
     return total
 

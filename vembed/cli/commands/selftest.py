@@ -33,7 +33,7 @@ def main() -> int:
     """Run all checks. Rank 0 prints one line each; any rank prints its failures."""
     rank_info = read_rank_info()
     with tempfile.TemporaryDirectory() as folder:
-        with check("start", rank_info.rank) as found:
+        with check("start", rank_info.rank) as lines:
             small_config().save_pretrained(folder)
             config = TrainConfig(
                 model_name=folder,
@@ -44,7 +44,7 @@ def main() -> int:
             )
             session = start_session(config)
             total = collectives.sum_ints([1])[0]
-            found.append(_started(session, total))
+            lines.append(_started(session, total))
             if total != rank_info.world_size:
                 raise RuntimeError(
                     f"{total} processes answered instead of {rank_info.world_size}"
@@ -57,7 +57,7 @@ def main() -> int:
 def _run(session: Session, path: Path) -> None:
     rank, world_size = session.rank, session.world_size
     _say(rank, "Loading model with FSDP...")
-    with check("shard", rank) as found:
+    with check("shard", rank) as lines:
         whole = small_model().to(session.device)
         model = session.prepare(small_model(), (LAYER,))
         held = (
@@ -69,19 +69,19 @@ def _run(session: Session, path: Path) -> None:
             raise RuntimeError(
                 f"this process holds {held:.0%} of the model, which should be 1/{world_size}"
             )
-        found.append(
+        lines.append(
             f"* Model loaded successfully with FSDP ({held:.0%} of it on each process)"
         )
     _say(rank, "Testing basic operations...")
-    with check("forward", rank) as found:
+    with check("forward", rank) as lines:
         output = model(_inputs(rank, session.device))[0]
         _compare(
             output.detach(),
             whole(_inputs(rank, session.device))[0].detach(),
             "embeddings",
         )
-        found.append("* forward: embeddings equal those of the whole model")
-    with check("backward", rank) as found:
+        lines.append("* forward: embeddings equal those of the whole model")
+    with check("backward", rank) as lines:
         # Times world_size: FSDP and all_reduce_gradients average over ranks, and the whole model sums over all inputs.
         (output.square().sum() * world_size).backward()
         if session.strategy != "fsdp":
@@ -93,10 +93,10 @@ def _run(session: Session, path: Path) -> None:
             parameters.global_grad_norm(whole),
         )
         _compare(ours, theirs, "gradient norms")
-        found.append(
+        lines.append(
             f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs"
         )
-    with check("gradient cache", rank) as found:
+    with check("gradient cache", rank) as lines:
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             cached = model(_inputs(rank, session.device))[0]
@@ -110,16 +110,16 @@ def _run(session: Session, path: Path) -> None:
             theirs,
             "gradient norms with Gradient Cache",
         )
-        found.append("* gradient cache: two forward passes give the same gradient")
-    with check("bf16", rank) as found:
-        found.append(_try_bf16(whole, session.device))
-    with check("packed attention", rank) as found:
-        found.append(_try_packed_attention(session.device))
-    with check("step", rank) as found:
-        for one in (model, whole):
-            torch.optim.AdamW(one.parameters(), lr=1e-3).step()
-        found.append("* step: AdamW on shards")
-    with check("gather", rank) as found:
+        lines.append("* gradient cache: two forward passes give the same gradient")
+    with check("bf16", rank) as lines:
+        lines.append(_try_bf16(whole, session.device))
+    with check("packed attention", rank) as lines:
+        lines.append(_try_packed_attention(session.device))
+    with check("step", rank) as lines:
+        for module in (model, whole):
+            torch.optim.AdamW(module.parameters(), lr=1e-3).step()
+        lines.append("* step: AdamW on shards")
+    with check("gather", rank) as lines:
         state = parameters.full_state_dict(model)
         if rank == 0:
             for name, value in whole.state_dict().items():
@@ -131,38 +131,38 @@ def _run(session: Session, path: Path) -> None:
             raise RuntimeError(
                 f"{rows.shape[0]} rows were gathered instead of {sum(range(world_size))}"
             )
-        found.append(
+        lines.append(
             "* gather: the full weights equal those of one process; uneven rows arrive in order"
         )
-    with check("save", rank) as found:
+    with check("save", rank) as lines:
         if rank == 0:
             save_file(state, path)
         collectives.barrier()
-        found.append("* save: full weights written by rank 0, the others took part")
-    with check("load", rank) as found:
+        lines.append("* save: full weights written by rank 0, the others took part")
+    with check("load", rank) as lines:
         if rank == 0:
             fresh = small_model()
             fresh.load_state_dict(load_file(path))
             expected = whole(_inputs(0, session.device))[0].detach().cpu()
             _compare(fresh(_inputs(0))[0].detach(), expected, "embeddings")
         collectives.barrier()
-        found.append(
+        lines.append(
             "* load: the saved weights give the same embeddings in one process"
         )
-    with check("weight edit", rank) as found:
+    with check("weight edit", rank) as lines:
         parameters.edit_weight(model, EDITED, _project_out)
         edited = parameters.full_state_dict(model)
         if rank == 0:
             _compare(edited[EDITED], _project_out(state[EDITED]), EDITED)
         collectives.barrier()
-        found.append(
+        lines.append(
             "* weight edit: W - v v^T W on shards equals it on the whole weight"
         )
     _say(rank, "Testing FSDP-aware memory management...")
-    with check("memory", rank) as found:
+    with check("memory", rank) as lines:
         memory.fsdp_empty_cache()
-        found.extend(memory.memory_lines())
-        found.append("* memory: measured on every process, caches emptied together")
+        lines.extend(memory.memory_lines())
+        lines.append("* memory: measured on every process, caches emptied together")
 
 
 def _try_bf16(model: nn.Module, device: torch.device) -> str:
@@ -199,7 +199,7 @@ def _try_packed_attention(device: torch.device) -> str:
     )
     single = []
     for part in (slice(0, 5), slice(5, 8)):
-        parts = [one[:, :, part].float() for one in (query, key, value)]
+        parts = [module[:, :, part].float() for module in (query, key, value)]
         single.append(
             nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2])
         )
@@ -246,15 +246,15 @@ def small_model() -> EmbeddingModel:
 @contextmanager
 def check(name: str, rank: int) -> Iterator[list[str]]:
     """Print the check's result on rank 0, or the failure on the rank where it happens, which then exits."""
-    found: list[str] = []
+    lines: list[str] = []
     try:
-        yield found
+        yield lines
     except Exception as error:
         _say(0, f"* {name}: FAIL on rank {rank}: {type(error).__name__}: {error}")
         raise SystemExit(1) from error
-    for line in found[:-1]:
+    for line in lines[:-1]:
         _say(rank, line)
-    _say(rank, f"{found[-1]}: pass")
+    _say(rank, f"{lines[-1]}: pass")
 
 
 def _started(session: Session, total: int) -> str:

@@ -68,8 +68,8 @@ def run_train(
     launch, vembed itself) or if one process is all there is. `starts_processes=False`: without a requested number, a
     plain process stays single on any machine.
     """
-    given = {} if arguments.run_id is None else {RUN_ID: arguments.run_id}
-    env = {**env, **given}
+    run_variables = {} if arguments.run_id is None else {RUN_ID: arguments.run_id}
+    env = {**env, **run_variables}
     resolved = resolve_run(
         arguments.source, arguments.overrides, stage=arguments.stage, env=env
     )
@@ -102,12 +102,12 @@ def run_train(
         return 0
     require_earlier_stage(resolved)
     if rank_info is None:
-        refuse_own_model(config)
+        refuse_own_model(config.run, config.model)
         candidates(
-            config
+            config.run
         )  # refuses a folder with an earlier run before any process is started
     if rank_info is not None or launch.world_size == 1:
-        os.environ.update({**(launch.changes or {}), **given})
+        os.environ.update({**(launch.changes or {}), **run_variables})
         code = _train_here(resolved)
     else:
         code = run_ranks(_command(arguments), _environments(launch, env))

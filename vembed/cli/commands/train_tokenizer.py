@@ -26,9 +26,11 @@ def run_train_tokenizer(data: str, folder: str, vocab_size: int) -> int:
     examples = open_examples(
         TrainConfig(model_name="-", data_path=data, loss="none"), data
     )
-    found = (examples[number] for number in range(len(examples)))
+    drawn = (examples[number] for number in range(len(examples)))
     items = (
-        item for one in found for item in (one.query, *one.positives, *one.negatives)
+        item
+        for example in drawn
+        for item in (example.query, *example.positives, *example.negatives)
     )
     return train_tokenizer(
         (item.text for item in items if item.text is not None),

@@ -26,11 +26,12 @@ from vembed.data_tools.audit.checks import (
 )
 from vembed.data_tools.audit.page import render
 from vembed.data_tools.audit.ranks import RankChecks
+from vembed.data_tools.config import AuditConfig
 from vembed.data_tools.init.data_page import sections
 from vembed.data_tools.init.sections import Section
 from vembed.errors import UserError
 from vembed.mining.candidates import CandidateStore
-from vembed.mining.config import AuditConfig, MineConfig
+from vembed.mining.config import MineConfig
 from vembed.mining.mine import Inputs, Log, open_session, read_inputs, work_folder
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer

@@ -19,6 +19,7 @@ from vembed.data.cache import short_hash
 from vembed.data.documents import document_id
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import casefolded
+from vembed.data_tools.config import GenerateConfig, ModelFreeKind
 from vembed.data_tools.generate.kinds import pairs_of
 from vembed.data_tools.generate.writers import (
     TextWriter,
@@ -29,7 +30,7 @@ from vembed.data_tools.generate.writers import (
 )
 from vembed.errors import UserError
 from vembed.mining.candidates import CandidateStore
-from vembed.mining.config import DataOptions, GenerateConfig, MineConfig, ModelFreeKind
+from vembed.mining.config import DataOptions, MineConfig
 from vembed.mining.documents import CorpusFile, content_key
 from vembed.mining.mine import Log, open_session, read_inputs
 from vembed.mining.options import Source, load_options

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vembed.data.cache import short_hash
+from vembed.data_tools.config import GenerateConfig, Writer
 from vembed.inference.reranker import add_padding_token, read_weights
-from vembed.mining.config import GenerateConfig, Writer
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.judges import DTYPES

@@ -26,9 +26,9 @@ def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
         return dict(options)
     beside = Path(config).parent
 
-    def found(value: Any) -> Any:
+    def locate(value: Any) -> Any:
         if isinstance(value, list):
-            return [found(one) for one in value]
+            return [locate(entry) for entry in value]
         if (
             not isinstance(value, str)
             or Path(value).exists()
@@ -38,7 +38,7 @@ def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
         return str(beside / value)
 
     return {
-        key: found(value) if key in (*DATA, *MODELS) else value
+        key: locate(value) if key in (*DATA, *MODELS) else value
         for key, value in options.items()
     }
 
@@ -70,8 +70,10 @@ def _missing_data(options: Mapping[str, Any], made: Sequence[Path]) -> str | Non
 def _missing_model(
     pipeline: Pipeline, step: Step, options: Mapping[str, Any], made: Sequence[Path]
 ) -> str | None:
-    before = [one.name for one in pipeline.before(step.name) if one.has_model]
-    others = {one.name for one in pipeline.steps} - set(before)
+    before = [
+        earlier.name for earlier in pipeline.before(step.name) if earlier.has_model
+    ]
+    others = {earlier.name for earlier in pipeline.steps} - set(before)
     for key in MODELS:
         for name in _texts(options.get(key)):
             if (
@@ -109,8 +111,10 @@ def _unmeasured(step: Step, options: Mapping[str, Any]) -> str | None:
 def _texts(value: Any) -> list[str]:
     """Return the paths and names of an option: a text, a list of them, or entries with a path."""
     entries = [
-        one["path"] if isinstance(one, Mapping) and "path" in one else one
-        for one in _listed(value)
+        earlier["path"]
+        if isinstance(earlier, Mapping) and "path" in earlier
+        else earlier
+        for earlier in _listed(value)
     ]
     return [entry for entry in entries if isinstance(entry, str)]
 

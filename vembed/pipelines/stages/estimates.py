@@ -42,16 +42,16 @@ def plan_stages(
 ) -> int:
     """Print the prediction of each training, then the estimates of all steps; exit code 1 if one does not fit."""
 
-    def shown(one: TrainArguments) -> Prediction:
-        sys.stdout.write(f"==== {one.stage}\n")
+    def predict_and_show(stage_arguments: TrainArguments) -> Prediction:
+        sys.stdout.write(f"==== {stage_arguments.stage}\n")
         sys.stdout.flush()
-        prediction = predict(one)
+        prediction = predict(stage_arguments)
         show(prediction)
         return prediction
 
-    found = estimates(pipeline, arguments, shown)
-    sys.stdout.write(table(found))
-    return 0 if all(one.fits for one in found) else 1
+    step_estimates = estimates(pipeline, arguments, predict_and_show)
+    sys.stdout.write(table(step_estimates))
+    return 0 if all(estimate.fits for estimate in step_estimates) else 1
 
 
 def pipeline_table(
@@ -59,15 +59,20 @@ def pipeline_table(
 ) -> str:
     """Return the estimates of all steps for a dry run, which fetches nothing and without a model imports no torch."""
 
-    def predicted(one: TrainArguments) -> Prediction:
-        config = resolve_run(one.source, one.overrides, stage=one.stage, env=env).config
+    def predicted(stage_arguments: TrainArguments) -> Prediction:
+        config = resolve_run(
+            stage_arguments.source,
+            stage_arguments.overrides,
+            stage=stage_arguments.stage,
+            env=env,
+        ).config
         if of_model(config.model.model_name, config.model.model_revision) is None:
             raise UserError(
                 f"no files of {config.model.model_name} here; `vembed plan` looks further"
             )
         from vembed.cli.commands.plan import predict  # imports torch
 
-        return predict(one, env)
+        return predict(stage_arguments, env)
 
     return table(estimates(pipeline, arguments, predicted, skips_missing=True))
 
@@ -82,52 +87,68 @@ def estimates(
     """Return the estimate of each step. The weights of a stage's model need not be there yet: every stage has the
     architecture of the model that the first one starts from. `skips_missing`: a model that is not here is no error."""
     models: dict[str, str] = {}
-    found: list[Estimate] = []
+    step_estimates: list[Estimate] = []
     newest: Prediction | None = None
     for step in pipeline.steps:
         before = pipeline.model_before(step.name)
         if step.kind != "train":
             models[step.name] = models[before.name] if before is not None else ""
-            found.append(_between(step, newest))
+            step_estimates.append(_between(step, newest))
             continue
-        one = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
+        stage_arguments = replace(
+            arguments, stage=step.name, first_stage=None, last_stage=None
+        )
         if before is not None and step.option("model_name") is None:
-            one = replace(
-                one, overrides=(*one.overrides, f"model_name={models[before.name]}")
+            stage_arguments = replace(
+                stage_arguments,
+                overrides=(
+                    *stage_arguments.overrides,
+                    f"model_name={models[before.name]}",
+                ),
             )
         # For a stage that starts from an earlier one this is the name given above: of the first model, whose shapes
         # it has.
         models[step.name] = resolve_run(
-            one.source, one.overrides, stage=step.name
+            stage_arguments.source, stage_arguments.overrides, stage=step.name
         ).config.model.model_name
         unmined = _data_before_mining(pipeline, step)
         if unmined is not None:
-            one = replace(one, overrides=(*one.overrides, f"data_path={unmined}"))
+            stage_arguments = replace(
+                stage_arguments,
+                overrides=(*stage_arguments.overrides, f"data_path={unmined}"),
+            )
         try:
-            newest = predict(one)
-            found.append(
+            newest = predict(stage_arguments)
+            step_estimates.append(
                 _of_training(step, newest, WITHOUT_MINED if unmined is not None else "")
             )
         except UserError as error:
             if not skips_missing:
                 raise
             newest = None
-            found.append(Estimate(step, f"{UNKNOWN} ({str(error).splitlines()[0]})"))
-    return found
+            step_estimates.append(
+                Estimate(step, f"{UNKNOWN} ({str(error).splitlines()[0]})")
+            )
+    return step_estimates
 
 
-def table(found: Sequence[Estimate]) -> str:
+def table(step_estimates: Sequence[Estimate]) -> str:
     """Return the lines of all steps, and the sum of what is estimated."""
     rows = [
         COLUMNS,
-        *((one.step.name, one.step.kind, one.memory, one.time) for one in found),
+        *(
+            (estimate.step.name, estimate.step.kind, estimate.memory, estimate.time)
+            for estimate in step_estimates
+        ),
     ]
-    known = [one.seconds for one in found if one.seconds is not None]
+    known = [
+        estimate.seconds for estimate in step_estimates if estimate.seconds is not None
+    ]
     if known:
         left_out = (
             ""
-            if len(known) == len(found)
-            else f", without the {len(found) - len(known)} not estimated"
+            if len(known) == len(step_estimates)
+            else f", without the {len(step_estimates) - len(known)} not estimated"
         )
         rows.append(("all", "", "", f"{_about(sum(known))}{left_out}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
@@ -191,7 +212,7 @@ def _between(step: Step, newest: Prediction | None) -> Estimate:
         encoding_seconds(newest.placement, newest.size, newest.speed_alone, place)
         for place in places
     ]
-    known = [one for one in times if one is not None]
+    known = [seconds for seconds in times if seconds is not None]
     if len(known) < len(times) or not known:
         return Estimate(step, memory)
     return Estimate(step, memory, f"{_about(sum(known))} (encoding)", sum(known))

@@ -59,26 +59,26 @@ def of_training(config: TrainConfig, before: str | None, world_size: int) -> str
 
 def _more(config: TrainConfig) -> dict[str, Any]:
     """Return what only some runs have: what may end them early, and further files that they read."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if config.evaluation.patience not in (None, "auto"):
         validated = (
             _of_place(config.data.val_data_path)
             if config.data.val_data_path
             else config.data.val_split
         )
-        found["patience"] = [
+        facts["patience"] = [
             config.evaluation.patience,
             config.evaluation.eval_metric,
             config.evaluation.eval_steps,
             validated,
         ]
     if config.evaluation.guards:
-        found["guards"] = [
+        facts["guards"] = [
             [_of_place(guard.path), guard.model_dump(mode="json")]
             for guard in listed_guards(config)
         ]
     if config.model.model_class is not None:
-        found["model_class"] = _of_place(config.model.model_class.rpartition(":")[0])
+        facts["model_class"] = _of_place(config.model.model_class.rpartition(":")[0])
     others = {
         "image_model_name": config.model.image_model_name,
         "tokenizer_name": config.model.tokenizer_name,
@@ -87,7 +87,7 @@ def _more(config: TrainConfig) -> dict[str, Any]:
         f"teacher {teacher.label}": teacher.model for teacher in needed_teachers(config)
     }
     # The names of those that are no folder here are among the options.
-    return found | {
+    return facts | {
         key: digest
         for key, name in others.items()
         if name and (digest := _of_place(name)) != name
@@ -108,7 +108,7 @@ def _of_value(value: Any) -> Any:
     if isinstance(value, str):
         return _of_place(value)
     if isinstance(value, list):
-        return [_of_value(one) for one in value]
+        return [_of_value(entry) for entry in value]
     return value
 
 

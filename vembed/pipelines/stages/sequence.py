@@ -19,6 +19,7 @@ from vembed.config.loading import resolve_run
 from vembed.config.places import require_places
 from vembed.config.stages import MINED, Pipeline, Step, read_pipeline
 from vembed.errors import RunError, UserError
+from vembed.files import read_json_object
 from vembed.pipelines.stages.checks import check_options, located
 from vembed.pipelines.stages.estimates import pipeline_table
 from vembed.pipelines.stages.fingerprint import of_options, of_training
@@ -158,7 +159,7 @@ class _Stage:
     def check(self, check: Check) -> None:
         """Raise UserError where this step cannot work, as far as can be told before the steps before it have run."""
         name = self.step.name
-        made = [self.pipeline.folder(one.name) for one in self.pipeline.before(name)]
+        made = [self.pipeline.folder(step.name) for step in self.pipeline.before(name)]
         if self.step.kind == "train":
             run = resolve_run(
                 self.arguments.source,
@@ -184,7 +185,7 @@ class _Stage:
         if self.step.kind != "train":
             return of_options(
                 self.options(),
-                [known[one.name] for one in self.pipeline.before(self.step.name)],
+                [known[step.name] for step in self.pipeline.before(self.step.name)],
             )
         run = resolve_run(
             self.arguments.source,
@@ -198,14 +199,14 @@ class _Stage:
             if before is None or self.step.option("model_name") is not None
             else known[before.name]
         )
-        found = of_training(
+        fingerprint = of_training(
             run.config, start, self._world_size(run.processes.value, run.machines.value)
         )
         # Mined data are made anew with the step that mines them; their file need not be there yet.
         return (
-            found
+            fingerprint
             if mined is None
-            else of_options({"training": found}, [known[mined.name]])
+            else of_options({"training": fingerprint}, [known[mined.name]])
         )
 
     def run(self, fingerprint: str) -> int:
@@ -285,7 +286,7 @@ class _Stage:
             self._wait_for(path)
         if code or self.step.kind != "evaluate":
             return code, {}
-        scores = json.loads(path.read_text(encoding="utf-8"))
+        scores = read_json_object(path)
         required = self.options().get("require", {})
         problem = check_requirements(scores, required)
         if problem:
@@ -326,9 +327,9 @@ class _Stage:
         models = options.pop("models", None)
         if models is None:
             models = [
-                one.name
-                for one in self.pipeline.before(self.step.name)
-                if one.kind == "train"
+                step.name
+                for step in self.pipeline.before(self.step.name)
+                if step.kind == "train"
             ]
         places = [self._run_or_model(model, "last" in options) for model in models]
         return "merge", [
@@ -351,23 +352,27 @@ class _Stage:
         before = self.pipeline.model_before(self.step.name)
         if before is not None:
             return str(self.pipeline.folder(before.name) / "final")
-        given = [
+        named_models = [
             value
             for key, value, _ in _pairs(self.given.overrides)
             if key == "model_name"
         ]
-        own = shared_layer(self.given.source).values.get("model_name")
-        if not given and own is None:
+        start_model = shared_layer(self.given.source).values.get("model_name")
+        if not named_models and start_model is None:
             raise UserError(
                 f"{self.pipeline.source}: stage {self.step.name}: no step before it leaves a model, and the config has no "
                 "model_name to begin with"
             )
-        return given[-1] if own is None or given else str(own.value)
+        return (
+            named_models[-1]
+            if start_model is None or named_models
+            else str(start_model.value)
+        )
 
     def _place(self, name: str | None) -> str | None:
         """Return the model of a stage by its name; any other name as it is."""
         known = {
-            one.name for one in self.pipeline.before(self.step.name) if one.has_model
+            step.name for step in self.pipeline.before(self.step.name) if step.has_model
         }
         return str(self.pipeline.folder(name) / "final") if name in known else name
 
@@ -434,10 +439,7 @@ class _Stage:
 
     def _state(self) -> dict[str, Any]:
         path = self.folder / STATE_FILE
-        state: dict[str, Any] = (
-            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        )
-        return state
+        return read_json_object(path) if path.exists() else {}
 
     def _write(self, state: Mapping[str, Any]) -> None:
         if _is_main(self.env):
@@ -506,7 +508,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 def _word(value: Any) -> str:
     """Return a value as a word of the command line: lists of plain values with commas, the rest as JSON."""
     if isinstance(value, list) and all(
-        isinstance(one, int | float | str) for one in value
+        isinstance(step, int | float | str) for step in value
     ):
         return ",".join(map(str, value))
     return value if isinstance(value, str) else json.dumps(value)

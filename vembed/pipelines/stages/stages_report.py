@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from vembed.config.stages import Pipeline
+from vembed.files import read_json_object, read_state_text
 
 REPORT = "stages.md"
 _SHOWN = ("ndcg@10", "mrr@10", "recall@10", "spearman")
@@ -18,21 +18,19 @@ def write_report(pipeline: Pipeline, state_file: str) -> Path:
     for step in pipeline.steps:
         folder = pipeline.folder(step.name)
         path = folder / state_file
-        state: dict[str, Any] = (
-            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        )
+        state = read_json_object(path) if path.exists() else {}
         scores = state.get("scores") or _last_scores(folder / "metrics.jsonl")
-        shown = ", ".join(
+        scores_text = ", ".join(
             f"{name} {scores[name]:.4f}" for name in _SHOWN if name in scores
         )
-        own = (
+        link = (
             f"[report]({folder.name}/report.html)"
             if (folder / "report.html").is_file()
             else ""
         )
         took = f"{state['seconds']:,.0f} s" if "seconds" in state else ""
         rows.append(
-            f"| {step.name} | {step.kind} | {state.get('state', 'not run')} | {took} | {shown} | {own} |"
+            f"| {step.name} | {step.kind} | {state.get('state', 'not run')} | {took} | {scores_text} | {link} |"
         )
     lines = [
         "# Stages",
@@ -49,11 +47,14 @@ def write_report(pipeline: Pipeline, state_file: str) -> Path:
 
 def _last_scores(metrics: Path) -> dict[str, float]:
     """Return the newest evaluation of a training."""
-    if not metrics.is_file():
+    if not metrics.exists():
         return {}
-    found: dict[str, float] = {}
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        values = json.loads(line)
+    last_scores: dict[str, float] = {}
+    for line in read_state_text(metrics, errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # the run was killed while it wrote its last line
         if "eval" in values:
-            found = values["eval"]
-    return found
+            last_scores = values["eval"]
+    return last_scores

@@ -23,6 +23,7 @@ from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.cores import num_cores
 from vembed.errors import RunError, Stopped, UserError
+from vembed.files import read_json_object, require_regular
 from vembed.parallel.launch import num_visible_devices
 from vembed.pipelines.tuning.search_outcome import write_outcome
 from vembed.pipelines.tuning.search_space import Range, from_plain, ranges
@@ -93,14 +94,16 @@ def run_tune(
     )  # a mistake in the options is found before the first trial
     search.folder.mkdir(parents=True, exist_ok=True)
     known = _begin(search)
-    sys.stdout.write("".join(f"  {one}\n" for one in known))
+    sys.stdout.write("".join(f"  {option}\n" for option in known))
     if workers == 1:
         work(search)
     else:
         _start_workers(search, workers, devices)
     study = _study(search)
     done = _finished(study)
-    if not any(one.value is not None and one.state.name == "COMPLETE" for one in done):
+    if not any(
+        trial.value is not None and trial.state.name == "COMPLETE" for trial in done
+    ):
         raise RunError(f"no trial came to its end; the logs are in {search.folder}")
     outcome = write_outcome(search.folder, search.config, search.overrides, study)
     sys.stdout.write("".join(f"{line}\n" for line in outcome.lines))
@@ -118,7 +121,10 @@ def work(search: Search) -> None:
     # place.
     while len(_taken(study)) < search.num_trials and num_failed < search.num_trials:
         trial = study.ask()
-        if sum(one.number <= trial.number for one in _taken(study)) > search.num_trials:
+        if (
+            sum(earlier.number <= trial.number for earlier in _taken(study))
+            > search.num_trials
+        ):
             study.tell(
                 trial, state=optuna.trial.TrialState.FAIL
             )  # another process was faster
@@ -149,10 +155,7 @@ def work(search: Search) -> None:
 
 def read_space(folder: Path) -> list[Range]:
     """Return the ranges that the search began with."""
-    return [
-        from_plain(load)
-        for load in json.loads((folder / SPACE).read_text("utf-8"))["ranges"]
-    ]
+    return [from_plain(load) for load in read_json_object(folder / SPACE)["ranges"]]
 
 
 def _begin(search: Search) -> list[Range]:
@@ -163,18 +166,18 @@ def _begin(search: Search) -> list[Range]:
         "config": load_config(search.config, search.overrides).to_dict(),
         "options": list(search.options),
     }
-    if place.is_file():
-        before = json.loads(place.read_text("utf-8"))
-        if {name: before[name] for name in asked} != asked:
+    if place.exists():
+        before = read_json_object(place)
+        if {name: before.get(name) for name in asked} != asked:
             raise UserError(
                 f"{search.folder} holds a search over another config or other options: choose another --output"
             )
         study = _study(search)
-        for one in study.get_trials(
+        for trial in study.get_trials(
             deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)
         ):
             # Of a search that was killed: nobody runs it any more.
-            study.tell(one.number, state=optuna.trial.TrialState.FAIL)
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         sys.stdout.write(
             f"going on with the search in {search.folder}: {len(_finished(study))} trials are done\n"
         )
@@ -183,12 +186,14 @@ def _begin(search: Search) -> list[Range]:
     (search.folder / JOURNAL).unlink(missing_ok=True)
     sys.stdout.write("trial 0: the config as it is\n")
     seen, result = _run(search, 0, {}, None)
-    found = ranges(load_config(result / "config.yaml"), search.options)
+    search_ranges = ranges(load_config(result / "config.yaml"), search.options)
     study = _study(search)
     study.add_trial(
         optuna.trial.create_trial(
-            params={one.option: one.start for one in found},
-            distributions={one.option: _distribution(optuna, one) for one in found},
+            params={entry.option: entry.start for entry in search_ranges},
+            distributions={
+                entry.option: _distribution(optuna, entry) for entry in search_ranges
+            },
             value=max(seen),
             intermediate_values={
                 number: max(seen[: number + 1]) for number in range(len(seen))
@@ -197,21 +202,25 @@ def _begin(search: Search) -> list[Range]:
     )
     sys.stdout.write(f"trial 0: {max(seen):.4f}\n")
     place.write_text(
-        json.dumps(asked | {"ranges": [one.as_plain() for one in found]}, indent=1),
+        json.dumps(
+            asked | {"ranges": [entry.as_plain() for entry in search_ranges]}, indent=1
+        ),
         "utf-8",
     )
-    return found
+    return search_ranges
 
 
-def _distribution(optuna: ModuleType, one: Range) -> Any:
-    if one.choices:
-        return optuna.distributions.CategoricalDistribution(list(one.choices))
-    return optuna.distributions.FloatDistribution(one.low, one.high, log=True)
+def _distribution(optuna: ModuleType, option_range: Range) -> Any:
+    if option_range.choices:
+        return optuna.distributions.CategoricalDistribution(list(option_range.choices))
+    return optuna.distributions.FloatDistribution(
+        option_range.low, option_range.high, log=True
+    )
 
 
 def _train(search: Search, known: Sequence[Range], trial: Any) -> float:
     optuna = _optuna()
-    values = {one.option: one.suggest(trial) for one in known}
+    values = {entry.option: entry.suggest(trial) for entry in known}
     seen, _ = _run(search, trial.number, values, trial)
     # Asked again: the run has ended without a word on why.
     if trial.should_prune():
@@ -229,10 +238,10 @@ def _run(
     folder = search.folder / f"trial-{number}"
     seen: list[float] = []
 
-    def on_evaluation(told: EvaluationInfo) -> str | None:
-        if told.step == 0:
+    def on_evaluation(info: EvaluationInfo) -> str | None:
+        if info.step == 0:
             return None
-        seen.append(told.scores[told.metric])
+        seen.append(info.scores[info.metric])
         if trial is None:
             return None
         # The number of the evaluation, not the step: batch sizes differ.
@@ -285,19 +294,21 @@ def _start_workers(search: Search, workers: int, devices: int) -> None:
     ]
     running = []
     for number in range(workers):
-        own = {**os.environ, WORKER: str(number)}
+        worker_env = {**os.environ, WORKER: str(number)}
         if devices:
             # Some of the GPUs may be given by the user; "".split(",") is [""].
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-            own["CUDA_VISIBLE_DEVICES"] = (
+            worker_env["CUDA_VISIBLE_DEVICES"] = (
                 visible[number % devices] if any(visible) else str(number % devices)
             )
         else:
             # Processes that each take all cores are slower than one after the other.
-            own.setdefault("OMP_NUM_THREADS", str(max(num_cores() // workers, 1)))
-        running.append(subprocess.Popen(command, env=own))
+            worker_env.setdefault(
+                "OMP_NUM_THREADS", str(max(num_cores() // workers, 1))
+            )
+        running.append(subprocess.Popen(command, env=worker_env))
     with _forwarded(running) as received:
-        codes = [one.wait() for one in running]
+        codes = [process.wait() for process in running]
     if received:
         raise _interrupted(received[0], f"with {workers} trials at once")
     if any(codes):
@@ -315,17 +326,18 @@ def _forwarded(
 
     def handle(signum: int, _frame: object) -> None:
         received.append(signal.Signals(signum))
-        for one in running:
-            one.send_signal(signum)
+        for process in running:
+            process.send_signal(signum)
 
     before = {
-        one: signal.signal(one, handle) for one in (signal.SIGINT, signal.SIGTERM)
+        number: signal.signal(number, handle)
+        for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield received
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _flags(search: Search) -> list[str]:
@@ -340,9 +352,17 @@ def _study(search: Search) -> Any:
     from optuna.storages.journal import JournalFileBackend
 
     number = int(os.environ.get(WORKER, "0"))
+    journal = search.folder / JOURNAL
+    require_regular(journal, "--output")
+    try:
+        storage = JournalStorage(JournalFileBackend(str(journal)))
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"{journal} is damaged ({error}): restore it, or choose another --output"
+        ) from error
     study = optuna.create_study(
         study_name=STUDY,
-        storage=JournalStorage(JournalFileBackend(str(search.folder / JOURNAL))),
+        storage=storage,
         pruner=optuna.pruners.SuccessiveHalvingPruner(
             min_resource=1, reduction_factor=REDUCTION
         ),
@@ -370,9 +390,9 @@ def _finished(study: Any) -> list[Any]:
 
 def _taken(study: Any) -> list[Any]:
     return [
-        one
-        for one in study.get_trials(deepcopy=False)
-        if one.state.name in ("COMPLETE", "PRUNED", "RUNNING")
+        trial
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.name in ("COMPLETE", "PRUNED", "RUNNING")
     ]
 
 
@@ -387,7 +407,7 @@ def _plan(search: Search, config: TrainConfig, workers: int, devices: int) -> st
     lines = [
         f"trials: {search.num_trials}, the first one the config as it is, on {where}, one trial each",
         f"options{auto}:",
-        *(f"  {one}" for one in known),
+        *(f"  {option}" for option in known),
         f"stopped early: of the trials at an evaluation, two thirds (successive halving by {REDUCTION})",
         f"written: {search.folder}/best.yaml, importance.svg and .png, trials.json, {JOURNAL}",
     ]
@@ -414,5 +434,5 @@ def _optuna() -> ModuleType:
             f"vembed tune needs optuna ({error}): pip install 'vembed[search]'"
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    found: ModuleType = optuna
-    return found
+    search_ranges: ModuleType = optuna
+    return search_ranges

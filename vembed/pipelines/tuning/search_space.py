@@ -75,12 +75,16 @@ def ranges(config: TrainConfig, names: Sequence[str] = ()) -> list[Range]:
     unknown = [name for name in names if name not in OPTIONS]
     if unknown:
         raise UserError(f"--options {unknown[0]}: it can search {', '.join(OPTIONS)}")
-    found = [one for one in _all(config) if not names or one.option in names]
-    if not found:
+    search_ranges = [
+        option_range
+        for option_range in _all(config)
+        if not names or option_range.option in names
+    ]
+    if not search_ranges:
         raise UserError(
             f"--options {','.join(names)} has no effect on this run: choose others of {', '.join(OPTIONS)}"
         )
-    return found
+    return search_ranges
 
 
 def from_plain(values: Mapping[str, Any]) -> Range:
@@ -91,14 +95,14 @@ def from_plain(values: Mapping[str, Any]) -> Range:
 def _all(config: TrainConfig) -> list[Range]:
     # Ranges are ratios around what the config has: three doublings of the rate; temperatures stay where a softmax is
     # neither one-hot nor flat.
-    rate = rate_of(config)
-    found = [Range("learning_rate", rate, rate / 8, rate * 8)]
+    rate = rate_of(config.optimizer)
+    search_ranges = [Range("learning_rate", rate, rate / 8, rate * 8)]
     if (
         any("temperature" in READS[loss] for loss in losses_of(config))
         and config.objective.losses is None
     ):
         start = with_temperature(config).objective.temperature
-        found.append(
+        search_ranges.append(
             Range(
                 "temperature",
                 start,
@@ -108,7 +112,7 @@ def _all(config: TrainConfig) -> list[Range]:
         )
     if config.batch.global_batch_size is None:
         size = config.batch.batch_size
-        found.append(
+        search_ranges.append(
             Range(
                 "batch_size",
                 size,
@@ -117,10 +121,10 @@ def _all(config: TrainConfig) -> list[Range]:
         )
     warmup = config.optimizer.warmup_steps
     if isinstance(warmup, float):
-        found.append(
+        search_ranges.append(
             Range("warmup_steps", warmup, choices=_with(warmup, [0.0, 0.1, 0.3]))
         )
-    found.append(
+    search_ranges.append(
         Range(
             "weight_decay",
             config.optimizer.weight_decay,
@@ -128,14 +132,14 @@ def _all(config: TrainConfig) -> list[Range]:
         )
     )
     if config.adapters.use_lora:
-        found.append(
+        search_ranges.append(
             Range(
                 "lora_r",
                 config.adapters.lora_r,
                 choices=_with(config.adapters.lora_r, [4, 16, 64]),
             )
         )
-    return found
+    return search_ranges
 
 
 def _with(start: Value, others: Sequence[Value]) -> tuple[Value, ...]:

@@ -14,16 +14,16 @@ checkpoint from an untrusted source cannot run code.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,20 +40,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
-from vembed.losses.batch import EmbeddingLoss
-from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.precision import saved_dtype
+from vembed.files import read_json_object
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
-from vembed.parallel.parameters import full_state_dict
-from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session
 from vembed.saving.durability import way_out
-from vembed.saving.files import save_model
-from vembed.training.checkpoint import folder as integrity
-from vembed.training.checkpoint import schema as checkpoint_schema
+from vembed.training.checkpoint import folder as folders
+from vembed.training.checkpoint import schema
 from vembed.training.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -71,8 +66,6 @@ from vembed.training.checkpoint.resume import (
     compare_resume,
     finished_run,
     forget_finished,
-    keep_decisions,
-    keep_global_batch,
     nothing_left,
     refuse,
     refuse_own_model,
@@ -85,31 +78,53 @@ from vembed.training.checkpoint.tensors import (
     restore,
     tensors_of,
 )
-from vembed.training.hooks.evaluations import Patience
 
 log = logging.getLogger("vembed")
+
+NO_CHECKPOINT: dict[str, dict[str, Any]] = {
+    "best_step": {"best": None, "best_step": None, "best_scores": {}},
+    "held_step": {"held_step": None, "held_scores": {}},
+}
+"""Keys of the loop's state that name a checkpoint for `final/`, and what the state is without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The checkpoint that a run resumes from."""
+
+    path: Path
+    state: dict[str, Any]
+    """Content of state.json: "loop" (the `state` given to `save`), "config", "identity", versions."""
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps taken."""
+        return int(self.state["loop"]["step"])
 
 
 class Checkpointer:
     """The checkpoints of one run. A context manager: its exit waits for the last save."""
 
-    def __init__(self, config: TrainConfig, session: Session) -> None:
-        self.config = config
+    def __init__(self, run: RunSection, session: Session) -> None:
+        self.run = run
         self.session = session
-        self.output = Path(config.run.output_dir)
-        self.earlier = EarlierCheckpoints(self.output)
+        self.output = Path(run.output_dir)
+        self.settings: Mapping[str, Any] = {}
+        """Options of the run, with the values that it has decided."""
         self.identity: dict[str, Any] = {}
+        """What must match besides options: {"data": fingerprint, "global_batch_size": n}."""
         self.save_seconds = 0.0
         """Duration of the longest save, for callers that must reserve time for one."""
-        self._alone = session.world_size == 1
+        self._is_alone = session.world_size == 1
         # An asynchronous save communicates from its own thread, so it needs a process group of its own.
         timeout = timedelta(minutes=session.placement.run.timeout_minutes.value)
-        self._group = (
-            collectives.new_cpu_group(timeout) if config.run.async_save else None
-        )
+        self._group = collectives.new_cpu_group(timeout) if run.async_save else None
         self._pending: Future[Any] | None = None
+        self._pending_step = -1
         self._saved_step = -1
-        self._damaged: frozenset[Path] = frozenset()
+        self._damaged: set[Path] = set()
+        self._elsewhere: dict[int, Path] = {}
+        """Checkpoints in the folder of the run that was resumed, by step, which `final/` may get."""
         quieten_torch()
 
     def __enter__(self) -> Self:
@@ -129,147 +144,130 @@ class Checkpointer:
                 raise
             log.error("%s", problem)
 
-    # ---- before training ---------------------------------------------------------------------------------------
+    # ---- before training -----------------------------------------------------
 
-    def find(self) -> Path | None:
-        """Return the checkpoint to resume from, or None for a new run.
+    def find(self, model: ModelSection) -> ResumePoint | None:
+        """Return the checkpoint to resume from, or None for a new run. Collective.
 
-        Raise UserError if output_dir is not writable or holds another run. Skip damaged checkpoints. Nothing is
-        changed before `begin`.
+        Raise UserError if output_dir is not writable, or holds another run or the model to start from. Skip damaged
+        checkpoints. Nothing is changed before `begin`.
         """
-        self._probe()
-        answer: dict[str, Any] = {}
-        if self.session.is_main:
-            try:
-                refuse_own_model(self.config)
-                answer = {"paths": [str(path) for path in candidates(self.config)]}
-            except UserError as error:
-                answer = {"error": str(error)}
-        answer = collectives.broadcast_json(answer)
-        if "error" in answer:
-            raise UserError(answer["error"])
+        self._check_output()
+
+        def paths_to_try() -> list[str]:
+            refuse_own_model(self.run, model)
+            return [str(path) for path in candidates(self.run)]
+
         damaged: dict[Path, list[str]] = {}
         chosen = None
         # The list of rank 0: `verify` is collective, so all ranks go through the same paths.
-        for path in map(Path, answer["paths"]):
+        for path in map(Path, self._on_main(paths_to_try)):
             problems = self.verify(path)
             if not problems:
                 chosen = path
                 break
             damaged[path] = problems
             log.warning("skipped %s: %s", path, "; ".join(problems))
-        if chosen is None and damaged and self.config.run.resume != "auto":
-            wanted = (
-                "true" if self.config.run.resume is True else self.config.run.resume
+        resume = self.run.resume
+        if chosen is None and damaged and resume != "auto":
+            reasons = "; ".join(
+                f"{path.name}: {problems[0]}" for path, problems in damaged.items()
             )
             raise UserError(
-                f"resume: {wanted}, but none of the {len(damaged)} checkpoint(s) is intact ("
-                + "; ".join(
-                    f"{path.name}: {problems[0]}" for path, problems in damaged.items()
-                )
-                + "); restore one, or start anew with resume: auto or in another output_dir"
+                f"resume: {'true' if resume is True else resume}, but none of the {len(damaged)} checkpoint(s) is "
+                f"intact ({reasons}); restore one, or start anew with resume: auto or in another output_dir"
             )
-        self._damaged = frozenset(damaged)
+        self._damaged = set(damaged)
         # A path to resume from may be a folder of each machine's own.
-        seal = (
-            None if chosen is None else integrity.sha256_of(chosen / integrity.MANIFEST)
-        )
+        seal = None if chosen is None else folders.sha256_of(chosen / MANIFEST)
         require_equal(
             "the checkpoint to resume from", seal, "give every machine the same one"
         )
-        if chosen is not None:
-            self._saved_step = int(read_state(chosen)["loop"]["step"])
-            log.info("resuming from %s (step %d)", chosen, self._saved_step)
-        return chosen
+        if chosen is None:
+            return None
+        point = ResumePoint(chosen, read_state(chosen))
+        self._saved_step = point.step
+        log.info("resuming from %s (step %d)", chosen, point.step)
+        return point
 
-    def continued(self, directory: Path | None) -> TrainConfig:
-        """Return the config with what the checkpoint has decided: the global batch, where only the number of processes
-        changed it, and options that are left to `auto`."""
-        if directory is not None:
-            saved = read_state(directory)
-            self.config = keep_global_batch(self.config, saved, self.session.world_size)
-            self.config = keep_decisions(self.config, saved["config"])
-            precision = self.session.placement.precision
-            if precision.source == CHECKPOINT:
-                log.info("mixed precision: %s", precision)
-        return self.config
+    def check(
+        self,
+        point: ResumePoint | None,
+        settings: Mapping[str, Any],
+        identity: Mapping[str, Any],
+    ) -> None:
+        """Raise UserError if the checkpoint was trained with other settings. Called before the model is loaded.
 
-    def require_steps_left(self, directory: Path | None, total_steps: int) -> None:
-        """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective."""
-        answer: dict[str, Any] = {}
-        if self.session.is_main:
-            chosen = None if directory is None else (self._saved_step, directory)
-            try:
-                answer = {
-                    "is_finished": nothing_left(self.config, chosen, total_steps)
-                    is not None
-                }
-            except UserError as error:
-                answer = {"error": str(error)}
-        answer = collectives.broadcast_json(answer)
-        if "error" in answer:
-            raise UserError(answer["error"])
-        if answer["is_finished"]:
-            finished = finished_run(self.output)
-            assert finished is not None
-            raise NothingLeft(finished, total_steps)
-
-    def begin(self, directory: Path | None) -> None:
-        """Make room for the run: remove what a killed process left incomplete, set aside later checkpoints, with
-        `overwrite` remove the earlier run, and cut metrics.jsonl to end where this run begins. Collective.
-
-        Called when all checks have passed and the model is loaded: it is the first change of the folder.
+        `settings`: the options, with the values that the checkpoint's run has decided. `identity`: what must match
+        besides them.
         """
-        if self.session.is_main:
-            for name in integrity.remove_leftovers(self.output):
-                log.info("removed %s (incomplete, left by an earlier process)", name)
-            if self.config.run.overwrite and directory is None:
-                self._remove_earlier_run()
-            self._set_aside(directory, self._damaged)
-            if directory is None:
-                trim_metrics(self.output, -1)
-            else:
-                loop = read_state(directory)["loop"]
-                trim_metrics(
-                    self.output,
-                    loop["step"],
-                    is_scored=loop.get("scored_step") == loop["step"],
-                )
-        collectives.barrier()
-
-    def check(self, directory: Path | None, identity: Mapping[str, Any]) -> None:
-        """Raise UserError if a checkpoint was trained with other settings. Called before the model is loaded.
-
-        `identity` holds what must match besides options: {"data": fingerprint, "global_batch_size": n}.
-        """
+        self.settings = settings
         self.identity = dict(identity)
-        if self.config.objective.negatives_from == "own_rank":
-            self.identity["world_size"] = self.session.world_size
-        if directory is None:
+        if point is None:
             return
-        differences = self._differences(directory)
-        if self.config.run.resume_anyway:
-            forbidden = [str(one) for one in differences if not one.is_allowed]
+        differences = self._differences(point)
+        if self.run.resume_anyway:
+            forbidden = [str(entry) for entry in differences if not entry.is_allowed]
             if forbidden:
                 log.warning(
                     "resume_anyway: going on although the settings differ: %s",
                     "; ".join(forbidden),
                 )
         else:
-            refuse(differences, str(directory))
-        # What is auto now is decided again, later.
-        shown = [
-            one
-            for one in differences
-            if one.name not in ("resume", "output_dir") and one.now != "auto"
-        ]
-        changed = [str(one) for one in shown if one.is_allowed]
+            refuse(differences, str(point.path))
+        changed = []
+        for entry in differences:
+            # What is auto now is decided again, later.
+            is_shown = (
+                entry.name not in ("resume", "output_dir") and entry.now != "auto"
+            )
+            if is_shown and entry.is_allowed:
+                changed.append(str(entry))
         if changed:
             log.info("settings changed since the checkpoint: %s", "; ".join(changed))
 
+    def require_steps_left(self, point: ResumePoint | None, total_steps: int) -> None:
+        """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective."""
+        step = None if point is None else point.step
+
+        def is_finished() -> bool:
+            return nothing_left(self.run, step, total_steps) is not None
+
+        if self._on_main(is_finished):
+            finished = finished_run(self.output)
+            assert finished is not None
+            raise NothingLeft(finished, total_steps)
+
+    def begin(self, point: ResumePoint | None) -> None:
+        """Make room for the run: the first change of the folder. Collective.
+
+        Called when all checks have passed and the model is loaded. Removes what a killed process left incomplete, sets
+        aside later checkpoints, removes the earlier run with `overwrite`, and cuts metrics.jsonl to end where this run
+        begins.
+        """
+        if self.session.is_main:
+            for name in folders.remove_leftovers(self.output):
+                log.info("removed %s (incomplete, left by an earlier process)", name)
+            if self.run.overwrite and point is None:
+                self._remove_earlier_run()
+            self._set_later_aside(point)
+            if point is None:
+                trim_metrics(self.output, -1)
+            else:
+                loop = point.state["loop"]
+                is_same_folder = point.path.resolve().parent == self.output.resolve()
+                metrics = loop["hooks"].get("metrics", {}) if is_same_folder else {}
+                trim_metrics(
+                    self.output,
+                    loop["step"],
+                    is_scored=loop["scored_step"] == loop["step"],
+                    num_bytes=metrics.get("bytes", 0),
+                )
+        collectives.barrier()
+
     def load(
         self,
-        directory: Path,
+        point: ResumePoint,
         model: nn.Module,
         loss: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -279,16 +277,18 @@ class Checkpointer:
 
         `tensors` (see `save`) are filled in place, those that the checkpoint holds.
         """
-        saved = read_state(directory)
-        self._read(directory, saved, model, loss, optimizer, tensors or {})
-        state: dict[str, Any] = saved["loop"]
-        changed = {one.name for one in self._differences(directory)} & JUDGES
+        self._read(point, model, loss, optimizer, tensors or {})
+        state: dict[str, Any] = dict(point.state["loop"])
+        changed = {entry.name for entry in self._differences(point)} & JUDGES
         if changed:
             log.info(
                 "the best score is reset (eval_metric or the evaluation data changed)"
             )
-            state |= {"best": None, "best_step": None, "best_scores": {}}
-            state["hooks"].pop(Patience.name, None)  # it counts since that score
+            state |= NO_CHECKPOINT["best_step"]
+            # Patience counts since that score.
+            hooks = dict(state["hooks"])
+            hooks.pop("patience", None)
+            state["hooks"] = hooks
         if "val_data_path" in changed:
             # Scores on other data do not belong in this run's report and do not count as an evaluation of this step.
             state |= {
@@ -297,9 +297,9 @@ class Checkpointer:
                 "scored_step": None,
                 "held_scores": {},
             }
-        return (
-            state | self.earlier.look_for(directory, state) if self._chooses else state
-        )
+        if self._may_go_back:
+            state |= self._look_for_earlier(point, state)
+        return state
 
     def load_weights(
         self,
@@ -319,39 +319,21 @@ class Checkpointer:
                 "cannot load the weights of %s: %s", directory, "; ".join(problems)
             )
             return False
-        self._read(directory, read_state(directory), model, loss, None, tensors or {})
+        point = ResumePoint(directory, read_state(directory))
+        self._read(point, model, loss, None, tensors or {})
         return True
-
-    def path_of(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint, whether or not it exists."""
-        return self.output / checkpoint_name(step)
-
-    def has_saved(self, step: int) -> bool:
-        """Return whether the newest successful save was of that step. With `async_save`, call `wait` first."""
-        return step == self._saved_step
 
     def verify(self, directory: Path) -> list[str]:
         """Return the problems of a checkpoint. Each rank reads its part of the files. Collective."""
-        world = self.session.world_size
-        found = checkpoint_schema.verify(
-            directory, part=self.session.rank, num_parts=world
+        problems = schema.verify(
+            directory, part=self.session.rank, num_parts=self.session.world_size
         )
-        return list(
-            dict.fromkeys(
-                problem
-                for part in collectives.gather_objects_as_json(found)
-                for problem in part
-            )
-        )
+        unique: dict[str, None] = {}
+        for of_rank in collectives.gather_objects_as_json(problems):
+            unique |= dict.fromkeys(of_rank)
+        return list(unique)
 
-    @property
-    def _chooses(self) -> bool:
-        """True if `final/` may get another checkpoint than the last one."""
-        return bool(
-            self.config.run.load_best_model_at_end or self.config.evaluation.guards
-        )
-
-    # ---- during training ---------------------------------------------------------------------------------------
+    # ---- during training -----------------------------------------------------
 
     def save(
         self,
@@ -359,151 +341,230 @@ class Checkpointer:
         model: nn.Module,
         loss: nn.Module,
         optimizer: torch.optim.Optimizer,
-        extra: Callable[[Path], None] | None = None,
+        write_more: Callable[[Path], None] | None = None,
         tensors: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the checkpoint of `state["step"]`. A second call for the same step does nothing.
+        """Write the checkpoint of `state["step"]`. A second call for the same step does nothing. Collective.
 
-        The checkpoints of `state["best_step"]` and of
-        `state["held_step"]` are never pruned. All ranks call `extra`, which writes more files into the
-        folder (the whole model, with fsdp_state_dict_type: FULL_STATE_DICT). `tensors`: those of hooks, by name. With
-        `async_save`, return once the tensors are copied to host memory.
+        The checkpoints of `state["best_step"]` and of `state["held_step"]` are never pruned. All ranks call
+        `write_more`, which writes more files into the folder. `tensors`: those of hooks, by name. With `async_save`,
+        return once the tensors are copied to host memory.
         """
         self.wait()
         step = int(state["step"])
         if step == self._saved_step:
             return
-        began = time.monotonic()
+        start = time.monotonic()
         final = self.path_of(step)
-        partial = final.with_name(final.name + PARTIAL)
-        problem = self._attempt(
-            lambda: _make_empty(partial) if self.session.is_main else None
-        )
-        if problem is None and extra is not None:
-            problem = self._attempt(lambda: extra(partial))
+        unfinished = final.with_name(final.name + PARTIAL)
+
+        def make_folder() -> None:
+            if self.session.is_main:
+                if unfinished.exists():
+                    shutil.rmtree(unfinished)
+                unfinished.mkdir(parents=True)
+
+        problem = self._attempt(make_folder)
+        if problem is None and write_more is not None:
+            problem = self._attempt(partial(write_more, unfinished))
         if problem is not None:
-            self._failed(final, problem)
+            self._on_failure(final, problem)
             return
+        kept_steps: set[int] = set()
+        for key in NO_CHECKPOINT:
+            if state[key] is not None:
+                kept_steps.add(state[key])
         writer = CheckpointWriter(
-            partial,
+            unfinished,
             final,
             self._description(state, optimizer),
             rank=self.session.rank,
-            committed=lambda: self._committed(
-                final, [state.get("best_step"), state.get("held_step")], began
-            ),
+            on_commit=partial(self._on_commit, final, kept_steps, start),
         )
         weights = tensors_of(model, loss, optimizer, tensors or {})
-        planner = DefaultSavePlanner(flatten_state_dict=False)
-        if self.config.run.async_save:
-            pending = async_save(
-                weights,
-                storage_writer=writer,
-                planner=planner,
-                process_group=self._group,
-                no_dist=self._alone,
-            )
+        arguments: dict[str, Any] = {
+            "storage_writer": writer,
+            "planner": DefaultSavePlanner(flatten_state_dict=False),
+            "no_dist": self._is_alone,
+        }
+        if self.run.async_save:
+            pending = async_save(weights, process_group=self._group, **arguments)
             assert isinstance(pending, Future)
-            self._pending, self._saving = pending, (step, final)
+            self._pending = pending
+            self._pending_step = step
         else:
-            self._guard(
-                lambda: save(
-                    weights, storage_writer=writer, planner=planner, no_dist=self._alone
-                ),
-                step,
-                final,
-            )
-        self.save_seconds = max(self.save_seconds, time.monotonic() - began)
+            self._guard(partial(save, weights, **arguments), step)
+        self.save_seconds = max(self.save_seconds, time.monotonic() - start)
 
     def wait(self) -> None:
         """Wait for an asynchronous save. Each save calls this first; the run calls it before it ends."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._guard(pending.result, *self._saving)
+        pending = self._pending
+        if pending is not None:
+            self._pending = None
+            self._guard(pending.result, self._pending_step)
 
-    # ---- parts -------------------------------------------------------------------------------------------------
+    def path_of(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint of this run, whether or not it exists."""
+        return self.output / checkpoint_name(step)
 
-    def _probe(self) -> None:
+    def find_path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint: of this run, or of the one that was resumed."""
+        path = self.path_of(step)
+        return path if path.is_dir() else self._elsewhere.get(step, path)
+
+    def has_saved(self, step: int) -> bool:
+        """Return whether the newest successful save was of that step. With `async_save`, call `wait` first."""
+        return step == self._saved_step
+
+    # ---- parts ---------------------------------------------------------------
+
+    @property
+    def _may_go_back(self) -> bool:
+        """True if `final/` may get another checkpoint than the last one."""
+        settings = self.settings
+        return bool(settings["load_best_model_at_end"] or settings["guards"])
+
+    def _on_main(self, action: Callable[[], Any]) -> Any:
+        """Return what rank 0 gets from an action. Its UserError is raised on every rank. Collective."""
+        answer: dict[str, Any] = {}
+        if self.session.is_main:
+            try:
+                answer = {"value": action()}
+            except UserError as error:
+                answer = {"error": str(error)}
+        answer = collectives.broadcast_json(answer)
+        if "error" in answer:
+            raise UserError(answer["error"])
+        return answer["value"]
+
+    def _check_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
         name = f".probe-{self.session.rank}"
-        problem = integrity.probe(self.output, name)
+        problem = folders.probe(self.output, name)
         problems = collectives.gather_objects_as_json(problem)
         # Skipped where writing failed already: even a lookup may be forbidden there.
-        shared = collectives.gather_objects_as_json(
-            problem is not None or (self.output / ".probe-0").exists()
-        )
+        sees_main = problem is not None or (self.output / ".probe-0").exists()
+        is_shared = collectives.gather_objects_as_json(sees_main)
         if problem is None:
             (self.output / name).unlink()
         failed = [
-            f"process {rank}: {one}"
-            for rank, one in enumerate(problems)
-            if one is not None
+            f"process {rank}: {reason}"
+            for rank, reason in enumerate(problems)
+            if reason is not None
         ]
         if failed:
             raise UserError(
                 f"output_dir: {self.output} cannot be written to ({'; '.join(failed[:3])}); give a folder that every "
                 "process may write to, on a disk with room"
             )
-        if not all(shared):
+        if not all(is_shared):
             raise UserError(
-                f"output_dir: {self.output} is not the same folder for all processes (process {shared.index(False)} "
-                "does not see what process 0 writes there); give one on a file system that all machines share"
+                f"output_dir: {self.output} is not the same folder for all processes (process "
+                f"{is_shared.index(False)} does not see what process 0 writes there); give one on a file system that "
+                "all machines share"
             )
 
     def _remove_earlier_run(self) -> None:
         """Remove checkpoints, summary and report; `final/` stays until the new model replaces it."""
-        found = list_checkpoints(self.output)
-        for _, path in found:
-            integrity.remove(path)
-        if found or finished_run(self.output) is not None:
+        checkpoints = list_checkpoints(self.output)
+        for _, path in checkpoints:
+            folders.remove(path)
+        if checkpoints or finished_run(self.output) is not None:
             log.info(
                 "overwrite: the earlier run in %s is replaced (%d checkpoints removed)",
                 self.output,
-                len(found),
+                len(checkpoints),
             )
         forget_finished(self.output)
 
-    def _set_aside(self, chosen: Path | None, damaged: Collection[Path]) -> None:
+    def _set_later_aside(self, point: ResumePoint | None) -> None:
         """Rename checkpoints later than the chosen one, so that they are not taken for the resumed run's."""
-        after = -1 if chosen is None else _step_in(chosen, self.output)
-        for step, path in list_checkpoints(self.output):
-            if step > after:
-                ending = DAMAGED if path in damaged else ABANDONED
-                log.info(
-                    "renamed %s to %s", path, integrity.set_aside(path, ending).name
+        checkpoints = list_checkpoints(self.output)
+        last = -1  # all steps here are later than a checkpoint of another folder
+        for step, path in checkpoints:
+            if point is not None and path.resolve() == point.path.resolve():
+                last = step
+        for step, path in checkpoints:
+            if step > last:
+                ending = DAMAGED if path in self._damaged else ABANDONED
+                renamed = folders.set_aside(path, ending)
+                log.info("renamed %s to %s", path, renamed.name)
+
+    def _look_for_earlier(
+        self, point: ResumePoint, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Find the checkpoints that the state of the resumed run names, and return what changes where they are gone.
+
+        They are of this folder, or beside the one that is resumed from, in the folder of its run. Collective.
+        """
+        # The one that is resumed from too: its own scores may be the best.
+        steps = {state["step"], *(state[key] for key in NO_CHECKPOINT)} - {None}
+        missing = []
+        for step in sorted(steps):
+            places = [
+                self.path_of(step),
+                point.path.parent / checkpoint_name(step),
+            ]
+            if step == state["step"]:
+                places.insert(1, point.path)
+            for path in places:
+                if (path / MANIFEST).is_file():
+                    self._elsewhere[step] = path
+                    break
+            else:
+                missing.append(step)
+        missing = collectives.broadcast_json(missing)
+        changes: dict[str, Any] = {}
+        for key, without in NO_CHECKPOINT.items():
+            if state[key] in missing:
+                log.warning(
+                    "%s is not there any more: final/ gets a later one",
+                    checkpoint_name(state[key]),
                 )
+                changes |= without
+        return changes
+
+    def _take_along(self, steps: Iterable[int]) -> None:
+        """Copy checkpoints of the resumed run's folder, which may be removed before this run ends. Called by rank 0.
+
+        Only after a checkpoint was written: none that is older may be the newest here.
+        """
+        for step in steps:
+            target = self.path_of(step)
+            source = self.find_path(step)
+            if source == target or not source.is_dir():
+                continue
+            unfinished = target.with_name(target.name + PARTIAL)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            # Files of a checkpoint are never changed, so that both folders may share them.
+            shutil.copytree(source, unfinished, copy_function=_link_or_copy)
+            unfinished.rename(target)
+            log.info("copied %s (final/ may get it)", source)
 
     def _read(
         self,
-        directory: Path,
-        saved: Mapping[str, Any],
+        point: ResumePoint,
         model: nn.Module,
         loss: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: Mapping[str, Any],
     ) -> None:
-        reader = CheckpointReader(directory)
-        entries = reader.read_metadata().state_dict_metadata
-        shapes = {
-            name: list(entry.size)
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-
+        """Restore model, loss, `extra` tensors of hooks, and the optimizer unless it is None."""
+        reader = CheckpointReader(point.path)
         # Another strategy may hold the same weights in another type.
-        same = saved["strategy"] == self.session.strategy
-        dtypes = {
-            name: entry.properties.dtype
-            for name, entry in entries.items()
-            if same and isinstance(entry, TensorStorageMetadata)
-        }
+        is_same_strategy = point.state["strategy"] == self.session.strategy
+        shapes: dict[str, list[int]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for name, entry in reader.read_metadata().state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                shapes[name] = list(entry.size)
+                if is_same_strategy:
+                    dtypes[name] = entry.properties.dtype
 
         def fill(tensors: dict[str, Any]) -> None:
+            planner = DefaultLoadPlanner(flatten_state_dict=False)
             load(
-                tensors,
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                no_dist=self._alone,
+                tensors, storage_reader=reader, planner=planner, no_dist=self._is_alone
             )
 
         restore(
@@ -513,29 +574,34 @@ class Checkpointer:
             shapes,
             fill,
             dtypes=dtypes,
-            saved_optimizer=saved["optimizer"],
+            saved_optimizer=point.state["optimizer"],
             extra=extra,
         )
 
-    def _differences(self, directory: Path) -> list[Difference]:
-        saved = read_state(directory)
-        found = compare_resume(
-            saved["config"], self.config, saved["identity"], self.identity
+    def _differences(self, point: ResumePoint) -> list[Difference]:
+        differences = compare_resume(
+            point.state["config"],
+            self.settings,
+            point.state["identity"],
+            self.identity,
         )
-        if saved.get("precision") != self.session.mixed_precision:
-            return found
+        if point.state.get("precision") != self.session.mixed_precision:
+            return differences
         # `auto` and what it came to are the same.
         return [
-            replace(one, is_allowed=True) if one.name == "mixed_precision" else one
-            for one in found
+            replace(
+                entry, is_allowed=entry.is_allowed or entry.name == "mixed_precision"
+            )
+            for entry in differences
         ]
 
     def _description(
         self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
+        """Return the content of state.json."""
         return {
             "loop": dict(state),
-            "config": self.config.to_dict(),
+            "config": dict(self.settings),
             "identity": self.identity,
             "optimizer": optimizer_kind(optimizer),
             "strategy": self.session.strategy,
@@ -548,179 +614,65 @@ class Checkpointer:
         }
 
     def _attempt(self, action: Callable[[], None]) -> str | None:
-        """Run an action that may meet a full disk on any rank; return the errors known to all ranks."""
+        """Run an action that may meet a full disk on any rank; return the first error of any rank. Collective."""
         problem = None
         try:
             action()
         except (OSError, SafetensorError) as error:
-            problem = f"rank {self.session.rank}: {_said(error)}"
-        return next(
-            (
-                one
-                for one in collectives.gather_objects_as_json(problem)
-                if one is not None
-            ),
-            None,
-        )
+            problem = f"rank {self.session.rank}: {_reason(error)}"
+        for reason in collectives.gather_objects_as_json(problem):
+            if reason is not None:
+                return str(reason)
+        return None
 
-    def _guard(self, action: Callable[[], Any], step: int, final: Path) -> None:
-        """Turn disk errors, which torch reports to every rank, into the `on_save_error` policy. Other errors
-        propagate."""
+    def _guard(self, action: Callable[[], Any], step: int) -> None:
+        """Run a save. Turn disk errors, which torch reports to every rank, into the `on_save_error` policy."""
+        final = self.path_of(step)
         try:
             action()
             self._saved_step = step
         except CheckpointException as error:
-            causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-            if not all(isinstance(cause, OSError) for cause in causes.values()):
-                raise RuntimeError(f"saving {final.name} failed") from error
-            self._failed(
-                final,
-                "; ".join(
-                    f"rank {rank}: {_said(cause)}" for rank, cause in causes.items()
-                ),
-            )
+            problems = []
+            for rank, (cause, _) in error.failures.items():
+                if not isinstance(cause, OSError):
+                    raise RuntimeError(f"saving {final.name} failed") from error
+                problems.append(f"rank {rank}: {_reason(cause)}")
+            self._on_failure(final, "; ".join(problems))
 
-    def _failed(self, final: Path, problem: str) -> None:
+    def _on_failure(self, final: Path, problem: str) -> None:
         if self.session.is_main:
             shutil.rmtree(final.with_name(final.name + PARTIAL), ignore_errors=True)
-        kept = [path.name for _, path in list_checkpoints(self.output)]
-        what = f"{final.name} could not be written ({problem}); the newest checkpoint is {kept[-1] if kept else 'none'}"
-        if self.config.run.on_save_error == "stop":
-            way = way_out(problem, self.output)
+        checkpoints = list_checkpoints(self.output)
+        newest = checkpoints[-1][1].name if checkpoints else "none"
+        message = f"{final.name} could not be written ({problem}); the newest checkpoint is {newest}"
+        if self.run.on_save_error == "stop":
+            advice = way_out(problem, self.output)
             raise RunError(
-                f"{what}. {way[0].upper()}{way[1:]} and resume, or set on_save_error: continue"
+                f"{message}. {advice[0].upper()}{advice[1:]} and resume, or set on_save_error: continue"
             )
-        log.error("%s; going on (on_save_error: continue)", what)
+        log.error("%s; going on (on_save_error: continue)", message)
 
-    def _committed(
-        self, final: Path, kept_steps: Sequence[int | None], began: float
-    ) -> None:
+    def _on_commit(self, final: Path, kept_steps: set[int], start: float) -> None:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
-        log.info(
-            "saved %s (%.2f GB, %.1f s)",
-            final.name,
-            size / 1e9,
-            time.monotonic() - began,
-        )
+        seconds = time.monotonic() - start
+        log.info("saved %s (%.2f GB, %.1f s)", final.name, size / 1e9, seconds)
+        limit = self.run.save_total_limit
         try:
-            keep = {step for step in kept_steps if step is not None}
-            if self._chooses:
-                self.earlier.take_along(keep)
-            for path in integrity.prune(
-                self.output, self.config.run.save_total_limit, keep
-            ):
-                log.info(
-                    "removed %s (save_total_limit: %d)",
-                    path.name,
-                    self.config.run.save_total_limit,
-                )
+            if self._may_go_back:
+                self._take_along(kept_steps)
+            for path in folders.prune(self.output, limit, kept_steps):
+                log.info("removed %s (save_total_limit: %d)", path.name, limit)
         except OSError as error:
-            log.warning("an old checkpoint could not be removed: %s", _said(error))
+            log.warning("an old checkpoint could not be removed: %s", _reason(error))
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """Return a checkpoint's state.json: "loop" (the `state` given to `save`), "config", "identity", versions."""
-    state: dict[str, Any] = json.loads((directory / STATE).read_bytes())
-    return state
+    """Return a checkpoint's state.json."""
+    return read_json_object(directory / STATE)
 
 
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-def _step_in(chosen: Path, output: Path) -> int:
-    """Return the step of a checkpoint of this folder, or -1 for one of another folder: all steps here are later."""
-    steps = {path.resolve(): step for step, path in list_checkpoints(output)}
-    return steps.get(chosen.resolve(), -1)
-
-
-def _said(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return (
-            f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-        )
-    return str(error)
-
-
-CHOICES: dict[str, dict[str, Any]] = {
-    "best_step": {"best": None, "best_step": None, "best_scores": {}},
-    "held_step": {"held_step": None, "held_scores": {}},
-}
-"""Keys of the loop's state that name a checkpoint for `final/`, and what the state is without it."""
-
-
-class EarlierCheckpoints:
-    """Places of the checkpoints that the state of a resumed run names."""
-
-    def __init__(self, output: Path) -> None:
-        self.output = output
-        self._elsewhere: dict[int, Path] = {}
-
-    def look_for(self, chosen: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the changes of a state that names checkpoints which are gone. `chosen`: the one that is resumed from,
-        which may be in another folder, beside those of its run. Collective."""
-        # The one that is resumed from too: its own scores may be the best.
-        steps = {state["step"], *(state[key] for key in CHOICES)} - {None}
-        found = {
-            step: self._look(
-                step, chosen if step == state["step"] else None, chosen.parent
-            )
-            for step in steps
-        }
-        gone = collectives.broadcast_json(
-            [step for step in steps if found[step] is None]
-        )
-        self._elsewhere = {
-            step: place
-            for step, place in found.items()
-            if place is not None and step not in gone
-        }
-        changes: dict[str, Any] = {}
-        for key, without in CHOICES.items():
-            if state[key] in gone:
-                log.warning(
-                    "%s is not there any more: final/ gets a later one",
-                    checkpoint_name(state[key]),
-                )
-                changes |= without
-        return changes
-
-    def place(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint: of this run, or of the one that was resumed."""
-        own = self.output / checkpoint_name(step)
-        return own if own.is_dir() else self._elsewhere.get(step, own)
-
-    def take_along(self, steps: Iterable[int]) -> None:
-        """Copy those of these checkpoints that are in another folder, which may be removed before this run ends. Called
-        by rank 0 after a checkpoint was written: none that is older may be the newest here."""
-        for step in steps:
-            own = self.output / checkpoint_name(step)
-            place = self.place(step)
-            if place == own or not place.is_dir():
-                continue
-            partial = own.with_name(own.name + PARTIAL)
-            shutil.rmtree(partial, ignore_errors=True)
-            # Files of a checkpoint are never changed, so that both folders may share them.
-            shutil.copytree(place, partial, copy_function=_linked)
-            partial.rename(own)
-            log.info("copied %s (final/ may get it)", place)
-
-    def _look(self, step: int, chosen: Path | None, folder: Path) -> Path | None:
-        places = [
-            self.output / checkpoint_name(step),
-            chosen,
-            folder / checkpoint_name(step),
-        ]
-        return next(
-            (one for one in places if one is not None and (one / MANIFEST).is_file()),
-            None,
-        )
-
-
-def _linked(source: str, target: str) -> str:
+def _link_or_copy(source: str, target: str) -> str:
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links
@@ -728,48 +680,9 @@ def _linked(source: str, target: str) -> str:
     return target
 
 
-MODEL_FOLDER = "model"
-
-
-def whole_model_writer(
-    config: TrainConfig,
-    session: Session,
-    embedder: EmbeddingModel,
-    model: nn.Module,
-    loss: EmbeddingLoss,
-) -> Callable[[Path], None] | None:
-    """Return the function that writes the model in the layout of final/ into a checkpoint, or None if the config does
-    not ask.
-
-    The pieces are written too: the run resumes from those, on any number of processes. The function is collective.
-    """
-    kind = None if session.fsdp is None else session.fsdp.state_dict_type
-    if kind == "LOCAL_STATE_DICT":
-        log.info(
-            "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; "
-            "here any number of processes can read them"
-        )
-    if kind != "FULL_STATE_DICT":
-        return None
-    log.info(
-        "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/",
-        MODEL_FOLDER,
-    )
-
-    def write(checkpoint: Path) -> None:
-        # Collective, so it comes before the branch on rank 0.
-        weights = full_state_dict(model)
-        if session.is_main:
-            learned = loss.scale_and_bias()
-            if learned is not None:
-                embedder.write_scale_and_bias(*learned, weights)
-            merge = config.adapters.save_merged
-            save_model(
-                checkpoint / MODEL_FOLDER,
-                embedder,
-                weights,
-                dtype=saved_dtype(config.run.save_dtype, embedder.description),
-                merge_adapters=merge,
-            )
-
-    return write
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename:
+            return f"{error.strerror}: {error.filename}"
+        return error.strerror
+    return str(error)

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.storage import (
 from torch.futures import Future
 from typing_extensions import override
 
+from vembed.files import read_json_object
 from vembed.saving.durability import write_durably
 from vembed.training.checkpoint.folder import STATE, commit
 from vembed.training.checkpoint.schema import INDEX
@@ -71,13 +72,13 @@ class CheckpointWriter(StorageWriter):
         state: dict[str, Any],
         *,
         rank: int,
-        committed: Callable[[], None],
+        on_commit: Callable[[], None],
     ) -> None:
         self.partial = partial
         self.final = final
         self.state = state
         self.rank = rank
-        self.committed = committed
+        self.on_commit = on_commit
 
     @override
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -145,7 +146,7 @@ class CheckpointWriter(StorageWriter):
             self.final,
             {one.file: one.checksum for one in stored.values()},
         )
-        self.committed()
+        self.on_commit()
 
     @classmethod
     @override
@@ -170,7 +171,7 @@ class CheckpointReader(StorageReader):
         """Return the index in torch's form."""
         tensors: dict[str, TensorStorageMetadata] = {}
         places: dict[MetadataIndex, tuple[str, str]] = {}
-        for name, entry in json.loads((self.directory / INDEX).read_bytes()).items():
+        for name, entry in read_json_object(self.directory / INDEX).items():
             chunks = []
             for chunk in entry["chunks"]:
                 chunks.append(

@@ -31,7 +31,7 @@ class WeightAverage(Hook):
 
     @override
     def on_build(self, run: Run) -> None:
-        model = run.parts.model
+        model = run.components.model
         if FullyShardedDataParallel.fsdp_modules(model):
             raise UserError(
                 f"ema: {self.decay} cannot average the flat parameters of FSDP1: use fsdp_version: 2, or leave ema out"

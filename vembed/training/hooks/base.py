@@ -1,4 +1,4 @@
-"""Hook: an addition to the training loop that needs no change of the loop, and `Hooks`, all those of a run.
+"""Hook: an addition to the training loop that needs no change of the loop. `Hooks`: all those of a run.
 
 The order of calls in a run, each on every rank:
 
@@ -24,19 +24,20 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vembed.config.rhythm import Rhythm
+from vembed.config.run_intervals import RunIntervals
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.rank_batch import RankBatch, RankBatchStream
 from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
 from vembed.parallel.session import Session
 from vembed.training.interrupts import Interrupts
-from vembed.training.setup import RunData, RunModel
+from vembed.training.setup import RunData, TrainingComponents
 from vembed.training.step import BatchResult, ContrastiveStep
 from vembed.training.update import LoopState, Outcome
 
@@ -47,12 +48,14 @@ class Run(Protocol):
     """Parts of the trainer that a hook may use."""
 
     config: TrainConfig
+    """The options, with the values that the run has decided."""
+    output: Path
+    """Folder of the run."""
     session: Session
     data: RunData
-    parts: RunModel
+    components: TrainingComponents
     state: LoopState
-    rhythm: Rhythm
-    """Intervals of evaluations, checkpoints and log lines."""
+    intervals: RunIntervals
     step: ContrastiveStep
     """Built after `on_build`."""
     stream: RankBatchStream
@@ -84,8 +87,8 @@ class StepReport:
         """Add one global batch. Of the embeddings, only those of the last one are kept in memory."""
         if self.batches:
             # The embeddings of the batches before are of no more use, and as large as those of this one.
-            before, earlier = self.batches[-1]
-            self.batches[-1] = before, earlier.without_embeddings()
+            earlier_batch, earlier = self.batches[-1]
+            self.batches[-1] = (earlier_batch, earlier.without_embeddings())
         self.batches.append((rank_batch, result))
 
     @property
@@ -178,104 +181,83 @@ class Hook:
 
 
 class Hooks:
-    """All hooks of a run, called in their order."""
+    """All hooks of a run, in the order in which they are called."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
         self._all = list(hooks)
         names = [hook.name for hook in self._all if hook.name]
         assert len(names) == len(set(names)), f"two hooks have the same name: {names}"
 
-    def on_build(self, run: Run) -> None:
-        """Call `on_build` of each."""
-        for hook in self._all:
-            hook.on_build(run)
-
-    def on_start(self, run: Run) -> None:
-        """Call `on_start` of each."""
-        for hook in self._all:
-            hook.on_start(run)
-
-    def before_step(self, step: int, new_epoch: int | None) -> None:
-        """Call `on_epoch` of each, if the step begins an epoch, and `before_step` of each."""
-        if new_epoch is not None:
-            for hook in self._all:
-                hook.on_epoch(new_epoch)
-        for hook in self._all:
-            hook.before_step(step)
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self._all)
 
     def on_step(self, report: StepReport) -> bool:
         """Call `on_step` of each. Return whether one of this rank's hooks has a reason to end the run, and log it."""
         # All are called, also after one has given a reason: some communicate.
-        return _say([(hook, hook.on_step(report)) for hook in self._all])
-
-    def figures(self, report: StepReport) -> dict[str, Any]:
-        """Return the figures of all hooks."""
-        found: dict[str, Any] = {}
-        for hook in self._all:
-            found |= hook.figures(report)
-        return found
-
-    def on_log(self, values: Mapping[str, Any]) -> None:
-        """Call `on_log` of each."""
-        for hook in self._all:
-            hook.on_log(values)
+        return _log_reasons([(hook, hook.on_step(report)) for hook in self])
 
     def on_evaluation(self, evaluation: Evaluation) -> bool:
         """Call `on_evaluation` of each. Return as `on_step` does."""
-        return _say([(hook, hook.on_evaluation(evaluation)) for hook in self._all])
+        return _log_reasons([(hook, hook.on_evaluation(evaluation)) for hook in self])
+
+    def figures(self, report: StepReport) -> dict[str, Any]:
+        """Return the figures of all hooks."""
+        figures: dict[str, Any] = {}
+        for hook in self:
+            figures |= hook.figures(report)
+        return figures
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """Hold the contexts of all hooks open."""
         with ExitStack() as stack:
-            for hook in self._all:
+            for hook in self:
                 stack.enter_context(hook.evaluation_weights())
             yield
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return the state of each hook that has one, by its name."""
-        found = {hook.name: hook.state() for hook in self._all}
-        assert all(name for name, state in found.items() if state), (
-            "a hook with a state needs a name"
-        )
-        return {name: state for name, state in found.items() if state}
+        states = {}
+        for hook in self:
+            state = hook.state()
+            if state:
+                assert hook.name, f"{type(hook).__name__} has a state and needs a name"
+                states[hook.name] = state
+        return states
 
     def load_states(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Give each hook the state that a checkpoint holds for it."""
-        for hook in self._all:
-            if hook.name in states:
-                try:
-                    hook.load_state(states[hook.name])
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    raise UserError(
-                        f"the checkpoint's state of the hook {hook.name} cannot be used ({type(error).__name__}: "
-                        f"{error}); resume from an earlier checkpoint, or start anew in another output_dir"
-                    ) from error
+        for hook in self:
+            if hook.name not in states:
+                continue
+            try:
+                hook.load_state(states[hook.name])
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise UserError(
+                    f"the checkpoint's state of the hook {hook.name} cannot be used ({type(error).__name__}: "
+                    f"{error}); resume from an earlier checkpoint, or start anew in another output_dir"
+                ) from error
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of all hooks for a checkpoint."""
-        return {
-            f"{hook.name}.{name}": tensor
-            for hook in self._all
-            for name, tensor in hook.tensors().items()
-        }
-
-    def on_finish(self, run: Run) -> None:
-        """Call `on_finish` of each."""
-        for hook in self._all:
-            hook.on_finish(run)
+        tensors = {}
+        for hook in self:
+            for name, tensor in hook.tensors().items():
+                tensors[f"{hook.name}.{name}"] = tensor
+        return tensors
 
     def close(self) -> None:
         """Call `close` of each in reverse order, all of them even if one fails."""
         with ExitStack() as stack:
-            for hook in self._all:
+            for hook in self:
                 stack.callback(hook.close)
 
 
-def _say(answers: Sequence[tuple[Hook, str | None]]) -> bool:
-    reasons = [
-        (type(hook).__name__, reason) for hook, reason in answers if reason is not None
-    ]
-    for kind, reason in reasons:
-        log.info("%s ends the run: %s", kind, reason)
-    return bool(reasons)
+def _log_reasons(answers: Sequence[tuple[Hook, str | None]]) -> bool:
+    """Log each reason to end the run. Return whether there is one."""
+    ends = False
+    for hook, reason in answers:
+        if reason is not None:
+            log.info("%s ends the run: %s", type(hook).__name__, reason)
+            ends = True
+    return ends

@@ -1,36 +1,59 @@
-"""Hooks that the config asks for."""
+"""All hooks of a run: those that every run has, and those that the config asks for."""
 
 from __future__ import annotations
 
-from vembed.config.rhythm import Rhythm, starts_from_nothing
-from vembed.config.schema import TrainConfig
+from rich.console import Console
+
+from vembed.config.run_intervals import has_initial_weights
 from vembed.training.hooks.averaging import WeightAverage
-from vembed.training.hooks.base import Hook
-from vembed.training.hooks.checks import FirstLoss
-from vembed.training.hooks.display import RunningReport
-from vembed.training.hooks.evaluations import Guards, Patience
+from vembed.training.hooks.base import Hook, Run
+from vembed.training.hooks.checks import DataWatch, FirstLoss, Watch
+from vembed.training.hooks.display import (
+    Profile,
+    ProgressBar,
+    RunningReport,
+    SetupLines,
+)
+from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
+from vembed.training.hooks.metrics import (
+    AuxiliaryLossMeans,
+    Diagnostics,
+    MetricsLog,
+    StepCurves,
+    TaskAndTermLosses,
+)
 from vembed.training.hooks.mining import EpochMiner
 from vembed.training.hooks.publishing import PushBest
-from vembed.training.schedule import Schedule
 
 
-def configured_hooks(
-    config: TrainConfig, rhythm: Rhythm, schedule: Schedule
-) -> list[Hook]:
-    """Return the hooks of `ema`, `guards`, `mine`, `patience`, `report_every`, `push_to_hub` and `from_scratch`."""
+def configured_hooks(run: Run, warmup_steps: int, console: Console) -> list[Hook]:
+    """Return the hooks of a run, in the order of their calls."""
+    config = run.config
     hooks: list[Hook] = []
-    if starts_from_nothing(config):
+    # Before those that write the scores, since some of these add scores.
+    if has_initial_weights(config.model):
         hooks.append(FirstLoss())
     if config.optimizer.ema is not None:
         hooks.append(WeightAverage(config.optimizer.ema))
     if config.evaluation.guards:
-        hooks.append(Guards(config))
+        hooks.append(Guards())
     if config.data.mine is not None:
         hooks.append(EpochMiner(config.data.mine))
-    if rhythm.patience is not None:
-        hooks.append(Patience(rhythm.patience, schedule.warmup_steps))
+    if run.intervals.patience is not None:
+        hooks.append(Patience(run.intervals.patience, warmup_steps))
     if config.logging.report_every is not None:
         hooks.append(RunningReport(config.logging.report_every))
     if config.logging.push_to_hub is not None:
-        hooks.append(PushBest(config))  # after the guards, whose scores are in the card
+        hooks.append(PushBest())  # after the guards, whose scores are in the card
+    hooks.append(ProgressBar(console))
+    if config.logging.profile_steps is not None:
+        hooks.append(Profile(*config.logging.profile_steps))
+    if run.data.by_task:
+        hooks.append(TaskScores())
+    if run.data.evaluation is not None:
+        hooks.append(QueryRecord())
+    hooks += [Diagnostics(), TaskAndTermLosses(), DataWatch()]
+    if run.components.embedder.has_auxiliary():
+        hooks.append(AuxiliaryLossMeans())
+    hooks += [StepCurves(), SetupLines(), Watch(), MetricsLog()]
     return hooks

@@ -16,14 +16,58 @@ from rich.progress import (
 )
 from typing_extensions import override
 
-from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.report import write_report
 from vembed.parallel.parameters import num_parameters
 from vembed.training.hooks.base import Hook, Run, StepReport
-from vembed.training.run_log import HEADLINE, TRAINING
+from vembed.training.run_log import END_OF_SETUP, HEADLINE
 
 log = logging.getLogger("vembed")
+
+
+class SetupLines(Hook):
+    """The five lines: model, data, steps, device, and where the log is."""
+
+    @override
+    def on_start(self, run: Run) -> None:
+        for line in setup_lines(run):
+            log.info("%s", line, extra=HEADLINE)
+        path = run.output / run.config.logging.log_file
+        log.info("log: %s", path, extra=END_OF_SETUP)
+
+
+def setup_lines(run: Run) -> list[str]:
+    """Return the lines but the last."""
+    config = run.config
+    data = run.data
+    session = run.session
+    description = run.components.embedder.description
+    total = num_parameters(run.components.model)
+    trained = num_parameters(run.components.model, trainable_only=True)
+    share = "all trained" if trained == total else f"{trained:,d} trained"
+    num_sources = len(data.examples.names)
+    sources = "1 source" if num_sources == 1 else f"{num_sources:,d} sources"
+    evaluation = "no validation data (set val_split: 0.1)"
+    if data.evaluation is not None:
+        evaluation = data.evaluation.summary()
+    epochs = data.epoch_at(data.total_steps)
+    epochs_text = "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
+    # Data smaller than one batch are one batch.
+    per_step = min(data.examples_per_step, len(data.examples))
+    processes = (
+        "1 process" if session.world_size == 1 else f"{session.world_size} processes"
+    )
+    strategy: str = session.strategy
+    if session.placement.run.strategy.value not in ("auto", strategy):
+        strategy += f" ({session.placement.decisions['strategy'].reason})"
+    return [
+        f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
+        f"parameters ({share}), at most {description.max_length:,d} tokens",
+        f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
+        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs_text}), learning "
+        f"rate {config.optimizer.learning_rate:g}, loss {config.objective.loss}",
+        f"device: {session.device}, {processes}, strategy {strategy}, mixed precision {session.mixed_precision}",
+    ]
 
 
 class ProgressBar(Hook):
@@ -33,100 +77,52 @@ class ProgressBar(Hook):
         self.console = console
         self.bar: Progress | None = None
 
+    @override
     def on_start(self, run: Run) -> None:
-        """Show the bar."""
         if self.console.is_terminal and not self.console.quiet:
-            columns = (
+            self.bar = Progress(
                 TextColumn("training"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
             )
-            self.bar = Progress(*columns, console=self.console, transient=True)
             self.bar.start()
             self.task = self.bar.add_task("training", total=run.data.total_steps)
 
+    @override
     def on_step(self, report: StepReport) -> None:
-        """Advance."""
         if self.bar is not None:
             self.bar.update(self.task, completed=report.step)
 
+    @override
     def on_finish(self, run: Run) -> None:
-        """Remove the bar: what follows is not training."""
-        del run
-        self.close()
+        self.close()  # what follows is not training
 
+    @override
     def close(self) -> None:
-        """Remove the bar."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
 
 
-class SetupLines(Hook):
-    """The five lines: model, data, steps, device, and where the log is."""
-
-    def on_start(self, run: Run) -> None:
-        """Log the lines."""
-        for line in setup_lines(run):
-            log.info("%s", line, extra=HEADLINE)
-        log.info(
-            "log: %s",
-            Path(run.config.run.output_dir, run.config.logging.log_file),
-            extra=TRAINING,
-        )
-
-
-def setup_lines(run: Run) -> list[str]:
-    """Return the lines but the last."""
-    config, data, session = run.config, run.data, run.session
-    description = run.parts.embedder.description
-    total = num_parameters(run.parts.model)
-    trained = num_parameters(run.parts.model, trainable_only=True)
-    share = "all trained" if trained == total else f"{trained:,d} trained"
-    sources = len(data.examples.names)
-    evaluation = (
-        data.evaluation.summary()
-        if data.evaluation is not None
-        else "no validation data (set val_split: 0.1)"
-    )
-    epochs = data.epoch_at(data.total_steps)
-    asked = session.placement.run.strategy.value
-    why = (
-        ""
-        if asked in ("auto", session.strategy)
-        else f" ({session.placement.decisions['strategy'].reason})"
-    )
-    per_step = min(
-        data.examples_per_step, len(data.examples)
-    )  # data smaller than one batch are one batch
-    return [
-        f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
-        f"parameters ({share}), at most {description.max_length:,d} tokens",
-        f"data: {len(data.examples):,d} examples of {sources:,d} source{'s' if sources > 1 else ''}; {evaluation}",
-        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs:.3g} epoch{'' if epochs == 1 else 's'}), learning rate "
-        f"{config.optimizer.learning_rate:g}, loss {config.objective.loss}",
-        f"device: {session.device}, {session.world_size} process{'es' if session.world_size > 1 else ''}, strategy "
-        f"{session.strategy}{why}, mixed precision {session.mixed_precision}",
-    ]
-
-
 class RunningReport(Hook):
-    """Writes the report after so many steps. A report that cannot be written is a line in the log."""
+    """Writes the report after so many steps (`report_every`). A report that cannot be written is a line in the log."""
 
     def __init__(self, every: int) -> None:
         self.every = every
 
     @override
     def on_start(self, run: Run) -> None:
-        self.folder = run.config.run.output_dir if run.session.is_main else None
+        self._output = run.output if run.session.is_main else None
 
     @override
     def on_step(self, report: StepReport) -> None:
-        if self.folder is None or report.step % self.every:
+        if self._output is None or report.step % self.every:
             return
         try:
-            path = write_report(self.folder)
+            path = write_report(self._output)
         except (OSError, UserError) as error:
             log.warning(
                 "report_every: the report of step %d was not written (%s)",
@@ -138,59 +134,63 @@ class RunningReport(Hook):
 
 
 class Profile(Hook):
-    """Profiler that writes the chosen steps of each rank to trace-rank<r>.json, for Perfetto and chrome://tracing."""
+    """Profiler that writes the steps from `first` to `last` of each rank (`profile_steps`).
 
-    def __init__(self, config: TrainConfig, rank: int, total_steps: int) -> None:
-        self.range: tuple[int, int] | None = None
-        if config.logging.profile_steps is not None:
-            first, last = config.logging.profile_steps
-            self.range = first, min(last, total_steps)
-            if first > total_steps:
-                log.warning(
-                    "profile_steps: %s is after the run's last step, %d",
-                    config.logging.profile_steps,
-                    total_steps,
-                )
-        self.path = Path(config.run.output_dir) / f"trace-rank{rank}.json"
+    The file trace-rank<r>.json is for Perfetto and chrome://tracing.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first = first
+        self.last = last
         self.profiler: torch.profiler.profile | None = None
-        self._last: int | None = None
-        """Last step that was recorded."""
+        self.path = Path()
+        self._last_recorded: int | None = None
 
+    @override
+    def on_start(self, run: Run) -> None:
+        total_steps = run.data.total_steps
+        self.path = run.output / f"trace-rank{run.session.rank}.json"
+        if self.first > total_steps:
+            log.warning(
+                "profile_steps: [%d, %d] is after the run's last step, %d",
+                self.first,
+                self.last,
+                total_steps,
+            )
+        self.last = min(self.last, total_steps)
+
+    @override
     def before_step(self, step: int) -> None:
-        """Start recording before the first chosen step (steps count from 1), or before the first one left in a
-        resumed run."""
-        if (
-            self.range
-            and self.profiler is None
-            and self.range[0] <= step <= self.range[1]
-        ):
-            self.range = step, self.range[1]
+        """Start recording before the first chosen step, or before the first one left in a resumed run."""
+        if self.profiler is None and self.first <= step <= self.last:
+            self.first = step
             self.profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
             self.profiler.start()
 
+    @override
     def on_step(self, report: StepReport) -> None:
-        """Write the trace after the last chosen step."""
-        if self.range and self.profiler is not None:
-            self._last = report.step
-            if report.step == self.range[1]:
+        if self.profiler is not None:
+            self._last_recorded = report.step
+            if report.step == self.last:
                 self.close()
 
+    @override
     def on_finish(self, run: Run) -> None:
-        """Write the trace of a run that has ended before the last chosen step."""
-        del run
-        self.close()
+        self.close()  # a run may end before the last chosen step
 
+    @override
     def close(self) -> None:
         """Stop recording and write the steps that there are."""
-        profiler, self.profiler = self.profiler, None
-        if self.range is None or profiler is None:
+        profiler = self.profiler
+        self.profiler = None
+        if profiler is None:
             return
         profiler.stop()
-        if self._last is not None:
+        if self._last_recorded is not None:
             profiler.export_chrome_trace(str(self.path))
             log.info(
                 "profile: steps %d to %d are in %s",
-                self.range[0],
-                self._last,
+                self.first,
+                self._last_recorded,
                 self.path,
             )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from typing_extensions import override
 
 from vembed.config.entries import Guard
-from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.query_results import EMBEDDED, named, write_content
@@ -26,9 +25,14 @@ from vembed.training.hooks.base import Evaluation, Hook, Run
 
 log = logging.getLogger("vembed")
 
+TASK_PREFIX = "task/"
+"""Of the names of a task's scores."""
+GUARD_PREFIX = "guard/"
+"""Of the names of a guard's scores."""
+
 
 class Patience(Hook):
-    """Counter of the evaluations since the best score. Those in the warm-up do not count."""
+    """Ends a run whose score has stopped rising. Evaluations in the warm-up do not count."""
 
     name = "patience"
 
@@ -38,6 +42,7 @@ class Patience(Hook):
         self._best: float | None = None
         self._best_step = 0
         self._count = 0
+        """Evaluations since the best score."""
 
     @override
     def on_evaluation(self, evaluation: Evaluation) -> str | None:
@@ -45,7 +50,9 @@ class Patience(Hook):
         if evaluation.step == 0:
             return None
         if self._best is None or score > self._best:
-            self._best, self._best_step, self._count = score, evaluation.step, 0
+            self._best = score
+            self._best_step = evaluation.step
+            self._count = 0
         elif evaluation.step > self.warmup_steps:
             self._count += 1
         if self._count < self.patience:
@@ -61,81 +68,136 @@ class Patience(Hook):
 
     @override
     def load_state(self, state: dict[str, Any]) -> None:
-        self._best, self._best_step, self._count = (
-            state["best"],
-            state["best_step"],
-            state["count"],
-        )
+        self._best = state["best"]
+        self._best_step = state["best_step"]
+        self._count = state["count"]
 
 
-GUARD_PREFIX = "guard/"
-"""Of the names of a guard's scores."""
+def main_scores(
+    run: Run, named_data: Iterable[tuple[str, EvalData]]
+) -> dict[str, float]:
+    """Return the main score of each set of evaluation data, as name/metric. Collective."""
+    scores = {}
+    with run.hooks.evaluation_weights():
+        for name, data in named_data:
+            measured = evaluate_model(
+                run.components.model,
+                run.components.featuriser,
+                data,
+                run.config,
+                run.session,
+                dims=[],
+            )
+            scores[f"{name}/{data.metric}"] = measured[data.metric]
+    return scores
 
 
-class Guards(Hook):
-    """All guards of a run, scored with each evaluation."""
+class TaskScores(Hook):
+    """Main score of each task that has validation data of its own.
 
-    name = "guards"
+    The run's own validation data choose the checkpoint.
+    """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._data: list[tuple[str, Guard, EvalData]] = [
-            (one.label, one, open_eval_data(config, one.path))
-            for one in config.evaluation.listed_guards()
-        ]
+    def __init__(self) -> None:
         self._before: dict[str, float] = {}
 
     @override
     def on_build(self, run: Run) -> None:
         self._run = run
-        for name, guard, data in self._data:
+
+    @override
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        scores = main_scores(self._run, self._run.data.by_task.items())
+        if evaluation.step == 0:
+            self._before = scores
+        for key, score in scores.items():
+            change = ""
+            if evaluation.step and key in self._before:
+                change = f" ({score - self._before[key]:+.4f})"
+            log.info("task %s: %.4f%s", key.replace("/", ": "), score, change)
+            # The same dictionary goes to metrics.jsonl, the report and the model card.
+            evaluation.scores[TASK_PREFIX + key] = score
+
+
+class Guards(Hook):
+    """Evaluation data of other abilities, scored with each evaluation.
+
+    A run that loses too much on one of them ends, and `final/` gets the last checkpoint that held.
+    """
+
+    name = "guards"
+
+    @override
+    def on_build(self, run: Run) -> None:
+        self._run = run
+        self._before: dict[str, float] = {}
+        self._guards: list[Guard] = run.config.evaluation.listed_guards()
+        self._data: dict[str, EvalData] = {}
+        for guard in self._guards:
+            data = open_eval_data(run.config, guard.path)
+            self._data[guard.label] = data
             log.info(
-                "guard %s: %s; may fall by %g", name, data.summary(), guard.max_drop
+                "guard %s: %s; may fall by %g",
+                guard.label,
+                data.summary(),
+                guard.max_drop,
             )
 
     @override
     def on_start(self, run: Run) -> None:
         if not self._before:
-            self._before = self._scores()
+            self._before = main_scores(run, self._data.items())
 
     @override
     def on_evaluation(self, evaluation: Evaluation) -> str | None:
-        found = self._before if evaluation.step == 0 else self._scores()
-        # The same dictionary goes to metrics.jsonl, the report and the model card.
-        evaluation.scores.update(
-            {GUARD_PREFIX + key: value for key, value in found.items()}
-        )
-        fallen = []
-        for name, guard, data in self._data:
-            key = f"{name}/{data.metric}"
-            change = found[key] - self._before[key]
+        scores = self._before
+        if evaluation.step > 0:
+            scores = main_scores(self._run, self._data.items())
+        drops = []
+        for guard in self._guards:
+            metric = self._data[guard.label].metric
+            key = f"{guard.label}/{metric}"
+            score = scores[key]
+            before = self._before[key]
+            # The same dictionary goes to metrics.jsonl, the report and the model card.
+            evaluation.scores[GUARD_PREFIX + key] = score
             log.info(
                 "guard %s: %s %.4f (%+.4f; may fall by %g)",
-                name,
-                data.metric,
-                found[key],
-                change,
+                guard.label,
+                metric,
+                score,
+                score - before,
                 guard.max_drop,
             )
-            if -change > guard.max_drop:
-                fallen.append(
-                    f"{key} fell from {self._before[key]:.4f} to {found[key]:.4f}, by more than "
-                    f"{guard.max_drop:g}"
+            if before - score > guard.max_drop:
+                drops.append(
+                    f"{key} fell from {before:.4f} to {score:.4f}, by more than {guard.max_drop:g}"
                 )
-        state, rhythm = self._run.state, self._run.rhythm
-        if fallen:
-            state.fell = f"guard after step {evaluation.step:,d}: {'; '.join(fallen)}"
+        state = self._run.state
+        if drops:
+            state.fell = f"guard after step {evaluation.step:,d}: {'; '.join(drops)}"
             return state.fell
         state.fell = None  # of a run that was resumed after a guard had ended it
-        is_due = (
-            rhythm.save_steps is not None and evaluation.step % rhythm.save_steps == 0
-        )
-        has_checkpoint = is_due and not state.skipped_in_a_row  # skipped steps get none
-        takes_best = rhythm.keeps_best and state.best_step is not None
-        if evaluation.step > 0 and has_checkpoint:
-            state.held_step, state.held_scores = evaluation.step, evaluation.scores
-        if takes_best and state.held_step is not None:
-            state.held_step, state.held_scores = state.best_step, state.best_scores
+        self._choose_checkpoint(evaluation)
         return None
+
+    def _choose_checkpoint(self, evaluation: Evaluation) -> None:
+        """Set the checkpoint that `final/` gets if a guard falls later."""
+        state = self._run.state
+        intervals = self._run.intervals
+        is_saved = (
+            evaluation.step > 0
+            and intervals.save_steps is not None
+            and evaluation.step % intervals.save_steps == 0
+            and not state.skipped_in_a_row  # skipped steps get no checkpoint
+        )
+        if is_saved:
+            state.held_step = evaluation.step
+            state.held_scores = evaluation.scores
+        has_best = intervals.load_best_model_at_end and state.best_step is not None
+        if has_best and state.held_step is not None:
+            state.held_step = state.best_step
+            state.held_scores = state.best_scores
 
     @override
     def state(self) -> dict[str, Any]:
@@ -143,13 +205,12 @@ class Guards(Hook):
 
     @override
     def load_state(self, state: dict[str, Any]) -> None:
-        if set(state["before"]) == {
-            f"{name}/{data.metric}" for name, _, data in self._data
-        }:
+        keys = {f"{label}/{data.metric}" for label, data in self._data.items()}
+        if set(state["before"]) == keys:
             self._before = dict(state["before"])
         else:
             log.info(
-                "guards have changed: they are measured against the weights of now"
+                "guards have changed: they are measured against the current weights"
             )
 
     @override
@@ -160,95 +221,40 @@ class Guards(Hook):
                 "(eval_steps, save_steps), or allow more (max_drop)"
             )
 
-    def _scores(self) -> dict[str, float]:
-        run, found = self._run, {}
-        with run.hooks.evaluation_weights():
-            for name, _, data in self._data:
-                scores = evaluate_model(
-                    run.parts.model,
-                    run.parts.featuriser,
-                    data,
-                    run.config,
-                    run.session,
-                    dims=[],
-                )
-                found[f"{name}/{data.metric}"] = scores[data.metric]
-        return found
-
-
-TASK_PREFIX = "task/"
-"""Of the names of a task's scores."""
-
-
-class TaskScores(Hook):
-    """Main score of each task that has validation data of its own. The run's own validation data choose the
-    checkpoint."""
-
-    @override
-    def on_build(self, run: Run) -> None:
-        self._run = run
-        self._before: dict[str, float] = {}
-
-    @override
-    def on_evaluation(self, evaluation: Evaluation) -> str | None:
-        run = self._run
-        if not run.data.by_task:
-            return None
-        found: dict[str, float] = {}
-        with run.hooks.evaluation_weights():
-            for name, data in run.data.by_task.items():
-                scores = evaluate_model(
-                    run.parts.model,
-                    run.parts.featuriser,
-                    data,
-                    run.config,
-                    run.session,
-                    dims=[],
-                )
-                found[f"{TASK_PREFIX}{name}/{data.metric}"] = scores[data.metric]
-        if evaluation.step == 0:
-            self._before = found
-        for key, score in found.items():
-            change = (
-                f" ({score - self._before[key]:+.4f})"
-                if evaluation.step and key in self._before
-                else ""
-            )
-            log.info(
-                "%s: %.4f%s", key.replace("/", " ", 1).replace("/", ": "), score, change
-            )
-        # The same dictionary goes to metrics.jsonl, the report and the model card.
-        evaluation.scores.update(found)
-        return None
-
 
 class QueryRecord(Hook):
-    """Files of the evaluations before training, of the best step and of the newest one. Other steps' are removed."""
+    """Writes the results of every query of an evaluation, which the report compares before and after.
 
+    It keeps the evaluations before training, of the best step and of the newest one. Other steps' files are removed.
+    """
+
+    @override
     def on_start(self, run: Run) -> None:
         """Take the run's data, and remove the files of steps that a resumed run repeats."""
         self._data = run.data.evaluation if run.session.is_main else None
-        self._output, self._best = Path(run.config.run.output_dir), run.state.best_step
+        self._output = run.output
+        self._best_step = run.state.best_step
         if run.session.is_main:
-            for path in (self._output / FOLDER).glob("step-*.json"):
+            for path in (run.output / FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) > run.state.step:
                     path.unlink()
 
+    @override
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        """Write one evaluation."""
         if evaluation.is_best:
-            self._best = evaluation.step
-        if not isinstance(self._data, RetrievalData) or evaluation.queries is None:
+            self._best_step = evaluation.step
+        data = self._data
+        if not isinstance(data, RetrievalData) or evaluation.queries is None:
             return
+        metrics = list(dict.fromkeys((evaluation.metric, *TABLE)))
         kept = {
             path_of(self._output, step)
-            for step in (0, self._best, evaluation.step)
+            for step in (0, self._best_step, evaluation.step)
             if step is not None
         }
         try:
-            metrics = dict.fromkeys((evaluation.metric, *TABLE))
-            content = evaluation.queries.content(self._data, list(metrics))
-            content["pictures"] = self._pictures(content, evaluation.metric)
+            content = evaluation.queries.content(data, metrics)
+            content["pictures"] = self._pictures(content, data, evaluation.metric)
             write_content(path_of(self._output, evaluation.step), content)
             for path in (self._output / FOLDER).glob("step-*.json"):
                 if path not in kept:
@@ -259,34 +265,33 @@ class QueryRecord(Hook):
                 error,
             )
 
-    def _pictures(self, content: dict[str, Any], metric: str) -> dict[str, str]:
-        """Return thumbnails of the images that the data hold themselves, of the queries that changed most. The report
-        is written from the run's folder, where only images with paths can be read again."""
-        assert isinstance(self._data, RetrievalData)
+    def _pictures(
+        self, content: dict[str, Any], data: RetrievalData, metric: str
+    ) -> dict[str, str]:
+        """Return thumbnails of the images that the data hold themselves, of the queries that changed most.
+
+        The report is written from the run's folder, where only images with paths can be read again.
+        """
         before = read_queries(path_of(self._output, 0))
-        found = None if before is None else compare_results(before, content, metric)
+        if before is None:
+            return {}
+        changes = compare_results(before, content, metric)
+        if changes is None:
+            return {}
         pictures: dict[str, str] = {}
-        for one in (*found.better, *found.worse) if found is not None else ():
-            cells = (
-                one.query,
-                *one.relevant[:1],
-                *(item for item, _ in (*one.found_before[:1], *one.found_after[:1])),
-            )
-            for name in (
-                name
-                for cell in cells
-                for name in cell["images"]
-                if name.startswith(EMBEDDED)
-            ):
-                image = next(
-                    (
-                        one
-                        for one in named(self._data, name).images
-                        if one.data is not None
-                    ),
-                    None,
-                )
-                address = None if image is None else thumbnail_of(image)
-                if address is not None:
-                    pictures[name] = address
+        for change in (*changes.better, *changes.worse):
+            cells = [change.query, *change.relevant[:1]]
+            for results in (change.found_before, change.found_after):
+                cells += [item for item, _ in results[:1]]
+            for cell in cells:
+                for name in cell["images"]:
+                    if not name.startswith(EMBEDDED):
+                        continue
+                    for image in named(data, name).images:
+                        if image.data is None:
+                            continue
+                        thumbnail = thumbnail_of(image)
+                        if thumbnail is not None:
+                            pictures[name] = thumbnail
+                        break
         return pictures

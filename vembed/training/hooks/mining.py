@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,9 +76,7 @@ class EpochMiner(Hook):
         if not is_due:
             return
         began = time.monotonic()
-        found = self._miner.mine(
-            self._encode, Path(self._run.config.run.output_dir) / FOLDER, epoch
-        )
+        found = self._miner.mine(self._encode, self._run.output / FOLDER, epoch)
         mined = torch.from_numpy(found.documents)
         there = mined >= 0
         is_known = (mined[:, :, None] == self._numbers[:, None, :]).any(dim=2)
@@ -136,10 +133,10 @@ class EpochMiner(Hook):
 
     def _encode(self, items: Sequence[tuple[Item, Kind]]) -> np.ndarray:
         run = self._run
-        towers = run.parts.source.towers
+        towers = run.components.source.towers
         return encode_rank_items(
-            run.parts.model,
-            run.parts.featuriser,
+            run.components.model,
+            run.components.featuriser,
             items,
             session=run.session,
             between=run.interrupts.check,

@@ -9,42 +9,40 @@ from threading import Thread
 
 from typing_extensions import override
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import LoggingSection
 from vembed.errors import RunError, UserError
-from vembed.models.precision import saved_dtype
 from vembed.parallel.parameters import full_state_dict
-from vembed.saving.files import save_model
 from vembed.saving.hub import Hub
 from vembed.saving.publication import model_files, publication
-from vembed.training.final import card_of
+from vembed.training.final import ModelWriter, card_of
 from vembed.training.hooks.base import Evaluation, Hook, Run
 
 log = logging.getLogger("vembed")
+
 FOLDER = ".hub"
 """Folder inside output_dir with the model that is being pushed."""
-SECONDS_TO_END = 5.0
+MAX_SECONDS_AT_STOP = 5.0
 """Time that a run which is stopped gives a push under way. A finished run waits for its end."""
 
 
-def open_hub(config: TrainConfig) -> None:
-    """Make the repository of `push_to_hub` and check the right to write, before anything is trained. Only the main
-    process calls it."""
-    if config.logging.push_to_hub is not None:
-        _hub(config).open()
+def hub_of(options: LoggingSection) -> Hub | None:
+    """Return the repository of `push_to_hub`, if there is one."""
+    if options.push_to_hub is None:
+        return None
+    return Hub(options.push_to_hub, public=options.push_public, log=log.debug)
 
 
-def push_final(config: TrainConfig) -> None:
-    """Push final/ with its card, the report and the description of the data. Only the main process calls it. Raise
-    RunError if that fails: the model is complete on disk, and `vembed push` goes on."""
-    if config.logging.push_to_hub is None:
-        return
-    hub = _hub(config)
+def push_final(hub: Hub, output: Path) -> None:
+    """Push final/ with its card, the report and the description of the data. Only the main process calls it.
+
+    Raise RunError if that fails: the model is complete on disk, and `vembed push` goes on.
+    """
     try:
-        num_sent = hub.push(publication(config.run.output_dir), "Trained by vembed")
+        num_sent = hub.push(publication(str(output)), "Trained by vembed")
     except (RunError, UserError) as error:
-        again = f"vembed push {config.run.output_dir} {config.logging.push_to_hub}"
+        command = f"vembed push {output} {hub.repository}"
         raise RunError(
-            f"{error}; the model is in {config.run.output_dir}/final: `{again}`"
+            f"{error}; the model is in {output}/final: `{command}`"
         ) from error
     log.info(
         "push_to_hub: %s has the model of final/ (%d files sent)",
@@ -53,20 +51,12 @@ def push_final(config: TrainConfig) -> None:
     )
 
 
-def _hub(config: TrainConfig) -> Hub:
-    assert config.logging.push_to_hub is not None
-    return Hub(
-        config.logging.push_to_hub, public=config.logging.push_public, say=log.debug
-    )
-
-
 class PushBest(Hook):
     """Pushes the model of each best evaluation. Training continues meanwhile, and after a push that fails."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-        self.thread: Thread | None = None
-        self.seconds: float | None = SECONDS_TO_END
+    def __init__(self) -> None:
+        self._thread: Thread | None = None
+        self._max_seconds: float | None = MAX_SECONDS_AT_STOP
 
     @override
     def on_start(self, run: Run) -> None:
@@ -76,50 +66,41 @@ class PushBest(Hook):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         if not evaluation.is_best:
             return
-        run, parts = self._run, self._run.parts
+        run = self._run
         with run.hooks.evaluation_weights():
-            weights = full_state_dict(
-                parts.model
-            )  # collective, so it comes before the branch on rank 0
+            # Collective, so it comes before the branch on rank 0.
+            weights = full_state_dict(run.components.model)
         if not run.session.is_main:
             return
-        if self.thread is not None and self.thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             log.info(
                 "push_to_hub: step %s is left out: an earlier push is under way",
                 f"{evaluation.step:,d}",
             )
             return
-        learned = parts.loss.scale_and_bias()
-        if learned is not None:
-            parts.embedder.write_scale_and_bias(*learned, weights)
-        embedder, config = parts.embedder, run.config
-        folder = save_model(
-            Path(config.run.output_dir) / FOLDER,
-            embedder,
-            weights,
-            dtype=saved_dtype(config.run.save_dtype, embedder.description),
-            merge_adapters=config.adapters.save_merged,
-            card=card_of(config, run.data, run.state),
-        )
+        writer = ModelWriter(run.config, run.session, run.components)
+        folder = run.output / FOLDER
+        writer.store(folder, weights, card_of(run.config, run.data, run.state))
         score = f"{evaluation.metric} {evaluation.scores[evaluation.metric]:.4f}"
-        self.thread = Thread(
+        self._thread = Thread(
             target=self._push, args=(folder, evaluation.step, score), daemon=True
         )
-        self.thread.start()
+        self._thread.start()
 
     @override
     def on_finish(self, run: Run) -> None:
-        self.seconds = None
+        self._max_seconds = None
 
     @override
     def close(self) -> None:
-        if self.thread is not None:
-            self.thread.join(self.seconds)
-            shutil.rmtree(Path(self.config.run.output_dir) / FOLDER, ignore_errors=True)
+        if self._thread is not None:
+            self._thread.join(self._max_seconds)
+            shutil.rmtree(self._run.output / FOLDER, ignore_errors=True)
 
     def _push(self, folder: Path, step: int, score: str) -> None:
+        hub = hub_of(self._run.config.logging)
+        assert hub is not None
         try:
-            hub = _hub(self.config)
             hub.push(model_files(folder), f"Step {step}: {score}", tag=f"step-{step}")
         except (RunError, UserError) as error:
             log.warning(

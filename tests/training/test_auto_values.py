@@ -14,22 +14,32 @@ import yaml
 import vembed
 from tests import tiny
 from vembed.config.rate import Trained, peak_rate
-from vembed.config.rhythm import Size, passes, rhythm
+from vembed.config.run_intervals import RunSize, decide_epochs, run_intervals
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import with_temperature
-from vembed.training.checkpoint.resume import keep_decisions
+from vembed.training.checkpoint.resume import kept_decisions
 from vembed.training.hooks.base import Evaluation
 from vembed.training.hooks.evaluations import Patience
 
 BASE: dict[str, Any] = {"model_name": "m", "data_path": "d"}
 SCORED: dict[str, Any] = {**BASE, "val_data_path": "v"}
-SIZE = Size(
+SIZE = RunSize(
     total_steps=1000,
     examples_per_step=32,
     num_training=2.0,
     num_evaluated=400,
     checkpoint_bytes=10**8,
 )
+
+
+def kept(config: TrainConfig, saved: dict[str, Any]) -> dict[str, Any]:
+    """What a resumed run keeps of a checkpoint's options."""
+    saved = {"val_data_path": "other", **saved}
+    return kept_decisions(config, {"config": saved, "identity": {}}, 1)
+
+
+def peak(config: TrainConfig, facts: Trained) -> Any:
+    return peak_rate(config.objective, config.adapters, facts)
 
 
 def rate(
@@ -46,7 +56,7 @@ def rate(
         options.pop("new", False),
         family == "clip",
     )  # type: ignore[arg-type]
-    return peak_rate(TrainConfig(**BASE, **options), facts).value
+    return peak(TrainConfig(**BASE, **options), facts).value
 
 
 def test_the_rate_follows_what_is_trained() -> None:
@@ -93,16 +103,12 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None
     assert temperature(loss="cosent") == temperature(loss="angle") == 0.1
     assert temperature() == temperature(losses=[{"loss": "cosent"}]) == 0.05
     assert temperature(loss="cosent", temperature=0.05) == 0.05
-    again = keep_decisions(
+    assert kept(
         TrainConfig(**BASE, loss="cosent"), {"loss": "cosent", "temperature": 0.05}
-    )
-    assert with_temperature(again).objective.temperature == 0.05, (
-        "a resumed run keeps what its checkpoint has"
-    )
-    same = keep_decisions(
-        TrainConfig(**BASE, learn_temperature=True), {"temperature": 0.05}
-    )
-    assert "temperature" not in same.given, "a learned one goes on from the model's own"
+    ) == {"temperature": 0.05}, "a resumed run keeps what its checkpoint has"
+    assert (
+        kept(TrainConfig(**BASE, learn_temperature=True), {"temperature": 0.05}) == {}
+    ), "a learned one goes on from the model's own"
 
 
 def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
@@ -121,16 +127,13 @@ def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
     assert temperature(0.01, loss="cosent") == 0.1, (
         "scores of pairs have nothing to do with it"
     )
-    again = keep_decisions(
-        TrainConfig(**BASE), {"loss": "infonce", "temperature": 0.05}
-    )
-    assert with_temperature(again, 0.01).objective.temperature == 0.05, (
-        "a resumed run keeps what its checkpoint has"
-    )
+    assert kept(TrainConfig(**BASE), {"loss": "infonce", "temperature": 0.05}) == {
+        "temperature": 0.05
+    }, "a resumed run keeps what its checkpoint has"
 
 
 def test_reasons_name_rank_and_alpha() -> None:
-    said = peak_rate(
+    said = peak(
         TrainConfig(**BASE, lora_r=8),
         Trained("adapters", "text_encoder", 384, True, False),
     ).reason
@@ -146,7 +149,7 @@ def test_adapters_of_short_runs_get_a_higher_rate_and_weights_of_long_ones_a_low
         facts = Trained(
             what, "text_encoder", width, True, False, has_scale, total_steps=number
         )
-        return peak_rate(TrainConfig(**BASE), facts).value
+        return peak(TrainConfig(**BASE), facts).value
 
     assert steps("adapters", 20) > steps("adapters", 48) == steps("adapters", 10_000)
     assert (
@@ -185,29 +188,47 @@ def test_few_examples_are_seen_more_often(
     examples: int, texts: int, towers: int
 ) -> None:
     assert [
-        passes(TrainConfig(**BASE), examples, has_scale=one).value
+        decide_epochs(
+            TrainConfig(**BASE).optimizer,
+            TrainConfig(**BASE).model,
+            examples,
+            has_scale=one,
+        ).value
         for one in (False, True)
     ] == [texts, towers]
     assert (
-        passes(TrainConfig(**BASE, epochs=2.5), examples, has_scale=True).value == 2.5
+        decide_epochs(
+            TrainConfig(**BASE, epochs=2.5).optimizer,
+            TrainConfig(**BASE, epochs=2.5).model,
+            examples,
+            has_scale=True,
+        ).value
+        == 2.5
     )
 
 
 def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not() -> None:
-    found = rhythm(TrainConfig(**SCORED), SIZE)
-    assert (found.eval_steps, found.save_steps, found.keeps_best, found.patience) == (
+    found = run_intervals(TrainConfig(**SCORED), SIZE)
+    assert (
+        found.eval_steps,
+        found.save_steps,
+        found.load_best_model_at_end,
+        found.patience,
+    ) == (
         100,
         100,
         True,
         4,
     )
-    dear = rhythm(TrainConfig(**SCORED), Size(1000, 32, 2.0, 6_000, 10**8))
+    dear = run_intervals(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 6_000, 10**8))
     assert dear.eval_steps is not None and 3 <= 1000 // dear.eval_steps < 10
-    dearest = rhythm(TrainConfig(**SCORED), Size(100, 32, 2.0, 60_000, 10**8))
-    assert (dearest.eval_steps, dearest.keeps_best) == (None, False)
+    dearest = run_intervals(TrainConfig(**SCORED), RunSize(100, 32, 2.0, 60_000, 10**8))
+    assert (dearest.eval_steps, dearest.load_best_model_at_end) == (None, False)
     assert "before and after" in dearest.reasons["eval_steps"]
     for steps in range(20, 3000, 7):
-        every = rhythm(TrainConfig(**SCORED), Size(steps, 32, 2.0, 5, 10**8)).eval_steps
+        every = run_intervals(
+            TrainConfig(**SCORED), RunSize(steps, 32, 2.0, 5, 10**8)
+        ).eval_steps
         assert every is not None and steps // every >= 10
 
 
@@ -219,37 +240,42 @@ def test_what_the_config_gives_stays() -> None:
         "patience": 2,
         "load_best_model_at_end": False,
     }
-    found = rhythm(TrainConfig(**SCORED, **given), SIZE)
+    found = run_intervals(TrainConfig(**SCORED, **given), SIZE)
     assert (
         found.eval_steps,
         found.save_steps,
         found.logging_steps,
         found.patience,
     ) == (7, None, 3, 2)
-    assert not found.keeps_best and found.reasons == {}
-    assert rhythm(TrainConfig(**SCORED, eval_steps=None), SIZE).eval_steps is None
-    assert rhythm(TrainConfig(**SCORED, epochs=2), SIZE).patience is None, (
+    assert not found.load_best_model_at_end and found.reasons == {}
+    assert (
+        run_intervals(TrainConfig(**SCORED, eval_steps=None), SIZE).eval_steps is None
+    )
+    assert run_intervals(TrainConfig(**SCORED, epochs=2), SIZE).patience is None, (
         "the config says how long the run is"
     )
-    assert rhythm(TrainConfig(**SCORED, save_steps=70), SIZE).eval_steps == 70, (
+    assert run_intervals(TrainConfig(**SCORED, save_steps=70), SIZE).eval_steps == 70, (
         "every checkpoint has a score"
     )
-    uneven = rhythm(TrainConfig(**SCORED, eval_steps=4, save_steps=6), SIZE)
+    uneven = run_intervals(TrainConfig(**SCORED, eval_steps=4, save_steps=6), SIZE)
     assert (
-        not uneven.keeps_best
+        not uneven.load_best_model_at_end
         and "no multiple" in uneven.reasons["load_best_model_at_end"]
     )
 
 
 def test_checkpoints_suit_the_run() -> None:
-    none = Size(1000, 32, 2.0, 0, 10**8)
-    assert rhythm(TrainConfig(**BASE), none).save_steps == 100
-    assert rhythm(TrainConfig(**BASE), Size(50, 32, 2.0, 0, 10**8)).save_steps is None
-    assert rhythm(TrainConfig(**BASE), none).eval_steps is None
-    large = rhythm(TrainConfig(**SCORED), Size(1000, 32, 2.0, 400, 10**11))
+    none = RunSize(1000, 32, 2.0, 0, 10**8)
+    assert run_intervals(TrainConfig(**BASE), none).save_steps == 100
+    assert (
+        run_intervals(TrainConfig(**BASE), RunSize(50, 32, 2.0, 0, 10**8)).save_steps
+        is None
+    )
+    assert run_intervals(TrainConfig(**BASE), none).eval_steps is None
+    large = run_intervals(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 400, 10**11))
     assert large.save_steps is None and "100 GB" in large.reasons["save_steps"]
     asked = TrainConfig(**SCORED, load_best_model_at_end=True)
-    assert rhythm(asked, Size(8, 32, 2.0, 400, 10**11)).save_steps is not None
+    assert run_intervals(asked, RunSize(8, 32, 2.0, 400, 10**11)).save_steps is not None
 
 
 def test_patience_counts_evaluations_without_a_better_score() -> None:

@@ -1,0 +1,120 @@
+"""Options of mine, audit, judge and generate: from their own file, from a training config, and from arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mining.data import write_lines
+from vembed import UserError
+from vembed.cli.commands.mine import run_audit
+from vembed.data_tools.config import AuditConfig, GenerateConfig, JudgeConfig
+from vembed.mining.config import CommandConfig, MineConfig
+from vembed.mining.options import load_options
+
+TRAINING = """
+model_name: some/model
+data:
+  train_file: train.jsonl
+val_data: val.jsonl
+query_instruction: "query: "
+max_seq_length: 128
+learning_rate: 2.0e-5
+use_lora: true
+seed: 5
+image_root: pictures
+column_mapping: {title: query}
+mine: {num_negatives: 3, every_epochs: 2}
+"""
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    path = tmp_path / "cfg.yaml"
+    path.write_text(TRAINING)
+    row = {"query": "a question", "positive": "an answer"}
+    write_lines(tmp_path / "train.jsonl", [row] * 3)
+    write_lines(tmp_path / "val.jsonl", [row])
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind, arguments, taken",
+    [
+        (
+            MineConfig,
+            ["output_path=x.jsonl"],
+            {"model_name": "some/model", "max_length": 128, "num_negatives": 3},
+        ),
+        (
+            MineConfig,
+            ["output_path=x.jsonl", "retrievers=[bm25]", "num_negatives=2"],
+            {"model_name": None, "retrievers": ["bm25"], "num_negatives": 2},
+        ),
+        (AuditConfig, ["near_duplicate=0.8"], {"query_prompt": "query: ", "top_k": 50}),
+        (
+            JudgeConfig,
+            ["output_path=x.jsonl", "judges=[{model: a/judge}]"],
+            {"column_mapping": {"title": "query"}},
+        ),
+        (
+            GenerateConfig,
+            ["output_path=x.jsonl", "corpus_path=docs.txt"],
+            {"model_name": None, "image_root": "pictures", "seed": 5},
+        ),
+    ],
+)
+def test_a_training_config_serves(
+    training: Path,
+    kind: type[CommandConfig],
+    arguments: list[str],
+    taken: dict[str, Any],
+) -> None:
+    config = load_options(kind, training, arguments)
+    assert {name: getattr(config, name) for name in taken} == taken
+    paths = {"data_path": "train.jsonl", "val_data_path": "val.jsonl"}
+    for name, path in paths.items():
+        if name in kind.model_fields:
+            assert getattr(config, name) == str(training.parent / path), "beside it"
+
+
+def test_options_of_the_command_win_over_those_of_training(training: Path) -> None:
+    with training.open("a") as file:
+        file.write("num_negatives: 7\noutput_path: mined.jsonl\nmax_length: 64\n")
+    text = training.read_text().replace("max_seq_length: 128\n", "")
+    training.write_text(text)
+    config = load_options(MineConfig, training)
+    assert (config.num_negatives, config.max_length, config.seed) == (7, 64, 5)
+
+
+@pytest.mark.parametrize(
+    "line, parts",
+    [
+        ("near_duplicat: 0.5", ["line 14", "near_duplicat", "near_duplicate"]),
+        ("learning_rat: 1", ["line 14", "learning_rat", "learning_rate"]),
+        ("seed: none", ["seed"]),
+        ("top_k: many", ["line 14", "top_k", "many"]),
+    ],
+)
+def test_mistakes_are_named(training: Path, line: str, parts: list[str]) -> None:
+    text = training.read_text()
+    if line.startswith("seed"):
+        text = text.replace("seed: 5\n", "")
+    training.write_text(f"{text}{line}\n")
+    with pytest.raises(UserError) as error:
+        load_options(AuditConfig, training)
+    for part in [str(training), *parts]:
+        assert part in str(error.value)
+
+
+def test_audit_of_a_training_config(
+    training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.write_text(training.read_text().replace("{title: query}", "null"))
+    page = tmp_path / "audit.html"
+    arguments = [str(training), "model_name=null", f"output_path={page}"]
+    assert run_audit(arguments) == 0
+    assert page.is_file()
+    assert "3 rows" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""State files: small files that vembed writes and reads again. All are read here.
+
+A state file is a regular file of bounded size. A pipe would be waited for, a device has
+no end, and a file of many gigabytes does not fit into memory: each is a UserError, as
+are contents that cannot be parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vembed.errors import UserError
+
+MAX_STATE_BYTES = 2**30
+"""Larger state files are refused."""
+
+
+def read_state_bytes(path: str | Path, *, max_bytes: int = MAX_STATE_BYTES) -> bytes:
+    """Return the content of a state file. Raise UserError if it is not a regular file of at most `max_bytes`."""
+    try:
+        # Not blocking: opening a pipe would wait for its other end.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(descriptor, "rb") as file:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
+                raise UserError(
+                    f"{path} is {_kind(facts.st_mode)}, and a file is needed: remove it"
+                )
+            if facts.st_size > max_bytes:
+                raise UserError(
+                    f"{path} has {facts.st_size:,d} bytes, more than the {max_bytes:,d} that such a file may have: "
+                    "restore or remove it"
+                )
+            return file.read(max_bytes)
+    except ValueError as error:  # NUL in the path
+        raise UserError(f"{str(path)!r} is not a path: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def read_state_text(path: str | Path, *, errors: str = "strict") -> str:
+    """Return the text of a state file in UTF-8."""
+    try:
+        return read_state_bytes(path).decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is damaged: byte {error.start:,d} is not UTF-8; restore or remove it"
+        ) from error
+
+
+def read_json(path: str | Path) -> Any:
+    """Return the value of a JSON file."""
+    try:
+        return json.loads(read_state_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} is damaged: it is not JSON ({error}); restore or remove it"
+        ) from error
+
+
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """Return the object of a JSON file."""
+    return _object(path, read_json(path))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Return the options of a YAML file that vembed has written."""
+    try:
+        value = yaml.safe_load(read_state_text(path))
+    except (yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{path} is damaged: it is not YAML ({reason:.200}); restore or remove it"
+        ) from error
+    return _object(path, {} if value is None else value)
+
+
+def require_regular(path: str | Path, option: str) -> None:
+    """Raise UserError if a file that is to be written is a pipe, a device or a folder. `option` names it."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UserError(
+            f"{option}: {path} cannot be used: {error.strerror or error}"
+        ) from error
+    if not stat.S_ISREG(mode):
+        raise UserError(
+            f"{option}: {path} is {_kind(mode)}, and a file is written there: remove it"
+        )
+
+
+def _object(path: str | Path, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UserError(
+            f"{path} is damaged: it holds a {type(value).__name__}, and keys with values are needed; restore or "
+            "remove it"
+        )
+    return dict(value)
+
+
+def _kind(mode: int) -> str:
+    """Return what a file is that is not a regular one."""
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    if stat.S_ISFIFO(mode):
+        return "a pipe"
+    if stat.S_ISSOCK(mode):
+        return "a socket"
+    return "a device"

@@ -1,0 +1,157 @@
+"""Compiled layers: whether they pay in a run, and a check at its start that they give what plain layers give."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from vembed.config.resolved import Decision
+from vembed.data.examples import Item, Kind
+from vembed.data.features import Featuriser
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.backbones import layers_of
+from vembed.models.families.table import Modality
+from vembed.parallel import collectives
+from vembed.parallel.estimate import measure
+from vembed.parallel.parameters import discard_passes, set_gradient_sync
+from vembed.parallel.session import Session
+
+log = logging.getLogger("vembed")
+
+FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
+"""Forward and backward pass."""
+NUM_COMPARED_EXAMPLES = 8
+"""Examples whose inputs are counted, and compared."""
+MAX_COSINE_DISTANCE_HALF = 1e-2
+"""Largest 1 - cosine of an embedding by compiled and by plain layers, in 16 bits."""
+MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
+
+Inputs = list[tuple[Modality, dict[str, Tensor]]]
+
+
+def decide_compilation(
+    items: Sequence[tuple[Item, Kind]],
+    repeats: float,
+    featuriser: Featuriser,
+    session: Session,
+) -> None:
+    """Decide `torch_compile: auto` on a GPU, by the arithmetic of the run.
+
+    `items`: a sample of the inputs. `repeats`: how many such samples the run passes through the model.
+    """
+    placement = session.placement
+    config = placement.run.config
+    if config.model.torch_compile != "auto" or session.device.type != "cuda":
+        return
+    features = featuriser.features(items)
+    num_tokens = repeats * sum(feature.length for feature in features)
+    size = placement.size or measure(config)
+    session.placement = placement.for_work(
+        FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
+    )
+
+
+def log_compilation(embedder: EmbeddingModel, session: Session) -> None:
+    """Log whether the layers of the model are compiled, where there is a choice."""
+    asked = session.config.model.torch_compile
+    layers = layers_of(embedder.backbone)
+    is_compiled = any(layer._compiled_call_impl for layer in layers)
+    if session.placement.compilation.value and not is_compiled:
+        option = "auto" if asked == "auto" else "torch_compile: true has no effect"
+        reason = f"{option}: layers with gradient checkpointing and packed texts cannot be compiled"
+        decision = Decision(False, reason)
+        session.placement = replace(session.placement, compilation=decision)
+    if asked != "auto" or session.device.type == "cuda":
+        log.info("compiled layers: %s", session.placement.compilation)
+
+
+def check_compiled(
+    model: nn.Module,
+    embedder: EmbeddingModel,
+    featuriser: Featuriser,
+    items: Sequence[tuple[Item, Kind]],
+    session: Session,
+) -> None:
+    """Compare compiled with plain layers, where `auto` has compiled them. Collective.
+
+    Where they differ, or do not compile, plain layers are used, with a warning.
+    """
+    is_auto = session.config.model.torch_compile == "auto"
+    if not is_auto or not session.placement.compilation.value:
+        return
+    layers = layers_of(embedder.backbone)
+    inputs = inputs_of(featuriser, items, session.device)
+    problem = difference(model, layers, inputs, session)
+    # All processes decide alike: compiled and plain layers round differently.
+    if not collectives.max_ints([int(problem is not None)])[0]:
+        return
+    reason = f"auto: {problem or 'another process could not compile them'}"
+    log.warning("compiled layers: false (%s)", reason)
+    for layer in layers:
+        layer._compiled_call_impl = None
+    session.placement = replace(session.placement, compilation=Decision(False, reason))
+
+
+def inputs_of(
+    featuriser: Featuriser, items: Sequence[tuple[Item, Kind]], device: torch.device
+) -> Inputs:
+    """Return the tensors of one micro-batch with all modalities among the items."""
+    features = featuriser.features(items)
+    inputs: Inputs = []
+    for modality in featuriser.description.modalities:
+        rows = [feature for feature in features if feature.modality == modality]
+        tensors = featuriser.joined(rows or [featuriser.dummy(modality)])
+        batch = {name: tensor.to(device) for name, tensor in tensors.items()}
+        inputs.append((modality, featuriser.finished(batch)))
+    return inputs
+
+
+def difference(
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Inputs, session: Session
+) -> str | None:
+    """Return what is wrong with the compiled layers. Leaves no gradients. Collective under FSDP.
+
+    None: they give the embeddings of plain layers, and compile in the backward pass too.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # imports the compiler
+
+    was_training = model.training
+    compiled_calls = [layer._compiled_call_impl for layer in layers]
+    # The gradients of this check are dropped, so FSDP need not sum them over the processes.
+    set_gradient_sync(model, False)
+    try:
+        # Dropout would make the two differ.
+        model.eval()
+        with torch.no_grad():
+            compiled = [output.float() for output in model(inputs)]
+            for layer in layers:
+                layer._compiled_call_impl = None
+            plain = [output.float() for output in model(inputs)]
+            for layer, call in zip(layers, compiled_calls, strict=True):
+                layer._compiled_call_impl = call
+        model.train()
+        outputs = [output for output in model(inputs) if output.requires_grad]
+        if outputs:
+            torch.autograd.backward([output.float().sum() for output in outputs])
+    except TorchDynamoException as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
+    finally:
+        for layer, call in zip(layers, compiled_calls, strict=True):
+            layer._compiled_call_impl = call
+        discard_passes(model)
+        model.train(was_training)
+    distance = 0.0
+    for left, right in zip(compiled, plain, strict=True):
+        cosines = functional.cosine_similarity(left, right, dim=1)
+        distance = max(distance, float((1 - cosines).max()))
+    limit = MAX_COSINE_DISTANCE_FLOAT32
+    if session.placement.computes_in_half:
+        limit = MAX_COSINE_DISTANCE_HALF
+    if distance <= limit:
+        return None
+    return f"compiled layers give other embeddings (1 - cosine is {distance:.1e})"

@@ -1,0 +1,1 @@
+"""Optimizers: one class in one file for each, listed in `table.py`."""

@@ -1,0 +1,58 @@
+"""AdamW: of torch, and with stochastic rounding for weights that are held in bfloat16 alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vembed.training.optimizers.declaration import (
+    ADAM_OPTIONS,
+    AdamOptions,
+    OptimizedWeights,
+    OptimizerKind,
+    adam_arguments,
+    described_betas,
+)
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+class AdamW(OptimizerKind):
+    """torch's AdamW, fused where all weights allow it."""
+
+    name = "adamw"
+    summary = "Adam with decoupled weight decay, the default."
+    spellings = "adamw_torch adamw_torch_fused adamw_hf"
+    options = ADAM_OPTIONS
+    state_bytes = 8.0
+    trains_half = True
+
+    def build(
+        self,
+        weights: OptimizedWeights,
+        learning_rate: float,
+        options: AdamOptions,
+        seed: int,
+    ) -> tuple[Optimizer, str]:
+        """Return torch's AdamW, or one that rounds stochastically."""
+        import torch
+
+        from vembed.training.optimizers.rounded_adamw import RoundedAdamW
+
+        arguments = adam_arguments(learning_rate, options)
+        betas = described_betas(options)
+        if weights.is_half:
+            rounded = RoundedAdamW(weights.groups, **arguments, seed=seed)
+            return (
+                rounded,
+                f"AdamW with stochastic rounding (the weights are bfloat16 alone), {betas}",
+            )
+        # On two CPU cores the fused step takes a third of the plain one's time. It supports DTensors.
+        fused = all(
+            tensor.is_floating_point() and tensor.device.type in FUSED_DEVICES
+            for tensor in weights.tensors()
+        )
+        optimizer = torch.optim.AdamW(weights.groups, **arguments, fused=fused)
+        return optimizer, f"AdamW{' (fused)' if fused else ''}, {betas}"

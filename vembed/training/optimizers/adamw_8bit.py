@@ -1,0 +1,133 @@
+"""AdamW with state in 8 bits: of bitsandbytes, and of torchao on shards."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from vembed.errors import UserError
+from vembed.training.optimizers.declaration import (
+    ADAM_OPTIONS,
+    AdamOptions,
+    OptimizedWeights,
+    OptimizerKind,
+    adam_arguments,
+    described_betas,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+log = logging.getLogger("vembed")
+
+
+class AdamW8Bit(OptimizerKind):
+    """AdamW whose moments take a quarter of the memory."""
+
+    name = "adamw_8bit"
+    summary = "AdamW whose state takes a quarter of the memory."
+    spellings = "adamw_bnb_8bit adamw8bit"
+    options = ADAM_OPTIONS
+    state_bytes = 2.1
+    is_paged = False
+
+    def refusal(self, weights: OptimizedWeights) -> str | None:
+        """Refuse flat pieces: its blocks are of whole parameters."""
+        if weights.is_flat:
+            return (
+                f"optim: {self.name} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
+                "piece of them: use fsdp_version: 2, or optim: adamw"
+            )
+        return None
+
+    def build(
+        self,
+        weights: OptimizedWeights,
+        learning_rate: float,
+        options: AdamOptions,
+        seed: int,
+    ) -> tuple[Optimizer, str]:
+        """Return torchao's AdamW8bit for shards, and bitsandbytes' for whole weights."""
+        del seed
+        arguments = adam_arguments(learning_rate, options)
+        betas = described_betas(options)
+        if weights.is_sharded:
+            # It supports DTensors, which bitsandbytes' kernels do not.
+            optimizer = self._of_torchao(weights, arguments)
+            return optimizer, f"AdamW8bit of torchao (sharded parameters), {betas}"
+        is_paged = self.is_paged
+        if is_paged and not all(tensor.is_cuda for tensor in weights.tensors()):
+            log.warning(
+                "optim: %s needs a GPU to page from; without one it is adamw_8bit",
+                self.name,
+            )
+            is_paged = False
+        optimizer = self._of_bitsandbytes(weights, arguments, is_paged=is_paged)
+        return optimizer, f"{type(optimizer).__name__} of bitsandbytes, {betas}"
+
+    def _of_bitsandbytes(
+        self, weights: OptimizedWeights, arguments: dict[str, Any], *, is_paged: bool
+    ) -> Optimizer:
+        from vembed.models.quantized import quieten_bitsandbytes
+
+        quieten_bitsandbytes()
+        try:
+            from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+        except ImportError as error:
+            raise UserError(
+                f"optim: {self.name} needs bitsandbytes ({error}): pip install 'vembed[gpu]'"
+            ) from error
+        kind = PagedAdamW8bit if is_paged else AdamW8bit
+        optimizer: Optimizer = kind(weights.groups, **arguments)
+        return optimizer
+
+    def _of_torchao(
+        self, weights: OptimizedWeights, arguments: dict[str, Any]
+    ) -> Optimizer:
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise UserError(
+                f"optim: {self.name} needs torchao on sharded parameters ({error}): pip install 'vembed[fsdp]', or use "
+                "optim: adamw"
+            ) from error
+        for tensor in weights.tensors():
+            # torchao 0.18 on torch 2.13 aborts the process without a message here.
+            if tensor.device.type == "cpu" and leaves_a_rank_empty(tensor):
+                raise UserError(
+                    f"optim: {self.name} of torchao crashes on the CPU where a process holds nothing of a parameter, "
+                    f"and one of shape {list(tensor.shape)} has too few rows for all: use optim: adamw, or fewer "
+                    "processes"
+                )
+        optimizer: Optimizer = AdamW8bit(weights.groups, **arguments)
+        return optimizer
+
+
+class PagedAdamW8Bit(AdamW8Bit):
+    """The same, with state that moves to host memory where a GPU has no room."""
+
+    name = "paged_adamw_8bit"
+    summary = "The same, with state that moves to host memory where a GPU has no room."
+    spellings = "paged_adamw8bit"
+    is_paged = True
+
+
+def leaves_a_rank_empty(tensor: Tensor) -> bool:
+    """Return whether some rank's shard of the parameter has no rows. The same on every rank."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    if not isinstance(tensor, DTensor):
+        return False
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Shard):
+            continue
+        num_shards = tensor.device_mesh.size(axis)
+        num_rows = tensor.shape[placement.dim]
+        # torch.chunk semantics: shards of ceil(rows / shards) rows, so the last ranks may get none (5 rows on 4
+        # ranks: 2, 2, 1, 0).
+        rows_per_shard = math.ceil(num_rows / num_shards)
+        if math.ceil(num_rows / rows_per_shard) < num_shards:
+            return True
+    return False

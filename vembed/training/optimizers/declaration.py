@@ -1,0 +1,102 @@
+"""OptimizerKind: what an optimizer is and what others need to know of it. Imports no torch.
+
+An optimizer is one class in one file of this folder, listed in `table.py`. The accepted
+values of `optim`, the notes on options without effect, the estimate of memory, the
+documentation and the contract tests follow from its class variables. The config reads
+these classes, and a dry run imports no torch: import it inside methods.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch takes them."""
+
+
+class AdamOptions(Protocol):
+    """The options that kinds of AdamW read, as the config's section of the optimizer has them."""
+
+    @property
+    def adam_beta1(self) -> float:
+        """Decay rate of the first moment."""
+
+    @property
+    def adam_beta2(self) -> float:
+        """Decay rate of the second moment."""
+
+    @property
+    def adam_epsilon(self) -> float:
+        """Term added to the denominator."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizedWeights:
+    """The weights that an optimizer gets on this rank."""
+
+    groups: Groups
+    is_sharded: bool
+    """They are DTensors, as FSDP2 leaves them."""
+    is_flat: bool
+    """They are flat pieces of several parameters, as FSDP1 leaves them."""
+    is_half: bool
+    """Some of them are held in 16 bits alone (`pure_dtype`)."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return the weights of all groups."""
+        return [tensor for group in self.groups for tensor in group["params"]]
+
+
+class OptimizerKind(ABC):
+    """Base class of all optimizers."""
+
+    name: ClassVar[str]
+    """Its name: `optim: NAME`."""
+    summary: ClassVar[str]
+    """What it is, in one sentence, for the documentation."""
+    spellings: ClassVar[str] = ""
+    """Other names of it, separated by spaces."""
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Options that it reads, beside those that all optimizers share."""
+    state_bytes: ClassVar[float]
+    """Bytes of state per trained parameter."""
+    trains_half: ClassVar[bool] = False
+    """It trains weights that are held in bfloat16 alone."""
+
+    def refusal(self, weights: OptimizedWeights) -> str | None:
+        """Return why it cannot train these weights, as a sentence that names the option; or None."""
+        del weights
+        return None
+
+    @abstractmethod
+    def build(
+        self,
+        weights: OptimizedWeights,
+        learning_rate: float,
+        options: AdamOptions,
+        seed: int,
+    ) -> tuple[Optimizer, str]:
+        """Return the optimizer, and a short description of it for the log."""
+
+
+ADAM_OPTIONS = frozenset({"adam_beta1", "adam_beta2", "adam_epsilon"})
+
+
+def adam_arguments(learning_rate: float, options: AdamOptions) -> dict[str, Any]:
+    """Return the arguments that all kinds of AdamW share."""
+    return {
+        "lr": learning_rate,
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_epsilon,
+    }
+
+
+def described_betas(options: AdamOptions) -> str:
+    """Return the betas for the log."""
+    return f"betas ({options.adam_beta1:g}, {options.adam_beta2:g})"

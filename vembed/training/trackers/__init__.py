@@ -1,0 +1,1 @@
+"""Trackers: one class in one file for each, listed in `table.py`."""
