@@ -41,10 +41,10 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.adapters import wants_adapters
+from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.models.families.decisions import describe, without_effect
 from vembed.models.families.description import ModelDescription
-from vembed.models.row_gradients import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.parameters import num_parameters
 from vembed.parallel.session import Session
