@@ -436,11 +436,12 @@ class ContrastiveStep:
             for (_, input_numbers), output in zip(micro_batch, outputs, strict=True):
                 if not output.requires_grad:
                     continue
-                # A dummy gets a zero gradient: it adds nothing, but its backward takes part in the ranks' collectives.
-                output_gradient = torch.zeros_like(output)
                 if input_numbers:
                     rows = batch.output_rows(input_numbers)
                     output_gradient = gradient[row_index(rows, gradient.device)]
+                else:
+                    # A dummy's gradient adds nothing, but its backward takes part in the ranks' collectives.
+                    output_gradient = torch.zeros_like(output)
                 roots.append(output)
                 gradients.append(output_gradient)
             if self.auxiliary is not None and batch.auxiliary is not None:
