@@ -171,7 +171,7 @@ class LossBatch:
         """Return the batch with its integers on the host, where they are known."""
         if self.host_indices is None:
             return self
-        return replace(self, **self.host_indices, host_indices=None)
+        return replace(self, **self.host_indices, host_indices=None)  # type: ignore[arg-type]
 
     @property
     def num_rows(self) -> int:

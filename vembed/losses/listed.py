@@ -66,7 +66,8 @@ class ListedPairs:
             negative,
             torch.cat((numbers, row)),
         )
-        return cls(*copied_together(columns, device), batch.num_own_rows)
+        rows, negative_row, negative, group = copied_together(columns, device)
+        return cls(rows, negative_row, negative, group, batch.num_own_rows)
 
     @classmethod
     def of_examples(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
