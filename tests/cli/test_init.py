@@ -13,9 +13,9 @@ from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.cli.commands import init_memory
 from vembed.config.loading import load_config
+from vembed.data.language import is_english
 from vembed.data_tools.init import columns, values
 from vembed.data_tools.init.columns import guess
-from vembed.data_tools.init.values import is_english
 
 GERMAN = (
     "Drucker",
@@ -303,7 +303,7 @@ def test_the_data_of_a_config_on_one_page(
     assert done.code == 0, done.err
     for words in (
         "not used: Kategorie, Ticket Nr.",
-        "queries: 107 different, 0 repetitions",
+        "queries: 108 different, 0 repetitions",
         "negatives: none given",
         "lengths in tokens, with prompts and special tokens (at most 16):",
         "[CLS]",

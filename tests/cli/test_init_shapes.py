@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from PIL import Image
 
 from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_bert
@@ -123,7 +124,7 @@ def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(
         ),
         (
             "query,positive\na,b\n,d\n",
-            "1 of the first 2 records cannot be used, record 2: query is empty",
+            "1 of 2 records are invalid and left out, the first: a.csv:3: query is empty",
         ),
         (
             "query,positive,negative1\na,b,c\nd,e,f\n",
@@ -201,3 +202,66 @@ def test_shapes_of_other_programs(vembed: Command, kind: str) -> None:
     assert "# Data: 60 records" in Path("vembed.yaml").read_text()
     done = vembed("train", "vembed.yaml", "val_split=null", "--dry-run")
     assert done.code == 0, done.err
+
+
+def test_bad_records_and_images_are_counted_as_training_counts_them(
+    vembed: Command,
+) -> None:
+    """35 bad records beyond the first ones, and 5 broken images: the config leaves them out, and trains."""
+    rows = [{"query": f"where is {n}?", "positive": f"{n} is here"} for n in range(400)]
+    for number in range(200, 235):
+        rows[number]["query"] = ""
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = vembed("init", "--data", "a.jsonl", "--model", str(shared(tiny_bert)))
+    assert done.code == 0 and "35 of 400 records" in done.err, done.err
+    assert load_config("vembed.yaml").data.on_bad_record == "skip"
+    done = vembed("train", "vembed.yaml", "max_steps=1", "report_to=none")
+    assert done.code == 0, done.err
+    for number in range(20):
+        Image.new("RGB", (8, 8), "red").save(f"{number}.png")
+    for number in range(5):
+        Path(f"{number}.png").write_bytes(b"no image")
+    lines = [f"picture {number},{number}.png" for number in range(20)]
+    Path("b.csv").write_text("\n".join(["text,image", *lines]))
+    done = vembed("init", "--data", "b.csv", "--family", "clip", "--output", "b.yaml")
+    assert done.code == 0 and "5 of 20 records" in done.err, done.err
+
+
+@pytest.mark.parametrize("names, used", [(("validation",), True), (("test",), False)])
+def test_the_validation_split_of_a_saved_dataset_is_used(
+    vembed: Command, names: tuple[str, ...], used: bool
+) -> None:
+    splits = {name: datasets.Dataset.from_list(ROWS[:30]) for name in names}
+    datasets.DatasetDict(
+        train=datasets.Dataset.from_list(ROWS[30:]), **splits
+    ).save_to_disk("saved")
+    done = vembed("init", "--data", "saved", "--model", str(shared(tiny_bert)))
+    assert done.code == 0, done.err
+    config = load_config("vembed.yaml")
+    assert config.data.val_data_path == ("saved" if used else None)
+    assert (config.data.val_split is None) == used
+    if used:
+        done = vembed("train", "vembed.yaml", "--dry-run")
+        assert done.code == 0 and "30 queries over 30 documents" in done.out + done.err
+
+
+def test_early_stopping_stays_on(vembed: Command) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    Path("a.jsonl").write_text(lines)
+    model = str(shared(tiny_bert))
+    assert vembed("init", "--data", "a.jsonl", "--model", model).code == 0
+    assert load_config("vembed.yaml").optimizer.epochs == "auto"
+    assert "passes over" in Path("vembed.yaml").read_text()
+
+
+def test_the_demo_model_on_german_texts_is_warned_of(vembed: Command) -> None:
+    rows = [
+        {
+            "query": f"Wie ist das mit der {n} und dem Haus?",
+            "positive": "Es ist nicht da",
+        }
+        for n in range(20)
+    ]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = vembed("init", "--data", "a.jsonl", "--model", "demo")
+    assert done.code == 0 and "multilingual" in done.err and "English" in done.err

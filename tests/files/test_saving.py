@@ -287,6 +287,30 @@ def test_the_card_names_a_base_model_from_the_hub() -> None:
     assert "(https://huggingface.co/BAAI/bge-small-en-v1.5)" in text
 
 
+@pytest.mark.parametrize(
+    "base, trained, wanted",
+    [
+        ("en", "de", "de"),
+        ("en", "en", ["en"]),
+        ("en", "", None),
+        ("en", None, "en"),
+        (["en", "de", "fr"], "de", ["en", "de", "fr"]),
+        (["en", "fr"], "", ["en", "fr"]),
+        (None, "de", "de"),
+    ],
+)
+def test_the_language_of_the_card_follows_the_data(
+    tmp_path: Path, base: object, trained: str | None, wanted: object
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
+    front = {} if base is None else {"language": base}
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n")
+    description = described(TrainConfig(model_name=str(folder), data_path="unused"))
+    text = render_card(description, Card(language=trained))
+    assert yaml.safe_load(text.split("---\n")[1]).get("language") == wanted
+
+
 def test_the_card_never_has_secrets() -> None:
     description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")

@@ -111,8 +111,8 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one": (1, "single", {}),
     "ddp-2": (2, "ddp", {}),
     "ddp-3-uneven": (3, "ddp", {}),
-    "fsdp2-2": (2, "fsdp", {"strategy": "fsdp"}),
-    "fsdp2-3-uneven": (3, "fsdp", {"strategy": "fsdp"}),
+    "fsdp2-2": (2, "fsdp", {}),
+    "fsdp2-3-uneven": (3, "fsdp", {}),
 }
 
 

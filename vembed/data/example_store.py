@@ -131,7 +131,8 @@ class _Source(Records):
         return self.read_as.apply(example)
 
     def summary(self) -> str:
-        counts, num_records = self.index.counts, len(self.index)
+        counts = self.index.counts
+        num_records = len(self.index)
         kinds = [
             "+".join(
                 name for name, count in (("text", texts), ("image", images)) if count
@@ -246,10 +247,10 @@ class ExampleStore:
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
         kept = [
-            _kept(one, is_kept[end - one.size : end])
-            for one, end in zip(self._sources, self._ends, strict=True)
+            _kept(source, is_kept[end - source.size : end])
+            for source, end in zip(self._sources, self._ends, strict=True)
         ]
-        empty = next((one.name for one in kept if not one.size), None)
+        empty = next((source.name for source in kept if not source.size), None)
         if empty is not None:
             raise UserError(
                 f"{note} takes all examples of {empty}; lower it, or give val_data_path"
@@ -284,7 +285,8 @@ class ExampleStore:
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
-        values, counts = [], []
+        values = []
+        counts = []
         for source in self._sources:
             if source.index.keys is None:
                 raise RuntimeError(

@@ -50,6 +50,8 @@ class Card:
     evaluation: str = ""
     """Sizes of the evaluation data."""
     num_steps: int | None = None
+    language: str | None = None
+    """Language of the training data; "" where it is unclear and not English, None where it was not looked at."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -76,6 +78,16 @@ def render_card(
     for key in ("license", "license_name", "license_link", "language"):
         if key in base:
             front[key] = base[key]
+    if card.language is not None:
+        languages = front.pop("language", [])
+        languages = [languages] if isinstance(languages, str) else list(languages)
+        # A model of many languages keeps them. One of another language was trained to this one.
+        if card.language in languages:
+            front["language"] = languages
+        elif card.language:
+            front["language"] = card.language
+        elif len(languages) > 1:
+            front["language"] = languages
     if card.scores:
         front["model-index"] = [_model_index(card)]
     sections = [

@@ -16,7 +16,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vembed.config.schema import TrainConfig, option_fields
+from vembed.data.example_store import ExampleStore
 from vembed.data.examples import ImageRef, Item
+from vembed.data.language import MAX_TEXTS, is_english, language_of
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.report import write_report
 from vembed.evaluation.report.summary import RunSummary, collect_versions
@@ -157,6 +159,7 @@ def card_of(config: TrainConfig, data: RunData, state: LoopState) -> Card:
     evaluation = "" if data.evaluation is None else data.evaluation.summary()
     return Card(
         data=tuple(data.examples.summary()),
+        language=_language(data.examples),
         settings=settings,
         scores=state.scores,
         before=state.before,
@@ -164,6 +167,19 @@ def card_of(config: TrainConfig, data: RunData, state: LoopState) -> Card:
         num_steps=state.step,
         versions=collect_versions(),
     )
+
+
+def _language(examples: ExampleStore) -> str | None:
+    """Return the language of a sample of the texts; "" where it is unclear and not English, None without texts."""
+    step = max(1, len(examples) // MAX_TEXTS)
+    texts = []
+    for index in range(0, len(examples), step):
+        example = examples[index]
+        items = (example.query, *example.positives[:1])
+        texts += [item.text for item in items if item.text]
+    if not texts:
+        return None
+    return language_of(texts) or ("" if not is_english(texts) else None)
 
 
 def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> Path:

@@ -8,18 +8,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
+
 from vembed.cli.commands.demo import demo_model
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words, nearest
 from vembed.data.columns import Columns
 from vembed.data.conversations import as_fields, is_conversation
+from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
+from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.images.files import IMAGE_SUFFIXES
+from vembed.data.language import is_english
 from vembed.data.records import Mode
 from vembed.data_tools.init import values
-from vembed.data_tools.init.columns import confirm, doubts_about, guess, is_terminal
+from vembed.data_tools.init.columns import (
+    bad_records,
+    confirm,
+    doubts_about,
+    guess,
+    is_terminal,
+)
+from vembed.data_tools.init.data_page import unlogged
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
-from vembed.data_tools.init.values import is_english
 from vembed.errors import UserError
 from vembed.models.families.table import FAMILIES, Family
 
@@ -29,6 +40,8 @@ CHECK = "# CHECK: "
 """Beginning of a line about something that may be wrong."""
 SMALLEST_SCORED = 200
 """Scored pairs from which a tenth can be held out."""
+MAX_CHECKED = 100_000
+"""Records that are all checked, as training does. Of larger data only the first ones are looked at."""
 DEMO = "demo"
 """Name for --model: all-MiniLM-L6-v2 from the demo's package, without a network."""
 
@@ -48,6 +61,8 @@ class Looked:
     documents: list[str]
     doubts: list[str] = field(default_factory=list)
     """Sentences on what may be wrong with the data, for the user to check."""
+    bad: tuple[int, str] = (0, "")
+    """How many of the first records are invalid, and what is wrong with the first one."""
 
 
 def run_init(
@@ -127,6 +142,8 @@ def starter(
 ) -> str:
     """Return the text of the config."""
     kind = family.starter
+    if val_data is None and has_validation_split(Path(data)):
+        val_data = data
     if Path(data).is_dir() and any(
         path.suffix.lower() in IMAGE_SUFFIXES for path in Path(data).iterdir()
     ):
@@ -152,6 +169,12 @@ def starter(
             f"{kind.about} of many languages: the texts are not English",
         )
     facts = values.model_facts(name)
+    is_foreign = not is_english([*looked.queries, *looked.documents])
+    if model == DEMO and is_foreign:
+        looked.doubts.append(
+            "the texts are not English, and the model of the demo is English: give --model one of many languages, "
+            f"such as {kind.multilingual or 'intfloat/multilingual-e5-small'}"
+        )
     lines = [
         "# A starter config for vembed. Train with:   vembed train <this file>",
         "# What the data are:                        vembed data <this file>",
@@ -167,6 +190,7 @@ def starter(
         ]
     lines += _data_lines(family, looked, data, val_data, facts)
     lines += _training_lines(family, looked, val_data, facts)
+    lines += _bad_record_lines(looked, "\n".join(lines))
     if facts is not None:
         from vembed.cli.commands.init_memory import (
             memory_lines,  # imported late: torch takes seconds
@@ -257,6 +281,34 @@ def _data_lines(
     return lines
 
 
+def _bad_record_lines(looked: Looked, text: str) -> list[str]:
+    """Return lines that leave out the records that training would refuse."""
+    sample = looked.sample
+    if not sample.records:
+        return []
+    num_bad, first = looked.bad
+    total = f"the first {len(sample.records):,d}"
+    if not sample.is_estimate and sample.num_records <= MAX_CHECKED:
+        # All of them, with their images, as training does.
+        config = load_config({**yaml.safe_load(text), "on_bad_record": "skip"})
+        try:
+            with unlogged():
+                store = open_examples(config, config.data.data_path)
+        except UserError as error:
+            return [f"{CHECK}{str(error).splitlines()[0]}"]
+        num_bad = store.num_skipped
+        total = f"{len(store) + num_bad:,d}"
+        for line in reversed(store.summary()):
+            if line.startswith("left out: "):
+                first = line.removeprefix("left out: ")
+    if not num_bad:
+        return []
+    return [
+        f"{CHECK}{num_bad:,d} of {total} records are invalid and left out, the first: {first}",
+        _line("on_bad_record", "skip", "fix these records to train on all"),
+    ]
+
+
 def _held_out(looked: Looked, val_data: str | None) -> float | None:
     """Return the share of the data that becomes validation data."""
     num_records = looked.sample.num_records
@@ -296,18 +348,20 @@ def _training_lines(
             else "as this model was trained; smaller: harder"
         )
         lines.append(_line("temperature", model_temperature or kind.temperature, why))
-    many = (
-        f"{num_train:,d} examples: {total:,d} steps in all"
-        if total
-        else "passes over the data"
-    )
+    passes = "passes over the data by their number"
+    if total:
+        passes = (
+            f"{epochs:,d} passes over {num_train:,d} examples, {total:,d} steps in all"
+        )
+    if val_data or held_out:
+        passes += "; auto ends early where the score stops rising"
     lines += [
         _line(
             "batch_size",
             batch,
             "examples per process; memory is bounded by micro-batches, so larger is fine",
         ),
-        _line("epochs", epochs, many),
+        _line("epochs", "auto", passes),
         _line(
             "learning_rate",
             kind.learning_rate or "auto",
@@ -399,8 +453,17 @@ def look_at(
     queries = _texts(sample, (layout.query,))
     documents = _texts(sample, (layout.positive, *layout.negatives))
     loss = "cosent" if scored else "infonce"
-    doubts = doubts_about(sample, data, mapping, loss, mode)
-    return Looked(sample, mapping, loss, about, guesses, queries, documents, doubts)
+    return Looked(
+        sample,
+        mapping,
+        loss,
+        about,
+        guesses,
+        queries,
+        documents,
+        doubts_about(sample, mapping),
+        bad_records(sample, data, mapping, loss, mode),
+    )
 
 
 def _fields(record: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,6 +71,16 @@ def is_saved_dataset(path: Path) -> bool:
     """Return whether a folder is one that `datasets.save_to_disk` has written."""
     names = ("dataset_info.json", "dataset_dict.json", "state.json")
     return any((path / name).is_file() for name in names)
+
+
+def has_validation_split(path: Path) -> bool:
+    """Return whether a folder holds several splits, and one of them is for validation. A test split is not."""
+    try:
+        splits = json.loads((path / "dataset_dict.json").read_bytes())["splits"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    validation = set(_SPLITS["validation"]) - {"test"}
+    return "train" in splits and not validation.isdisjoint(splits)
 
 
 def open_folder(path: Path, role: Role) -> SavedDataset:

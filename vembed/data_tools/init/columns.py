@@ -21,7 +21,7 @@ from vembed.data.columns import (
 )
 from vembed.data.examples import BadRecord
 from vembed.data.images.files import IMAGE_PATH, ImageRoot
-from vembed.data.messages import shown
+from vembed.data.messages import printable
 from vembed.data.records import Mode, RecordFormat
 from vembed.data_tools.init.sample import FileSample
 from vembed.errors import UserError
@@ -181,7 +181,7 @@ class ColumnFacts:
     """Texts or paths, not numbers, dates or ids."""
 
     @property
-    def shown(self) -> str:
+    def printable(self) -> str:
         """Return name and an example for a menu."""
         short = " ".join(self.example.split())
         return f"{self.name}: {short if len(short) <= 60 else short[:57] + '...'}"
@@ -355,7 +355,9 @@ def confirm(
             None,
         )
         what = "the query" if role == "query" else "what the query should find"
-        lines = [f"  {number}  {one.shown}" for number, one in enumerate(columns, 1)]
+        lines = [
+            f"  {number}  {one.printable}" for number, one in enumerate(columns, 1)
+        ]
         default = next(
             (
                 str(number)
@@ -384,54 +386,48 @@ WORDS_OF_A_RECORD = 4
 """Words from which the name of a column looks like a text."""
 
 
-def doubts_about(
+def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
+    """Return sentences on what may be wrong with the columns."""
+    layout = Columns(mapping).layout(sample.columns)
+    doubts = [_header(sample), _classes(sample, layout)]
+    if layout.label is None:
+        read = set(layout.columns())
+        unused = [name for name in sample.columns if name not in read]
+        doubts.append(unread_judgement(unused) if layout.score is None else None)
+        doubts += [unread_negatives(unused), unread_prompt(unused)]
+    return [doubt for doubt in doubts if doubt is not None]
+
+
+def bad_records(
     sample: FileSample,
     data: str,
     mapping: Mapping[str, str],
     loss: str,
     mode: Mode = "auto",
-) -> list[str]:
-    """Return sentences on what may be wrong. Raise UserError if none of the records can be used for training."""
-    columns = Columns(mapping)
-    layout = columns.layout(sample.columns)
-    found = [
-        _bad_records(sample, data, columns, loss, mode),
-        _header(sample),
-        _classes(sample, layout),
-    ]
-    if layout.label is None:
-        read = set(layout.columns())
-        unused = [name for name in sample.columns if name not in read]
-        found.append(unread_judgement(unused) if layout.score is None else None)
-        found += [unread_negatives(unused), unread_prompt(unused)]
-    return [one for one in found if one is not None]
+) -> tuple[int, str]:
+    """Return how many of the first records are invalid, and what is wrong with the first one. No image is opened.
 
-
-def _bad_records(
-    sample: FileSample, data: str, columns: Columns, loss: str, mode: Mode
-) -> str | None:
+    Raise UserError if all are.
+    """
     folder = data if Path(data).is_dir() else str(Path(data).parent)
-    images = ImageRoot(folder, allow_urls=True)  # references alone: no image is opened
     form = RecordFormat(
-        columns, images, mode=mode, losses=(loss,), numbers_in_text=sample.is_delimited
+        Columns(mapping),
+        ImageRoot(folder, allow_urls=True),
+        mode=mode,
+        losses=(loss,),
+        numbers_in_text=sample.is_delimited,
     )
-    first, count = None, 0
+    problems = []
     for number, record in enumerate(sample.records, 1):
         try:
             form.example(record, "")
         except BadRecord as error:
-            count += 1
-            first = first or f"record {number:,d}: {error}"
-    if count == len(sample.records):
+            problems.append(f"record {number:,d}: {error}")
+    if len(problems) == len(sample.records):
         raise UserError(
-            f"{data}: none of the first {count:,d} records can be used, {first}"
+            f"{data}: none of the first {len(problems):,d} records can be used, {problems[0]}"
         )
-    if first is None:
-        return None
-    return (
-        f"{count:,d} of the first {len(sample.records):,d} records cannot be used, {first}; fix them, or set "
-        "on_bad_record: skip"
-    )
+    return len(problems), problems[0] if problems else ""
 
 
 def _header(sample: FileSample) -> str | None:
@@ -440,7 +436,7 @@ def _header(sample: FileSample) -> str | None:
     ):
         return None
     return (
-        f"the first line is taken for the names of the columns ({shown(sample.columns[0])}); if it is a record, put a "
+        f"the first line is taken for the names of the columns ({printable(sample.columns[0])}); if it is a record, put a "
         "line with names before it, such as query,positive"
     )
 

@@ -150,6 +150,7 @@ def candidates(run: RunSection) -> list[Path]:
     finished run is refused: only the user knows whether to resume or to keep the old run.
     """
     output = Path(run.output_dir)
+    require_output_folder(run.output_dir)
     _refuse_inside_a_run(output)
     # Newest first: a damaged one is passed over for the one before.
     checkpoints = [path for _, path in reversed(list_checkpoints(output))]
@@ -188,6 +189,23 @@ def candidates(run: RunSection) -> list[Path]:
             f"resume: {wanted} is of another run, and output_dir: {output} holds {contents}: choose another output_dir"
         )
     return paths
+
+
+def require_output_folder(name: str) -> None:
+    """Raise UserError if output_dir is no folder for files of a run."""
+    problem = None
+    if "\0" in name:
+        problem = "holds a NUL character"
+    else:
+        output = Path(name).resolve()
+        is_shared_memory = output.is_relative_to("/dev/shm")
+        if output == Path(output.anchor):
+            problem = "is the root of the file system"
+        for system in ("/proc", "/sys", "/dev"):
+            if output.is_relative_to(system) and not is_shared_memory:
+                problem = f"is in {system}, which holds no files"
+    if problem is not None:
+        raise UserError(f"output_dir: {name!r} {problem}: choose another folder")
 
 
 def _refuse_inside_a_run(output: Path) -> None:

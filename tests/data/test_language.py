@@ -1,0 +1,28 @@
+"""The language of texts, and the language on a model card."""
+
+from __future__ import annotations
+
+import pytest
+
+from vembed.data.language import is_english, language_of
+
+
+@pytest.mark.parametrize(
+    "text, language",
+    [
+        ("how do you sort the list of numbers in this file", "en"),
+        ("wie kann ich die Liste mit den Zahlen sortieren", "de"),
+        ("comment est la liste des nombres dans le fichier", "fr"),
+        ("como se ordena la lista de los numeros para el archivo", "es"),
+        ("hoe kan ik het bestand van een gebruiker voor mijn lijst", "nl"),
+        ("\u3053\u308c\u306f\u672c\u3067\u3059", "ja"),
+        ("\u8fd9\u662f\u4e00\u672c\u4e66", "zh"),
+        ("xyz abc", None),
+        ("", None),
+        ("\u043f\u0440\u0438\u0432\u0435\u0442", None),
+    ],
+)
+def test_languages(text: str, language: str | None) -> None:
+    assert language_of([text]) == language
+    unknown = text in ("", "xyz abc")
+    assert is_english([text]) == (language == "en" or unknown)
