@@ -37,6 +37,8 @@ class RunSummary:
     """The model's name and what its users need to know of it, one line each."""
     data: list[str] = field(default_factory=list)
     """The training data, one line per source, with counts and skipped records."""
+    language: str | None = None
+    """Of the training texts. Empty: unclear and not English."""
     evaluation: str = ""
     """The evaluation data (`EvalData.summary()`)."""
     metric: str = ""
