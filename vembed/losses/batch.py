@@ -36,7 +36,7 @@ def copied_together(tensors: Sequence[Tensor], device: torch.device) -> list[Ten
         if flat.numel():
             flat = flat.pin_memory()
         sizes = [tensors[i].numel() for i in numbers]
-        pieces = flat.to(device, non_blocking=True).split(sizes)
+        pieces = torch.split(flat.to(device, non_blocking=True), sizes)
         for i, piece in zip(numbers, pieces, strict=True):
             copies[i] = piece.view(tensors[i].shape)
     return copies
