@@ -107,7 +107,7 @@ def mine(
         if calibration is not None:
             tell(calibration.summary(config.max_false_negative_rate))
         limits = calibration.limits if calibration is not None else Limits.of(config)
-        chooser = Chooser(config, limits, inputs.documents, inputs.known, running)
+        chooser = Chooser(config, limits, inputs.documents, running)
         judge = (
             CandidateJudge(config, inputs.documents, inputs.known, running)
             if config.judges

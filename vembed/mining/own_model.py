@@ -149,7 +149,7 @@ class OwnMiner:
                 calibration.limits,
                 calibration.summary(options.max_false_negative_rate),
             )
-        chooser = Chooser(options, limits, self.documents, self._known, self._session)
+        chooser = Chooser(options, limits, self.documents, self._session)
         found = [
             chooser.choose(candidates, options.budget)
             for candidates in self._candidates(*stores)
