@@ -173,6 +173,37 @@ def test_every_option_is_compared_or_may_differ_for_a_reason(
     assert " on rank 0 (" in said and " on rank 1 (" in said and "\n" not in said
 
 
+PLAIN_TEXTS = frozenset(
+    [
+        "model_revision",
+        "query_prompt",
+        "document_prompt",
+        "eval_metric",
+        "run_name",
+        "wandb_project",
+        "push_to_hub",
+        "log_file",
+        "output_dir",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "image_root",
+        "accelerate_config",
+        "resume",
+        "sampling",
+        "wandb_tags",
+        "freeze",
+        "lora_towers",
+    ]
+)
+"""Options whose texts are not compared by the content of a file."""
+
+
+def test_every_option_that_may_name_a_file_is_compared_by_content() -> None:
+    for name, field in option_fields().items():
+        if "str" in str(field.annotation) and "Literal" not in str(field.annotation):
+            is_known = name in FILE_OPTIONS or name in PLAIN_TEXTS
+            assert is_known or "dict" in str(field.annotation), name
+
+
 def test_lists_of_options_name_options() -> None:
     assert set(MAY_DIFFER) | set(FILE_OPTIONS) <= set(option_fields())
     assert not set(MAY_DIFFER) & set(FILE_OPTIONS)

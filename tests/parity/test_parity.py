@@ -100,12 +100,12 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "ddp-2": (2, "ddp", {}),
     "ddp-3-uneven": (3, "ddp", {}),
     "ddp-4-uneven": (4, "ddp", {}),
-    "fsdp2-2": (2, "fsdp", {"strategy": "fsdp"}),
-    "fsdp2-3-uneven": (3, "fsdp", {"strategy": "fsdp"}),
+    "fsdp2-2": (2, "fsdp", {}),
+    "fsdp2-3-uneven": (3, "fsdp", {}),
     "fsdp1-2": (
         2,
         "fsdp",
-        {"strategy": "fsdp", "fsdp_version": 1, "fsdp_use_orig_params": True},
+        {"fsdp_version": 1, "fsdp_use_orig_params": True},
     ),
 }
 SOME = (

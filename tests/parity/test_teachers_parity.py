@@ -29,8 +29,7 @@ from tests.teachers.test_cache import Data
 from tests.tiny import shared, tiny_bert, tiny_reranker
 from vembed.data.examples import Item
 from vembed.data.row_store import RowStore
-from vembed.losses.batch import LossBatch
-from vembed.losses.targets import TeacherScores, TeacherVectors
+from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.supply import Teachers
@@ -111,8 +110,8 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one": (1, "single", {}),
     "ddp-2": (2, "ddp", {}),
     "ddp-3-uneven": (3, "ddp", {}),
-    "fsdp2-2": (2, "fsdp", {"strategy": "fsdp"}),
-    "fsdp2-3-uneven": (3, "fsdp", {"strategy": "fsdp"}),
+    "fsdp2-2": (2, "fsdp", {}),
+    "fsdp2-3-uneven": (3, "fsdp", {}),
 }
 
 

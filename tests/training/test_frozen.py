@@ -64,11 +64,16 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     original = embedding_model.tower_features
 
     def counting(
-        description: Any, backbone: Any, modality: str, inputs: Any, *more: Any
+        description: Any,
+        backbone: Any,
+        modality: str,
+        inputs: Any,
+        *more: Any,
+        **options: Any,
     ) -> torch.Tensor:
         if modality == "image":
             passed.append(len(inputs["pixel_values"]))
-        return original(description, backbone, modality, inputs, *more)
+        return original(description, backbone, modality, inputs, *more, **options)
 
     embedding_model.tower_features = counting
     try:

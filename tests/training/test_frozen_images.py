@@ -56,11 +56,16 @@ def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
         return original[0](backbone, inputs)
 
     def counted(
-        description: Any, backbone: Any, modality: str, inputs: Any, *more: Any
+        description: Any,
+        backbone: Any,
+        modality: str,
+        inputs: Any,
+        *more: Any,
+        **options: Any,
     ) -> torch.Tensor:
         if "pixel_values" in inputs:
             passed.append(len(inputs["image_grid_thw"]))
-        return forward(description, backbone, modality, inputs, *more)
+        return forward(description, backbone, modality, inputs, *more, **options)
 
     embedding_model.image_features, embedding_model.tower_features = seen, counted
     if not keeps:

@@ -22,6 +22,7 @@ from tests.training.tiny_run import (
 )
 from vembed.errors import UserError
 from vembed.parallel.session import start_session
+from vembed.training import optimizer as optimizer_module
 from vembed.training.optimizer import (
     LearningRates,
     build_optimizer,
@@ -70,7 +71,11 @@ def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
     assert loss.scale.item() == 2.0
 
 
-def test_head_learning_rate_is_for_heads_projections_and_learned_scales(tmp_path):
+def test_head_learning_rate_is_for_heads_projections_and_learned_scales(
+    tmp_path, monkeypatch
+):
+    heads = ("loss.", "head.", "backbone.text_projection.")
+    monkeypatch.setattr(optimizer_module, "head_prefixes", lambda model: heads)
     model = TinyModel(frozen_embeddings=False)
     model.backbone.text_projection = nn.Linear(7, 7, bias=False)
     rates = {

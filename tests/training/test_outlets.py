@@ -133,7 +133,7 @@ def test_a_log_that_cannot_be_opened_is_a_mistake_in_output_dir(tmp_path: Path) 
     (tmp_path / "run" / "training_log.txt").mkdir(parents=True)
     with pytest.raises(
         UserError,
-        match=r"output_dir: .*/run/training_log\.txt cannot be written to \(Is a directory\)",
+        match=r"log_file: .*/run/training_log\.txt is a folder",
     ):
         vembed.train(options)
 

@@ -14,11 +14,15 @@ from vembed.config.places import require_places
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
-from vembed.models.custom.objects import as_options
+from vembed.models.custom.folder import as_options
 from vembed.parallel.environment import RankInfo, launched_rank
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
-from vembed.training.checkpoint.resume import NothingLeft, precision_before
+from vembed.training.checkpoint.resume import (
+    NothingLeft,
+    precision_before,
+    require_output_folder,
+)
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.callbacks import Callbacks, OnEvaluation, OnStep
 from vembed.training.hooks.publishing import hub_of, push_final
@@ -65,6 +69,7 @@ def train(
         hooks = [*hooks, Callbacks(on_step, on_evaluation)]
     resolved = resolve_run(config, overrides)
     settings = resolved.config
+    require_output_folder(settings.run.output_dir)
     output = Path(settings.run.output_dir)
     require_earlier_stage(resolved)
     for name in settings.logging.report_to:

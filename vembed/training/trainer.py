@@ -47,7 +47,7 @@ from vembed.training.hooks.configured import configured_hooks
 from vembed.training.hooks.metrics import log_line
 from vembed.training.identity import identity_of, require_same_data
 from vembed.training.interrupts import EvaluationStopped, Interrupts
-from vembed.training.run_log import RunLog, log_scores
+from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.schedule import Schedule
 from vembed.training.setup import (
     build_components,
@@ -111,7 +111,7 @@ class Trainer:
             kept = kept_decisions(config, point.state, session.world_size)
             precision = session.placement.precision
             if precision.source == CHECKPOINT:
-                log.info("mixed precision: %s", precision)
+                log.info("mixed precision: %s", precision, extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
         self.data = data = open_data(config, kept, session)

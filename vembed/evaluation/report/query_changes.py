@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.errors import UserError
+from vembed.files import read_json_object
 
 FOLDER = "evaluations"
 """Folder of the results per query, inside the run's."""
@@ -75,13 +74,7 @@ def path_of(output_dir: Path, step: int) -> Path:
 
 def read_queries(path: Path) -> Mapping[str, Any] | None:
     """Return what `write` wrote, or None if there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    return content
+    return read_json_object(path) if path.exists() else None
 
 
 def compare_queries(

@@ -15,6 +15,7 @@ from vembed.config.places import short_name
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.summary import RunSummary, read_summary
+from vembed.files import read_state_text
 
 NAMES = {
     "ndcg": "nDCG",
@@ -113,18 +114,17 @@ def read_run(output_dir: str | Path) -> RunRecord:
     """Read the folder of a run, finished or not."""
     folder = Path(output_dir)
     config_file, metrics_file = folder / "config.yaml", folder / "metrics.jsonl"
-    if not config_file.is_file():
+    if not config_file.exists():
         raise UserError(
             f"{folder} has no config.yaml, so it is not the folder of a run"
         )
-    config = _read_yaml(config_file.read_text(encoding="utf-8")) or {}
+    config = _read_yaml(read_state_text(config_file)) or {}
     steps: list[dict[str, Any]] = []
     evaluations: list[Evaluation] = []
-    for line in (
-        metrics_file.read_text(encoding="utf-8").splitlines()
-        if metrics_file.is_file()
-        else []
-    ):
+    metrics = ""
+    if metrics_file.exists():
+        metrics = read_state_text(metrics_file, errors="replace")
+    for line in metrics.splitlines():
         try:
             values = json.loads(line)
         except ValueError:

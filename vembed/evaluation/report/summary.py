@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from vembed.errors import UserError
+from vembed.files import read_json_object
 from vembed.saving.durability import replace_text
 
 SUMMARY_FILE = "run.json"
@@ -70,12 +70,9 @@ class RunSummary:
 def read_summary(output_dir: str | Path) -> RunSummary:
     """Read the summary; return an empty one if there is none."""
     path = Path(output_dir, SUMMARY_FILE)
-    if not path.is_file():
+    if not path.exists():
         return RunSummary()
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+    values = read_json_object(path)
     # A later version of vembed may have written more.
     known = {one.name for one in fields(RunSummary)}
     return RunSummary(**{key: value for key, value in values.items() if key in known})

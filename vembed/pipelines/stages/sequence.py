@@ -19,6 +19,7 @@ from vembed.config.loading import resolve_run
 from vembed.config.places import require_places
 from vembed.config.stages import MINED, Pipeline, Step, read_pipeline
 from vembed.errors import RunError, UserError
+from vembed.files import read_json_object
 from vembed.pipelines.stages.checks import check_options, located
 from vembed.pipelines.stages.estimates import pipeline_table
 from vembed.pipelines.stages.fingerprint import of_options, of_training
@@ -285,7 +286,7 @@ class _Stage:
             self._wait_for(path)
         if code or self.step.kind != "evaluate":
             return code, {}
-        scores = json.loads(path.read_text(encoding="utf-8"))
+        scores = read_json_object(path)
         required = self.options().get("require", {})
         problem = check_requirements(scores, required)
         if problem:
@@ -438,10 +439,7 @@ class _Stage:
 
     def _state(self) -> dict[str, Any]:
         path = self.folder / STATE_FILE
-        state: dict[str, Any] = (
-            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        )
-        return state
+        return read_json_object(path) if path.exists() else {}
 
     def _write(self, state: Mapping[str, Any]) -> None:
         if _is_main(self.env):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from vembed.config.stages import Pipeline
+from vembed.files import read_json_object, read_state_text
 
 REPORT = "stages.md"
 _SHOWN = ("ndcg@10", "mrr@10", "recall@10", "spearman")
@@ -18,9 +18,7 @@ def write_report(pipeline: Pipeline, state_file: str) -> Path:
     for step in pipeline.steps:
         folder = pipeline.folder(step.name)
         path = folder / state_file
-        state: dict[str, Any] = (
-            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        )
+        state = read_json_object(path) if path.exists() else {}
         scores = state.get("scores") or _last_scores(folder / "metrics.jsonl")
         scores_text = ", ".join(
             f"{name} {scores[name]:.4f}" for name in _SHOWN if name in scores
@@ -49,11 +47,14 @@ def write_report(pipeline: Pipeline, state_file: str) -> Path:
 
 def _last_scores(metrics: Path) -> dict[str, float]:
     """Return the newest evaluation of a training."""
-    if not metrics.is_file():
+    if not metrics.exists():
         return {}
     last_scores: dict[str, float] = {}
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        values = json.loads(line)
+    for line in read_state_text(metrics, errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # the run was killed while it wrote its last line
         if "eval" in values:
             last_scores = values["eval"]
     return last_scores

@@ -23,6 +23,7 @@ from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.cores import num_cores
 from vembed.errors import RunError, Stopped, UserError
+from vembed.files import read_json_object, require_regular
 from vembed.parallel.launch import num_visible_devices
 from vembed.pipelines.tuning.search_outcome import write_outcome
 from vembed.pipelines.tuning.search_space import Range, from_plain, ranges
@@ -154,10 +155,7 @@ def work(search: Search) -> None:
 
 def read_space(folder: Path) -> list[Range]:
     """Return the ranges that the search began with."""
-    return [
-        from_plain(load)
-        for load in json.loads((folder / SPACE).read_text("utf-8"))["ranges"]
-    ]
+    return [from_plain(load) for load in read_json_object(folder / SPACE)["ranges"]]
 
 
 def _begin(search: Search) -> list[Range]:
@@ -168,9 +166,9 @@ def _begin(search: Search) -> list[Range]:
         "config": load_config(search.config, search.overrides).to_dict(),
         "options": list(search.options),
     }
-    if place.is_file():
-        before = json.loads(place.read_text("utf-8"))
-        if {name: before[name] for name in asked} != asked:
+    if place.exists():
+        before = read_json_object(place)
+        if {name: before.get(name) for name in asked} != asked:
             raise UserError(
                 f"{search.folder} holds a search over another config or other options: choose another --output"
             )
@@ -354,9 +352,17 @@ def _study(search: Search) -> Any:
     from optuna.storages.journal import JournalFileBackend
 
     number = int(os.environ.get(WORKER, "0"))
+    journal = search.folder / JOURNAL
+    require_regular(journal, "--output")
+    try:
+        storage = JournalStorage(JournalFileBackend(str(journal)))
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"{journal} is damaged ({error}): restore it, or choose another --output"
+        ) from error
     study = optuna.create_study(
         study_name=STUDY,
-        storage=JournalStorage(JournalFileBackend(str(search.folder / JOURNAL))),
+        storage=storage,
         pruner=optuna.pruners.SuccessiveHalvingPruner(
             min_resource=1, reduction_factor=REDUCTION
         ),

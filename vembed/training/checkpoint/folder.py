@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from vembed.errors import UserError
+from vembed.files import read_json_object
 from vembed.saving.durability import sync, write_durably
 
 log = logging.getLogger("vembed")
@@ -127,7 +129,7 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
     if unusable is not None:
         return [unusable]
     try:
-        content = json.loads((directory / MANIFEST).read_bytes())
+        content = read_json_object(directory / MANIFEST)
         seal = content.pop("sha256")
         files = {
             str(name): (int(one["bytes"]), str(one["sha256"]))
@@ -139,9 +141,7 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
             ]
         if seal != _seal(content):
             return [f"{MANIFEST} does not match its own checksum"]
-    except OSError as error:
-        return [f"{MANIFEST} cannot be read ({error.strerror or error})"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (UserError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} is damaged"]
     problems = []
     for name in sorted(files)[part::num_parts]:

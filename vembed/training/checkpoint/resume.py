@@ -14,6 +14,7 @@ from typing import Any
 
 from vembed.config.fsdp import PRECISIONS, Precision
 from vembed.config.schema import ModelSection, RunSection, TrainConfig, option_fields
+from vembed.config.terms import leaves_temperature
 from vembed.errors import UserError
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.summary import SUMMARY_FILE, read_summary
@@ -150,6 +151,7 @@ def candidates(run: RunSection) -> list[Path]:
     finished run is refused: only the user knows whether to resume or to keep the old run.
     """
     output = Path(run.output_dir)
+    require_output_folder(run.output_dir)
     _refuse_inside_a_run(output)
     # Newest first: a damaged one is passed over for the one before.
     checkpoints = [path for _, path in reversed(list_checkpoints(output))]
@@ -188,6 +190,23 @@ def candidates(run: RunSection) -> list[Path]:
             f"resume: {wanted} is of another run, and output_dir: {output} holds {contents}: choose another output_dir"
         )
     return paths
+
+
+def require_output_folder(name: str) -> None:
+    """Raise UserError if output_dir is no folder for files of a run."""
+    problem = None
+    if "\0" in name:
+        problem = "holds a NUL character"
+    else:
+        output = Path(name).resolve()
+        is_shared_memory = output.is_relative_to("/dev/shm")
+        if output == Path(output.anchor):
+            problem = "is the root of the file system"
+        for system in ("/proc", "/sys", "/dev"):
+            if output.is_relative_to(system) and not is_shared_memory:
+                problem = f"is in {system}, which holds no files"
+    if problem is not None:
+        raise UserError(f"output_dir: {name!r} {problem}: choose another folder")
 
 
 def _refuse_inside_a_run(output: Path) -> None:
@@ -366,13 +385,8 @@ def kept_decisions(
     if "learning_rate" in kept and options["head_learning_rate"] is None:
         kept["head_learning_rate"] = saved["head_learning_rate"]
     objective = config.objective
-    is_temperature_decided = (
-        "temperature" not in config.given
-        and not objective.learn_temperature
-        and objective.losses is None
-        and objective.loss == saved.get("loss")
-    )
-    if is_temperature_decided and "temperature" in saved:
+    is_same_loss = objective.loss == saved.get("loss")
+    if leaves_temperature(config) and is_same_loss and "temperature" in saved:
         kept["temperature"] = saved["temperature"]
     size = _kept_global_batch(options, state, world_size)
     if size is not None:

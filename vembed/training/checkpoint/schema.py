@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
+from vembed.files import read_state_bytes
 from vembed.models.families.weight_files import WEIGHTS, Stored, read_header
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.folder import STATE, irregular, step_of
@@ -142,10 +143,8 @@ def problems_in(directory: Path) -> list[str]:
 
 def _state_problems(directory: Path) -> Iterator[str]:
     try:
-        state = StateSchema.model_validate_json((directory / STATE).read_bytes())
+        state = StateSchema.model_validate_json(read_state_bytes(directory / STATE))
         TrainConfig(**state.config)
-    except OSError as error:
-        yield f"{STATE} cannot be read ({error.strerror or error})"
     except ValidationError as error:
         yield f"{STATE}: {_said(error)}"
     except (ValueError, UserError) as error:
@@ -176,9 +175,9 @@ def _said(error: ValidationError) -> str:
 
 def _index_problems(directory: Path) -> Iterator[str]:
     try:
-        index = _INDEX.validate_json((directory / INDEX).read_bytes())
-    except OSError as error:
-        yield f"{INDEX} cannot be read ({error.strerror or error})"
+        index = _INDEX.validate_json(read_state_bytes(directory / INDEX))
+    except UserError as error:
+        yield f"{INDEX}: {error}"
         return
     except ValidationError as error:
         yield f"{INDEX}: {_said(error)}"

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.storage import (
 from torch.futures import Future
 from typing_extensions import override
 
+from vembed.files import read_json_object
 from vembed.saving.durability import write_durably
 from vembed.training.checkpoint.folder import STATE, commit
 from vembed.training.checkpoint.schema import INDEX
@@ -170,7 +171,7 @@ class CheckpointReader(StorageReader):
         """Return the index in torch's form."""
         tensors: dict[str, TensorStorageMetadata] = {}
         places: dict[MetadataIndex, tuple[str, str]] = {}
-        for name, entry in json.loads((self.directory / INDEX).read_bytes()).items():
+        for name, entry in read_json_object(self.directory / INDEX).items():
             chunks = []
             for chunk in entry["chunks"]:
                 chunks.append(

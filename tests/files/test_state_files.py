@@ -1,0 +1,104 @@
+"""State files of runs: one reader, which refuses what is no file, too large, empty or cut, in one sentence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vembed
+from tests.training.test_run import settings
+from vembed import files
+from vembed.errors import UserError
+
+READERS = [
+    files.read_state_bytes,
+    files.read_state_text,
+    files.read_json_object,
+    files.read_yaml,
+]
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(40 * 2**30)
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [pipe, device, huge, folder])
+@pytest.mark.parametrize("read", READERS)
+def test_what_is_no_state_file_is_refused(make: Any, read: Any, tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    make(path)
+    with pytest.raises(UserError, match=r"^\S*state\.json (is|has|cannot)"):
+        read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": [1', b"\xff\xfe{", b"[1]"])
+def test_empty_and_cut_files_are_damaged(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"^\S*state\.json is damaged"):
+        files.read_json_object(path)
+
+
+def test_a_path_with_nul_and_one_that_is_missing_are_named() -> None:
+    for path in ("a\0b", "/nowhere/state.json"):
+        with pytest.raises(UserError):
+            files.read_json_object(path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "training_log.txt"])
+@pytest.mark.parametrize("make", [pipe, device])
+def test_a_run_does_not_write_into_pipes_and_devices(
+    name: str, make: Any, tmp_path: Path
+) -> None:
+    options = settings(tmp_path, max_steps=1, val_data_path=None)
+    output = Path(options["output_dir"])
+    output.mkdir()
+    make(output / name)
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        vembed.train(options)
+
+
+def test_a_file_in_place_of_the_new_model_is_found_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    options = settings(tmp_path, max_steps=1, val_data_path=None)
+    output = Path(options["output_dir"])
+    output.mkdir()
+    (output / ".final.new").write_text("in the way")
+    with pytest.raises(UserError, match=r"\.final\.new"):
+        vembed.train(options)
+    assert not (output / "metrics.jsonl").exists()
+
+
+def test_a_shortened_metrics_file_is_named_at_resume(tmp_path: Path) -> None:
+    options = settings(tmp_path, max_steps=4, save_steps=2, val_data_path=None)
+    path = vembed.train(options).output_dir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:40])
+    again = vembed.train({**options, "max_steps": 5, "resume": True})
+    log = (again.output_dir / "training_log.txt").read_text()
+    assert "metrics.jsonl is damaged: it has 40 bytes" in log
+
+
+@pytest.mark.parametrize("name", ["/", "runs\0x", "/proc/self/run", "/dev/run"])
+def test_an_output_dir_that_holds_no_files_is_refused(
+    name: str, tmp_path: Path
+) -> None:
+    options = settings(tmp_path, max_steps=1, val_data_path=None)
+    with pytest.raises(UserError, match="output_dir"):
+        vembed.train({**options, "output_dir": name})

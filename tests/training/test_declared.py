@@ -1,0 +1,121 @@
+"""Contract of all declared optimizers and trackers: what the config, the docs and the run take from the declarations."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.tiny_run import TinyLoss, TinyModel, backward, config_for
+from vembed.config.loading import load_config
+from vembed.config.options import all_options
+from vembed.config.schema import option_fields
+from vembed.errors import UserError
+from vembed.training.optimizer import build_optimizer
+from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.trackers.declaration import TrackedReport, TrackedRun
+from vembed.training.trackers.table import TRACKERS
+
+DECLARED = [
+    *(("optim", kind) for kind in OPTIMIZERS.values()),
+    *(("report_to", kind) for kind in TRACKERS.values()),
+]
+
+
+@pytest.mark.parametrize(("option", "kind"), DECLARED)
+def test_a_declaration_is_complete_and_accepted(
+    option: str, kind: Any, tmp_path: Path
+) -> None:
+    assert kind.summary.endswith(".")
+    assert kind.options <= set(option_fields())
+    for name in (kind.name, *kind.spellings.split()):
+        config = load_config({"model_name": "m", "data_path": "d", option: name})
+        value = config.options()[option]
+        assert value in (kind.name, [kind.name])
+    page = Path(__file__).parents[2] / "docs" / "options.md"
+    assert kind.name in page.read_text()
+    if option == "optim":
+        assert kind.name in all_options()[option].choices
+
+
+def test_the_declarations_need_no_torch() -> None:
+    code = (
+        "import sys, vembed.training.optimizers.table, vembed.training.trackers.table;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_descends_and_decays_as_declared(
+    name: str, tmp_path: Path
+) -> None:
+    """The loss falls, weights without gradient shrink by lr * weight_decay, and the state takes the declared bytes."""
+    torch.manual_seed(1)
+    model, loss = TinyModel(dim=72, frozen_embeddings=False), TinyLoss()
+    loss.requires_grad_(False)
+    options = config_for(tmp_path, optim=name, learning_rate=1e-3, weight_decay=0.5)
+    optimizer = build_optimizer(model, loss, options.optimizer)
+
+    def value() -> float:
+        with torch.no_grad():
+            return float(model(torch.arange(11)).pow(2).sum())
+
+    before = value()
+    for _ in range(3):
+        backward(model, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert value() < before
+    state_bytes = 0
+    for state in optimizer.state.values():
+        for entry in state.values():
+            if isinstance(entry, torch.Tensor) and entry.ndim:
+                state_bytes += entry.nbytes
+    num_large = 2 * 72 * 72  # smaller tensors of the 8-bit kinds have float32 state
+    num_trained = sum(weight.numel() for weight in model.parameters())
+    declared = OPTIMIZERS[name].state_bytes
+    # The values of 8-bit kinds come with a code book for each tensor.
+    assert state_bytes <= declared * num_large + 8.5 * (num_trained - num_large) + 2**14
+
+
+class Service:
+    """A client of a tracker that notes what it gets."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, values: dict[str, Any], step: int, **_: Any) -> None:
+        self.steps.append(step)
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_tracker_that_is_missing_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = TRACKERS[name].package
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    monkeypatch.setattr(
+        "vembed.training.trackers.declaration.find_spec", lambda name: None
+    )
+    with pytest.raises(UserError, match=rf"^report_to: {name} .*pip install {package}"):
+        TRACKERS[name].require_installed()
+
+
+def test_tensorboard_gets_numbers_options_and_report(tmp_path: Path) -> None:
+    tracker = TRACKERS["tensorboard"]()
+    tracker.start(TrackedRun(tmp_path, None, "p", [], {"seed": 1, "tags": [1]}, 0))
+    tracker.log({"train/loss": 1.0}, 1)
+    page = tmp_path / "report.html"
+    page.with_suffix(".md").write_text("# report")
+    tracker.send_report(TrackedReport(page, np.zeros((2, 2, 3), np.uint8), 1))
+    tracker.finish()
+    (events,) = (tmp_path / "tensorboard").glob("events*")
+    content = events.read_bytes()
+    for text in (b"train/loss", b"# report", b"seed"):
+        assert text in content
