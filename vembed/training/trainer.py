@@ -376,7 +376,7 @@ class Trainer:
         if data is not None and state.scores:
             metric = deciding_metric(self.config, data, state.scores)
         with self.hooks.evaluation_weights():
-            check_embeddings(self.config, self.session, self.components)
+            check_embeddings(self.model_writer)
             model_dir = save_final(self.model_writer, self.data, state, metric)
         before = {f"before/{name}": score for name, score in state.before.items()}
         return TrainResult(
