@@ -224,8 +224,9 @@ def test_no_duplicates(
             for index in indices:
                 assert seen.isdisjoint(rows[index])
                 seen.update(rows[index])
+        drawn = np.concatenate(batches).tolist()
+        assert len(set(drawn)) == len(drawn), "no example twice in an epoch"
     drawn = np.concatenate(epoch_of(batch_schedule, 0)).tolist()
-    assert len(set(drawn)) == len(drawn)
     assert len(drawn) + batch_schedule.num_left_out == len(rows)
 
 

@@ -24,7 +24,7 @@ from vembed.data.columns import Columns
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.first_pass import Index, build_index, index_part
-from vembed.data.formats import base, json_lines, parquet
+from vembed.data.formats import base, json_lines, parquet, table
 from vembed.data.formats.arrow import ArrowBlock
 from vembed.data.formats.base import Block, Format
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
@@ -133,6 +133,24 @@ def as_plain(index: Any) -> dict[str, Any]:
 def test_each_format_has_a_writer() -> None:
     missing = [form.__name__ for form in FORMATS if form not in WRITERS]
     assert not missing, f"add a sample writer to WRITERS for {missing}"
+
+
+def test_the_format_of_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    section = page.read_text(encoding="utf-8").partition("## Adding a format")[2]
+    code = section.partition("```python")[2].partition("```")[0]
+    namespace: dict[str, Any] = {"__name__": __name__}
+    exec(code, namespace)  # the example of our own docs
+    form = namespace["Flashcards"]
+    monkeypatch.setitem(table.ENDINGS, ".cards", form)
+    path = tmp_path / "a.cards"
+    path.write_text("one => 1\nno arrow\n\u00e4 => 3\n", encoding="utf-8")
+    store = open_path(path, on_bad_record="skip")
+    assert texts(store) == [("one", "1"), ("\u00e4", "3")]
+    assert store[1].where == f"{path}:3"
+    assert "no =>" in store.summary()[1]
 
 
 @all_formats

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vembed.data.conversations import POSITIVE_MESSAGES, QUERY, fields_of
-from vembed.data.messages import listed, shown
+from vembed.data.messages import listed, printable
 from vembed.errors import UserError
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -222,8 +222,8 @@ class Columns:
 
     def note(self, layouts: Iterable[tuple[str, ...]], unused: Iterable[str]) -> None:
         """Take in what another process has seen of the same source."""
-        for one in layouts:
-            self.layout(one)
+        for columns in layouts:
+            self.layout(columns)
         self._unused.update(dict.fromkeys(unused))
 
     def check(self, columns: Iterable[str]) -> None:
@@ -246,7 +246,7 @@ class Columns:
         ]
         missing = min(self._not_seen, default="")
         near = difflib.get_close_matches(missing, names, n=1, cutoff=0.4)
-        return f"; for {shown(missing)} did you mean {near[0]!r}?" if near else ""
+        return f"; for {printable(missing)} did you mean {near[0]!r}?" if near else ""
 
     def needed(self, columns: Iterable[str]) -> list[str]:
         """Return the columns of a table that are read, in the table's order."""
@@ -261,26 +261,26 @@ class Columns:
     def note_unused(self, name: str) -> None:
         """Record a name that is not read."""
         if len(self._unused) < _LAYOUTS_KEPT:
-            self._unused[shown(name)] = None
+            self._unused[printable(name)] = None
 
     def _find(self, columns: tuple[str, ...]) -> Layout:
         mapped = {
             name: self._mapping[name] for name in columns if name in self._mapping
         }
-        found: dict[str, list[str]] = {role: [] for role in (*COLUMNS, TEXT)}
+        names_of: dict[str, list[str]] = {role: [] for role in (*COLUMNS, TEXT)}
         for name, role in mapped.items():
-            found[role].append(name)
+            names_of[role].append(name)
         are_sentences = (
-            "sentence1" in columns and "sentence2" in columns and not found["query"]
+            "sentence1" in columns and "sentence2" in columns and not names_of["query"]
         )
         present = set(columns)
         for role, names in COLUMNS.items():
             # A mapped column takes precedence over the table; of negatives all are read.
-            if not found[role] or role == "negative":
-                found[role] += [
+            if not names_of[role] or role == "negative":
+                names_of[role] += [
                     name for name in names if name in present and name not in mapped
                 ]
-        found["negative"] += sorted(
+        names_of["negative"] += sorted(
             (
                 name
                 for name in columns
@@ -290,35 +290,33 @@ class Columns:
         )
         # Many data sets have a column `label`; it is a score only beside sentence1 and sentence2.
         if not are_sentences and "label" not in mapped:
-            found["score"] = [name for name in found["score"] if name != "label"]
-        text = found.pop(TEXT) or [
+            names_of["score"] = [name for name in names_of["score"] if name != "label"]
+        text = names_of.pop(TEXT) or [
             name for name in (TEXT,) if name in present and name not in mapped
         ]
-        label = None if self._texts_alone else self._label(found, text, present)
+        label = None if self._texts_alone else self._label(names_of, text, present)
         if label is not None:
-            images = found["query_image"] or found["positive_image"]
-            found = {role: [] for role in COLUMNS} | {
-                "query": text or found["query"],
+            images = names_of["query_image"] or names_of["positive_image"]
+            names_of = {role: [] for role in COLUMNS} | {
+                "query": text or names_of["query"],
                 "query_image": images,
-                "query_prompt": found["query_prompt"],
+                "query_prompt": names_of["query_prompt"],
             }
         if self._texts_alone:
-            if not found["query"] and not found["query_image"]:
-                found["query"] = text
-            if not found["positive"] and not found["positive_image"]:
-                found["positive"], found["positive_image"] = (
-                    found["query"],
-                    found["query_image"],
-                )
+            if not names_of["query"] and not names_of["query_image"]:
+                names_of["query"] = text
+            if not names_of["positive"] and not names_of["positive_image"]:
+                names_of["positive"] = names_of["query"]
+                names_of["positive_image"] = names_of["query_image"]
         layout = Layout(
             **{
-                role: found[role][0] if found[role] else None
+                role: names_of[role][0] if names_of[role] else None
                 for role in COLUMNS
                 if role != "negative"
             },
-            negatives=tuple(found["negative"]),
-            are_sentences=are_sentences and found["query"] == ["sentence1"],
-            problem=None if label is not None else _problem(found, columns),
+            negatives=tuple(names_of["negative"]),
+            are_sentences=are_sentences and names_of["query"] == ["sentence1"],
+            problem=None if label is not None else _problem(names_of, columns),
             label=label,
         )
         self._not_seen.difference_update(mapped)
@@ -334,15 +332,15 @@ class Columns:
         return layout
 
     def _label(
-        self, found: Mapping[str, list[str]], text: list[str], present: set[str]
+        self, names_of: Mapping[str, list[str]], text: list[str], present: set[str]
     ) -> str | None:
         """Return the column with the class, of a record that has one and is no pair; None otherwise."""
         label = next((name for name in (*self._labels, LABEL) if name in present), None)
-        queries = found["query"] + found["query_image"]
-        is_pair = bool(found["positive"] or (queries and found["positive_image"]))
+        queries = names_of["query"] + names_of["query_image"]
+        is_pair = bool(names_of["positive"] or (queries and names_of["positive_image"]))
         return (
             None
-            if is_pair or not (text or queries or found["positive_image"])
+            if is_pair or not (text or queries or names_of["positive_image"])
             else label
         )
 
@@ -403,7 +401,7 @@ def unread_negatives(unused: Iterable[str]) -> str | None:
 
 def unread_prompt(unused: Iterable[str]) -> str | None:
     """Return what is wrong where a column that is not read probably holds prompts; None without one."""
-    name = next((one for one in unused if _plain(one) in PROMPTS), None)
+    name = next((column for column in unused if _plain(column) in PROMPTS), None)
     if name is None:
         return None
     return f"{name} is not read: if it goes before the query, set column_mapping: {{{_quoted(name)}: query_prompt}}"
@@ -413,12 +411,16 @@ def _named(
     names: Iterable[str], words: frozenset[str], others: frozenset[str]
 ) -> list[str]:
     """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
-    found = (
+    words_of_names = (
         (name, set(_plain(name).rstrip("0123456789").split("_")))
         for name in names
         if not name.endswith(INSIDE)
     )
-    return [name for name, own in found if own & words and not own & others]
+    return [
+        name
+        for name, words_of_name in words_of_names
+        if words_of_name & words and not words_of_name & others
+    ]
 
 
 def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
@@ -462,11 +464,11 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
     return roles
 
 
-def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | None:
+def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | None:
     missing = [
         role
         for role in ("query", "positive")
-        if not found[role] and not found[f"{role}_image"]
+        if not names_of[role] and not names_of[f"{role}_image"]
     ]
     if not missing:
         return None
@@ -476,10 +478,12 @@ def _problem(found: dict[str, list[str]], columns: tuple[str, ...]) -> str | Non
             "or write query and positive"
         )
     free = [
-        name for name in columns if not any(name in names for names in found.values())
+        name
+        for name in columns
+        if not any(name in names for names in names_of.values())
     ]
-    images = found["positive_image"]
-    if missing == ["query"] and found["positive"] and images:
+    images = names_of["positive_image"]
+    if missing == ["query"] and names_of["positive"] and images:
         example = {
             images[0]: "query_image"
         }  # two columns of documents, of which one must be the query
@@ -518,22 +522,23 @@ def _otherwise(
     other = next(name for name in columns if name != ours)
     entry = f"{_quoted(other)}: {LABEL if ours == TEXT else TEXT}"
     which = other if ours == TEXT else LABEL
-    return f", or, if {shown(which)} is the class of a text, with column_mapping: {{{entry}}}"
+    return f", or, if {printable(which)} is the class of a text, with column_mapping: {{{entry}}}"
 
 
 def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
     """Return a column mapping for the missing parts (query, positive), guessed from the column names."""
-    free, mapping = list(columns), dict[str, str]()
+    free = list(columns)
+    mapping = dict[str, str]()
     for role in missing:
         targets = [target for target in (role, f"{role}_image") if target in GUESSES]
         # The names of the table too: `Question`, ` Answer ` and `sentence1` without its partner are near misses.
-        found = (
+        guesses = (
             (name, target)
             for target in targets
             for name in free
             if _plain(name) in GUESSES[target] or _plain(name) in COLUMNS[target]
         )
-        name, target = next(found, ("", ""))
+        name, target = next(guesses, ("", ""))
         if name:
             mapping[name] = target
             free.remove(name)
@@ -542,7 +547,7 @@ def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, s
 
 def _quoted(name: str) -> str:
     """Return a column's name for YAML: in quotes if spaces around it would get lost."""
-    return repr(name) if name != name.strip() else shown(name)
+    return repr(name) if name != name.strip() else printable(name)
 
 
 def _plain(name: str) -> str:

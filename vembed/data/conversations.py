@@ -44,7 +44,8 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
         if name not in known and name != "label"
     }
     for name, images_name, field in _SIDES:
-        conversations, images = record.get(name), record.get(images_name)
+        conversations = record.get(name)
+        images = record.get(images_name)
         if conversations is None:
             continue
         if field == "query":
@@ -61,18 +62,18 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
         if conversations and isinstance(
             conversations[0], dict
         ):  # one conversation instead of a list of them
-            conversations, images = (
-                [conversations],
-                None if images is None else [images],
-            )
+            conversations = [conversations]
+            images = None if images is None else [images]
         images = images or [None] * len(conversations)
         if len(images) != len(conversations):
             raise BadRecord(
                 f"{name} has {len(conversations):,d} conversations, and {images_name} {len(images):,d} lists"
             )
         items = [
-            _item(one, own, name)
-            for one, own in zip(conversations, images, strict=True)
+            _item(conversation, images_of_conversation, name)
+            for conversation, images_of_conversation in zip(
+                conversations, images, strict=True
+            )
         ]
         before = (
             fields.get(field) if field == "negatives" else None

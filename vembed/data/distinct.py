@@ -18,8 +18,8 @@ def distinct(
     firsts: list[Value] = []
     where = np.empty(len(values), dtype=np.int64)
     for number, value in enumerate(values):
-        found = position.setdefault(key(value), len(firsts))
-        if found == len(firsts):
+        place = position.setdefault(key(value), len(firsts))
+        if place == len(firsts):
             firsts.append(value)
-        where[number] = found
+        where[number] = place
     return firsts, where

@@ -48,7 +48,7 @@ class TextLines(TextFormat):
         """Yield the lines that begin in a range."""
         start = self.start if start is None else start
         stop = self.stop if stop is None else stop
-        with self._from(start) as file:
+        with self.open_at(start) as file:
             for number, line in enumerate(file, 1):
                 if start >= stop:
                     return

@@ -15,12 +15,11 @@ import numpy as np
 from vembed.config.entries import DataSource
 from vembed.config.schema import DataSection, TrainConfig
 from vembed.config.terms import (
-    TEXTS_ALONE,
-    compares_listed_alone,
-    losses_of,
+    lacks_comparisons,
+    loss_names,
+    loss_terms,
     reads_scores,
     run_terms,
-    source_config,
 )
 from vembed.config.user_folders import cache_folder
 from vembed.data.batching.class_batches import next_of_class
@@ -52,6 +51,7 @@ from vembed.data.plain_texts import taken_for_texts
 from vembed.data.records import RecordFormat
 from vembed.data.watched_files import FileStamp
 from vembed.errors import UserError
+from vembed.losses.table import LOSSES
 
 CACHE_AFTER_SECONDS = 1.0
 """The result of a validation pass that took longer is stored in the cache folder."""
@@ -131,7 +131,8 @@ class _Source(Records):
         return self.read_as.apply(example)
 
     def summary(self) -> str:
-        counts, num_records = self.index.counts, len(self.index)
+        counts = self.index.counts
+        num_records = len(self.index)
         kinds = [
             "+".join(
                 name for name, count in (("text", texts), ("image", images)) if count
@@ -246,10 +247,10 @@ class ExampleStore:
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
         kept = [
-            _kept(one, is_kept[end - one.size : end])
-            for one, end in zip(self._sources, self._ends, strict=True)
+            _kept(source, is_kept[end - source.size : end])
+            for source, end in zip(self._sources, self._ends, strict=True)
         ]
-        empty = next((one.name for one in kept if not one.size), None)
+        empty = next((source.name for source in kept if not source.size), None)
         if empty is not None:
             raise UserError(
                 f"{note} takes all examples of {empty}; lower it, or give val_data_path"
@@ -284,7 +285,8 @@ class ExampleStore:
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
-        values, counts = [], []
+        values = []
+        counts = []
         for source in self._sources:
             if source.index.keys is None:
                 raise RuntimeError(
@@ -368,25 +370,29 @@ def open_examples(
     is_training = role == "train"
     sources = []
     for entry in entries:
-        own_config = source_config(config, entry)
+        terms = loss_terms(config.objective, config.model.model_name, entry)
         requirements = _Requirements()
         if is_training:
-            losses = losses_of(own_config)
+            max_negatives = config.data.max_negatives
+            if entry.max_negatives is not None:
+                max_negatives = entry.max_negatives
+            needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
             requirements = _Requirements(
-                losses,
-                own_config.data.max_negatives,
-                "cosine" in losses and own_config.objective.similarity == "cosine",
+                loss_names(terms),
+                max_negatives,
+                needs_cosines and config.objective.similarity == "cosine",
                 config.data.no_duplicates,
+                config.data.mine is not None and config.data.mine.at_start,
             )
         source = _open_source(
             config.data, entry, requirements, role, cache, alone=len(entries) == 1
         )
-        sources.append(replace(source, reads_scores=reads_scores(own_config)))
+        sources.append(replace(source, reads_scores=reads_scores(terms)))
     for source in sources:
         _refuse_missing_negatives(source)
-    if is_training and config.data.mine is None and compares_listed_alone(config):
-        losses = tuple({term.objective.loss for _, term in run_terms(config)})
-        _refuse_nothing_to_compare(sources, losses)
+    terms = run_terms(config)
+    if is_training and config.data.mine is None and lacks_comparisons(terms):
+        _refuse_nothing_to_compare(sources, loss_names(terms))
     refuse_bad_records(
         sources,
         on_bad_record=config.data.on_bad_record,
@@ -427,6 +433,8 @@ class _Requirements:
     max_negatives: int | None = None
     bounded_scores: bool = False
     with_keys: bool = False
+    gets_negatives: bool = False
+    """Mining adds negatives before the first step."""
 
 
 def _open_source(
@@ -444,7 +452,9 @@ def _open_source(
     losses = requirements.losses
     # A mapping for several files need not match each of them; validation data may use vembed's own names.
     may_miss = (not alone or role == "validation") and entry.column_mapping is None
-    texts_alone = role == "train" and all(loss in TEXTS_ALONE for loss in losses)
+    texts_alone = role == "train" and all(
+        LOSSES[loss].records == "texts" for loss in losses
+    )
     columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
     reader = open_reader(entry.path, columns, role, cache)
     # Before reading: a change during the pass is noticed too.
@@ -460,6 +470,7 @@ def _open_source(
         max_negatives=requirements.max_negatives,
         numbers_in_text=reader.numbers_are_text,
         bounded_scores=requirements.bounded_scores,
+        gets_negatives=requirements.gets_negatives,
     )
     options = [
         reader.name,
@@ -528,13 +539,15 @@ def _refuse_missing_negatives(source: _Source) -> None:
     num_records = source.index.num_without_negatives
     if not num_records or len(source):
         return
+    needing = [name for name in source.form.losses if LOSSES[name].negatives == "each"]
+    loss = f"loss: {needing[0]}"
     if source.form.max_negatives == 0:
         raise UserError(
             f"{source.reader.name}: max_negatives: 0 leaves none of its {num_records:,d} records a negative, which "
-            "loss: triplet needs: raise it, or use loss: infonce"
+            f"{loss} needs: raise it, or use loss: infonce"
         )
     raise UserError(
-        f"{source.reader.name}: none of its {num_records:,d} records has a negative, which loss: triplet needs: add "
+        f"{source.reader.name}: none of its {num_records:,d} records has a negative, which {loss} needs: add "
         "negatives, take the source out, or use loss: infonce, which takes the others of the batch"
     )
 

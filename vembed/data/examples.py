@@ -56,7 +56,7 @@ class Item:
         """Return the item with the file and line of its record on its images."""
         return (
             replace(
-                self, images=tuple(replace(one, where=where) for one in self.images)
+                self, images=tuple(replace(image, where=where) for image in self.images)
             )
             if self.images
             else self
@@ -99,8 +99,8 @@ class Example:
         return replace(
             self,
             query=self.query.read_from(self.where),
-            positives=tuple(one.read_from(self.where) for one in self.positives),
-            negatives=tuple(one.read_from(self.where) for one in self.negatives),
+            positives=tuple(item.read_from(self.where) for item in self.positives),
+            negatives=tuple(item.read_from(self.where) for item in self.negatives),
         )
 
 

@@ -30,11 +30,11 @@ class FeatureStore(RowStore):
 
     def find(self, features: Sequence[Features]) -> dict[int, np.ndarray]:
         """Return a map from position in `features` to the stored row, without the missing ones."""
-        return self.find_rows([self._key(one) for one in features])
+        return self.find_rows([self._key(feature) for feature in features])
 
     def add(self, features: Sequence[Features], rows_ND: np.ndarray) -> None:
         """Store one row for each input. If the disk is full, log a warning and store nothing from then on."""
-        self.add_rows([self._key(one) for one in features], rows_ND)
+        self.add_rows([self._key(feature) for feature in features], rows_ND)
 
     def _key(self, features: Features) -> bytes:
         if features.key not in self._keys:

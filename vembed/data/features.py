@@ -87,7 +87,7 @@ class Featuriser:
             (item.key(), self._cache_kind[kind], item.prompt, item.max_length)
             for item, kind in items
         ]
-        found = {
+        known = {
             address: self._cache[address]
             for address in addresses
             if address in self._cache
@@ -95,7 +95,7 @@ class Featuriser:
         missing = {
             address: item
             for address, (item, _) in zip(addresses, items, strict=True)
-            if address not in found
+            if address not in known
         }
         for modality in self.description.modalities if missing else ():
             of_modality = {
@@ -104,9 +104,9 @@ class Featuriser:
                 if self._modality(item) == modality
             }
             made = self._make(modality, of_modality) if of_modality else {}
-            found.update(made)
+            known.update(made)
             self._keep(made)
-        return [found[address] for address in addresses]
+        return [known[address] for address in addresses]
 
     def collate(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
         """Return the tensors of a forward pass over features of one modality: padded token ids, decoded images.
@@ -126,8 +126,10 @@ class Featuriser:
     def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
         """Return the tensors of features of one modality as they are moved to the device: `collate` without its end."""
         modality = features[0].modality
-        rows = [one.token_ids for one in features if one.token_ids is not None]
-        images = [image for one in features for image in one.images]
+        rows = [
+            feature.token_ids for feature in features if feature.token_ids is not None
+        ]
+        images = [image for feature in features for image in feature.images]
         if modality == "image":
             assert self._pixels is not None
             return self._pixels.stack(images)
@@ -139,7 +141,7 @@ class Featuriser:
 
     def decode_ahead(self, features: Sequence[Features]) -> None:
         """Begin to decode the images of these features on other cores, as far as the cache holds them."""
-        images = [image for one in features for image in one.images]
+        images = [image for feature in features for image in feature.images]
         if self._pixels is not None and images:
             self._pixels.decode_ahead(images)
 
@@ -167,10 +169,8 @@ class Featuriser:
         return self.features([(item, "document")])[0]
 
     def _modality(self, item: Item) -> Modality:
-        modalities, name = (
-            self.description.modalities,
-            self.description.name or self.description.source,
-        )
+        modalities = self.description.modalities
+        name = self.description.name or self.description.source
         if item.text is None and not item.images:
             raise UserError(
                 "an item has neither a text nor an image; give it one of them"
@@ -220,10 +220,8 @@ class Featuriser:
         limits = [limit for _, _, _, limit in items]
         if modality == "multimodal":
             assert self._chat is not None
-            texts, images = (
-                [item.text for item in items.values()],
-                [item.images for item in items.values()],
-            )
+            texts = [item.text for item in items.values()]
+            images = [item.images for item in items.values()]
             rows = self._chat.encode_with_images(
                 prompts, texts, images
             )  # an image has no part to cut
@@ -254,17 +252,17 @@ class Featuriser:
 
     def _keep(self, made: Mapping[Address, Features]) -> None:
         # No lock: a race may count or compute an entry twice, which does not change a result.
-        for address, one in made.items():
-            if one.token_ids is None:
+        for address, features in made.items():
+            if features.token_ids is None:
                 continue  # cheap to make again, and may hold the bytes of the image file
             self._cache_bytes_left -= (
                 _ENTRY_BYTES
-                + one.token_ids.nbytes
-                + sum(len(image.data or b"") for image in one.images)
+                + features.token_ids.nbytes
+                + sum(len(image.data or b"") for image in features.images)
             )
             if self._cache_bytes_left < 0:
                 return
-            self._cache[address] = one
+            self._cache[address] = features
 
     def _text_processing(self) -> TextProcessing:
         assert self._text is not None

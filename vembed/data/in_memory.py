@@ -34,13 +34,15 @@ def as_path(name: str, value: Any) -> Any:
     if (
         isinstance(value, list)
         and value
-        and all(isinstance(one, Mapping) and "path" not in one for one in value)
+        and all(isinstance(entry, Mapping) and "path" not in entry for entry in value)
     ):
         return _stored_rows(name, value)
     if isinstance(value, list):
         return [
-            as_path(name, one) if isinstance(one, Path) or _is_dataset(one) else one
-            for one in value
+            as_path(name, entry)
+            if isinstance(entry, Path) or _is_dataset(entry)
+            else entry
+            for entry in value
         ]
     if isinstance(value, Mapping) and name == "val_data_path":
         raise UserError(

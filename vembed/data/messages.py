@@ -10,7 +10,7 @@ ROOM = "free some space, or set XDG_CACHE_HOME to a folder with more"
 """End of a message about a disk without room for the cache folder."""
 
 
-def shown(name: str, longest: int = 40) -> str:
+def printable(name: str, longest: int = 40) -> str:
     """Return a name shortened and with only printable characters; two quotes for an empty one."""
     if not name:
         return "''"
@@ -38,7 +38,7 @@ def joined(problems: Sequence[str]) -> list[str]:
 
 def listed(names: Iterable[str]) -> str:
     """Return names as a comma-separated list, shortened after LONGEST_LIST."""
-    all_names = [shown(name) for name in names]
+    all_names = [printable(name) for name in names]
     more = (
         f" and {len(all_names) - LONGEST_LIST:,d} more"
         if len(all_names) > LONGEST_LIST

@@ -165,7 +165,8 @@ class NearIndex:
                     yield other
 
     def _is_near(self, text: int, other: int) -> bool:
-        first, second = self._feature_set(text), self._feature_set(other)
+        first = self._feature_set(text)
+        second = self._feature_set(other)
         smaller = min(len(first), len(second))
         if smaller < self._min_features:
             return False

@@ -30,11 +30,13 @@ def word_marks() -> str:
     Variation selectors, which choose the look of an emoji, are not among them.
     """
     marks = [
-        one
-        for one in range(0x300, _LAST_MARK + 1)
-        if unicodedata.category(chr(one)) in ("Mn", "Mc")
+        code
+        for code in range(0x300, _LAST_MARK + 1)
+        if unicodedata.category(chr(code)) in ("Mn", "Mc")
     ]
-    return "".join(re.escape(chr(one)) for one in marks if not 0xFE00 <= one <= 0xFE0F)
+    return "".join(
+        re.escape(chr(code)) for code in marks if not 0xFE00 <= code <= 0xFE0F
+    )
 
 
 @functools.cache

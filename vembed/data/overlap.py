@@ -56,10 +56,10 @@ def find_overlap(train: Examples, pairs: Iterable[Pair]) -> list[Overlap]:
     positives: dict[int, Item] = {}
     both: dict[tuple[int, int], Pair] = {}
     for pair in pairs:
-        own = normal_key(pair[0]), normal_key(pair[1])
-        queries.setdefault(own[0], pair[0])
-        positives.setdefault(own[1], pair[1])
-        both.setdefault(own, pair)
+        keys = normal_key(pair[0]), normal_key(pair[1])
+        queries.setdefault(keys[0], pair[0])
+        positives.setdefault(keys[1], pair[1])
+        both.setdefault(keys, pair)
     results = [
         Overlap("queries", len(queries)),
         Overlap("positives", len(positives)),
@@ -68,22 +68,22 @@ def find_overlap(train: Examples, pairs: Iterable[Pair]) -> list[Overlap]:
     for example in _compared(train):
         query = normal_key(example.query)
         if query in queries:
-            results[0].found.setdefault(query, shown(queries[query]))
+            results[0].found.setdefault(query, short_item(queries[query]))
         for item in example.positives:
             positive = normal_key(item)
             if positive in positives:
-                results[1].found.setdefault(positive, shown(positives[positive]))
+                results[1].found.setdefault(positive, short_item(positives[positive]))
             if (query, positive) in both:
                 results[2].found.setdefault(
                     (query, positive),
-                    " -> ".join(shown(one) for one in both[query, positive]),
+                    " -> ".join(short_item(part) for part in both[query, positive]),
                 )
-    return [one for one in results if one.found]
+    return [part for part in results if part.found]
 
 
 def warnings_of(overlaps: Sequence[Overlap]) -> list[str]:
     """Return the sentences to warn with. Positives that are shared alone are no fault: a corpus serves both."""
-    kinds = {one.what for one in overlaps}
+    kinds = {overlap.what for overlap in overlaps}
     if not kinds - {"positives"}:
         return []
     means = (
@@ -91,7 +91,7 @@ def warnings_of(overlaps: Sequence[Overlap]) -> list[str]:
         if "pairs" in kinds
         else "the score may be too high"
     )
-    sentences = [one.sentence() for one in overlaps]
+    sentences = [overlap.sentence() for overlap in overlaps]
     return [
         *sentences[:-1],
         f"{sentences[-1]}; {means} (val_split holds out whole queries instead)",
@@ -102,7 +102,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
 
 
-def shown(item: Item) -> str:
+def short_item(item: Item) -> str:
     """Return a short form of an item for messages."""
     text = " ".join((item.text or "").split())
     names = [

@@ -19,9 +19,9 @@ _PLACE = "<image>"
 def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> list[str]:
     """Return sentences on texts of these examples that look like something else. `unused`: columns not read."""
     parts = {
-        "queries": [one.query for one in examples],
-        "positives": [item for one in examples for item in one.positives],
-        "negatives": [item for one in examples for item in one.negatives],
+        "queries": [example.query for example in examples],
+        "positives": [item for example in examples for item in example.positives],
+        "negatives": [item for example in examples for item in example.negatives],
     }
     return (
         _paths(parts["queries"], parts["positives"])
@@ -31,36 +31,36 @@ def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> lis
 
 
 def _values(parts: dict[str, list[Item]]) -> list[str]:
-    found = []
+    sentences = []
     for name, items in parts.items():
-        texts = [one.text or "" for one in items]
+        texts = [item.text or "" for item in items]
         for kind, form in (("lists", _LIST), ("objects", _OBJECT)):
             if texts and all(form.fullmatch(text) for text in texts):
-                found.append(
+                sentences.append(
                     f"its {name} look like {kind} ({texts[0]!r:.60}), and each is taken for one text: write JSON Lines "
                     f"or Parquet with fields that are {kind}, not texts, or a column for each"
                 )
-    return found
+    return sentences
 
 
 def _places(parts: dict[str, list[Item]], unused: Collection[str]) -> list[str]:
-    found = []
+    sentences = []
     for name, items in parts.items():
         text = next(
             (
-                one.text
-                for one in items
-                if one.text and _PLACE in one.text and not one.images
+                item.text
+                for item in items
+                if item.text and _PLACE in item.text and not item.images
             ),
             None,
         )
         if text is not None:
             column = "; the column images is not read" if "images" in unused else ""
-            found.append(
+            sentences.append(
                 f"its {name} have {_PLACE} in them and no image ({text!r:.60}){column}: write text and images into one "
                 'object, {"text": ..., "images": [...]}'
             )
-    return found
+    return sentences
 
 
 def _paths(queries: list[Item], documents: list[Item]) -> list[str]:

@@ -23,8 +23,8 @@ from vembed.data.prompts import ChatText
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription
-from vembed.models.image_positions import POSITIONS, token_positions, tower_inputs
 from vembed.models.processors import load_chat_template, load_tokenizer
+from vembed.models.vision import POSITIONS, token_positions, tower_inputs
 
 log = logging.getLogger("vembed")
 
@@ -188,9 +188,9 @@ class ChatProcessing:
         """
         rendered, encoded = self._rendered(prompts, texts)
         rows = []
-        own = limits or [None] * len(texts)
+        all_limits = limits or [None] * len(texts)
         for prompt, text, ids, limit in zip(
-            prompts, rendered, encoded, own, strict=True
+            prompts, rendered, encoded, all_limits, strict=True
         ):
             self._refuse_placeholders(ids, 0)
             longest = min(
@@ -237,15 +237,16 @@ class ChatProcessing:
     ) -> list[np.ndarray]:
         """Return the int32 token ids of conversations with images. Only the headers of the images are read."""
         rendered = [
-            self._chat.render(prompt, text, len(shown))
-            for prompt, text, shown in zip(prompts, texts, images, strict=True)
+            self._chat.render(prompt, text, len(item_images))
+            for prompt, text, item_images in zip(prompts, texts, images, strict=True)
         ]
-        rows, longest = [], self._description.max_length
-        for text, ids, shown in zip(
+        rows = []
+        longest = self._description.max_length
+        for text, ids, item_images in zip(
             rendered, self._encode(rendered), images, strict=True
         ):
-            self._refuse_placeholders(ids, len(shown))
-            counts = [self._num_tokens(image) for image in shown]
+            self._refuse_placeholders(ids, len(item_images))
+            counts = [self._num_tokens(image) for image in item_images]
             # The template has one placeholder per image; the model expects one per image token.
             compact = np.asarray(ids, dtype=np.int32)
             repeats = np.ones(len(compact), dtype=np.int64)
@@ -256,7 +257,7 @@ class ChatProcessing:
             )
             if int((row == self.image_token_id).sum()) != sum(counts):
                 raise UserError(
-                    f"an item with {len(shown)} image(s) of {sum(counts):,d} tokens does not fit into max_length "
+                    f"an item with {len(item_images)} image(s) of {sum(counts):,d} tokens does not fit into max_length "
                     f"{self._description.max_length:,d}: raise max_length or lower max_pixels"
                 )
             rows.append(row)
@@ -304,9 +305,11 @@ class ChatProcessing:
 
     def _cut(self, rendered: str, ids: list[int], longest: int) -> list[int]:
         """Truncate as the tokenizer does, with room for its special tokens, and add them."""
-        before, after = self._before, self._after
+        before = self._before
+        after = self._after
         if self._bos is not None and rendered.startswith(self._bos):
-            before, after = [], []  # the template has already added them
+            before = []  # the template has already added them
+            after = []
         room = longest - len(before) - len(after)
         if len(ids) > room:
             ids = ids[len(ids) - room :] if self._cut_left else ids[:room]
@@ -426,8 +429,8 @@ def _batch_encoder(
         )
     core.encode_special_tokens = tokenizer.split_special_tokens
     return lambda texts: [
-        one.ids
-        for one in core.encode_batch_fast(list(texts), add_special_tokens=special)
+        encoding.ids
+        for encoding in core.encode_batch_fast(list(texts), add_special_tokens=special)
     ]
 
 

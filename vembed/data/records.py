@@ -9,7 +9,6 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal
 
-from vembed.config.terms import SCORED
 from vembed.data.columns import INSIDE, Columns, Layout
 from vembed.data.conversations import POSITIVE_MESSAGES, as_fields, is_conversation
 from vembed.data.examples import (
@@ -23,12 +22,11 @@ from vembed.data.examples import (
 )
 from vembed.data.formats.base import Block
 from vembed.data.images.files import ImageRoot
-from vembed.data.messages import listed, shown
+from vembed.data.messages import listed, printable
+from vembed.losses.table import LOSSES
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
-MATCHED = frozenset({"infonce", "sigmoid", "triplet", "circle"})
-"""Losses that take every pair for a match."""
 LARGEST_SCORE = 3.4e38
 """Larger scores are infinite in float32, and all the same."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
@@ -48,8 +46,10 @@ class RecordFormat:
         max_negatives: int | None = None,
         numbers_in_text: bool = False,
         bounded_scores: bool = False,
+        gets_negatives: bool = False,
     ) -> None:
-        """`losses`: refuse records that one of these cannot use. `numbers_in_text`: accept numbers as text (CSV).
+        """`losses`: refuse records that one of these cannot use. `gets_negatives`: records without a negative get some
+        before they are used (mining). `numbers_in_text`: accept numbers as text (CSV).
         `bounded_scores`: refuse scores that no cosine can have."""
         self._images = images
         self._query_is_path = mode in ("i2t", "i2i")
@@ -58,13 +58,16 @@ class RecordFormat:
         self.losses = tuple(losses)
         self.max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
+        self._gets_negatives = gets_negatives
         self._null = "empty" if numbers_in_text else "null"  # a cell without a text
         self._bounded_scores = bounded_scores
 
     @property
     def takes_matches(self) -> bool:
         """True if pairs without scores are taken for matches: by a loss, or by an evaluation."""
-        return not self.losses or not MATCHED.isdisjoint(self.losses)
+        return not self.losses or any(
+            LOSSES[loss].records == "matches" for loss in self.losses
+        )
 
     def num_plain_negatives(self, block: Block) -> int | None:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
@@ -141,7 +144,7 @@ class RecordFormat:
         for loss in self.losses:
             self._check_loss(loss, layout, negatives, scores)
         too_large = (
-            next((one for one in scores or () if abs(one) > 1), None)
+            next((score for score in scores or () if abs(score) > 1), None)
             if self._bounded_scores
             else None
         )
@@ -201,12 +204,12 @@ class RecordFormat:
 
     def _negatives(self, record: dict[str, Any], layout: Layout) -> tuple[Item, ...]:
         first = layout.negatives[0] if layout.negatives else None
-        found = self._items(
+        items = self._items(
             record, first, layout.negative_image, self._document_is_path
         )
         for name in layout.negatives[1:]:
-            found += self._items(record, name, None, self._document_is_path)
-        return found
+            items += self._items(record, name, None, self._document_is_path)
+        return items
 
     def _items(
         self,
@@ -224,11 +227,12 @@ class RecordFormat:
             if len(values) == 1:
                 return (self._item(values[0], (), is_path, str(name)),)
             return tuple(
-                self._item(one, (), is_path, f"{name} {number}")
-                for number, one in enumerate(values, 1)
+                self._item(item_value, (), is_path, f"{name} {number}")
+                for number, item_value in enumerate(values, 1)
             )
         images = [
-            self._image_list(one, image_name) for one in _as_list(record[image_name])
+            self._image_list(item_value, image_name)
+            for item_value in _as_list(record[image_name])
         ]
         if value is None:
             values = [None] * len(images)
@@ -237,8 +241,8 @@ class RecordFormat:
                 f"{name} and {image_name} belong together, but they are {len(values):,d} and {len(images):,d}"
             )
         return tuple(
-            self._item(one, own, is_path, str(name))
-            for one, own in zip(values, images, strict=True)
+            self._item(item_value, item_images, is_path, str(name))
+            for item_value, item_images in zip(values, images, strict=True)
         )
 
     def _item(
@@ -274,7 +278,8 @@ class RecordFormat:
         for key in ("image", "images"):
             if value.get(key) is not None:
                 images = (*images, *self._image_list(value[key], name))
-        text, title = value.get("text"), value.get("title")
+        text = value.get("text")
+        title = value.get("title")
         if type(text) is str and type(title) is str:
             text = f"{title} {text}".strip()  # as in a BEIR-style corpus
         if text is None and not images:
@@ -294,7 +299,7 @@ class RecordFormat:
             return (self._image(value, name),)
         if not value:
             raise BadRecord(f"{name} has an empty list of images")
-        return tuple(self._image(one, name) for one in value)
+        return tuple(self._image(image, name) for image in value)
 
     def _image(self, value: Any, name: str) -> ImageRef:
         if isinstance(value, dict):
@@ -353,7 +358,7 @@ class RecordFormat:
             raise BadRecord(
                 f"{name} has {len(values):,d} {_plural('number', len(values))} for {count:,d} {_plural(what, count)}"
             )
-        return tuple(self._score(one, name) for one in values)
+        return tuple(self._score(score, name) for score in values)
 
     def _score(self, value: Any, name: str) -> float:
         if (
@@ -379,17 +384,21 @@ class RecordFormat:
     def _check_loss(
         self, loss: str, layout: Layout, negatives: tuple[Item, ...], scores: Any
     ) -> None:
-        if loss in SCORED:
-            if scores is None:
-                raise BadRecord(f"no score, which loss: {loss} needs for every pair")
-        elif loss in MATCHED and layout.are_sentences and scores is not None:
+        declared = LOSSES[loss]
+        if declared.records == "scores" and scores is None:
+            raise BadRecord(f"no score, which loss: {loss} needs for every pair")
+        if (
+            declared.records == "matches"
+            and layout.are_sentences
+            and scores is not None
+        ):
             raise BadRecord(
                 f"a scored sentence pair, and loss: {loss} would take each pair for a match whatever its score: "
                 "use loss: cosent or cosine"
             )
-        elif loss == "triplet" and not negatives:
+        if declared.negatives == "each" and not negatives and not self._gets_negatives:
             raise MissingNegative(
-                "no negative, which loss: triplet needs in every record"
+                f"no negative, which loss: {loss} needs in every record"
             )
 
 
@@ -415,12 +424,12 @@ def described(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
-        shown = (
+        digits = (
             str(value)
             if isinstance(value, float) or abs(value) < 10**15
             else "a large one"
         )
-        return f"a number ({shown})"
+        return f"a number ({digits})"
     names = {str: "a text", list: "a list", dict: "an object", bytes: "bytes"}
     return next(
         (name for kind, name in names.items() if isinstance(value, kind)),
@@ -430,7 +439,9 @@ def described(value: Any) -> str:
 
 def _quoted(value: Any) -> str:
     """Return a text with its beginning, other values as `described`."""
-    return f"the text {shown(value)!r}" if isinstance(value, str) else described(value)
+    return (
+        f"the text {printable(value)!r}" if isinstance(value, str) else described(value)
+    )
 
 
 def _plural(word: str, count: int) -> str:

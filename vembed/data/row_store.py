@@ -103,13 +103,13 @@ class RowStore:
         """Return a map from position in `keys` to the stored row, without the missing ones."""
         if any(key not in self._places for key in keys):
             self._look_around()
-        found: dict[int, np.ndarray] = {}
+        rows: dict[int, np.ndarray] = {}
         for position, key in enumerate(keys):
             row = self._row(key)
             if row is not None:
-                found[position] = row
-        self.num_read += len(found)
-        return found
+                rows[position] = row
+        self.num_read += len(rows)
+        return rows
 
     def add_rows(self, keys: Sequence[bytes], rows_ND: np.ndarray) -> None:
         """Store one row for each key. If the disk is full, log a warning and store nothing from then on."""
@@ -143,7 +143,9 @@ class RowStore:
                 os.close(file.descriptor)
         if self._own is not None:
             os.close(self._own)
-        self._files, self._places, self._own = {}, {}, None
+        self._files = {}
+        self._places = {}
+        self._own = None
 
     def _open_own(self, width: int, itemsize: int) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)

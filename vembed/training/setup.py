@@ -24,7 +24,7 @@ from vembed.config.run_intervals import (
 )
 from vembed.config.sampling import parse_sampling
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import source_batch_sizes, task_numbers, with_temperature
+from vembed.config.terms import run_temperature, source_batch_sizes, task_numbers
 from vembed.cores import num_cores
 from vembed.data.batching.feeding import Feeder
 from vembed.data.batching.rank_batch import RankBatchStream
@@ -41,10 +41,10 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.adapters import wants_adapters
+from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.models.families.decisions import describe, without_effect
 from vembed.models.families.description import ModelDescription
-from vembed.models.row_gradients import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.parameters import num_parameters
 from vembed.parallel.session import Session
@@ -414,7 +414,9 @@ class Setup:
         # While rank 0 holds the whole model: `prepare` changes parameters and wraps modules.
         rates = self.decide_rates(embedder, data.total_steps)
         scale, bias = embedder.initial_scale_and_bias() or (None, None)
-        loss_config = self._with_temperature(scale)
+        loss_config = self.config
+        if "temperature" in self.kept:
+            loss_config = loss_config.changed(temperature=self.kept["temperature"])
         if self.session.device.type == "cpu" and self.session.fsdp is None:
             use_row_gradients(embedder.backbone)
         if self.session.placement.copies_weights:
@@ -457,7 +459,9 @@ class Setup:
             source=source,
             teachers=teachers,
             rates=rates,
-            temperature=loss_config.objective.temperature,
+            temperature=run_temperature(
+                loss_config, None if scale is None else 1 / scale
+            ),
         )
 
     def decide_rates(self, embedder: EmbeddingModel, total_steps: int) -> LearningRates:
@@ -503,19 +507,6 @@ class Setup:
                 head_rate,
             )
         return LearningRates(decision.value, head_rate)
-
-    def _with_temperature(self, scale: float | None) -> TrainConfig:
-        """Return the config for the loss, with the temperature that suits it and the model's own scale."""
-        if "temperature" in self.kept:
-            return self.config.changed(temperature=self.kept["temperature"])
-        resolved = with_temperature(self.config, None if scale is None else 1 / scale)
-        # What a learned temperature starts from is logged when the loss is built.
-        if resolved is not self.config and not self.config.objective.learn_temperature:
-            reason = "with which this model was trained"
-            if self.config.objective.loss != "infonce":
-                reason = f"default of loss: {self.config.objective.loss}"
-            log.info("temperature: %.3g (%s)", resolved.objective.temperature, reason)
-        return resolved
 
     def decide_intervals(self, data: RunData, model: nn.Module) -> RunIntervals:
         """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""

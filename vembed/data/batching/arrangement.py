@@ -30,26 +30,33 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     """Return the conflicts of examples whose contents are `values`, of which example i has the next counts[i]."""
     owners = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((owners, values))
-    values, owners = values[order], owners[order]
+    values = values[order]
+    owners = owners[order]
     once = np.ones(
         len(values), dtype=bool
     )  # a content that an example holds twice counts once
     once[1:] = (values[1:] != values[:-1]) | (owners[1:] != owners[:-1])
-    values, owners = values[once], owners[once]
+    values = values[once]
+    owners = owners[once]
     _, number, frequency = np.unique(values, return_inverse=True, return_counts=True)
     repeated = frequency[number] > 1
-    number, owners = number[repeated], owners[repeated]
+    number = number[repeated]
+    owners = owners[repeated]
     # Each example belongs to the group of its most frequent content. Groups are placed by size, equal ones in the
     # order in which they begin, so that the result depends on the epoch's order alone.
     by_owner = np.lexsort((number, -frequency[number], owners))
-    number, owners = number[by_owner], owners[by_owner]
+    number = number[by_owner]
+    owners = owners[by_owner]
     bound, first = np.unique(owners, return_index=True)
     group = number[first]
     begins = np.full(len(frequency), len(counts))
     np.minimum.at(begins, group, bound)
     placing = np.lexsort((bound, group, begins[group], -frequency[group]))
     ends = np.append(first[1:], len(owners))
-    keys = {int(bound[one]): number[first[one] : ends[one]].tolist() for one in placing}
+    keys = {
+        int(bound[place]): number[first[place] : ends[place]].tolist()
+        for place in placing
+    }
     is_free = np.ones(len(counts), dtype=bool)
     is_free[bound] = False
     return Conflicts(
@@ -81,7 +88,9 @@ def arrange(
         num_batches -= -(-room.num_open // size)
     wanted = size if drop_last else 1
     return [
-        np.sort(np.array(one, dtype=np.int64)) for one in batches if len(one) >= wanted
+        np.sort(np.array(members, dtype=np.int64))
+        for members in batches
+        if len(members) >= wanted
     ]
 
 
@@ -91,7 +100,8 @@ def _upper_bound(
     """Return a number of batches that no arrangement exceeds: a group gives each batch one example at most."""
     if not drop_last:
         return -(-num_examples // size)
-    low, high = 0, num_examples // size
+    low = 0
+    high = num_examples // size
     while low < high:
         middle = (low + high + 1) // 2
         # Binary search: with more batches a group can place more, but more places are to be filled.
@@ -122,15 +132,20 @@ class _Room:
     def fill(self, conflicts: Conflicts) -> None:
         """Place as many examples as possible. What comes last in the epoch's order is left out first."""
         num_places = self.num_open
-        keys, free = conflicts.keys, conflicts.free
+        keys = conflicts.keys
+        free = conflicts.free
         # Examples with conflicts first, while there is choice. Those late in the order wait: they are left out first.
         waiting = [
-            one for one in keys if one >= num_places or not self._place(one, keys[one])
+            example
+            for example in keys
+            if example >= num_places or not self._place(example, keys[example])
         ]
         head = free[free < num_places]
         self._place_free(head)
         # Then those that waited, before the free examples that come even later.
-        waiting = [one for one in waiting if not self._place(one, keys[one])]
+        waiting = [
+            example for example in waiting if not self._place(example, keys[example])
+        ]
         self._place_free(free[len(head) :])
         if self.num_open and waiting:
             self._exchange(waiting, keys)
@@ -139,12 +154,14 @@ class _Room:
         """Put an example into the next batch in turn that has room and none of its contents."""
         num_batches = len(self.members)
         holders = [self.holders[key] for key in keys]
-        if not self.num_open or any(len(one) == num_batches for one in holders):
+        if not self.num_open or any(
+            len(batches_with_key) == num_batches for batches_with_key in holders
+        ):
             return False
         for step in range(num_batches):
             batch = (self.next_batch + step) % num_batches
             if len(self.members[batch]) < self.capacity and not any(
-                batch in one for one in holders
+                batch in batches_with_key for batches_with_key in holders
             ):
                 self._put(example, keys, batch)
                 self.next_batch = (batch + 1) % num_batches
@@ -166,7 +183,11 @@ class _Room:
         for batch, members in enumerate(self.members):
             while len(members) < self.capacity:
                 done = next(
-                    (one for one in waiting if self._exchange_one(one, batch, keys)),
+                    (
+                        example
+                        for example in waiting
+                        if self._exchange_one(example, batch, keys)
+                    ),
                     None,
                 )
                 if done is None:

@@ -10,7 +10,10 @@ import numpy as np
 from vembed.errors import UserError
 
 # Purpose of a random stream, part of its seed; 1 to 3 are those of batches.py.
-_MEMBERS, _CLASSES, _OFFSET, _POSITIVES = 4, 5, 6, 7
+_MEMBERS = 4
+_CLASSES = 5
+_OFFSET = 6
+_POSITIVES = 7
 _UNIT = 2**20
 """Shares of a class are integers in this unit: rounding must not put a class twice into a batch."""
 
@@ -68,11 +71,12 @@ class _Members:
     def shifted(self, examples: np.ndarray, by: np.ndarray) -> np.ndarray:
         """Return the examples that stand `by` places further in their classes, in a circle."""
         number = self.number[examples]
-        start, size = self.starts[number], self.sizes[number]
-        found: np.ndarray = self.order[
+        start = self.starts[number]
+        size = self.sizes[number]
+        examples_after: np.ndarray = self.order[
             start + (self.place[examples] - start + by) % size
         ]
-        return found
+        return examples_after
 
 
 class ClassBatches:
@@ -126,8 +130,8 @@ class ClassBatches:
         ends = (np.cumsum(self._shares[order]) + offset) // _UNIT
         counts = np.diff(ends, prepend=0)
         drawn = [
-            self._draw(int(one), int(count), epoch)
-            for one, count in zip(order, counts, strict=True)
+            self._draw(int(class_number), int(count), epoch)
+            for class_number, count in zip(order, counts, strict=True)
             if count
         ]
         # A class takes consecutive slots, no more than there are batches, and slot s is in batch s % num: so it is
@@ -150,10 +154,8 @@ class ClassBatches:
     def _draw(self, number: int, count: int, epoch: int) -> np.ndarray:
         """Return the examples of a class in an epoch: the next ones of its random passes."""
         chosen = int(self._classes[number])
-        start, size = (
-            int(self._members.starts[chosen]),
-            int(self._members.sizes[chosen]),
-        )
+        start = int(self._members.starts[chosen])
+        size = int(self._members.sizes[chosen])
         begin = epoch * int(self._shares[number]) // _UNIT
         parts = []
         for turn in range(begin // size, (begin + count - 1) // size + 1):
@@ -170,7 +172,8 @@ class ClassBatches:
 def _shares(sizes: np.ndarray, num_batches: int, size: int) -> np.ndarray:
     """Return in how many batches each class is, in units: in proportion to its size, at most all of them. The sum is
     num_batches * size."""
-    most, total = num_batches * _UNIT, num_batches * size * _UNIT
+    most = num_batches * _UNIT
+    total = num_batches * size * _UNIT
     shares = np.zeros(len(sizes), dtype=np.int64)
     is_full = np.zeros(len(sizes), dtype=bool)
     while True:

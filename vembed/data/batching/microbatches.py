@@ -55,36 +55,40 @@ class LockstepSplit(Generic[Group]):
             for group, places in places_of.items()
         }
         self._splits = {
-            group: split(own, budget, max_rows) for group, own in self._lengths.items()
+            group: split(group_lengths, budget, max_rows)
+            for group, group_lengths in self._lengths.items()
         }
 
     @property
     def counts(self) -> list[int]:
         """Number of this rank's micro-batches of each group, in the order of `places_of`."""
-        return [len(found) for found in self._splits.values()]
+        return [len(micro_batches) for micro_batches in self._splits.values()]
 
     @property
     def padded_tokens(self) -> int:
         """Padded tokens of this rank before the ranks have agreed."""
         return sum(
-            padded_tokens(self._lengths[group], found)
-            for group, found in self._splits.items()
+            padded_tokens(self._lengths[group], micro_batches)
+            for group, micro_batches in self._splits.items()
         )
 
     def agreed(self, counts: Sequence[int]) -> dict[Group, list[list[int]]]:
         """Return micro-batches of positions in `lengths`, exactly `counts` of each group: the maxima over the ranks.
         Groups that no rank has inputs of are left out."""
         agreed = {}
-        for (group, own), count in zip(self._splits.items(), counts, strict=True):
-            found = own
-            if count > len(own):
+        for (group, first_split), count in zip(
+            self._splits.items(), counts, strict=True
+        ):
+            micro_batches = first_split
+            if count > len(first_split):
                 # Split anew, and not padded with dummies: more, smaller micro-batches cost this rank less padding.
-                found = split(
+                micro_batches = split(
                     self._lengths[group], self.budget, self.max_rows, at_least=count
                 )
-            if found:
+            if micro_batches:
                 agreed[group] = [
-                    [self.places_of[group][row] for row in rows] for rows in found
+                    [self.places_of[group][row] for row in rows]
+                    for rows in micro_batches
                 ]
         return agreed
 
@@ -149,10 +153,10 @@ def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
         )  # reversed: of equal costs, the most rows
         cheapest[i] = costs[num_rows - 1] + each
         ends[i] = i + num_rows
-    found = [ends[0]]
-    while found[-1] < num_items:
-        found.append(ends[found[-1]])
-    return found
+    chosen_ends = [ends[0]]
+    while chosen_ends[-1] < num_items:
+        chosen_ends.append(ends[chosen_ends[-1]])
+    return chosen_ends
 
 
 def _split(ends: list[int], ordered: np.ndarray, at_least: int) -> list[int]:
@@ -184,7 +188,8 @@ def _middle(widths: list[int], start: int, end: int) -> int:
     The padded size of the left part grows with the cut and that of the right part shrinks: binary search for the first
     cut at which left >= right, then compare it with the cut before it.
     """
-    low, high = start + 1, end - 1
+    low = start + 1
+    high = end - 1
     while low < high:
         cut = (low + high) // 2
         if (cut - start) * widths[start] >= (end - cut) * widths[cut]:

@@ -146,20 +146,20 @@ class RankBatchStream:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
         epoch, number = divmod(batch_number, self.batch_schedule.steps_per_epoch)
         indices = self.batch_schedule.batch(epoch, number)
-        own = rank_rows(len(indices), self.rank, self.world_size)
+        rows = rank_rows(len(indices), self.rank, self.world_size)
         positives = (
             None if self.pair is None else self.batch_schedule.positives(epoch, number)
         )
         if self.pair is None or positives is None:
-            examples = [self.store[int(index)] for index in indices[own]]
+            examples = [self.store[int(index)] for index in indices[rows]]
         else:
             examples = [
-                self.pair(int(one), int(mate))
-                for one, mate in zip(indices[own], positives[own], strict=True)
+                self.pair(int(index), int(mate))
+                for index, mate in zip(indices[rows], positives[rows], strict=True)
             ]
         source = self.batch_schedule.source_of(int(indices[0]))
         return replace(
-            make_rank_batch(examples, own.start, epoch, number, self.featuriser),
+            make_rank_batch(examples, rows.start, epoch, number, self.featuriser),
             source=source,
         )
 

@@ -17,7 +17,10 @@ EPOCHS_KEPT = 2
 """Number of epoch orders in memory. Batches are prepared ahead, so two epochs are in use at an epoch's end."""
 
 # Purpose of a random stream, part of its seed, so that no two streams are equal.
-_PASS, _MIX, _BATCHES = 1, 2, 3
+_PASS = 1
+_MIX = 2
+_BATCHES = 3
+_ORDER_OF_FIRST = 8
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Batches:
     def of(cls, batches: Sequence[np.ndarray]) -> Batches:
         """Join single batches."""
         examples = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
-        return cls(examples, np.cumsum([0, *(len(one) for one in batches)]))
+        return cls(examples, np.cumsum([0, *(len(batch) for batch in batches)]))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -112,7 +115,7 @@ class BatchSchedule:
             f"source {number}" for number in range(1, len(self.sizes) + 1)
         ]
         if (
-            any(one is not None for one in labels)
+            any(source_labels is not None for source_labels in labels)
             and len(self.sizes) > 1
             and not homogeneous
         ):
@@ -122,14 +125,14 @@ class BatchSchedule:
         self._classes = {
             source: ClassBatches(
                 self._names[source],
-                one,
+                source_labels,
                 self._num_drawn[source],
                 self.batch_sizes[source],
                 seed,
                 source,
             )
-            for source, one in enumerate(labels)
-            if one is not None
+            for source, source_labels in enumerate(labels)
+            if source_labels is not None
         }
         self._members = self._sources_of_groups(tasks)
         self._orders: dict[int, Batches] = {}
@@ -188,8 +191,10 @@ class BatchSchedule:
         for size in sorted(others):
             names = [
                 name
-                for name, own in zip(self._names, self.batch_sizes, strict=True)
-                if own == size
+                for name, size_of_source in zip(
+                    self._names, self.batch_sizes, strict=True
+                )
+                if size_of_source == size
             ]
             line += f"; of {size:,d}: {', '.join(names)}"
         if self.smallest_batch < min(self.batch_sizes):
@@ -203,12 +208,12 @@ class BatchSchedule:
             ]
             if small:
                 line += f", since {' and '.join(small)} in all"
-        for source, one in self._classes.items():
-            line += f"; {self._names[source]}: {one.size:,d} of {one.num_classes:,d} classes in a batch"
-            if one.num_alone:
-                line += f" ({one.num_alone:,d} examples are alone in their class and left out)"
-            if one.num_repeated:
-                line += f" ({one.num_repeated:,d} examples that repeat another one of their class are left out)"
+        for source, classes in self._classes.items():
+            line += f"; {self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
+            if classes.num_alone:
+                line += f" ({classes.num_alone:,d} examples are alone in their class and left out)"
+            if classes.num_repeated:
+                line += f" ({classes.num_repeated:,d} examples that repeat another one of their class are left out)"
         return line
 
     def _sources_of_groups(self, tasks: Sequence[int] | None) -> list[list[int]]:
@@ -221,8 +226,8 @@ class BatchSchedule:
                 # Behind all numbers of tasks, so that it equals none of them.
                 number[source] = len(self.sizes) + place
         groups: dict[int, list[int]] = {}
-        for source, one in enumerate(number):
-            groups.setdefault(one, []).append(source)
+        for source, group in enumerate(number):
+            groups.setdefault(group, []).append(source)
         return list(groups.values())
 
     def _group_sizes(self) -> list[tuple[str, int, int]]:
@@ -286,8 +291,10 @@ class BatchSchedule:
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""
-        size, num_drawn = self.sizes[source], self._num_drawn[source]
-        begin, end = epoch * num_drawn, (epoch + 1) * num_drawn
+        size = self.sizes[source]
+        num_drawn = self._num_drawn[source]
+        begin = epoch * num_drawn
+        end = (epoch + 1) * num_drawn
         parts = []
         # Pass n of a source covers its draws n * size to (n + 1) * size - 1, counted over all epochs.
         for number in range(begin // size, (end - 1) // size + 1):
@@ -299,7 +306,7 @@ class BatchSchedule:
         """Interleave the streams at random. Each keeps its order, so that a second pass does not precede the first."""
         if len(drawn) == 1:
             return drawn[0]
-        source_of = np.repeat(np.arange(len(drawn)), [len(one) for one in drawn])
+        source_of = np.repeat(np.arange(len(drawn)), [len(stream) for stream in drawn])
         # Group 0 leaves its number out: the order of a single group does not depend on grouping.
         purpose = (_MIX, epoch) if group == 0 else (_MIX, epoch, group)
         source_of = source_of[self._shuffled(len(source_of), *purpose)]
@@ -328,10 +335,11 @@ class BatchSchedule:
                 raise UserError(_no_batch(stream, keys, size))
             return Batches.of(arranged)
         # Every epoch must have as many batches as the first one, or step numbers would not map to epochs. If fewer
-        # come out, batches of the first epoch are added.
-        num_missing = most - len(arranged)
-        if num_missing > 0:
-            arranged += self._groups(0)[group].rows(range(most - num_missing, most))
+        # come out, the epoch has the batches of the first one in another order: no example is in two of them.
+        if len(arranged) < most:
+            first = self._groups(0)[group]
+            order = self._shuffled(len(first), _ORDER_OF_FIRST, epoch, group)
+            arranged = first.rows(order)
         return Batches.of(arranged)
 
     def _shuffled(self, size: int, *stream: int) -> np.ndarray:

@@ -219,7 +219,7 @@ class TextFormat(Format):
         """Return the number of line ends in a part."""
         count = 0
         left = part.stop - part.start
-        with self._from(part.start) as file:
+        with self.open_at(part.start) as file:
             while left > 0 and (data := file.read(min(left, 16 * PIECE_BYTES))):
                 count += data.count(b"\n")
                 left -= len(data)
@@ -240,7 +240,7 @@ class TextFormat(Format):
                 return data
             size *= 8
 
-    def _from(self, start: int) -> BinaryIO:
+    def open_at(self, start: int) -> BinaryIO:
         """Return the file for sequential reading, with a position of its own: threads read at once."""
         return io.BufferedReader(_PositionedFile(self._file, start), PIECE_BYTES)
 

@@ -18,17 +18,17 @@ SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "t
 def is_class_folder(folder: Path) -> bool:
     """Return whether a folder has subfolders with images, and no images itself."""
     entries = sorted(folder.iterdir())
-    return not any(_is_image(one) for one in entries) and any(
-        next(_images(one), None) is not None for one in entries if one.is_dir()
+    return not any(_is_image(entry) for entry in entries) and any(
+        next(_images(entry), None) is not None for entry in entries if entry.is_dir()
     )
 
 
 def class_records(folder: Path, cache: Path) -> Path:
     """Return a file with a record for each image of a class folder, in the cache folder: its path and its class."""
     classes = sorted(
-        one.name
-        for one in folder.iterdir()
-        if one.is_dir() and next(_images(one), None) is not None
+        entry.name
+        for entry in folder.iterdir()
+        if entry.is_dir() and next(_images(entry), None) is not None
     )
     if splits := [name for name in classes if name.lower() in SPLITS]:
         raise UserError(
@@ -51,7 +51,7 @@ def class_records(folder: Path, cache: Path) -> Path:
 
 
 def _images(folder: Path) -> Iterator[Path]:
-    return (one for one in sorted(folder.rglob("*")) if _is_image(one))
+    return (path for path in sorted(folder.rglob("*")) if _is_image(path))
 
 
 def _is_image(path: Path) -> bool:

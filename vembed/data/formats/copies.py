@@ -72,11 +72,12 @@ def fetched_copies(address: str, cache: Path) -> list[tuple[str, Path]]:
 
     try:
         files, place = fsspec.core.url_to_fs(address)
-        found = sorted(files.glob(place)) if is_pattern(place) else [place]
-        if not found:
+        places = sorted(files.glob(place)) if is_pattern(place) else [place]
+        if not places:
             raise UserError(f"{address} names no file")
         return [
-            (files.unstrip_protocol(one), _fetched(files, one, cache)) for one in found
+            (files.unstrip_protocol(file_place), _fetched(files, file_place, cache))
+            for file_place in places
         ]
     except ImportError as error:
         scheme = address.partition("://")[0]
@@ -98,8 +99,8 @@ def _fetched(files: Any, place: str, cache: Path) -> Path:
         )
     # What tells versions apart depends on the store: an entity tag, a time, or the size alone.
     version = [
-        str(facts.get(one))
-        for one in ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")
+        str(facts.get(fact))
+        for fact in ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")
     ]
     address = files.unstrip_protocol(place)
     target = (
@@ -121,7 +122,7 @@ def _fetched(files: Any, place: str, cache: Path) -> Path:
 
 def is_pattern(path: str) -> bool:
     """Return whether a path that does not exist is a pattern of several files."""
-    return any(one in path for one in "*?[")
+    return any(character in path for character in "*?[")
 
 
 def _copy(

@@ -99,7 +99,7 @@ class DelimitedFile(TextFormat):
         return dict(zip(self.columns, values, strict=True))
 
     def _first_line(self) -> str:
-        with self._from(self.start) as file:
+        with self.open_at(self.start) as file:
             return file.readline(MAX_RECORD_BYTES).decode(errors="replace")
 
     def _parsed(
@@ -109,7 +109,7 @@ class DelimitedFile(TextFormat):
 
         An unclosed quote would consume the records after it, so an unparsable record ends with its first line.
         """
-        with self._from(start) as file:
+        with self.open_at(start) as file:
             lines = _Lines(file)
             rows = csv.reader(lines, delimiter=self._delimiter, strict=True)
             while True:

@@ -65,7 +65,7 @@ class JsonLines(TextFormat):
         start = self.start if start is None else start
         stop = self.stop if stop is None else stop
         line = 1
-        with self._from(max(start - 1, self.start)) as file:
+        with self.open_at(max(start - 1, self.start)) as file:
             if start > self.start:
                 # A line that began before `start` belongs to the part before.
                 begin = start
@@ -246,7 +246,7 @@ def is_array(path: Path) -> bool:
         values = json.loads(first)
     except (ValueError, RecursionError):
         return True
-    has_records = all(isinstance(value, dict) for value in values)
+    has_records = bool(values) and isinstance(values[0], dict)
     return has_records or not following.strip()
 
 

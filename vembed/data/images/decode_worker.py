@@ -103,14 +103,14 @@ class DecodeWorker:
 
     def receive(self) -> list[Arrays | Exception | None]:
         """Return the pixels of each image of the oldest job, or why there are none; None: they are too large."""
-        found = [
-            {name: self._copied(*place) for name, place in one.items()}
-            if isinstance(one, dict)
-            else one
-            for one in self._answer()
+        results = [
+            {name: self._copied(*place) for name, place in answer.items()}
+            if isinstance(answer, dict)
+            else answer
+            for answer in self._answer()
         ]
         self._received += 1
-        return found
+        return results
 
     def close(self) -> None:
         """End the process and wait for its end."""

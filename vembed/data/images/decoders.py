@@ -96,16 +96,15 @@ class _Work:
 
     def __init__(self, first: FirstHalf, count: int) -> None:
         self.pids: set[int] = set()
-        self._first, self._count = first, count
+        self._first = first
+        self._count = count
         self._pickled: bytes | None = None
         # Where there is one core, or no such memory (macOS), threads do all the work.
         self._may_start = count > 1 and hasattr(os, "memfd_create")
         self._waiting: deque[Decoding] = deque()
         self._lock = threading.Lock()
-        self._more, self._done = (
-            threading.Condition(self._lock),
-            threading.Condition(self._lock),
-        )
+        self._more = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
         self._num_waited_for = 0
         self._bytes_of_one = 1
         self.is_closed = False
@@ -262,28 +261,30 @@ def _pass_on(
             taken = work.take(IMAGES_OF_JOB, 0 if sent else IDLE_SECONDS)
             if taken:
                 sent.append(taken)
-                process.send([one.image for one in taken])
+                process.send([decoding.image for decoding in taken])
             elif not sent:
                 return
             if len(sent) == 2 or not taken:
                 results = process.receive()
                 job = sent.popleft()
                 pairs = [
-                    (one, result)
-                    for one, result in zip(job, results, strict=True)
+                    (decoding, result)
+                    for decoding, result in zip(job, results, strict=True)
                     if result is not None
                 ]
-                work.finish([one for one, _ in pairs], [result for _, result in pairs])
-                for one, result in zip(job, results, strict=True):
+                work.finish(
+                    [decoding for decoding, _ in pairs], [result for _, result in pairs]
+                )
+                for decoding, result in zip(job, results, strict=True):
                     if result is None:  # too large for the shared memory
-                        _decode_here(one, work, decode)
+                        _decode_here(decoding, work, decode)
     except WorkerEnded as error:
         if error.position is not None:
             failed = sent[0].pop(error.position)
             work.finish([failed], [_lost(failed.image, error)])
-        work.put_back([one for job in sent for one in job])
+        work.put_back([decoding for job in sent for decoding in job])
     except BaseException as error:  # whoever waits for an image of these gets it
-        lost = [one for job in sent for one in job]
+        lost = [decoding for job in sent for decoding in job]
         work.finish(lost, [error] * len(lost))
         raise
     finally:

@@ -19,7 +19,7 @@ from typing import BinaryIO
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vembed.data.examples import BadRecord, ImageRef
-from vembed.data.messages import shown
+from vembed.data.messages import printable
 from vembed.errors import UserError
 
 MAX_PIXELS = 89_478_485
@@ -112,7 +112,7 @@ class ImageRoot:
             raise BadRecord("an image path is empty or has a NUL character in it")
         if path.startswith(_ENCODED) and len(path) > LONGEST_NAME:
             raise BadRecord(
-                f"{shown(path)} is an image in base64, and a path is expected: decode it into a file, or into bytes in "
+                f"{printable(path)} is an image in base64, and a path is expected: decode it into a file, or into bytes in "
                 "Parquet"
             )
         if "://" in path:
@@ -122,7 +122,7 @@ class ImageRoot:
         whole = os.path.normpath(f"{self.folder}/{path}")
         if not self._stays_inside(whole):
             raise BadRecord(
-                f"image path {shown(path, 200)} leads out of image_root ({self.folder}): "
+                f"image path {printable(path, 200)} leads out of image_root ({self.folder}): "
                 "set image_root, or write the whole path"
             )
         return ImageRef(path=whole)
@@ -130,11 +130,11 @@ class ImageRoot:
     def _address(self, address: str) -> ImageRef:
         if not address.startswith(("http://", "https://")):
             raise BadRecord(
-                f"image address {shown(address, 200)} is neither a path nor http(s)"
+                f"image address {printable(address, 200)} is neither a path nor http(s)"
             )
         if not self.allow_urls:
             raise BadRecord(
-                f"image {shown(address, 200)} is an address, and none is fetched unless allow_image_urls: true"
+                f"image {printable(address, 200)} is an address, and none is fetched unless allow_image_urls: true"
             )
         return ImageRef(path=address)
 
@@ -253,7 +253,7 @@ def image_name(image: ImageRef) -> str:
     name = (
         f"of {len(image.data or b''):,d} bytes"
         if image.path is None
-        else shown(image.path, 300)
+        else printable(image.path, 300)
     )
     return f"image {name} ({image.where})" if image.where else f"image {name}"
 

@@ -70,7 +70,8 @@ class Patching:
     def __call__(self, picture: Image.Image) -> Arrays:
         """Return the patches, those of a merged token one after the other, and the grid."""
         rows, columns = self._grid(picture)
-        patch, merge = self.patch_size, self.merge_size
+        patch = self.patch_size
+        merge = self.merge_size
         pixels = np.asarray(
             resized(picture, rows * patch, columns * patch, self.resample)
         )
@@ -92,23 +93,20 @@ class Patching:
 
     def _grid(self, picture: Image.Image) -> tuple[int, int]:
         """Return the rows and columns of patches: whole tokens, within the limits on the image area."""
-        height, width, side = (
-            picture.height,
-            picture.width,
-            self.patch_size * self.merge_size,
-        )
+        height = picture.height
+        width = picture.width
+        side = self.patch_size * self.merge_size
         smallest, largest = self.area
-        rows, columns = round(height / side), round(width / side)
+        rows = round(height / side)
+        columns = round(width / side)
         if rows * columns * side**2 > largest:
             shrink = math.sqrt(height * width / largest)
             rows = max(1, math.floor(height / shrink / side))
             columns = max(1, math.floor(width / shrink / side))
         elif rows * columns * side**2 < smallest:
             grow = math.sqrt(smallest / (height * width))
-            rows, columns = (
-                math.ceil(height * grow / side),
-                math.ceil(width * grow / side),
-            )
+            rows = math.ceil(height * grow / side)
+            columns = math.ceil(width * grow / side)
         return rows * self.merge_size, columns * self.merge_size
 
 

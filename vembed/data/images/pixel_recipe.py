@@ -40,8 +40,8 @@ class Scale:
         """One number or one of each channel. They stay arrays, and tensors: PyTorch multiplies by the inverse of a
         plain number, which rounds differently."""
         self._terms = [
-            np.asarray(one, np.float32).reshape(1, -1, 1, 1)
-            for one in (divisor, mean, deviation)
+            np.asarray(term, np.float32).reshape(1, -1, 1, 1)
+            for term in (divisor, mean, deviation)
         ]
         self._on_device: dict[torch.device, list[Tensor]] = {}
 
@@ -60,7 +60,7 @@ class Scale:
             values.device not in self._on_device
         ):  # copied once, since every copy waits for the device
             self._on_device[values.device] = [
-                torch.from_numpy(one).to(values.device) for one in self._terms
+                torch.from_numpy(term).to(values.device) for term in self._terms
             ]
         of_divisor, of_mean, of_deviation = self._on_device[values.device]
         floats = values.to(torch.float32, memory_format=torch.contiguous_format)
@@ -121,12 +121,11 @@ def find_recipe(processor: Any) -> PixelRecipe | None:
 
 
 def _candidates(processor: Any, settings: Mapping[str, Any]) -> list[PixelRecipe]:
-    found: list[PixelRecipe] = []
-    size, crop = dict(settings.get("size") or {}), dict(settings.get("crop_size") or {})
-    does_resize, does_crop = (
-        bool(settings.get("do_resize")),
-        bool(settings.get("do_center_crop")),
-    )
+    recipes: list[PixelRecipe] = []
+    size = dict(settings.get("size") or {})
+    crop = dict(settings.get("crop_size") or {})
+    does_resize = bool(settings.get("do_resize"))
+    does_crop = bool(settings.get("do_center_crop"))
     for scale in _scales(settings):
         resample = Image.Resampling(
             int(settings.get("resample") or Image.Resampling.NEAREST)
@@ -136,20 +135,20 @@ def _candidates(processor: Any, settings: Mapping[str, Any]) -> list[PixelRecipe
             patching = Patching(
                 area, resample, int(settings["patch_size"]), int(settings["merge_size"])
             )
-            found.append(
+            recipes.append(
                 PatchRecipe(scale, patching, int(settings["temporal_patch_size"]))
             )
         elif not does_resize or set(size) in ({"shortest_edge"}, {"height", "width"}):
             cropped = (crop["height"], crop["width"]) if does_crop else None
-            found.append(
+            recipes.append(
                 PixelRecipe(
                     scale, Resizing(size if does_resize else {}, resample, cropped)
                 )
             )
     # The processors that resize with torchvision, and those with rules of their own.
-    own = OwnCode(processor, {"do_rescale": False, "do_normalize": False})
-    return found + [
-        PixelRecipe(scale, own)
+    own_code = OwnCode(processor, {"do_rescale": False, "do_normalize": False})
+    return recipes + [
+        PixelRecipe(scale, own_code)
         for scale in _scales(settings)
         if "patch_size" not in settings
     ]
@@ -162,7 +161,9 @@ def _scales(settings: Mapping[str, Any]) -> Sequence[Scale]:
     mean = np.asarray(settings["image_mean"] if normalizes else 0.0, np.float64)
     deviation = np.asarray(settings["image_std"] if normalizes else 1.0, np.float64)
     # The processors that use torchvision put the factor into mean and deviation, in float32.
-    fused = (np.float32(one) * np.float32(1 / factor) for one in (mean, deviation))
+    fused = (
+        np.float32(values) * np.float32(1 / factor) for values in (mean, deviation)
+    )
     return Scale(1 / factor, mean, deviation), Scale(1.0, *fused)
 
 
@@ -171,13 +172,11 @@ def _agrees(recipe: PixelRecipe, processor: Any, picture: Image.Image) -> bool:
     halfway = recipe.halfway(picture)
     if halfway[PIXELS].dtype != torch.uint8:
         return False
-    found, wanted = (
-        recipe.finished(halfway),
-        dict(processor(images=[picture], return_tensors="pt")),
-    )
-    return found.keys() == wanted.keys() and all(
-        wanted[name].dtype == found[name].dtype
-        and torch.equal(wanted[name], found[name])
+    tensors = recipe.finished(halfway)
+    wanted = dict(processor(images=[picture], return_tensors="pt"))
+    return tensors.keys() == wanted.keys() and all(
+        wanted[name].dtype == tensors[name].dtype
+        and torch.equal(wanted[name], tensors[name])
         for name in wanted
     )
 

@@ -82,7 +82,7 @@ class Pixels:
         made = self._all(images)
         # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
         return {
-            name: torch.from_numpy(np.concatenate([one[name] for one in made]))
+            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in made]))
             for name in made[0]
         }
 
@@ -101,9 +101,9 @@ class Pixels:
                 2 * self._num_decoders,
             )
             wanted = dict.fromkeys(
-                one
-                for one in images
-                if one not in self._kept and one not in self._decoding
+                image
+                for image in images
+                if image not in self._kept and image not in self._decoding
             )
             chosen = list(wanted)[: max(most - len(self._decoding), 0)]
             self._decoding.update(
@@ -145,8 +145,8 @@ class Pixels:
         """Return the tensors of one image as the model takes them, decoded in the calling thread."""
         return self.finished(
             {
-                name: torch.from_numpy(one)
-                for name, one in self._first(load_image(image)).items()
+                name: torch.from_numpy(array)
+                for name, array in self._first(load_image(image)).items()
             }
         )
 
@@ -154,15 +154,16 @@ class Pixels:
         """Return what was made of each image, and keep it."""
         self.decode_ahead(images)
         with self._lock:
-            found = [
+            cached = [
                 self._kept.get(image) or self._decoding.get(image) for image in images
             ]
-        made, seen = [], []
+        made = []
+        seen = []
         try:
-            for image, one in zip(images, found, strict=True):
+            for image, entry in zip(images, cached, strict=True):
                 seen.append(image)
                 # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
-                begun = self.decoders.start([image])[0] if one is None else one
+                begun = self.decoders.start([image])[0] if entry is None else entry
                 made.append(
                     self.decoders.wait(begun) if isinstance(begun, Decoding) else begun
                 )
@@ -194,7 +195,8 @@ def _size(arrays: Arrays) -> int:
 def _patch_size(config: dict[str, Any]) -> int:
     """Return the side of a patch in pixels. For a network that halves its resolution at each stage (ConvNeXt), of the
     last stage."""
-    patch_size, stages = config.get("patch_size"), config.get("depths") or [0]
+    patch_size = config.get("patch_size")
+    stages = config.get("depths") or [0]
     return (
         CONVOLUTION_STRIDE
         if patch_size is None

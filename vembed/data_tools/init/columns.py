@@ -21,7 +21,7 @@ from vembed.data.columns import (
 )
 from vembed.data.examples import BadRecord
 from vembed.data.images.files import IMAGE_PATH, ImageRoot
-from vembed.data.messages import shown
+from vembed.data.messages import printable
 from vembed.data.records import Mode, RecordFormat
 from vembed.data_tools.init.sample import FileSample
 from vembed.errors import UserError
@@ -181,7 +181,7 @@ class ColumnFacts:
     """Texts or paths, not numbers, dates or ids."""
 
     @property
-    def shown(self) -> str:
+    def printable(self) -> str:
         """Return name and an example for a menu."""
         short = " ".join(self.example.split())
         return f"{self.name}: {short if len(short) <= 60 else short[:57] + '...'}"
@@ -355,7 +355,9 @@ def confirm(
             None,
         )
         what = "the query" if role == "query" else "what the query should find"
-        lines = [f"  {number}  {one.shown}" for number, one in enumerate(columns, 1)]
+        lines = [
+            f"  {number}  {one.printable}" for number, one in enumerate(columns, 1)
+        ]
         default = next(
             (
                 str(number)
@@ -434,7 +436,7 @@ def _header(sample: FileSample) -> str | None:
     ):
         return None
     return (
-        f"the first line is taken for the names of the columns ({shown(sample.columns[0])}); if it is a record, put a "
+        f"the first line is taken for the names of the columns ({printable(sample.columns[0])}); if it is a record, put a "
         "line with names before it, such as query,positive"
     )
 

@@ -17,7 +17,7 @@ import numpy as np
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example
 from vembed.data.normal_form import normal_key
-from vembed.data.overlap import shown
+from vembed.data.overlap import short_item
 from vembed.data_tools.init.datasets import open_sets
 from vembed.data_tools.init.sections import (
     NUM_SAMPLES,
@@ -292,7 +292,7 @@ def _raw_samples(examples: Sequence[Example], why: str) -> Section:
     for example in examples[:NUM_SAMPLES]:
         lines.append(example.where)
         lines += [
-            f"{name}: {shortened(' '.join((item.text or shown(item)).split()))}"
+            f"{name}: {shortened(' '.join((item.text or short_item(item)).split()))}"
             for name, item, _ in parts_of(example)
         ]
     return Section(

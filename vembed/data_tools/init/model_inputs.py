@@ -10,7 +10,7 @@ import numpy as np
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example
 from vembed.data.features import Featuriser
-from vembed.data.overlap import shown
+from vembed.data.overlap import short_item
 from vembed.data_tools.init.sections import (
     NUM_SAMPLES,
     Section,
@@ -81,7 +81,7 @@ def _samples(
         lines.append(example.where)
         for name, item, kind in parts_of(example):
             feature = featuriser.features([(item, kind)])[0]
-            read = shown(item)
+            read = short_item(item)
             if feature.token_ids is not None and tokenizer is not None:
                 read = tokenizer.decode(feature.token_ids, skip_special_tokens=False)
             lines.append(f"{name} ({feature.length:,d} tokens): {shortened(read)}")
