@@ -217,6 +217,7 @@ def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> 
         model=embedder.description.summary(),
         properties=properties_of(embedder.description),
         data=list(data.examples.summary()),
+        language=_language(data.examples) if session.is_main else None,
         evaluation=data.evaluation.summary() if data.evaluation else "",
         metric=metric,
         final_step=state.scored_step if state.scores else state.step,
