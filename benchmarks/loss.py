@@ -18,9 +18,8 @@ from torch import Tensor
 
 from vembed.config.entries import LossTerm
 from vembed.config.schema import TrainConfig
-from vembed.losses.batch import LossBatch
+from vembed.losses.batch import LossBatch, TeacherVectors
 from vembed.losses.build import build_loss
-from vembed.losses.targets import TeacherVectors
 
 GIBIBYTE = 2**30
 TEACHER = "teacher"

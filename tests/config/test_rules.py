@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config import rules
-from vembed.config.entries import DataSource, LossName
+from vembed.config.entries import DataSource
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig, option_fields
-from vembed.config.terms import READS
 from vembed.errors import UserError
 
 
@@ -320,11 +319,5 @@ def test_defaults_cause_no_remark() -> None:
 
 
 def test_tables_name_options() -> None:
-    names = {
-        name
-        for table in (rules.NEEDED_BY, READS)
-        for row in table.values()
-        for name in row
-    }
+    names = {name for row in rules.NEEDED_BY.values() for name in row}
     assert names | set(rules.NEEDED_BY) <= set(option_fields())
-    assert set(READS) == set(get_args(LossName))

@@ -11,6 +11,7 @@ from tests.docs.pages import ROOT
 def imports() -> dict[str, set[str]]:
     """Module -> modules of the package that it imports, anywhere in the file.
 
+    Imports for type checkers alone are no imports: they never run.
     `vembed` itself is left out: its public names are imported on first access.
     """
     paths = {}
@@ -19,7 +20,11 @@ def imports() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, path in paths.items():
         names = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module is not None:

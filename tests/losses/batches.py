@@ -11,10 +11,15 @@ from torch import Tensor
 
 from tests.losses.reference import reference_loss
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import READS, loss_terms
-from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.config.terms import Term, source_terms
+from vembed.losses.batch import (
+    EmbeddingLoss,
+    LossBatch,
+    TeacherScores,
+    TeacherVectors,
+    Teaching,
+)
 from vembed.losses.build import build_loss
-from vembed.losses.targets import TeacherScores, TeacherVectors, Teaching
 
 TEACHER_DIM = 7
 SIZES: dict[str, Any] = {"embedding_dim": 12, "teacher_dims": {"vectors": TEACHER_DIM}}
@@ -148,63 +153,47 @@ def term_sizes(
     """
     parameters = {name: one.detach() for name, one in loss.named_parameters()}
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
-    for number, (weight, term) in enumerate(loss_terms(config)):
-        prefix = "" if config.objective.losses is None else f"terms.{number}."
-        own = {
-            name: value for name, value in parameters.items() if name.startswith(prefix)
+    for number, term in enumerate(source_terms(config)[0]):
+        prefix = "" if term.is_alone else f"terms.{number}."
+        learned = {
+            name.removeprefix(prefix): value
+            for name, value in parameters.items()
+            if name.startswith(prefix)
         }
-        for name, size in _sizes_of_a_term(
-            batch, term, {name.removeprefix(prefix): own[name] for name in own}
-        ).items():
-            sizes[name if name in ("loss", "embeddings") else prefix + name] += (
-                weight * size
-            )
+        for name, size in _sizes_of_a_term(batch, config, term, learned).items():
+            key = name if name in ("loss", "embeddings") else prefix + name
+            sizes[key] += term.weight * size
     return sizes
 
 
 def _sizes_of_a_term(
-    batch: LossBatch, config: TrainConfig, parameters: dict[str, Tensor]
+    batch: LossBatch, config: TrainConfig, term: Term, parameters: dict[str, Tensor]
 ) -> dict[str, float]:
-    scale = 1.0 / config.objective.temperature
+    loss: Any = term.loss
+    scale = 1.0 if term.temperature is None else 1.0 / term.temperature
     if "temperature" in parameters:
         scale = 1.0 / float(parameters["temperature"])
     if "log_scale" in parameters:
         scale = math.exp(float(parameters["log_scale"]))
-    has_temperature = "temperature" in READS[config.objective.loss]
-    scale = scale if has_temperature else 1.0
     target = 0.0
-    if "teacher" in READS[config.objective.loss]:
-        target = 4.0 / (
-            config.objective.teacher_temperature or config.objective.temperature
-            if "temperature" in READS[config.objective.loss]
-            else 1.0
-        )
-    rows = (
-        1 if config.objective.loss in ("cosent", "angle") else max(1, batch.num_rows)
-    )  # cosent is one softmax over all pairs
+    if loss.follows not in ("nobody", "start_model"):
+        options = dict(loss)
+        divisor = options.get("teacher_temperature") or options.get("temperature")
+        target = 4.0 / (divisor or 1.0)
+    rows = 1 if loss.ranks_pairs else max(1, batch.num_rows)
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
-    dims = (
-        list(config.matryoshka.mrl_dims or [])
-        if config.matryoshka.use_mrl
-        else [batch.embeddings.shape[1]]
-    )
-    for dim, weight in zip(
-        dims,
-        (config.matryoshka.mrl_weights if config.matryoshka.use_mrl else None)
-        or [1.0] * len(dims),
-        strict=True,
-    ):
+    dims, weights = [batch.embeddings.shape[1]], [1.0]
+    if config.matryoshka.use_mrl:
+        dims = list(config.matryoshka.mrl_dims or [])
+        weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
+    for dim, weight in zip(dims, weights, strict=True):
         norms = batch.embeddings.detach().double()[:, :dim].norm(dim=1)
         norms = norms[norms > 0]
         score, slope = 1.0, float(1 / norms.min())
         if config.objective.similarity == "dot":
             score, slope = float(norms.max()) ** 2, float(norms.max())
-        power = (
-            2
-            if config.objective.loss
-            in ("relational", "spread_out", "margin_mse", "circle")
-            else 1
-        )
+        squares = ("relational", "spread_out", "margin_mse", "circle")
+        power = 2 if loss.name in squares else 1
         sizes["loss"] += weight * (scale * score + target) ** power
         sizes["embeddings"] += (
             weight * scale * slope * (score + target) ** (power - 1) / rows
@@ -216,8 +205,8 @@ def _sizes_of_a_term(
             "projection": 1.0,
         }
         for name in parameters:
-            sizes[name] += weight * by_parameter[name]
-    if config.objective.loss == "sigmoid":
+            sizes[name] += weight * by_parameter.get(name, scale * score)
+    if "bias" in parameters:
         sizes["loss"] += abs(float(parameters["bias"]))
     return sizes
 

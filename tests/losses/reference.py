@@ -1,18 +1,57 @@
-"""The losses as their formulas read: dense, float64, plain autograd, masks by Python sets. tests/parity uses it too."""
+"""Every loss as its formula reads: dense, float64, plain autograd, masks by Python sets.
+
+The reference of a loss is the function of its name in this file. It returns the share of
+`batch.own_rows` in L at one Matryoshka size. tests/parity uses it too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.losses import reference_teachers as taught
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import guide_of, loss_terms
-from vembed.losses.batch import LossBatch
+from vembed.config.terms import Term, source_terms
+from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
+from vembed.losses.mixing import draw_mixtures
+from vembed.losses.teacher_scores import SCORES
 
 TIE = 64 * torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a formula reads: one term at one Matryoshka size."""
+
+    batch: LossBatch
+    term: Term
+    z: Tensor
+    """[U, d] the first coordinates of the embeddings."""
+    x: Tensor
+    """[U, d] the same, of length 1 for the cosine."""
+    scale: Tensor | float
+    """One over the temperature."""
+    parameters: Mapping[str, Tensor]
+    contents: list[set[int]]
+    """Contents of each hard negative, or of its parts where it is a mixture."""
+
+    @property
+    def loss(self) -> Any:
+        return self.term.loss
+
+    @property
+    def own(self) -> range:
+        return range(self.batch.num_rows)[self.batch.own_rows]
+
+    @property
+    def zero(self) -> Tensor:
+        return self.x.sum() * 0.0
+
+    def per_row(self, total: Tensor) -> Tensor:
+        return total / max(1, self.batch.num_rows)
 
 
 def reference_loss(
@@ -27,365 +66,513 @@ def reference_loss(
     `parameters`: the loss's learned parameters by name.
     """
     total = batch.embeddings.double().sum() * 0.0
-    for number, (weight, term) in enumerate(loss_terms(config)):
-        prefix = (
-            ""
-            if config.objective.losses is None and not config.objective.anchor_weight
-            else f"terms.{number}."
-        )
-        own = {
-            name.removeprefix(prefix): one
-            for name, one in (parameters or {}).items()
+    for number, term in enumerate(source_terms(config)[0]):
+        prefix = "" if term.is_alone else f"terms.{number}."
+        learned = {
+            name.removeprefix(prefix): value
+            for name, value in (parameters or {}).items()
             if name.startswith(prefix)
         }
-        total = total + weight * term_loss(batch, term, own, mrl_dims)
+        total = total + term.weight * _term(batch, config, term, learned, mrl_dims)
     return total
 
 
-def term_loss(
+def _term(
     batch: LossBatch,
     config: TrainConfig,
+    term: Term,
     parameters: Mapping[str, Tensor],
     mrl_dims: Sequence[int],
 ) -> Tensor:
-    """The loss of a config with one term."""
-    scale: Tensor | float = 1.0 / config.objective.temperature
+    scale: Tensor | float = 1.0 if term.temperature is None else 1.0 / term.temperature
     if "temperature" in parameters:
         scale = 1.0 / parameters["temperature"]
     elif "log_scale" in parameters:
         scale = parameters["log_scale"].exp()
-    batch, contents = taught.with_plain_mixtures(batch, config)
+    cosine = config.objective.similarity == "cosine"
+    content = batch.content.tolist()
+    contents = [{content[u]} for u in batch.negative.tolist()]
+    if getattr(term.loss, "mix_negatives", 0):
+        batch, contents = with_plain_mixtures(batch, term, config.run.seed, cosine)
     embeddings = batch.embeddings.double()
-    dims = (
-        list(config.matryoshka.mrl_dims or mrl_dims)
-        if config.matryoshka.use_mrl
-        else [embeddings.shape[1]]
-    )
-    if config.objective.loss == "anchor":
-        dims = [embeddings.shape[1]]
-    weights = (
-        config.matryoshka.mrl_weights
-        if config.matryoshka.use_mrl and len(dims) > 1
-        else None
-    ) or [1.0] * len(dims)
+    dims, weights = [embeddings.shape[1]], [1.0]
+    if config.matryoshka.use_mrl and term.loss.name != "anchor":
+        dims = list(config.matryoshka.mrl_dims or mrl_dims)
+        weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
     total = embeddings.sum() * 0.0
     for dim, weight in zip(dims, weights, strict=True):
         z = x = embeddings[:, :dim]
-        if config.objective.similarity == "cosine":
+        if cosine:
             x = torch.stack(
                 [row / row.norm() if bool(row.any()) else row * 0.0 for row in x]
             )
-        match config.objective.loss:
-            case "infonce":
-                loss = infonce(x, batch, config, scale, contents)
-            case "sigmoid":
-                loss = sigmoid(
-                    x, batch, config, scale, parameters.get("bias", -10.0), contents
-                )
-            case "circle":
-                loss = circle(x, batch, config, scale)
-            case "angle":
-                loss = angle(z, batch, scale)
-            case "cosent":
-                loss = cosent(x, batch, scale)
-            case "cosine":
-                loss = cosine(x, batch)
-            case "triplet":
-                loss = triplet(x, batch, config)
-            case "kl":
-                listed = config.objective.distill_candidates == "listed"
-                loss = (taught.kl_listed if listed else kl_batch)(
-                    x, batch, config, scale
-                )
-            case "score_mse":
-                loss = taught.score_mse(x, batch, config, scale)
-            case "margin_mse":
-                loss = taught.margin_mse(x, batch, config)
-            case "listwise":
-                loss = taught.listwise(x, batch, config, scale)
-            case "ranknet":
-                loss = taught.ranknet(x, batch, config, scale)
-            case "relational":
-                loss = taught.relational(x, batch, config)
-            case "spread_out":
-                loss = taught.spread_out(x, batch, config)
-            case "anchor":
-                loss = taught.embedding(
-                    z, batch, config, torch.eye(z.shape[1], dtype=torch.float64)
-                )
-            case "embedding":
-                loss = taught.embedding(z, batch, config, parameters["projection"])
-        total = total + weight * loss
+        plain = Plain(batch, term, z, x, scale, parameters, contents)
+        total = total + weight * reference_of(term.loss.name)(plain)
     return total
+
+
+def reference_of(name: str) -> Callable[[Plain], Tensor]:
+    """The function of a loss's name in this file."""
+    function: Callable[[Plain], Tensor] | None = globals().get(name)
+    assert function is not None, f"tests/losses/reference.py has no function {name!r}"
+    return function
+
+
+# ---- Losses over candidates -------------------------------------------------------------
 
 
 class Rows:
     """Who is a candidate of whom, one row at a time."""
 
-    def __init__(
-        self,
-        batch: LossBatch,
-        config: TrainConfig,
-        contents: list[set[int]] | None = None,
-    ) -> None:
-        """`contents`: those of each hard negative's parts, where some are mixtures."""
-        self.config = config
-        self.guide = (
-            None
-            if (name := guide_of(config)) is None
-            else taught.by_embedding(batch, name)
-        )
+    def __init__(self, plain: Plain) -> None:
+        batch, loss = plain.batch, plain.loss
+        self.loss, self.x = loss, plain.x
+        self.guide = None
+        if plain.term.guide is not None:
+            self.guide = by_embedding(batch, plain.term.guide)
         content = batch.content.tolist()
-        self.query, self.positive, self.negative = (
-            batch.query.tolist(),
-            batch.positive.tolist(),
-            batch.negative.tolist(),
-        )
-        self.example, self.negative_example = (
-            batch.example.tolist(),
-            batch.negative_example.tolist(),
-        )
+        self.query = batch.query.tolist()
+        self.positive = batch.positive.tolist()
+        self.negative = batch.negative.tolist()
+        self.example = batch.example.tolist()
+        self.negative_example = batch.negative_example.tolist()
         self.query_content = [content[u] for u in self.query]
         self.positive_content = [content[u] for u in self.positive]
-        self.negative_content = [content[u] for u in self.negative]
-        self.negative_contents = contents or [{one} for one in self.negative_content]
-        self.own = range(len(self.query))[batch.own_rows]
-        everything = config.objective.negatives_from == "all_ranks"
-        self.rows = range(len(self.query)) if everything else self.own
-        num_negatives = len(self.negative)
-        self.negatives = (
-            range(num_negatives)
-            if everything
-            else range(num_negatives)[batch.own_negatives]
-        )
+        self.negative_contents = plain.contents
+        self.own = plain.own
+        self.rows = range(len(self.query))
+        self.negatives = range(len(self.negative))
+        if getattr(loss, "negatives_from", "all_ranks") == "own_rank":
+            self.rows = self.own
+            self.negatives = self.negatives[batch.own_negatives]
 
     def forbidden(self, i: int) -> set[int]:
         """Contents that are no negatives of row i."""
-        of_example = {
-            c
-            for c, e in zip(self.positive_content, self.example, strict=True)
-            if e == self.example[i]
-        }
-        return of_example | {self.query_content[i]}
+        contents = {self.query_content[i]}
+        for content, example in zip(self.positive_content, self.example, strict=True):
+            if example == self.example[i]:
+                contents.add(content)
+        return contents
 
     def documents(self, i: int) -> list[int]:
         """Embeddings of D_i, one entry per occurrence."""
-        forbidden, by_content = self.forbidden(i), self.config.objective.mask_duplicates
-        found = [
-            self.positive[j]
-            for j in self.rows
-            if self.example[j] != self.example[i]
-            and not (by_content and self.positive_content[j] in forbidden)
-        ]
+        forbidden = self.forbidden(i) if self.loss.mask_duplicates else set()
+        documents = []
+        for j in self.rows:
+            is_other = self.example[j] != self.example[i]
+            if is_other and self.positive_content[j] not in forbidden:
+                documents.append(self.positive[j])
         for h in self.negatives:
-            if (
-                self.config.objective.hard_negatives_scope == "own"
-                and self.negative_example[h] != self.example[i]
-            ):
+            is_own = self.negative_example[h] == self.example[i]
+            if self.loss.hard_negatives_scope == "own" and not is_own:
                 continue
-            if not (by_content and self.negative_contents[h] & forbidden):
-                found.append(self.negative[h])
-        return found
+            if not self.negative_contents[h] & forbidden:
+                documents.append(self.negative[h])
+        return documents
 
     def queries(self, i: int) -> list[int]:
         """Embeddings of Q_i."""
-        forbidden, by_content = self.forbidden(i), self.config.objective.mask_duplicates
+        forbidden = self.forbidden(i) if self.loss.mask_duplicates else set()
         return [
             self.query[j]
             for j in self.rows
             if self.example[j] != self.example[i]
-            and not (by_content and self.query_content[j] in forbidden)
+            and self.query_content[j] not in forbidden
         ]
 
     def queries_of_document(self, i: int) -> list[int]:
         """Embeddings of R_i."""
-        found = []
+        queries = []
         for j in self.rows:
             same_query = self.query_content[j] == self.query_content[i]
-            known = self.positive_content[i] in self.forbidden(j)
-            if self.example[j] != self.example[i] and not (
-                self.config.objective.mask_duplicates and (same_query or known)
-            ):
-                found.append(self.query[j])
-        return found
+            is_known = self.positive_content[i] in self.forbidden(j)
+            is_masked = self.loss.mask_duplicates and (same_query or is_known)
+            if self.example[j] != self.example[i] and not is_masked:
+                queries.append(self.query[j])
+        return queries
 
     def in_reach(self, scores: Tensor, own_score: Tensor) -> Tensor:
         """Scores of the candidates that the margin leaves."""
-        if self.config.objective.false_negative_margin is None:
+        if self.loss.false_negative_margin is None:
             return scores
-        ceiling = own_score.detach() + self.config.objective.false_negative_margin
+        ceiling = own_score.detach() + self.loss.false_negative_margin
         return scores[scores.detach() <= ceiling + TIE * ceiling.abs().clamp(min=1.0)]
 
-    def scores(self, x: Tensor, i: int, anchor: int, others: list[int]) -> Tensor:
+    def scores(self, i: int, anchor: int, others: list[int]) -> Tensor:
         """Scores of an anchor with those of the others that the guide leaves."""
         if self.guide is not None:
-            own = self.query[i], self.positive[i]
-            others = taught.in_reach_of_guide(
-                self.guide, self.config, anchor, *own, others
-            )
-        return x[others] @ x[anchor]
+            own = self.guide[self.query[i]] @ self.guide[self.positive[i]]
+            is_relative = self.loss.guide_margin_kind == "relative"
+            unit = own.abs() if is_relative else 1.0
+            ceiling = own - self.loss.guide_margin * unit
+            ceiling = ceiling + TIE * ceiling.abs().clamp(min=1.0)
+            guided = [float(self.guide[anchor] @ self.guide[u]) for u in others]
+            others = [
+                u for u, score in zip(others, guided, strict=True) if score <= ceiling
+            ]
+        return self.x[others] @ self.x[anchor]
 
-    def forward_scores(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
+    def forward_scores(self, i: int) -> tuple[Tensor, Tensor]:
         """The own pair's score and those of all candidates of the forward direction."""
         query, positive = self.query[i], self.positive[i]
-        scores = [self.scores(x, i, query, self.documents(i))]
-        if self.config.objective.query_query_negatives:
-            scores.append(self.scores(x, i, query, self.queries(i)))
-        if self.config.objective.document_document_negatives:
-            scores.append(self.scores(x, i, positive, self.documents(i)))
-        own = x[query] @ x[positive]
+        scores = [self.scores(i, query, self.documents(i))]
+        if self.loss.query_query_negatives:
+            scores.append(self.scores(i, query, self.queries(i)))
+        if self.loss.document_document_negatives:
+            scores.append(self.scores(i, positive, self.documents(i)))
+        own = self.x[query] @ self.x[positive]
         return own, self.in_reach(torch.cat(scores), own)
 
-    def reverse_scores(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
+    def reverse_scores(self, i: int) -> tuple[Tensor, Tensor]:
         """The same for the reverse direction."""
-        own = x[self.query[i]] @ x[self.positive[i]]
-        return own, self.in_reach(
-            self.scores(x, i, self.positive[i], self.queries_of_document(i)), own
-        )
+        own = self.x[self.query[i]] @ self.x[self.positive[i]]
+        others = self.scores(i, self.positive[i], self.queries_of_document(i))
+        return own, self.in_reach(others, own)
 
 
-def softmax_loss(
-    own: Tensor, others: Tensor, scale: Tensor | float, config: TrainConfig
-) -> Tensor:
-    """-log(exp(own) / (exp(own) + sum exp(others))), with hardness_alpha and focal_gamma."""
-    logits = others * scale + config.objective.hardness_alpha * others.detach()
-    loss = torch.logsumexp(torch.cat(((own * scale)[None], logits)), 0) - own * scale
-    if config.objective.focal_gamma and len(others):
-        loss = (1 - torch.exp(-loss)) ** config.objective.focal_gamma * loss
-    return loss
-
-
-def infonce(
-    x: Tensor,
-    batch: LossBatch,
-    config: TrainConfig,
-    scale: Tensor | float,
-    contents: list[set[int]],
-) -> Tensor:
-    rows, loss = Rows(batch, config, contents), x.sum() * 0.0
-    for i in rows.own:
-        row = softmax_loss(*rows.forward_scores(x, i), scale, config)
-        if config.objective.bidirectional:
-            row = (row + softmax_loss(*rows.reverse_scores(x, i), scale, config)) / 2
-        loss = loss + row
-    return loss / max(1, batch.num_rows)
-
-
-def kl_batch(
-    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float
-) -> Tensor:
-    rows, loss = Rows(batch, config), x.sum() * 0.0
-    vectors = taught.by_embedding(batch, str(taught.followed_teacher(config)))
-    for i in rows.own:
-        documents = [rows.positive[i], *rows.documents(i)]
-        student, teacher = (
-            x[documents] @ x[rows.query[i]],
-            vectors[documents] @ vectors[rows.query[i]],
-        )
-        loss = loss + taught.divergence(
-            student * scale, teacher * taught.target_scale(config)
-        )
-    return loss / max(1, batch.num_rows)
-
-
-def sigmoid(
-    x: Tensor,
-    batch: LossBatch,
-    config: TrainConfig,
-    scale: Tensor | float,
-    bias: Tensor | float,
-    contents: list[set[int]],
-) -> Tensor:
-    rows, loss = Rows(batch, config, contents), x.sum() * 0.0
-    zero = x.new_zeros(())
-    for i in rows.own:
-        own, others = rows.forward_scores(x, i)
-        loss = loss + torch.logaddexp(-(own * scale + bias), zero)
-        loss = loss + torch.logaddexp(others * scale + bias, zero).sum()
-    return loss / max(1, batch.num_rows)
-
-
-def circle(
-    x: Tensor, batch: LossBatch, config: TrainConfig, scale: Tensor | float
-) -> Tensor:
-    rows, loss, margin = (
-        Rows(batch, config),
-        x.sum() * 0.0,
-        config.objective.circle_margin,
-    )
+def infonce(plain: Plain) -> Tensor:
+    loss, scale, total = plain.loss, plain.scale, plain.zero
 
     def of_row(own: Tensor, others: Tensor) -> Tensor:
+        logits = others * scale + loss.hardness_alpha * others.detach()
+        value = torch.logsumexp(torch.cat(((own * scale)[None], logits)), 0)
+        value = value - own * scale
+        if loss.focal_gamma and len(others):
+            value = (1 - torch.exp(-value)) ** loss.focal_gamma * value
+        return value
+
+    rows = Rows(plain)
+    for i in plain.own:
+        row = of_row(*rows.forward_scores(i))
+        if loss.bidirectional:
+            row = (row + of_row(*rows.reverse_scores(i))) / 2
+        total = total + row
+    return plain.per_row(total)
+
+
+def sigmoid(plain: Plain) -> Tensor:
+    rows, scale, total = Rows(plain), plain.scale, plain.zero
+    bias = plain.parameters.get("bias", -10.0)
+    zero = plain.x.new_zeros(())
+    for i in plain.own:
+        own, others = rows.forward_scores(i)
+        total = total + torch.logaddexp(-(own * scale + bias), zero)
+        total = total + torch.logaddexp(others * scale + bias, zero).sum()
+    return plain.per_row(total)
+
+
+def circle(plain: Plain) -> Tensor:
+    rows, total, margin = Rows(plain), plain.zero, plain.loss.circle_margin
+
+    def of_row(own: Tensor, others: Tensor) -> Tensor:
+        if not len(others):
+            return plain.zero
         positive = torch.clamp(1 + margin - own, min=0.0).detach() * (own - 1 + margin)
         negative = torch.clamp(others + margin, min=0.0).detach() * (others - margin)
-        return torch.logaddexp(
-            torch.logsumexp(negative * scale, 0) - positive * scale, x.new_zeros(())
-        )
+        exponent = torch.logsumexp(negative * plain.scale, 0) - positive * plain.scale
+        return torch.logaddexp(exponent, plain.x.new_zeros(()))
 
-    for i in rows.own:
-        row = (
-            of_row(*rows.forward_scores(x, i))
-            if len(rows.forward_scores(x, i)[1])
-            else x.sum() * 0.0
-        )
-        if config.objective.bidirectional:
-            own, others = rows.reverse_scores(x, i)
-            row = (row + (of_row(own, others) if len(others) else 0.0)) / 2
-        loss = loss + row
-    return loss / max(1, batch.num_rows)
+    for i in plain.own:
+        row = of_row(*rows.forward_scores(i))
+        if plain.loss.bidirectional:
+            row = (row + of_row(*rows.reverse_scores(i))) / 2
+        total = total + row
+    return plain.per_row(total)
 
 
-def angle(z: Tensor, batch: LossBatch, scale: Tensor | float) -> Tensor:
+def triplet(plain: Plain) -> Tensor:
+    batch, x, total, count = plain.batch, plain.x, plain.zero, 0
+    for i in range(batch.num_rows):
+        for h in own_negatives(plain, i):
+            count += 1
+            if i in plain.own:
+                query = x[batch.query[i]]
+                difference = x[batch.negative[h]] @ query - x[batch.positive[i]] @ query
+                margin = plain.loss.triplet_margin
+                total = total + torch.clamp(difference + margin, min=0.0)
+    return total / max(1, count)
+
+
+# ---- Losses on scored pairs --------------------------------------------------------------
+
+
+def cosent(plain: Plain) -> Tensor:
+    x, batch = plain.x, plain.batch
+    return _ordered(plain, (x[batch.query] * x[batch.positive]).sum(1))
+
+
+def angle(plain: Plain) -> Tensor:
     """As AnglE has it, with complex numbers."""
-    half = z.shape[1] // 2
-    numbers = torch.complex(z[:, :half], z[:, half:])
-    first, second = numbers[batch.query], numbers[batch.positive]
+    half = plain.z.shape[1] // 2
+    numbers = torch.complex(plain.z[:, :half], plain.z[:, half:])
+    first, second = numbers[plain.batch.query], numbers[plain.batch.positive]
     quotient = (first * second.conj()) / second.abs().square().sum(1, keepdim=True)
     quotient = quotient * second.abs().square().sum(1, keepdim=True).sqrt()
     quotient = quotient / first.abs().square().sum(1, keepdim=True).sqrt()
-    return ordered(torch.abs((quotient.real + quotient.imag).sum(1)), batch, scale)
+    return _ordered(plain, torch.abs((quotient.real + quotient.imag).sum(1)))
 
 
-def cosent(x: Tensor, batch: LossBatch, scale: Tensor | float) -> Tensor:
-    return ordered((x[batch.query] * x[batch.positive]).sum(1), batch, scale)
+def _ordered(plain: Plain, scores: Tensor) -> Tensor:
+    labels = plain.batch.scores
+    assert labels is not None
+    higher, lower = torch.nonzero(labels[:, None] > labels[None, :], as_tuple=True)
+    differences = (scores[lower] - scores[higher]) * plain.scale
+    terms = torch.cat((scores.new_zeros(1), differences))
+    return plain.per_row(torch.logsumexp(terms, 0) * len(plain.own))
 
 
-def ordered(similarity: Tensor, batch: LossBatch, scale: Tensor | float) -> Tensor:
-    x = similarity
-    higher, lower = torch.nonzero(
-        batch.scores[:, None] > batch.scores[None, :], as_tuple=True
+def cosine(plain: Plain) -> Tensor:
+    x, batch = plain.x, plain.batch
+    scores = (x[batch.query] * x[batch.positive]).sum(1)
+    return plain.per_row((scores - batch.scores)[batch.own_rows].square().sum())
+
+
+# ---- Losses on listed pairs --------------------------------------------------------------
+
+
+def target(plain: Plain, row: int, negative: int | None) -> Tensor:
+    """The teacher's score of a row's own pair, or of its query with a hard negative."""
+    batch, name = plain.batch, plain.term.teacher
+    if name in (None, SCORES):
+        assert batch.scores is not None
+        if negative is None:
+            return batch.scores[row].double()
+        if batch.negative_scores is None:
+            return torch.tensor(float("nan")).double()
+        return batch.negative_scores[negative].double()
+    teacher = batch.teachers[str(name)]
+    if isinstance(teacher, TeacherScores):
+        score = (
+            teacher.positive[row] if negative is None else teacher.negative[negative]
+        )
+        return score.double()
+    vectors = by_embedding(batch, str(name))
+    other = batch.positive[row] if negative is None else batch.negative[negative]
+    return vectors[batch.query[row]] @ vectors[other]
+
+
+def own_negatives(plain: Plain, row: int) -> list[int]:
+    """Hard negatives of a row's example, less duplicates of its query and positives."""
+    batch, content = plain.batch, plain.batch.content
+    same = batch.example == batch.example[row]
+    forbidden = {int(content[u]) for u in batch.positive[same]}
+    forbidden.add(int(content[batch.query[row]]))
+    negatives = []
+    for h in range(batch.negative.numel()):
+        is_duplicate = int(content[batch.negative[h]]) in forbidden
+        is_masked = plain.loss.mask_duplicates and is_duplicate
+        if batch.negative_example[h] == batch.example[row] and not is_masked:
+            negatives.append(h)
+    return negatives
+
+
+def listed(plain: Plain, rows: list[int]) -> tuple[Tensor, Tensor]:
+    """Student's and teacher's scores of the rows' own pairs and of the first row's hard negatives."""
+    batch = plain.batch
+    negatives = own_negatives(plain, rows[0])
+    documents = [int(batch.positive[i]) for i in rows]
+    documents += [int(batch.negative[h]) for h in negatives]
+    targets = [target(plain, i, None) for i in rows]
+    targets += [target(plain, rows[0], h) for h in negatives]
+    student = plain.x[documents] @ plain.x[batch.query[rows[0]]]
+    return student, torch.stack(targets)
+
+
+def lists(plain: Plain) -> list[tuple[int, Tensor, Tensor]]:
+    """For each example its first row, and the scores of all its documents."""
+    found = []
+    for example in plain.batch.example.unique().tolist():
+        rows = (plain.batch.example == example).nonzero().flatten().tolist()
+        found.append((rows[0], *listed(plain, rows)))
+    return found
+
+
+def target_scale(plain: Plain) -> float:
+    return 1.0 / (plain.loss.teacher_temperature or plain.loss.temperature)
+
+
+def kl(plain: Plain) -> Tensor:
+    total = plain.zero
+    for i in plain.own:
+        if plain.loss.distill_candidates == "batch":
+            rows = Rows(plain)
+            vectors = by_embedding(plain.batch, str(plain.term.teacher))
+            documents = [rows.positive[i], *rows.documents(i)]
+            student = plain.x[documents] @ plain.x[rows.query[i]]
+            teacher = vectors[documents] @ vectors[rows.query[i]]
+        else:
+            student, teacher = listed(plain, [i])
+        log_p = torch.log_softmax(teacher * target_scale(plain), 0)
+        log_q = torch.log_softmax(student * plain.scale, 0)
+        total = total + (log_p.exp() * (log_p - log_q)).sum()
+    return plain.per_row(total)
+
+
+def score_mse(plain: Plain) -> Tensor:
+    total = plain.zero
+    for i in plain.own:
+        student, teacher = listed(plain, [i])
+        wanted = torch.softmax(teacher * target_scale(plain), 0)
+        errors = torch.softmax(student * plain.scale, 0) - wanted
+        total = total + errors.square().mean()
+    return plain.per_row(total)
+
+
+def margin_mse(plain: Plain) -> Tensor:
+    total, count = plain.zero, 0
+    for i in range(plain.batch.num_rows):
+        student, teacher = listed(plain, [i])
+        count += len(student) - 1
+        if i in plain.own:
+            errors = (student[0] - student[1:]) - (teacher[0] - teacher[1:])
+            total = total + errors.square().sum()
+    return total / max(1, count)
+
+
+def listwise(plain: Plain) -> Tensor:
+    total, examples = plain.zero, lists(plain)
+    for first, student, teacher in examples:
+        if first in plain.own:
+            known = ~teacher.isnan()
+            wanted = torch.softmax(teacher[known] * target_scale(plain), 0)
+            log_softmax = torch.log_softmax(student[known] * plain.scale, 0)
+            total = total - (wanted * log_softmax).sum()
+    return total / max(1, len(examples))
+
+
+def ranknet(plain: Plain) -> Tensor:
+    total, count = plain.zero, 0
+    zero = plain.x.new_zeros(())
+    for first, student, teacher in lists(plain):
+        values = teacher.nan_to_num(nan=-float("inf"))
+        for a in range(len(values)):
+            for b in range(len(values)):
+                if values[a] > values[b]:
+                    count += 1
+                    if first in plain.own:
+                        difference = (student[b] - student[a]) * plain.scale
+                        total = total + torch.logaddexp(difference, zero)
+    return total / max(1, count)
+
+
+# ---- Losses on vectors -------------------------------------------------------------------
+
+
+def relational(plain: Plain) -> Tensor:
+    batch, x = plain.batch, plain.x
+    vectors = by_embedding(batch, str(plain.term.teacher))
+    everything = torch.cat((batch.query, batch.positive, batch.negative))
+    number = torch.arange(len(everything))
+    own = torch.cat(
+        (
+            number[: batch.num_rows][batch.own_rows],
+            number[batch.num_rows : 2 * batch.num_rows][batch.own_rows],
+            number[2 * batch.num_rows :][batch.own_negatives],
+        )
     )
-    terms = torch.cat(
-        (x.new_zeros(1), (similarity[lower] - similarity[higher]) * scale)
+    rows = everything[own]
+    errors = x[rows] @ x[everything].T - vectors[rows] @ vectors[everything].T
+    is_other = own[:, None] != number
+    return (errors.square() * is_other).sum() / max(1, len(everything)) ** 2
+
+
+def spread_out(plain: Plain) -> Tensor:
+    batch, x, total, num = plain.batch, plain.x, plain.zero, plain.batch.num_rows
+    for index in (batch.query, batch.positive):
+        differ = ~torch.eye(num, dtype=torch.bool)
+        if plain.loss.mask_duplicates:
+            content = batch.content[index]
+            differ = content[:, None] != content
+            differ &= batch.example[:, None] != batch.example
+        squares = (x[index] @ x[index].T).square() * differ
+        total = total + squares[batch.own_rows].sum() / max(1, num * (num - 1))
+    return total
+
+
+def embedding(plain: Plain) -> Tensor:
+    return _distances(plain, plain.parameters["projection"])
+
+
+def anchor(plain: Plain) -> Tensor:
+    return _distances(plain, torch.eye(plain.z.shape[1], dtype=torch.float64))
+
+
+def _distances(plain: Plain, projection: Tensor) -> Tensor:
+    batch, z, total = plain.batch, plain.z, plain.zero
+    vectors = by_embedding(batch, str(plain.term.teacher))
+    inputs = (
+        batch.query[batch.own_rows],
+        batch.positive[batch.own_rows],
+        batch.negative[batch.own_negatives],
     )
-    return (
-        torch.logsumexp(terms, 0)
-        * len(range(batch.num_rows)[batch.own_rows])
-        / max(1, batch.num_rows)
+    for u in torch.cat(inputs).tolist():
+        projected = projection[:, : z.shape[1]].double() @ z[u]
+        if bool(vectors[u].any()):
+            total = total + 1 - projected @ vectors[u] / projected.norm()
+    return total / max(1, 2 * batch.num_rows + batch.negative.numel())
+
+
+def none(plain: Plain) -> Tensor:
+    return plain.zero
+
+
+# ---- Teachers and mixtures ---------------------------------------------------------------
+
+
+def by_embedding(batch: LossBatch, name: str) -> Tensor:
+    """[U, E] the teacher's vector of each embedding."""
+    teacher = batch.teachers[name]
+    assert isinstance(teacher, TeacherVectors)
+    vectors = teacher.vectors.double()
+    found = vectors.new_zeros(batch.embeddings.shape[0], vectors.shape[1])
+    found[batch.query] = vectors[teacher.query]
+    found[batch.positive] = vectors[teacher.positive]
+    found[batch.negative] = vectors[teacher.negative]
+    return found
+
+
+def with_plain_mixtures(
+    batch: LossBatch, term: Term, seed: int, cosine: bool
+) -> tuple[LossBatch, list[set[int]]]:
+    """The batch with mixed negatives, and the contents of each hard negative's parts."""
+    content = batch.content.tolist()
+    contents = [{content[u]} for u in batch.negative.tolist()]
+    drawn = draw_mixtures(batch, seed, dict(term.loss)["mix_negatives"])
+    embeddings = [batch.embeddings]
+    negative = batch.negative.tolist()
+    vectors = {
+        name: [by_embedding(batch, name)]
+        for name, answers in batch.teachers.items()
+        if isinstance(answers, TeacherVectors)
+    }
+    num = batch.embeddings.shape[0]
+    for left, right, share in zip(
+        drawn.left.tolist(), drawn.right.tolist(), drawn.share.tolist(), strict=True
+    ):
+        u, v = negative[left], negative[right]
+        first, second = batch.embeddings[u], batch.embeddings[v]
+        if cosine:
+            first, second = first / first.norm(), second / second.norm()
+        embeddings.append((share * first + (1 - share) * second)[None])
+        for parts in vectors.values():
+            mixed = share * parts[0][u] + (1 - share) * parts[0][v]
+            parts.append((mixed / mixed.norm())[None])
+        contents.append({content[u], content[v]})
+        negative.append(num)
+        num += 1
+    mixed_negative = torch.tensor(negative, dtype=torch.int64)
+    teachers: dict[str, Any] = dict(batch.teachers)
+    for name, parts in vectors.items():
+        teachers[name] = TeacherVectors(
+            torch.cat(parts), batch.query, batch.positive, mixed_negative
+        )
+    no_content = torch.full((num - len(batch.content),), -7)
+    extended = replace(
+        batch,
+        embeddings=torch.cat(embeddings),
+        content=torch.cat((batch.content, no_content)),
+        negative=mixed_negative,
+        negative_example=torch.cat((batch.negative_example, drawn.example)),
+        teachers=teachers,
     )
-
-
-def cosine(x: Tensor, batch: LossBatch) -> Tensor:
-    similarity = (x[batch.query] * x[batch.positive]).sum(1)
-    return (similarity - batch.scores)[batch.own_rows].square().sum() / max(
-        1, batch.num_rows
-    )
-
-
-def triplet(x: Tensor, batch: LossBatch, config: TrainConfig) -> Tensor:
-    rows, loss, count = Rows(batch, config), x.sum() * 0.0, 0
-    for i in range(batch.num_rows):
-        for h, u in enumerate(rows.negative):
-            duplicate = config.objective.mask_duplicates and rows.negative_content[
-                h
-            ] in rows.forbidden(i)
-            if rows.negative_example[h] != rows.example[i] or duplicate:
-                continue
-            count += 1
-            if i in rows.own:
-                difference = (
-                    x[u] @ x[rows.query[i]] - x[rows.positive[i]] @ x[rows.query[i]]
-                )
-                loss = loss + torch.clamp(
-                    difference + config.objective.triplet_margin, min=0.0
-                )
-    return loss / max(1, count)
+    return extended, contents

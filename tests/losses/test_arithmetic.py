@@ -20,11 +20,8 @@ from tests.losses.batches import (
     term_sizes,
 )
 from vembed.losses.batch import LossBatch
-from vembed.losses.build import build_loss
+from vembed.losses.build import TermLoss, build_loss
 from vembed.losses.candidates import ExclusionMask
-from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
-from vembed.losses.infonce import InfoNCE
-from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.tiles import MEBIBYTE, Tiling
 
 EVERYTHING = {
@@ -244,9 +241,7 @@ def test_memory_grows_with_the_rows_and_not_with_their_square(
 ) -> None:
     loss = build_loss(config_of(**options), **SIZES)
     for term in loss.modules():
-        if isinstance(
-            term, InfoNCE | SigmoidLoss | BatchDivergence | Relational | SpreadOut
-        ):
+        if isinstance(term, TermLoss):
             term.tiling = Tiling(8, 4000)
     largest = []
     for num_examples in (300, 600):
@@ -265,7 +260,7 @@ def test_tiles_keep_to_their_share_of_memory() -> None:
     for scores_per_row in (1, 500, 3 * 131_072, 10_000_000):
         for make, block, tile in (
             (Tiling.for_scores, 192, 32),
-            (Tiling.for_ring, 64, 1),
+            (Tiling.for_stream, 64, 1),
         ):
             tiling = make(scores_per_row, embeddings)
             assert (

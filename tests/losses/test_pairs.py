@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import vembed.losses.pairs
+import vembed.losses.similarity
 from tests.losses.batches import check, config_of, make_batch
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
@@ -73,7 +73,7 @@ def test_any_size_equals_the_reference(
 
 
 def test_many_pairs_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vembed.losses.pairs, "PAIRS_AT_ONCE", 3)
+    monkeypatch.setattr(vembed.losses.similarity, "PAIRS_AT_ONCE", 3)
     for loss in ("cosent", "angle", "cosine", "triplet"):
         check(make_batch(11, max_negatives=3), config_of(loss=loss, **MRL))
 

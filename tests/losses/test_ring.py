@@ -18,11 +18,10 @@ from tests.harness import run_ranks
 from tests.losses.batches import SIZES, config_of, gradients, make_batch
 from tests.losses.test_ranks import rank_batches
 from tests.losses.test_teachers import TERMS, LiveMemory
-from vembed.config.terms import WHOLE_BATCH
-from vembed.losses.batch import LossBatch
+from vembed.losses.batch import LossBatch, TeacherVectors
 from vembed.losses.build import build_loss
 from vembed.losses.exchange import Ring, RingParts, TravellingColumns, Visit
-from vembed.losses.targets import TeacherVectors
+from vembed.losses.table import names_where
 from vembed.losses.tiles import Tiling
 from vembed.parallel.ring import NeighbourRing
 from vembed.training.exchange import Counts, Gathered, InRing, LossExchange
@@ -37,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         name: options
         for name, options in TERMS.items()
-        if options.get("loss", "infonce") not in WHOLE_BATCH
+        if options.get("loss", "infonce") not in names_where(needs_whole_batch=True)
     },
     "everything": {
         **BOTH,

@@ -13,9 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.losses.batches import SIZES, check, config_of, make_batch
 from tests.losses.test_ranks import rank_batches as rank_views
 from vembed.errors import UserError
-from vembed.losses.build import build_loss
-from vembed.losses.distillation import BatchDivergence, SpreadOut
-from vembed.losses.infonce import InfoNCE
+from vembed.losses.build import TermLoss, build_loss
 from vembed.losses.mixing import draw_mixtures, uniform_numbers
 from vembed.losses.tiles import Tiling
 
@@ -269,7 +267,7 @@ def test_several_losses_hold_one_gradient() -> None:
         batch = make_batch(1500, dim=64, max_negatives=0, dtype=torch.float32)
         loss = build_loss(config_of(losses=losses, **options))
         for term in loss.modules():
-            if isinstance(term, InfoNCE | BatchDivergence | SpreadOut):
+            if isinstance(term, TermLoss):
                 term.tiling = Tiling(64, 512)
         with LiveMemory() as memory:
             loss(batch).backward()

@@ -16,7 +16,7 @@ from tests.mining.data import documents, read_lines, run, write_data
 from tests.tiny import shared, tiny_qwen3
 from tests.tiny_tokenizers import MAX_POSITIONS, wordpiece_tokenizer
 from vembed.errors import RunError, UserError
-from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT
+from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT
 from vembed.mining.config import Judge, MineConfig
 from vembed.mining.judges import CrossEncoder, YesNoDecoder, answer_of
 from vembed.mining.mine import mine

@@ -25,7 +25,7 @@ from tests.models.families import (
     parts_for,
 )
 from vembed.errors import UserError
-from vembed.models import adapters, joint_adapters
+from vembed.models import adapters
 from vembed.models.adapters import (
     has_adapters,
     merged_state,
@@ -296,9 +296,9 @@ def test_adapters_with_dropout_or_of_other_inputs_are_computed_apart():
     assert not any("forward" in vars(one) for one in model.modules())
     model = built(tiny.tiny_qwen3, use_lora=True)
     assert sum("forward" in vars(one) for one in model.modules()) == 2 * 5
-    joint_adapters.separate_adapters([model.backbone])  # as before compilation
+    adapters.separate_adapters([model.backbone])  # as before compilation
     assert not any("forward" in vars(one) for one in model.modules())
-    group = joint_adapters._Group([torch.nn.Linear(4, 2, bias=False) for _ in range(2)])
+    group = adapters._Group([torch.nn.Linear(4, 2, bias=False) for _ in range(2)])
     first, second = torch.randn(3, 4), torch.randn(3, 4)
     for number, values in (
         (0, first),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vembed.models import flash3
+from vembed.models import packing
 
 CUDA = torch.device("cuda")
 
@@ -37,9 +37,9 @@ def test_where_it_is_used(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(
-        flash3, "find_spec", lambda name: ModuleSpec(name, None) if installed else None
+        packing, "find_spec", lambda name: ModuleSpec(name, None) if installed else None
     )
-    reason = flash3.why_not(config, CUDA)
+    reason = packing.why_no_flash3(config, CUDA)
     assert reason is None if said is None else (reason or "").startswith(said)
 
 
@@ -53,12 +53,12 @@ def test_it_is_activated_once_through_torch(monkeypatch: pytest.MonkeyPatch) -> 
         "current_flash_attention_impl",
         lambda: activated[-1] if activated else None,
     )
-    assert not flash3.is_active()
-    flash3.activate()
-    flash3.activate()
-    assert activated == ["FA3"] and flash3.is_active()
+    assert not packing.uses_flash3()
+    packing.use_flash3()
+    packing.use_flash3()
+    assert activated == ["FA3"] and packing.uses_flash3()
 
 
 def test_cpus_have_other_kernels() -> None:
-    assert flash3.why_not({}, torch.device("cpu")) == "it is for Hopper GPUs"
-    assert not flash3.is_active()
+    assert packing.why_no_flash3({}, torch.device("cpu")) == "it is for Hopper GPUs"
+    assert not packing.uses_flash3()

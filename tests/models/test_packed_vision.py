@@ -15,9 +15,9 @@ from tests.features.test_image_features import image, of_images
 from tests.models.families import Make, config_for
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.models import packed_vision
+from vembed.models import vision
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.image_positions import LONGEST, POSITIONS, VISION, token_positions
+from vembed.models.vision import LONGEST, POSITIONS, VISION, token_positions
 
 SIZES = ((64, 64), (96, 64), (64, 128), (160, 64))
 MAKES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_5_vl, tiny.tiny_qwen2_vl]
@@ -68,7 +68,7 @@ def results(
 def test_embeddings_and_gradients_are_those_of_the_published_model(make: Make) -> None:
     model, batch = made(make)
     tower = model.backbone.visual
-    assert tower.config._attn_implementation == packed_vision.IMPLEMENTATION
+    assert tower.config._attn_implementation == vision.IMPLEMENTATION
     plain, own = made(make, attn_implementation="sdpa")
     assert plain.backbone.visual.config._attn_implementation == "sdpa"
     wanted, gradients = results(plain, published(own))
@@ -135,7 +135,7 @@ def test_each_image_was_waited_for_in_every_layer(
             None,
         )  # a GPU's kernel reads nothing; that of CPUs cuts the row by the lengths
 
-    monkeypatch.setattr(packed_vision.packing, "attention", by_kernel)
+    monkeypatch.setattr(vision.packing, "attention", by_kernel)
     own = reads_of(model, batch)
     assert own < reads_of(model, published(batch)) / 3
     # What is left is in the language model: the check of placeholders, and the layers that images are added to.

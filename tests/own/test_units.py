@@ -26,7 +26,7 @@ from vembed.config.fsdp import FsdpConfig
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.models.custom.classes import find_class
-from vembed.models.custom.objects import as_options
+from vembed.models.custom.folder import as_options
 from vembed.parallel.sharding import choose_units
 
 SIZES = {

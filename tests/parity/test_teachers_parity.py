@@ -29,8 +29,7 @@ from tests.teachers.test_cache import Data
 from tests.tiny import shared, tiny_bert, tiny_reranker
 from vembed.data.examples import Item
 from vembed.data.row_store import RowStore
-from vembed.losses.batch import LossBatch
-from vembed.losses.targets import TeacherScores, TeacherVectors
+from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.supply import Teachers

@@ -24,7 +24,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example
 from vembed.data.row_store import RowStore
 from vembed.errors import UserError
-from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT, YesNoReranker
+from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, YesNoReranker
 from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.rerankers import PairTeacher

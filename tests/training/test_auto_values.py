@@ -16,7 +16,7 @@ from tests import tiny
 from vembed.config.rate import Trained, peak_rate
 from vembed.config.run_intervals import RunSize, decide_epochs, run_intervals
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import with_temperature
+from vembed.config.terms import run_temperature
 from vembed.training.checkpoint.resume import kept_decisions
 from vembed.training.hooks.base import Evaluation
 from vembed.training.hooks.evaluations import Patience
@@ -98,7 +98,7 @@ def test_weights_of_narrow_models_get_higher_rates_below_those_of_initial_ones()
 
 def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None:
     def temperature(**options: Any) -> float:
-        return with_temperature(TrainConfig(**BASE, **options)).objective.temperature
+        return run_temperature(TrainConfig(**BASE, **options))
 
     assert temperature(loss="cosent") == temperature(loss="angle") == 0.1
     assert temperature() == temperature(losses=[{"loss": "cosent"}]) == 0.05
@@ -113,9 +113,7 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None
 
 def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
     def temperature(own: float | None, **options: Any) -> float:
-        return with_temperature(
-            TrainConfig(**BASE, **options), own
-        ).objective.temperature
+        return run_temperature(TrainConfig(**BASE, **options), own)
 
     assert temperature(0.01) == 0.01
     assert (

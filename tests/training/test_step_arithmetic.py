@@ -10,7 +10,7 @@ import torch
 
 import vembed
 from tests.training.test_run import metrics, settings
-from vembed.losses.infonce import InfoNCE
+from vembed.losses.build import TermLoss
 from vembed.parallel.devices import matmul_precision
 
 
@@ -39,13 +39,13 @@ def test_the_loss_is_exact_where_the_model_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
-    original = InfoNCE.forward
+    original = TermLoss.forward
 
-    def forward(self: InfoNCE, batch: Any) -> torch.Tensor:
+    def forward(self: TermLoss, batch: Any) -> torch.Tensor:
         seen.add(torch.get_float32_matmul_precision())
         return original(self, batch)
 
-    monkeypatch.setattr(InfoNCE, "forward", forward)
+    monkeypatch.setattr(TermLoss, "forward", forward)
     with matmul_precision("high"):
         vembed.train(settings(tmp_path, max_steps=1, val_data_path=None))
         assert torch.get_float32_matmul_precision() == "high"

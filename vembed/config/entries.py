@@ -3,83 +3,30 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, create_model
 
 from vembed.config.sampling import ACCEPTED, checked_sampling
-
-
-def _no_bool(value: Any) -> Any:
-    """Refuse booleans, which pydantic would otherwise accept as the numbers 0 and 1."""
-    if isinstance(value, bool):
-        raise ValueError("true and false are no numbers")
-    return value
-
-
-# Whole numbers end at 2**63, since they become int64 in tensors and in TOML.
-Number = BeforeValidator(_no_bool)
-PositiveInt = Annotated[int, Field(gt=0, lt=2**63), Number]
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), Number]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False), Number]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
-Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
-Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class NamesFiles(str):
-    """Mark of an option that names files or folders, in the metadata of its type: model, data or code."""
-
-    __slots__ = ()
-
-
-class Form(str):
-    """Words for the values that a text may have, in the metadata of its type."""
-
-    __slots__ = ()
-
+from vembed.config.values import (
+    Form,
+    Frozen,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from vembed.losses.table import LOSSES, loss_options, with_constraints
 
 SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(ACCEPTED)]
 RELEVANCE = (
     "Given a search query, retrieve the passages that answer it or are relevant to it"
 )
 """Definition of relevance for models that are asked whether a document is relevant."""
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.005, 1.0
-"""Limits of a learned temperature."""
-
-
-class Frozen(BaseModel):
-    """Base class of config models: immutable; unknown keys are errors."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-        coerce_numbers_to_str=True,  # run_name: 2024 is a name
-    )
-
-
-LossName = Literal[
-    "infonce",
-    "cosent",
-    "cosine",
-    "triplet",
-    "sigmoid",
-    "circle",
-    "angle",
-    "kl",
-    "margin_mse",
-    "score_mse",
-    "embedding",
-    "relational",
-    "spread_out",
-    "listwise",
-    "ranknet",
-    "anchor",
-    "none",
-]
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = Literal[tuple(LOSSES)]
 
 
 class Guard(Frozen):
@@ -130,33 +77,27 @@ class Teacher(Frozen):
         return self.name or self.model
 
 
-class LossTerm(Frozen):
+class _LossTerm(Frozen):
     """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
 
     loss: LossName
     """Its loss."""
     weight: PositiveFloat = 1.0
     """Factor of the term in the sum."""
-    teacher: str | None = None
-    guide: str | None = None
-    guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] | None = None
-    guide_margin_kind: Literal["absolute", "relative"] | None = None
-    temperature: PositiveFloat | None = None
-    teacher_temperature: PositiveFloat | None = None
-    distill_candidates: Literal["listed", "batch"] | None = None
-    hardness_alpha: NonNegativeFloat | None = None
-    focal_gamma: NonNegativeFloat | None = None
-    mix_negatives: NonNegativeInt | None = None
-    learn_temperature: bool | None = None
-    bidirectional: bool | None = None
-    query_query_negatives: bool | None = None
-    document_document_negatives: bool | None = None
-    false_negative_margin: (
-        Annotated[float, Field(allow_inf_nan=False), Number] | None
-    ) = None
-    hard_negatives_scope: Literal["all", "own"] | None = None
-    triplet_margin: NonNegativeFloat | None = None
-    circle_margin: Fraction | None = None
+
+
+def _with_loss_options() -> Any:
+    """Return the model of an entry of `losses`: every option of every loss, or None."""
+    fields: dict[str, Any] = {}
+    for name, field in loss_options().items():
+        fields[name] = (with_constraints(field) | None, None)
+    return create_model("LossTerm", __base__=_LossTerm, **fields)
+
+
+if TYPE_CHECKING:
+    LossTerm = _LossTerm
+else:
+    LossTerm = _with_loss_options()
 
 
 class DataSource(Frozen):

@@ -103,6 +103,10 @@ def resolve_run(
     notes += _moved_stage_notes(values)
     if file_path is not None:
         find_beside_file(values, PATH_OPTIONS, file_path, notes)
+    # After its path is resolved: without weights, the class is the model's name too.
+    model_class = values.get("model_class")
+    if model_class is not None and model_class.value and "model_name" not in values:
+        values["model_name"] = replace(model_class, option="model_name")
     _expand_output_dir(values, env, notes, problems)
     problems += _missing_options(source, layers, values)
     if problems:
@@ -333,9 +337,6 @@ def _add_implied_options(values: dict[str, OptionValue], problems: list[str]) ->
     if qlora is not None and qlora.value and "use_lora" not in values:
         place = f"implied by use_qlora, {qlora.place}"
         values["use_lora"] = OptionValue("use_lora", True, "use_qlora", place)
-    model_class = values.get("model_class")
-    if model_class is not None and model_class.value and "model_name" not in values:
-        values["model_name"] = replace(model_class, option="model_name")
     batch = values.get("global_batch_size")
     parts = values.get("gradient_accumulation_steps")
     if batch is None or parts is None or not batch.key.endswith("effective_batch_size"):

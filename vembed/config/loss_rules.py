@@ -1,104 +1,108 @@
-"""Rules and remarks on the losses, teachers and guides of a run."""
+"""Rules and remarks on the losses, teachers and tasks of a run."""
 
 from __future__ import annotations
 
-from vembed.config.entries import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import (
-    FOLLOWS_TEACHER,
-    LOSS_OPTIONS,
-    READS,
-    SCORES,
-    data_entries,
-    followed_teacher,
-    guide_of,
+    Term,
     has_tasks,
     listed_teachers,
     losses_of,
     needed_teachers,
     needs_whole_batch,
     run_terms,
-    takes_vectors,
 )
 from vembed.config.violation import Rule, Violation, word
-
-
-def _triplet_has_negatives(config: TrainConfig) -> Violation | None:
-    if "triplet" not in losses_of(config) or config.data.max_negatives != 0:
-        return None
-    return Violation(
-        ("loss", "max_negatives"),
-        "loss: triplet compares each positive with given negatives, and max_negatives: 0 leaves none: raise it",
-    )
-
-
-def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
-    learned = [
-        term
-        for _, term in run_terms(config)
-        if term.objective.learn_temperature or term.objective.loss == "sigmoid"
-    ]
-    outside = [
-        one.objective.temperature
-        for one in learned
-        if not LOWEST_TEMPERATURE <= one.objective.temperature <= HIGHEST_TEMPERATURE
-    ]
-    if not outside:
-        return None
-    return Violation(
-        ("temperature", "learn_temperature", "losses"),
-        f"temperature: {outside[0]:g} is where a learned temperature starts, and it is kept from "
-        f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside",
-    )
+from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from vembed.losses.table import LOSSES, loss_options, read_options
+from vembed.losses.teacher_scores import SCORES
 
 
 def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
-    # A config that was written by a run names every option, and `loss` with its default value.
-    if config.objective.losses is None or (
-        config.objective.losses and config.objective.loss == "infonce"
-    ):
+    objective = config.objective
+    if objective.losses is None:
         return None
-    problem = f"and loss: {config.objective.loss} are two ways to say one thing: keep one of them"
+    if not objective.losses:
+        return Violation(
+            ("losses", "loss"), "losses is an empty list: name a loss in it"
+        )
+    # A config that a run has written names every option, and `loss` with its default.
+    if objective.loss == "infonce":
+        return None
     return Violation(
         ("losses", "loss"),
-        f"losses {problem if config.objective.losses else 'is an empty list: name a loss'}",
+        f"losses and loss: {objective.loss} are two ways to say one thing: keep one of them",
     )
 
 
-def _teachers_have_names_of_their_own(config: TrainConfig) -> Violation | None:
-    labels = [one.label for one in listed_teachers(config)]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is None and SCORES not in labels:
+def _each_loss_accepts_its_options(config: TrainConfig) -> Violation | None:
+    sizes = config.matryoshka.mrl_dims or []
+    for term in run_terms(config):
+        refusal = term.loss.refusal(sizes)
+        if refusal is not None:
+            return Violation(*refusal)
+    return None
+
+
+def _losses_have_negatives(config: TrainConfig) -> Violation | None:
+    if config.data.max_negatives != 0:
         return None
-    if twice is None:
-        return Violation(
-            ("teachers",),
-            f"teachers: the name {SCORES!r} stands for scores in the data: choose another",
-        )
-    return Violation(
-        ("teachers",),
-        f"teachers: {twice} is named twice: keep it once, or give each entry a name",
-    )
+    for name in losses_of(config):
+        if LOSSES[name].negatives == "each":
+            return Violation(
+                ("loss", "max_negatives"),
+                f"loss: {name} needs hard negatives in every record, and max_negatives: 0 leaves none: raise it",
+            )
+    return None
+
+
+def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
+    for term in run_terms(config):
+        start = term.temperature
+        if start is None or not term.loss.learns_temperature():
+            continue
+        if not LOWEST_TEMPERATURE <= start <= HIGHEST_TEMPERATURE:
+            return Violation(
+                ("temperature", "learn_temperature", "losses"),
+                f"temperature: {start:g} is where a learned temperature starts, and it is kept from "
+                f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside",
+            )
+    return None
+
+
+def _teachers_have_different_names(config: TrainConfig) -> Violation | None:
+    labels = [teacher.label for teacher in listed_teachers(config.objective)]
+    for label in labels:
+        if labels.count(label) > 1:
+            return Violation(
+                ("teachers",),
+                f"teachers: {label} is named twice: keep it once, or give each entry a name",
+            )
+        if label == SCORES:
+            return Violation(
+                ("teachers",),
+                f"teachers: the name {SCORES!r} stands for scores in the data: choose another",
+            )
+    return None
 
 
 def _losses_have_teachers(config: TrainConfig) -> Violation | None:
-    for _, term in run_terms(config):
-        teacher, what = followed_teacher(term), f"loss: {term.objective.loss}"
-        if term.objective.loss in FOLLOWS_TEACHER and teacher is None:
+    for term in run_terms(config):
+        loss = f"loss: {term.loss.name}"
+        if term.loss.follows in ("teacher", "vectors") and term.teacher is None:
             return Violation(
                 ("loss", "losses", "teacher"),
-                f"{what} follows a teacher, and the config names none: give teacher a model, or scores where the data "
+                f"{loss} follows a teacher, and the config names none: give teacher a model, or scores where the data "
                 "have them",
             )
-        if teacher == SCORES and takes_vectors(term):
-            more = (
-                " with distill_candidates: batch" if term.objective.loss == "kl" else ""
-            )
+        if term.teacher == SCORES and term.loss.needs_vectors():
+            if term.loss.follows == "teacher":
+                loss += " with distill_candidates: batch"
             return Violation(
                 ("loss", "losses", "teacher"),
-                f"{what}{more} needs vectors, and teacher: {SCORES} has scores of listed pairs alone: name a model",
+                f"{loss} needs vectors, and teacher: {SCORES} has scores of listed pairs alone: name a model",
             )
-        if guide_of(term) == SCORES:
+        if term.guide == SCORES:
             return Violation(
                 ("guide",),
                 f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model",
@@ -106,13 +110,15 @@ def _losses_have_teachers(config: TrainConfig) -> Violation | None:
     return None
 
 
-def _tasks_have_batches_of_their_own(config: TrainConfig) -> Violation | None:
-    entries = data_entries(config)
-    sized = any(
-        one.batch_size is not None or one.global_batch_size is not None
-        for one in entries
+def _tasks_have_separate_batches(config: TrainConfig) -> Violation | None:
+    if config.data.homogeneous_batches:
+        return None
+    sources = config.data.sources()
+    is_sized = any(
+        source.batch_size is not None or source.global_batch_size is not None
+        for source in sources
     )
-    if config.data.homogeneous_batches or not (has_tasks(config) or sized):
+    if not has_tasks(config) and not is_sized:
         return None
     what = "losses or a temperature" if has_tasks(config) else "a batch size"
     return Violation(
@@ -122,44 +128,25 @@ def _tasks_have_batches_of_their_own(config: TrainConfig) -> Violation | None:
 
 
 def _batches_are_counted_alike(config: TrainConfig) -> Violation | None:
-    given, wanted = "global_batch_size", "batch_size"
+    wrong_option = "global_batch_size"
+    run_option = "batch_size"
     if config.batch.global_batch_size is not None:
-        given, wanted = wanted, given
-    other = next(
-        (one for one in data_entries(config) if dict(one)[given] is not None), None
-    )
-    if other is None:
-        return None
-    return Violation(
-        ("data_path", "batch_size", "global_batch_size"),
-        f"data_path: {other.name or other.path} has {given}: {dict(other)[given]:,d}, and the run counts by {wanted}: "
-        f"give the source {wanted} too",
-    )
-
-
-def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
-    own = next(
-        (one for one in data_entries(config) if one.val_data_path is not None), None
-    )
-    if (
-        own is None
-        or config.data.val_data_path is not None
-        or config.data.val_split is not None
-    ):
-        return None
-    return Violation(
-        ("data_path", "val_data_path"),
-        f"data_path: {own.name or own.path} has val_data_path, and the run has none: give it val_data_path too, whose "
-        "score chooses the checkpoint",
-    )
+        wrong_option, run_option = run_option, wrong_option
+    for source in config.data.sources():
+        size = dict(source)[wrong_option]
+        if size is not None:
+            return Violation(
+                ("data_path", "batch_size", "global_batch_size"),
+                f"data_path: {source.name or source.path} has {wrong_option}: {size:,d}, and the run counts by "
+                f"{run_option}: give the source {run_option} too",
+            )
+    return None
 
 
 def _turns_need_batches_of_one_source(config: TrainConfig) -> Violation | None:
-    if (
-        config.data.sampling != "round_robin"
-        or config.data.homogeneous_batches
-        or len(data_entries(config)) < 2
-    ):
+    if config.data.sampling != "round_robin" or config.data.homogeneous_batches:
+        return None
+    if len(config.data.sources()) < 2:
         return None
     return Violation(
         ("sampling", "homogeneous_batches"),
@@ -167,51 +154,51 @@ def _turns_need_batches_of_one_source(config: TrainConfig) -> Violation | None:
     )
 
 
-def _angles_need_even_sizes(config: TrainConfig) -> Violation | None:
-    odd = [dim for dim in config.matryoshka.mrl_dims or [] if dim % 2]
-    if not odd or all(term.objective.loss != "angle" for _, term in run_terms(config)):
+def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
+    data = config.data
+    if data.val_data_path is not None or data.val_split is not None:
         return None
-    return Violation(
-        ("loss", "losses", "mrl_dims"),
-        f"loss: angle reads halves of a vector as real and imaginary parts, and mrl_dims has {odd[0]:,d}: give even "
-        "sizes",
-    )
+    for source in config.data.sources():
+        if source.val_data_path is not None:
+            return Violation(
+                ("data_path", "val_data_path"),
+                f"data_path: {source.name or source.path} has val_data_path, and the run has none: give it "
+                "val_data_path too, whose score chooses the checkpoint",
+            )
+    return None
 
 
-def _mixtures_are_candidates(config: TrainConfig) -> Violation | None:
-    if config.objective.negatives_from != "own_rank" or not any(
-        term.objective.mix_negatives for _, term in run_terms(config)
-    ):
+def _ring_has_what_losses_read(config: TrainConfig) -> Violation | None:
+    if config.objective.loss_exchange != "ring":
         return None
-    return Violation(
-        ("mix_negatives", "negatives_from"),
-        "mix_negatives makes negatives of the whole batch, and negatives_from: own_rank leaves them out: keep one of "
-        "them",
-    )
-
-
-def _ring_losses(config: TrainConfig) -> Violation | None:
     loss = needs_whole_batch(config)
-    if config.objective.loss_exchange != "ring" or loss is None:
+    if loss is not None:
+        return Violation(
+            ("loss_exchange", "loss", "losses"),
+            f"loss_exchange: ring passes embeddings on block by block, and loss: {loss} compares those of the whole "
+            "batch at once: use loss_exchange: gather, or auto",
+        )
+    form = config.objective.quantize_embeddings
+    if form is None:
         return None
     return Violation(
-        ("loss_exchange", "loss", "losses"),
-        f"loss_exchange: ring passes embeddings on block by block, and loss: {loss} compares those of the whole batch "
-        "at once: use loss_exchange: gather, or auto",
+        ("loss_exchange", "quantize_embeddings"),
+        f"quantize_embeddings: {form} takes its levels from the whole batch, which loss_exchange: ring does not hold: "
+        "use loss_exchange: gather, or auto",
     )
 
 
 def _mined_negatives_are_read(config: TrainConfig) -> Violation | None:
     if config.data.mine is None:
         return None
-    terms = [term for _, term in run_terms(config)]
-    if not any("max_negatives" in READS[term.objective.loss] for term in terms):
+    terms = run_terms(config)
+    if all(term.loss.negatives == "unread" for term in terms):
         return Violation(
             ("mine", "loss", "losses"),
             f"mine adds hard negatives, and loss: {', '.join(losses_of(config))} reads none: use loss: infonce, or "
             "leave mine out",
         )
-    if any(followed_teacher(term) == SCORES for term in terms):
+    if any(term.teacher == SCORES for term in terms):
         return Violation(
             ("mine", "teacher"),
             f"mine adds negatives that have no scores in the data, and teacher: {SCORES} follows these: name a model "
@@ -220,72 +207,69 @@ def _mined_negatives_are_read(config: TrainConfig) -> Violation | None:
     return None
 
 
-def _ring_of_float_embeddings(config: TrainConfig) -> Violation | None:
-    if (
-        config.objective.loss_exchange != "ring"
-        or config.objective.quantize_embeddings is None
-    ):
-        return None
-    return Violation(
-        ("loss_exchange", "quantize_embeddings"),
-        f"quantize_embeddings: {config.objective.quantize_embeddings} takes its levels from the whole batch, which "
-        "loss_exchange: ring does not hold: use loss_exchange: gather, or auto",
-    )
-
-
 LOSS_RULES: tuple[Rule, ...] = (
-    _triplet_has_negatives,
+    _losses_have_negatives,
     _learned_temperature_in_range,
     _one_loss_or_a_list,
-    _teachers_have_names_of_their_own,
+    _teachers_have_different_names,
     _losses_have_teachers,
-    _tasks_have_batches_of_their_own,
+    _tasks_have_separate_batches,
     _batches_are_counted_alike,
     _turns_need_batches_of_one_source,
     _tasks_are_scored_beside_the_run,
-    _angles_need_even_sizes,
-    _mixtures_are_candidates,
-    _ring_losses,
+    _each_loss_accepts_its_options,
+    _ring_has_what_losses_read,
     _mined_negatives_are_read,
-    _ring_of_float_embeddings,
 )
 
 
 def loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
-    """Return remarks on options that none of the run's losses reads, or that an entry of `losses` does not read."""
+    """Return remarks on options that no loss of the run, or of an entry of `losses`, reads.
+
+    `set_apart`: the options whose value is not their default.
+    """
+    terms = run_terms(config)
+    objective = config.objective
     values = config.options()
-    losses = tuple(dict.fromkeys(term.objective.loss for _, term in run_terms(config)))
-    unread = LOSS_OPTIONS.difference(*(READS[loss] for loss in losses))
-    which = (
-        f"loss: {losses[0]}"
-        if len(losses) == 1 and config.objective.losses is None
-        else f"losses: {', '.join(losses)}"
-    )
-    # One guide or teacher may serve some of the losses, so an option of the run needs one loss that reads it.
-    found = [
-        f"{name}: {word(values[name])} has no effect with {which}"
-        for name in sorted(unread & set_apart)
-    ]
-    for number, term in enumerate(config.objective.losses or [], 1):
-        own = {
-            name: value
-            for name, value in dict(term).items()
-            if value is not None and name in LOSS_OPTIONS
-        }
-        found += [
-            f"losses, entry {number}: {name}: {word(own[name])} has no effect with loss: {term.loss}"
-            for name in sorted(own.keys() - READS[term.loss])
-        ]
-    if not any(term.objective.guide for _, term in run_terms(config)):
-        found += [
-            f"{name}: {word(values[name])} has no effect without guide"
-            for name in ("guide_margin", "guide_margin_kind")
-            if name in set_apart
-        ]
-    needed = {one.label for one in needed_teachers(config)}
-    found += [
-        f"teachers: {one.label} has no effect: no loss follows it, and it is no guide"
-        for one in listed_teachers(config)
-        if one.label not in needed
-    ]
-    return found
+    remarks = []
+    for name in sorted(_unread_options(terms) & set_apart):
+        remarks.append(
+            f"{name}: {word(values[name])} has no effect with {_names(config, terms)}"
+        )
+    for number, entry in enumerate(objective.losses or [], 1):
+        read = read_options(entry.loss)
+        for name in sorted(loss_options()):
+            value = dict(entry)[name]
+            if value is not None and name not in read:
+                remarks.append(
+                    f"losses, entry {number}: {name}: {word(value)} has no effect with loss: {entry.loss}"
+                )
+    if all(term.guide is None for term in terms):
+        for name in ("guide_margin", "guide_margin_kind"):
+            if name in set_apart:
+                remarks.append(
+                    f"{name}: {word(values[name])} has no effect without guide"
+                )
+    needed = {teacher.label for teacher in needed_teachers(config)}
+    for teacher in listed_teachers(objective):
+        if teacher.label not in needed:
+            remarks.append(
+                f"teachers: {teacher.label} has no effect: no loss follows it, and it is no guide"
+            )
+    return remarks
+
+
+def _unread_options(terms: list[Term]) -> set[str]:
+    # A guide or a teacher may serve one of several losses, so an option of the run needs
+    # one loss that reads it.
+    unread = {*loss_options(), "max_negatives"}
+    for term in terms:
+        unread -= read_options(term.loss.name)
+    return unread
+
+
+def _names(config: TrainConfig, terms: list[Term]) -> str:
+    names = list(dict.fromkeys(term.loss.name for term in terms))
+    if len(names) == 1 and config.objective.losses is None:
+        return f"loss: {names[0]}"
+    return f"losses: {', '.join(names)}"

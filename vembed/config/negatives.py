@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from vembed.config.entries import (
+from vembed.config.values import (
     Fraction,
     Frozen,
     NonNegativeInt,

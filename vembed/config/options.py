@@ -15,9 +15,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vembed.config.entries import DataSource, Form, Frozen, LossTerm, Teacher
+from vembed.config.entries import DataSource, LossTerm, Teacher
 from vembed.config.negatives import EpochMining
 from vembed.config.schema import option_fields, section_titles
+from vembed.config.values import Form, Frozen
 
 LARGEST = 2**63
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vembed.config.entries import NamesFiles
 from vembed.config.schema import option_fields
+from vembed.config.values import NamesFiles
 
 MAY_DIFFER = {
     "output_dir": "machines may mount the shared folder under other names; all must see there what rank 0 writes",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from vembed.config.resolved import Decision
 from vembed.config.schema import AdapterSection, ObjectiveSection, OptimizerSection
-from vembed.config.terms import OF_ORDER
+from vembed.losses.table import LOSSES
 from vembed.models.families.table import FamilyName
 
 What = Literal["weights", "adapters", "head"]
@@ -74,7 +74,7 @@ def peak_rate(
     if trained.what == "head":
         return Decision(HEAD, "only layers behind the pooling are trained")
     if trained.is_new and trained.what == "weights":
-        is_of_order = objective.losses is None and objective.loss in OF_ORDER
+        is_of_order = objective.losses is None and LOSSES[objective.loss].ranks_pairs
         return Decision(
             _two_digits(
                 _of_initial(trained.width) * (SCRATCH_OF_ORDER if is_of_order else 1.0)

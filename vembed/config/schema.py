@@ -10,12 +10,17 @@ from pydantic.fields import FieldInfo
 
 from vembed.config.entries import (
     DataSource,
-    Dtype,
-    Fraction,
-    Frozen,
     Guard,
     LossName,
     LossTerm,
+    SamplingName,
+    Teacher,
+)
+from vembed.config.negatives import EpochMining
+from vembed.config.values import (
+    Dtype,
+    Fraction,
+    Frozen,
     Momentum,
     NamesFiles,
     NonNegativeFloat,
@@ -23,11 +28,9 @@ from vembed.config.entries import (
     Number,
     PositiveFloat,
     PositiveInt,
-    SamplingName,
-    Teacher,
 )
-from vembed.config.negatives import EpochMining
 from vembed.errors import UserError
+from vembed.losses.table import LOSSES, loss_options, with_constraints
 from vembed.training.optimizers.table import OPTIMIZERS
 from vembed.training.trackers.table import TRACKERS
 
@@ -211,17 +214,10 @@ class DataSection(Section, title="data"):
         return sources
 
 
-class ObjectiveSection(Section, title="loss"):
-    """The loss, its candidates and its teachers."""
+class _Objective(Section, title="loss"):
+    """The loss, its candidates and its teachers: options of the run, beside those of the losses."""
 
     loss: LossName = "infonce"
-    """infonce: pairs with in-batch negatives. cosent, cosine: pairs with scores. triplet: given negatives with a
-    margin. sigmoid: SigLIP's pairwise loss with learned scale and bias. circle: infonce with weights by the distance to
-    the optimum. angle: cosent by the angle in the complex plane (AnglE). kl, margin_mse, score_mse, relational: a
-    teacher's scores. embedding: a teacher's vectors. spread_out: queries and documents away from each other. listwise,
-    ranknet: graded scores of a query's documents. anchor: distance to the embeddings of the start model, for sources of
-    texts alone. none: the model's own losses alone, for pre-training: `auxiliary_losses`, `language_modelling`. anchor,
-    embedding, relational, spread_out and none read records of a single `text` too."""
     anchor_weight: NonNegativeFloat = 0.0
     """Weight of a further term against forgetting: the mean of 1 - cos(z, z0) over all inputs of the batch, z0 the
     embedding that `model_name` gives before training. A source of texts alone (`text`) with `losses: [{loss: anchor}]`
@@ -238,59 +234,31 @@ class ObjectiveSection(Section, title="loss"):
     own `temperature`, `teacher`, `guide` and other options of this section."""
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
-    temperature: PositiveFloat = 0.05
-    """Divisor of the similarities. Smaller values weight hard negatives more. If left out: 0.1 with loss: cosent or
-    angle, and with loss: infonce what the model's files name (CLIP, SigLIP). A learned one starts here if the option is
-    given, otherwise from the value in the model's files or the default."""
-    learn_temperature: bool = False
-    """Learn the temperature, starting at `temperature` and limited to [0.005, 1]."""
-    bidirectional: bool = False
-    """Also score each positive against all queries. The loss is the mean of both directions."""
-    query_query_negatives: bool = False
-    """Use the other queries of the batch as negatives of a query too."""
-    document_document_negatives: bool = False
-    """Use the other documents of the batch as negatives of a positive document too."""
-    false_negative_margin: (
-        Annotated[float, Field(allow_inf_nan=False), Number] | None
-    ) = None
-    """Mask candidates that score above the positive's score plus this margin. Default: none is masked."""
-    mask_duplicates: bool = True
-    """Mask candidates whose content equals one of the row's positives or its query."""
-    hard_negatives_scope: Literal["all", "own"] = "all"
-    """Rows that a hard negative is a candidate for: all rows of the batch, or only its own row."""
-    negatives_from: Literal["all_ranks", "own_rank"] = "all_ranks"
-    """Source of the candidates: the whole global batch, or only the process's own part of it."""
     loss_exchange: Literal["auto", "gather", "ring"] = "auto"
     """Way in which processes get each other's embeddings: all at once (gather), or block by block in a ring, where each
     holds its own and one block of another. Same gradient. auto: ring where gathering takes too much memory."""
-    triplet_margin: NonNegativeFloat = 0.2
-    """loss: triplet: minimum difference between the similarities of the positive and the negative."""
-    circle_margin: Fraction = 0.25
-    """loss: circle: similarities of 1 - margin for positives and below the margin for negatives are good enough."""
-    hardness_alpha: NonNegativeFloat = 0.0
-    """loss: infonce: add this times a candidate's similarity to its logit, as a constant: hard negatives count more."""
-    focal_gamma: NonNegativeFloat = 0.0
-    """loss: infonce: a row whose positive has the probability p counts (1 - p) ** focal_gamma times."""
-    mix_negatives: NonNegativeInt = 0
-    """loss: infonce: so many further hard negatives per example, each mixed from two of its own."""
     quantize_embeddings: Literal["int8", "binary"] | None = None
     """Train for vectors that are stored in int8 or as bits: the loss is the mean of that of the float embeddings and
     that of the stored ones, straight-through, at every size of `mrl_dims`. Evaluations score all stored forms too."""
     teachers: Annotated[list[str | Teacher] | None, NamesFiles("model")] = None
     """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
-    teacher: Annotated[str | None, NamesFiles("model")] = None
-    """Teacher of a loss: one of `teachers`, a model, or `scores` (those in the data). Default: the first of them."""
-    teacher_temperature: PositiveFloat | None = None
-    """loss: kl, score_mse, listwise: a teacher's scores are divided by it. Default: `temperature`."""
-    distill_candidates: Literal["listed", "batch"] = "listed"
-    """loss: kl: whether a row's candidates are its positive and its example's hard negatives, or all of the batch."""
-    guide: Annotated[str | None, NamesFiles("model")] = None
-    """loss: infonce, sigmoid, circle: a teacher that says which candidates are no negatives: those that it scores above
-    the row's own pair less `guide_margin`."""
-    guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] = 0.0
-    """Distance below the own pair's score, by the guide, from which a candidate counts as a negative."""
-    guide_margin_kind: Literal["absolute", "relative"] = "absolute"
-    """Unit of `guide_margin`: a difference of scores, or a share of the own pair's score."""
+
+
+def _with_loss_options() -> Any:
+    """Return the section with the options of all losses, which declare them."""
+    summaries = [f"{name}: {loss.summary}" for name, loss in LOSSES.items()]
+    text = "What is trained. " + ". ".join(summaries) + "."
+    fields: dict[str, Any] = {"loss": (LossName, Field("infonce", description=text))}
+    for name, field in loss_options().items():
+        value = Field(default=field.default, description=field.description)
+        fields[name] = (with_constraints(field), value)
+    return create_model("ObjectiveSection", __base__=_Objective, **fields)
+
+
+if TYPE_CHECKING:
+    ObjectiveSection = _Objective
+else:
+    ObjectiveSection = _with_loss_options()
 
 
 class BatchSection(Section, title="batch"):

@@ -1,96 +1,171 @@
-"""Terms of a run's loss, and the teachers that they name: derived from the options, without torch."""
+"""Terms of a run's loss, its tasks, and the teachers that it needs. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from vembed.config.entries import DataSource, Guard, LossTerm, Teacher
-from vembed.config.schema import TrainConfig
-
-SCORES = "scores"
-"""Name of the teacher whose scores are in the data."""
-SCORED = frozenset({"cosent", "cosine", "angle"})
-"""Losses that need a score for every pair."""
-FOLLOWS_TEACHER = frozenset(
-    {"kl", "margin_mse", "score_mse", "embedding", "relational"}
-)
-"""Losses without a meaning of their own: they need a teacher."""
-MAY_FOLLOW_TEACHER = FOLLOWS_TEACHER | {"listwise", "ranknet"}
-NEEDS_VECTORS = frozenset({"embedding", "relational", "anchor"})
-ANCHOR = "anchor"
-"""Loss that follows the start model."""
-TEXTS_ALONE = frozenset({"none", ANCHOR, "embedding", "relational", "spread_out"})
-"""Losses that read texts without pairs."""
-GUIDED = frozenset({"infonce", "sigmoid", "circle"})
-OF_ORDER = ("cosent", "angle")
-"""Losses that compare the pairs of a batch with each other by their scores."""
-ORDER_TEMPERATURE = 0.1
-"""Temperature of these losses where none is given: their sum runs over all comparisons of a batch, of
-which a smaller one leaves the few worst."""
+from vembed.config.schema import ObjectiveSection, TrainConfig
+from vembed.losses.declaration import Loss
+from vembed.losses.table import LOSSES
+from vembed.losses.teacher_scores import SCORES
+from vembed.losses.vectors import Anchor, NoLoss
 
 
-def loss_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
-    """Return each term's weight and the config of a run that had this term as its only loss."""
-    terms = [(1.0, config)]
-    if config.objective.losses is not None:
-        terms = [
-            (term.weight, with_term(config, term)) for term in config.objective.losses
-        ]
-    if config.objective.anchor_weight and all(
-        term.objective.loss not in ("none", ANCHOR) for _, term in terms
-    ):
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term of the sum that is trained, with its options resolved."""
+
+    weight: float
+    loss: Loss
+    """The loss, with the options of this term."""
+    teacher: str | None
+    """Name of the teacher that it follows."""
+    guide: str | None
+    """Name of the teacher that chooses its candidates."""
+    temperature_source: str = "default"
+    """Where its temperature comes from, for the log. `given` if a user set it."""
+    is_alone: bool = True
+    """It is the whole loss, rather than an entry of `losses`."""
+
+    @property
+    def temperature(self) -> float | None:
+        """The temperature, if the loss has one."""
+        return getattr(self.loss, "temperature", None)
+
+
+def loss_terms(
+    objective: ObjectiveSection,
+    start_model: str,
+    source: DataSource | None = None,
+    model_temperature: float | None = None,
+) -> list[Term]:
+    """Return the terms of the loss of one source of the data.
+
+    `start_model`: `model_name`, the teacher of the anchor. `model_temperature`: the
+    temperature with which the model was trained (CLIP, SigLIP). An option of an entry of
+    `losses` comes before that of the source, and that before the option of the run.
+    """
+    entries = objective.losses
+    if source is not None and source.losses is not None:
+        entries = source.losses
+    is_alone = entries is None
+    terms = []
+    for entry in entries or [LossTerm(loss=objective.loss)]:
+        term = _term(entry, objective, start_model, source, model_temperature)
+        terms.append(term)
+    is_anchored = any(isinstance(term.loss, Anchor | NoLoss) for term in terms)
+    if objective.anchor_weight and not is_anchored:
+        is_alone = False
+        terms.append(Term(objective.anchor_weight, Anchor(), start_model, None))
+    return [replace(term, is_alone=is_alone) for term in terms]
+
+
+def _term(
+    entry: LossTerm,
+    objective: ObjectiveSection,
+    start_model: str,
+    source: DataSource | None,
+    model_temperature: float | None,
+) -> Term:
+    loss_class = LOSSES[entry.loss]
+    run_options = dict(objective)
+    options: dict[str, Any] = {}
+    for name in loss_class.model_fields:
+        value = getattr(entry, name)
+        options[name] = run_options[name] if value is None else value
+    reason = "default"
+    if "temperature" in options:
+        options["temperature"], reason = _temperature(
+            entry, objective, source, model_temperature
+        )
+    loss = loss_class(**options)
+    guide = options.get("guide")
+    return Term(
+        weight=entry.weight,
+        loss=loss,
+        teacher=_followed_teacher(loss, objective, start_model),
+        guide=None if guide is None else _label(objective, guide),
+        temperature_source=reason,
+    )
+
+
+def _temperature(
+    entry: LossTerm,
+    objective: ObjectiveSection,
+    source: DataSource | None,
+    model_temperature: float | None,
+) -> tuple[float, str]:
+    """Return the temperature of a term, and where it comes from."""
+    loss_class = LOSSES[entry.loss]
+    own_temperature = dict(entry)["temperature"]
+    if own_temperature is not None:
+        return own_temperature, "given"
+    if source is not None and source.temperature is not None:
+        return source.temperature, "given"
+    run_temperature: float = dict(objective)["temperature"]
+    if "temperature" in objective.model_fields_set:
+        return run_temperature, "given"
+    if loss_class.default_temperature is not None:
+        return loss_class.default_temperature, f"default of loss: {loss_class.name}"
+    if loss_class.takes_model_temperature and model_temperature is not None:
+        return model_temperature, "with which this model was trained"
+    return run_temperature, "default"
+
+
+def run_temperature(
+    config: TrainConfig, model_temperature: float | None = None
+) -> float:
+    """Return the value of the option `temperature` for the files of the run.
+
+    Where no option named it, it is that of the run's one loss, so that a resumed run
+    keeps it. A learned temperature and those of several losses are not in the files.
+    """
+    default: float = dict(config.objective)["temperature"]
+    if not leaves_temperature(config):
+        return default
+    term = loss_terms(
+        config.objective, config.model.model_name, None, model_temperature
+    )[0]
+    return default if term.temperature is None else term.temperature
+
+
+def leaves_temperature(config: TrainConfig) -> bool:
+    """Return whether the run has one fixed temperature, which no option names."""
+    if "temperature" in config.given or config.objective.losses is not None:
+        return False
+    term = loss_terms(config.objective, config.model.model_name)[0]
+    return not term.loss.learns_temperature() and not has_tasks(config)
+
+
+def compares_own_rank(config: TrainConfig) -> bool:
+    """Return whether a loss takes candidates from a process's own part of the batch alone."""
+    return any(
+        getattr(term.loss, "negatives_from", None) == "own_rank"
+        for term in run_terms(config)
+    )
+
+
+def source_terms(
+    config: TrainConfig, model_temperature: float | None = None
+) -> list[list[Term]]:
+    """Return the terms of the loss of each source."""
+    sources: list[DataSource | None] = list(config.data.sources())
+    terms = []
+    for source in sources or [None]:
         terms.append(
-            (
-                config.objective.anchor_weight,
-                config.changed(**{"loss": ANCHOR, "losses": None}),
+            loss_terms(
+                config.objective, config.model.model_name, source, model_temperature
             )
         )
     return terms
 
 
-def with_temperature(config: TrainConfig, own: float | None = None) -> TrainConfig:
-    """Return the config with the temperature that suits its loss, if none is given. `own`: the temperature with which
-    the model was trained (CLIP, SigLIP)."""
-    if config.objective.losses is not None or "temperature" in config.given:
-        return config
-    usual = (
-        ORDER_TEMPERATURE
-        if config.objective.loss in OF_ORDER
-        else own
-        if config.objective.loss == "infonce"
-        else None
-    )
-    if usual is None:
-        return config
-    found = config.changed(**{"temperature": usual})
-    found.objective.model_fields_set.discard(
-        "temperature"
-    )  # still a default: a learned one is not said to be given
-    return found
-
-
-def with_term(config: TrainConfig, term: LossTerm) -> TrainConfig:
-    """Return the config with one term's own options in place of the run's."""
-    own = {
-        name: value
-        for name, value in dict(term).items()
-        if name != "weight" and value is not None
-    }
-    return config.changed(**{**own, "losses": None})
-
-
-def source_config(config: TrainConfig, source: str | DataSource) -> TrainConfig:
-    """Return the config of a run that had one source of `data_path` alone, with the source's own options."""
-    if isinstance(source, str):
-        return config
-    own: dict[str, object] = {
-        "temperature": source.temperature,
-        "max_negatives": source.max_negatives,
-    }
-    own = {name: value for name, value in own.items() if value is not None}
-    if source.losses is not None:
-        own |= {"losses": source.losses}
-    return config.changed(**own) if own else config
+def run_terms(config: TrainConfig) -> list[Term]:
+    """Return the terms of all sources."""
+    return [term for terms in source_terms(config) for term in terms]
 
 
 def data_sources(config: TrainConfig) -> list[str | DataSource]:
@@ -102,33 +177,18 @@ def data_sources(config: TrainConfig) -> list[str | DataSource]:
     )
 
 
-def source_configs(config: TrainConfig) -> list[TrainConfig]:
-    """Return `source_config` for each source."""
-    return [source_config(config, source) for source in data_sources(config)] or [
-        config
-    ]
-
-
 def has_tasks(config: TrainConfig) -> bool:
     """Return whether sources differ in their losses."""
     return any(
         one.losses is not None or one.temperature is not None
-        for one in data_entries(config)
+        for one in config.data.sources()
     )
-
-
-def data_entries(config: TrainConfig) -> list[DataSource]:
-    """Return the entries of `data_path`."""
-    return [
-        DataSource(path=one) if isinstance(one, str) else one
-        for one in data_sources(config)
-    ]
 
 
 def task_numbers(config: TrainConfig) -> list[int]:
     """Return the number of each source's task: its own, or with `homogeneous_batches: task` that of the first source
     with the same losses, temperature and batch size."""
-    entries = data_entries(config)
+    entries = config.data.sources()
     if config.data.homogeneous_batches != "task":
         return list(range(len(entries)))
     tasks = [
@@ -160,91 +220,73 @@ def source_batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
             if one.batch_size is not None
             else size
         )
-        for one in data_entries(config)
+        for one in config.data.sources()
     ]
 
 
-def run_terms(config: TrainConfig) -> list[tuple[float, TrainConfig]]:
-    """Return `loss_terms` of all sources."""
-    return [term for one in source_configs(config) for term in loss_terms(one)]
+def lacks_comparisons(terms: Sequence[Term]) -> bool:
+    """Return whether data without hard negatives leave all of these terms at 0."""
+    return all(term.loss.needed_negatives() in ("some", "each") for term in terms)
 
 
-def compares_listed_alone(config: TrainConfig) -> bool:
-    """Return whether all losses of a run compare a positive with the hard negatives of its record, and nothing else."""
-    return all(
-        term.objective.loss in ("margin_mse", "score_mse")
-        or (
-            term.objective.loss == "kl"
-            and term.objective.distill_candidates == "listed"
-        )
-        for _, term in run_terms(config)
-    )
+def reads_scores(terms: Sequence[Term]) -> bool:
+    """Return whether one of the terms reads the scores of the data."""
+    for term in terms:
+        if term.loss.records == "scores":
+            return True
+        may_follow = term.loss.follows not in ("nobody", "start_model")
+        if may_follow and term.teacher in (None, SCORES):
+            return True
+    return False
 
 
-def listed_teachers(config: TrainConfig) -> list[Teacher]:
+def loss_names(terms: Sequence[Term]) -> tuple[str, ...]:
+    """Return the names of the terms' losses, each once."""
+    return tuple(dict.fromkeys(term.loss.name for term in terms))
+
+
+def losses_of(config: TrainConfig) -> tuple[str, ...]:
+    """Return the names of the losses of a run, without those of single sources."""
+    return loss_names(loss_terms(config.objective, config.model.model_name))
+
+
+def needs_whole_batch(config: TrainConfig) -> str | None:
+    """Return the run's first loss that needs all embeddings on every process, or None."""
+    for term in run_terms(config):
+        if term.loss.needs_whole_batch:
+            return term.loss.name
+    return None
+
+
+def listed_teachers(objective: ObjectiveSection) -> list[Teacher]:
     """Return the entries of `teachers`."""
-    return [
-        Teacher(model=one) if isinstance(one, str) else one
-        for one in config.objective.teachers or []
-    ]
+    teachers = []
+    for entry in objective.teachers or []:
+        teachers.append(Teacher(model=entry) if isinstance(entry, str) else entry)
+    return teachers
 
 
 def listed_guards(config: TrainConfig) -> list[Guard]:
     """Return the entries of `guards`."""
-    return [
-        Guard(path=one) if isinstance(one, str) else one
-        for one in config.evaluation.guards or []
-    ]
-
-
-def followed_teacher(config: TrainConfig) -> str | None:
-    """Return the name of the teacher that the loss of a single-term config follows."""
-    if config.objective.loss == ANCHOR:
-        return config.model.model_name
-    if config.objective.loss not in MAY_FOLLOW_TEACHER:
-        return None
-    if config.objective.teacher is not None:
-        return _label(config, config.objective.teacher)
-    listed = listed_teachers(config)
-    if (
-        config.objective.loss not in FOLLOWS_TEACHER
-    ):  # graded scores of the data are what these losses are made for
-        return None
-    return listed[0].label if listed else None
-
-
-def reads_scores(config: TrainConfig) -> bool:
-    """Return whether a loss of the run reads the scores of the data."""
-    return any(
-        term.objective.loss in SCORED
-        or (
-            term.objective.loss in MAY_FOLLOW_TEACHER
-            and followed_teacher(term) in (None, SCORES)
-        )
-        for _, term in loss_terms(config)
-    )
-
-
-def guide_of(config: TrainConfig) -> str | None:
-    """Return the name of the guide of a single-term config."""
-    if config.objective.loss not in GUIDED or config.objective.guide is None:
-        return None
-    return _label(config, config.objective.guide)
+    guards = []
+    for entry in config.evaluation.guards or []:
+        guards.append(Guard(path=entry) if isinstance(entry, str) else entry)
+    return guards
 
 
 def needed_teachers(config: TrainConfig) -> list[Teacher]:
-    """Return the models that the terms' losses follow or are guided by, each once, in the order of their terms."""
-    by_label = {one.label: one for one in listed_teachers(config)}
-    found: dict[str, Teacher] = {}
-    for _, term in run_terms(config):
-        for name in (followed_teacher(term), guide_of(term)):
+    """Return the models that losses follow or are guided by, in the order of the terms."""
+    by_label = {teacher.label: teacher for teacher in listed_teachers(config.objective)}
+    needed: dict[str, Teacher] = {}
+    for term in run_terms(config):
+        for name in (term.teacher, term.guide):
             if name is not None and name != SCORES:
-                found[name] = by_label.get(name) or _model(config, name)
-    return list(found.values())
+                needed[name] = by_label.get(name) or _teacher_by_model(config, name)
+    return list(needed.values())
 
 
-def _model(config: TrainConfig, name: str) -> Teacher:
-    """Return the teacher that is named by its model alone. The start model reads what the run reads."""
+def _teacher_by_model(config: TrainConfig, name: str) -> Teacher:
+    """Return a teacher that only its model names. The start model reads what the run reads."""
     if name != config.model.model_name:
         return Teacher(model=name)
     return Teacher(
@@ -255,86 +297,27 @@ def _model(config: TrainConfig, name: str) -> Teacher:
     )
 
 
-def _label(config: TrainConfig, name: str) -> str:
-    """The label of a teacher that may be named by its model too."""
-    for one in listed_teachers(config):
-        if name in (one.label, one.model):
-            return one.label
+def _followed_teacher(
+    loss: Loss, objective: ObjectiveSection, start_model: str
+) -> str | None:
+    """Return the name of the teacher that a loss follows."""
+    if loss.follows == "nobody":
+        return None
+    if loss.follows == "start_model":
+        return start_model
+    named: str | None = dict(loss)["teacher"]
+    if named is not None:
+        return _label(objective, named)
+    listed = listed_teachers(objective)
+    # Graded scores of the data are what listwise and ranknet are made for.
+    if loss.follows == "scores_or_teacher" or not listed:
+        return None
+    return listed[0].label
+
+
+def _label(objective: ObjectiveSection, name: str) -> str:
+    """Return the label of a teacher that may be named by its model too."""
+    for teacher in listed_teachers(objective):
+        if name in (teacher.label, teacher.model):
+            return teacher.label
     return name
-
-
-def losses_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the names of the run's losses."""
-    return tuple(dict.fromkeys(term.objective.loss for _, term in loss_terms(config)))
-
-
-def takes_vectors(term: TrainConfig) -> bool:
-    """Return whether the loss of a single-term config needs the vectors of its teacher, not only scores of pairs."""
-    return term.objective.loss in NEEDS_VECTORS or (
-        term.objective.loss == "kl" and term.objective.distill_candidates == "batch"
-    )
-
-
-WHOLE_BATCH = frozenset(
-    {"cosent", "angle", "listwise", "ranknet", "relational", "spread_out"}
-)
-"""Losses that compare what a ring never has in one place: they need the embeddings of all processes at once."""
-
-
-def needs_whole_batch(config: TrainConfig) -> str | None:
-    """Return the run's first loss that needs all embeddings on every process, or None."""
-    return next(
-        (
-            term.objective.loss
-            for _, term in run_terms(config)
-            if term.objective.loss in WHOLE_BATCH
-        ),
-        None,
-    )
-
-
-_CANDIDATES = frozenset(
-    {
-        "mask_duplicates",
-        "hard_negatives_scope",
-        "negatives_from",
-        "query_query_negatives",
-        "document_document_negatives",
-        "false_negative_margin",
-        "guide",
-        "guide_margin",
-        "guide_margin_kind",
-        "max_negatives",
-        "temperature",
-    }
-)
-_LISTED = frozenset({"teacher", "mask_duplicates", "max_negatives"})
-_SOFTMAX = _LISTED | {"temperature", "learn_temperature", "teacher_temperature"}
-READS: dict[str, frozenset[str]] = {
-    "infonce": _CANDIDATES
-    | {
-        "learn_temperature",
-        "bidirectional",
-        "hardness_alpha",
-        "focal_gamma",
-        "mix_negatives",
-    },
-    "sigmoid": _CANDIDATES,
-    "circle": _CANDIDATES | {"bidirectional", "circle_margin"},
-    "angle": frozenset({"temperature", "learn_temperature"}),
-    "cosent": frozenset({"temperature", "learn_temperature"}),
-    "cosine": frozenset(),
-    "triplet": frozenset({"triplet_margin", "mask_duplicates", "max_negatives"}),
-    "kl": _SOFTMAX | {"distill_candidates", "hard_negatives_scope", "negatives_from"},
-    "margin_mse": _LISTED,
-    "score_mse": _SOFTMAX,
-    "embedding": frozenset({"teacher", "max_negatives"}),
-    "relational": frozenset({"teacher", "max_negatives"}),
-    "spread_out": frozenset({"mask_duplicates"}),
-    "listwise": _SOFTMAX,
-    "ranknet": _SOFTMAX - {"teacher_temperature"},
-    ANCHOR: frozenset({"max_negatives"}),
-    "none": frozenset(),
-}
-"""Options of the loss that each loss looks at."""
-LOSS_OPTIONS = frozenset().union(*READS.values())

@@ -15,12 +15,11 @@ import numpy as np
 from vembed.config.entries import DataSource
 from vembed.config.schema import DataSection, TrainConfig
 from vembed.config.terms import (
-    TEXTS_ALONE,
-    compares_listed_alone,
-    losses_of,
+    lacks_comparisons,
+    loss_names,
+    loss_terms,
     reads_scores,
     run_terms,
-    source_config,
 )
 from vembed.config.user_folders import cache_folder
 from vembed.data.batching.class_batches import next_of_class
@@ -52,6 +51,7 @@ from vembed.data.plain_texts import taken_for_texts
 from vembed.data.records import RecordFormat
 from vembed.data.watched_files import FileStamp
 from vembed.errors import UserError
+from vembed.losses.table import LOSSES
 
 CACHE_AFTER_SECONDS = 1.0
 """The result of a validation pass that took longer is stored in the cache folder."""
@@ -370,25 +370,29 @@ def open_examples(
     is_training = role == "train"
     sources = []
     for entry in entries:
-        own_config = source_config(config, entry)
+        terms = loss_terms(config.objective, config.model.model_name, entry)
         requirements = _Requirements()
         if is_training:
-            losses = losses_of(own_config)
+            max_negatives = config.data.max_negatives
+            if entry.max_negatives is not None:
+                max_negatives = entry.max_negatives
+            needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
             requirements = _Requirements(
-                losses,
-                own_config.data.max_negatives,
-                "cosine" in losses and own_config.objective.similarity == "cosine",
+                loss_names(terms),
+                max_negatives,
+                needs_cosines and config.objective.similarity == "cosine",
                 config.data.no_duplicates,
+                config.data.mine is not None and config.data.mine.at_start,
             )
         source = _open_source(
             config.data, entry, requirements, role, cache, alone=len(entries) == 1
         )
-        sources.append(replace(source, reads_scores=reads_scores(own_config)))
+        sources.append(replace(source, reads_scores=reads_scores(terms)))
     for source in sources:
         _refuse_missing_negatives(source)
-    if is_training and config.data.mine is None and compares_listed_alone(config):
-        losses = tuple({term.objective.loss for _, term in run_terms(config)})
-        _refuse_nothing_to_compare(sources, losses)
+    terms = run_terms(config)
+    if is_training and config.data.mine is None and lacks_comparisons(terms):
+        _refuse_nothing_to_compare(sources, loss_names(terms))
     refuse_bad_records(
         sources,
         on_bad_record=config.data.on_bad_record,
@@ -429,6 +433,8 @@ class _Requirements:
     max_negatives: int | None = None
     bounded_scores: bool = False
     with_keys: bool = False
+    gets_negatives: bool = False
+    """Mining adds negatives before the first step."""
 
 
 def _open_source(
@@ -446,7 +452,9 @@ def _open_source(
     losses = requirements.losses
     # A mapping for several files need not match each of them; validation data may use vembed's own names.
     may_miss = (not alone or role == "validation") and entry.column_mapping is None
-    texts_alone = role == "train" and all(loss in TEXTS_ALONE for loss in losses)
+    texts_alone = role == "train" and all(
+        LOSSES[loss].records == "texts" for loss in losses
+    )
     columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
     reader = open_reader(entry.path, columns, role, cache)
     # Before reading: a change during the pass is noticed too.
@@ -462,6 +470,7 @@ def _open_source(
         max_negatives=requirements.max_negatives,
         numbers_in_text=reader.numbers_are_text,
         bounded_scores=requirements.bounded_scores,
+        gets_negatives=requirements.gets_negatives,
     )
     options = [
         reader.name,
@@ -530,13 +539,15 @@ def _refuse_missing_negatives(source: _Source) -> None:
     num_records = source.index.num_without_negatives
     if not num_records or len(source):
         return
+    needing = [name for name in source.form.losses if LOSSES[name].negatives == "each"]
+    loss = f"loss: {needing[0]}"
     if source.form.max_negatives == 0:
         raise UserError(
             f"{source.reader.name}: max_negatives: 0 leaves none of its {num_records:,d} records a negative, which "
-            "loss: triplet needs: raise it, or use loss: infonce"
+            f"{loss} needs: raise it, or use loss: infonce"
         )
     raise UserError(
-        f"{source.reader.name}: none of its {num_records:,d} records has a negative, which loss: triplet needs: add "
+        f"{source.reader.name}: none of its {num_records:,d} records has a negative, which {loss} needs: add "
         "negatives, take the source out, or use loss: infonce, which takes the others of the batch"
     )
 

@@ -23,8 +23,8 @@ from vembed.data.prompts import ChatText
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription
-from vembed.models.image_positions import POSITIONS, token_positions, tower_inputs
 from vembed.models.processors import load_chat_template, load_tokenizer
+from vembed.models.vision import POSITIONS, token_positions, tower_inputs
 
 log = logging.getLogger("vembed")
 

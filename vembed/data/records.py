@@ -9,7 +9,6 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal
 
-from vembed.config.terms import SCORED
 from vembed.data.columns import INSIDE, Columns, Layout
 from vembed.data.conversations import POSITIVE_MESSAGES, as_fields, is_conversation
 from vembed.data.examples import (
@@ -24,11 +23,10 @@ from vembed.data.examples import (
 from vembed.data.formats.base import Block
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed, printable
+from vembed.losses.table import LOSSES
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
-MATCHED = frozenset({"infonce", "sigmoid", "triplet", "circle"})
-"""Losses that take every pair for a match."""
 LARGEST_SCORE = 3.4e38
 """Larger scores are infinite in float32, and all the same."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
@@ -48,8 +46,10 @@ class RecordFormat:
         max_negatives: int | None = None,
         numbers_in_text: bool = False,
         bounded_scores: bool = False,
+        gets_negatives: bool = False,
     ) -> None:
-        """`losses`: refuse records that one of these cannot use. `numbers_in_text`: accept numbers as text (CSV).
+        """`losses`: refuse records that one of these cannot use. `gets_negatives`: records without a negative get some
+        before they are used (mining). `numbers_in_text`: accept numbers as text (CSV).
         `bounded_scores`: refuse scores that no cosine can have."""
         self._images = images
         self._query_is_path = mode in ("i2t", "i2i")
@@ -58,13 +58,16 @@ class RecordFormat:
         self.losses = tuple(losses)
         self.max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
+        self._gets_negatives = gets_negatives
         self._null = "empty" if numbers_in_text else "null"  # a cell without a text
         self._bounded_scores = bounded_scores
 
     @property
     def takes_matches(self) -> bool:
         """True if pairs without scores are taken for matches: by a loss, or by an evaluation."""
-        return not self.losses or not MATCHED.isdisjoint(self.losses)
+        return not self.losses or any(
+            LOSSES[loss].records == "matches" for loss in self.losses
+        )
 
     def num_plain_negatives(self, block: Block) -> int | None:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
@@ -381,17 +384,21 @@ class RecordFormat:
     def _check_loss(
         self, loss: str, layout: Layout, negatives: tuple[Item, ...], scores: Any
     ) -> None:
-        if loss in SCORED:
-            if scores is None:
-                raise BadRecord(f"no score, which loss: {loss} needs for every pair")
-        elif loss in MATCHED and layout.are_sentences and scores is not None:
+        declared = LOSSES[loss]
+        if declared.records == "scores" and scores is None:
+            raise BadRecord(f"no score, which loss: {loss} needs for every pair")
+        if (
+            declared.records == "matches"
+            and layout.are_sentences
+            and scores is not None
+        ):
             raise BadRecord(
                 f"a scored sentence pair, and loss: {loss} would take each pair for a match whatever its score: "
                 "use loss: cosent or cosine"
             )
-        elif loss == "triplet" and not negatives:
+        if declared.negatives == "each" and not negatives and not self._gets_negatives:
             raise MissingNegative(
-                "no negative, which loss: triplet needs in every record"
+                f"no negative, which loss: {loss} needs in every record"
             )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from vembed.config.entries import Fraction, NonNegativeInt, Number, PositiveInt
+from vembed.config.values import Fraction, NonNegativeInt, Number, PositiveInt
 from vembed.mining.config import (
     ROW_OPTIONS,
     SEARCH_OPTIONS,

@@ -15,17 +15,17 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from vembed.config.schema import TrainConfig
+from vembed.config.terms import Term
 from vembed.data.examples import Kind
 from vembed.export.check import encode_all
 from vembed.export.formats import ExportFormat, ExportJob, ExportReader, write_texts
 from vembed.inference.embedder import Embedder
-from vembed.losses.batch import EmbeddingLoss, LossBatch
-from vembed.losses.build import build_loss
-from vembed.losses.targets import TeacherVectors
+from vembed.losses.batch import EmbeddingLoss, LossBatch, TeacherVectors
+from vembed.losses.build import TermLoss
+from vembed.losses.vectors import Relational
 from vembed.models.backbone_loading import quiet_transformers
+from vembed.models.families.backbones import StaticConfig
 from vembed.models.families.model_files import STATIC
-from vembed.models.families.static_model import StaticConfig
 from vembed.models.processors import load_tokenizer
 from vembed.saving.layout import MODULE, write_json
 
@@ -206,9 +206,7 @@ def distil(
     trained = order[num_held_out:]
     num_epochs = max(min(MAX_EPOCHS, MAX_STEPS * BATCH_TEXTS // len(trained)), 1)
     num_steps = num_epochs * -(-len(trained) // BATCH_TEXTS)
-    loss = build_loss(
-        TrainConfig(model_name="-", data_path="-", loss="relational", teacher=TEACHER)
-    )
+    loss = TermLoss(Term(1.0, Relational(), teacher=TEACHER, guide=None))
 
     table = table_VD.clone().requires_grad_()
     optimizer = torch.optim.AdamW([table], lr=LEARNING_RATE, weight_decay=0.0)

@@ -1,32 +1,108 @@
-"""LossBatch, the gathered embeddings of one global batch with its row indices, and the base class of all losses."""
+"""LossBatch: the embeddings of one global batch, with its rows and its teachers' answers."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from vembed.errors import UserError
 from vembed.losses.exchange import RingParts
-from vembed.losses.targets import TeacherVectors, Teaching
+
+PAIRS_AT_ONCE = 4096
+
+
+class ListedScores(Protocol):
+    """Scores of listed pairs, of the model that is trained or of a teacher."""
+
+    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
+        """Return [K, n + P] scores: of n own pairs, then of P pairs with hard negatives.
+
+        rows [n]: the rows whose own pairs are scored. negative_row, negative [P]: rows,
+        whose queries meet hard negatives of these numbers. K is 1 for a teacher.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherVectors:
+    """A teacher's vectors of the inputs of one global batch.
+
+    The teacher's score of a pair is the dot product of its vectors.
+    """
+
+    vectors: Tensor
+    """[V, E] float32 or float64, of length 1. A row of zeros stands for an input that the teacher does not know. In a
+    ring those of this rank's inputs alone."""
+    query: Tensor
+    """[R] index of each row's query in `vectors`."""
+    positive: Tensor
+    """[R] index of each row's positive."""
+    negative: Tensor
+    """[H] index of each hard negative."""
+    first: int = 0
+    """Index of the first of `vectors`: in a ring indices count over all ranks."""
+
+    def positions(self, index: Tensor) -> Tensor:
+        """Return where in `vectors` the vectors of these indices are."""
+        return index - self.first if self.first else index
+
+    def occurrences(self) -> Tensor:
+        """Return [2 R + H] the index of each query, positive and hard negative."""
+        return torch.cat((self.query, self.positive, self.negative))
+
+    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
+        """See ListedScores."""
+        left = torch.cat((self.query[rows], self.query[negative_row]))
+        right = torch.cat((self.positive[rows], self.negative[negative]))
+        left = self.positions(left)
+        right = self.positions(right)
+        scores = self.vectors.new_empty(1, left.numel())
+        # In chunks, so that the gathered vectors [P, E] never exist at once.
+        for start in range(0, left.numel(), PAIRS_AT_ONCE):
+            chunk = slice(start, start + PAIRS_AT_ONCE)
+            products = self.vectors[left[chunk]] * self.vectors[right[chunk]]
+            scores[0, chunk] = products.sum(1)
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """Scores of a reranker or of the data, for every own pair and hard negative."""
+
+    positive: Tensor
+    """[R]"""
+    negative: Tensor
+    """[H] score with the query of the example that brought the negative."""
+
+    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
+        """See ListedScores."""
+        del negative_row
+        return torch.cat((self.positive[rows], self.negative[negative]))[None]
+
+
+Teaching = TeacherVectors | TeacherScores
+"""Answers of one teacher for one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """One global batch as input of a loss: U distinct embeddings, R rows (query-positive pairs), H hard negatives.
+    """One global batch as input of a loss: U distinct embeddings, R rows, H hard negatives.
 
-    All tensors are on one device. Every rank holds the same values; only `own_rows` and `own_negatives` differ. A text
-    that occurs in several roles or rows has one embedding and several indices.
+    A row is a (query, positive) pair. All tensors are on one device. Every rank holds
+    the same values. Only `own_rows` and `own_negatives` differ. A text that occurs in
+    several roles or rows has one embedding and several indices.
 
-    In a ring (`ring` is given) the integers are those of the whole batch too, but `embeddings` and teachers' vectors
-    are those of this rank's inputs alone.
+    In a ring (`ring` is given) the integers are those of the whole batch too, but
+    `embeddings` and the teachers' vectors are those of this rank's inputs alone.
     """
 
     embeddings: Tensor
-    """[U, D] float32 or float64, not normalised; a leaf that requires grad in training. In a ring the own ones."""
+    """[U, D] float32 or float64, not normalised. A leaf that requires grad in training. In a ring this rank's."""
     content: Tensor
     """[U] int64 content id. Equal ids mean equal content. One text may have two embeddings, from two ranks."""
     query: Tensor
@@ -36,11 +112,11 @@ class LossBatch:
     example: Tensor
     """[R] int64 id of the example that each row comes from. An example with several positives has several rows."""
     negative: Tensor
-    """[H] index of each hard negative occurrence; may be empty."""
+    """[H] index of each hard negative occurrence. May be empty."""
     negative_example: Tensor
     """[H] int64 id of the example that each hard negative comes from."""
     scores: Tensor | None
-    """[R] label score of each row's pair; None if the data have no scores."""
+    """[R] label score of each row's pair. None if the data have no scores."""
     own_rows: slice
     """Rows whose loss terms this rank computes."""
     own_negatives: slice
@@ -49,27 +125,19 @@ class LossBatch:
     negative_scores: Tensor | None = None
     """[H] score of each hard negative, where the data have scores for them."""
     negative_parts: Tensor | None = None
-    """[H, 2] indices of what each hard negative is made of, where some are mixtures; twice its own otherwise."""
+    """[H, 2] indices of what each hard negative is made of, where some are mixtures. Twice its own otherwise."""
     teachers: Mapping[str, Teaching] = field(default_factory=dict)
     """Answers of each teacher for this batch, by the teacher's name."""
     source: int = 0
-    """Number of the source of the batch; of the first example, where sources are mixed."""
+    """Number of the source of the batch. That of the first example, where sources are mixed."""
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
     ring: RingParts | None = None
     """Source of other ranks' embeddings where they were not gathered."""
 
-    def places(self, numbers: Tensor) -> Tensor:
-        """Return where in `embeddings` the inputs of these numbers are. In a ring they must be own inputs."""
-        if self.ring is None:
-            return numbers
-        ring = self.ring
-        # Numbers from num_inputs on are those of mixtures, which stand behind the own embeddings.
-        return torch.where(
-            numbers < ring.num_inputs,
-            numbers - ring.first_input,
-            numbers - ring.first_mixture,
-        )
+    def positions(self, numbers: Tensor) -> Tensor:
+        """Return where in `embeddings` the inputs of these numbers are. In a ring they must be this rank's."""
+        return numbers if self.ring is None else self.ring.positions(numbers)
 
     @property
     def num_rows(self) -> int:
@@ -92,6 +160,10 @@ class LossBatch:
         start, stop, _ = self.own_negatives.indices(self.negative.numel())
         return slice(start, max(start, stop))
 
+    def negative_numbers(self) -> Tensor:
+        """Return [H] the numbers of all hard negatives."""
+        return torch.arange(self.negative.numel(), device=self.negative.device)
+
     def required_scores(self, loss: str) -> Tensor:
         """Return the label scores. Raise UserError if the data have none."""
         if self.scores is None:
@@ -111,44 +183,39 @@ class LossBatch:
         return self.teachers[name]
 
     def teacher_vectors(self, name: str, wanted_by: str) -> TeacherVectors:
-        """The vectors of a teacher, for what needs more than the scores of listed pairs."""
-        teaching = self.teacher(name)
-        if not isinstance(teaching, TeacherVectors):
+        """Return the vectors of a teacher, for what needs more than scores of listed pairs."""
+        answers = self.teacher(name)
+        if not isinstance(answers, TeacherVectors):
             raise UserError(
                 f"{wanted_by} needs the teacher's vectors, and {name} gives scores of listed pairs only: "
                 "use an embedding model as teacher, or candidates: listed."
             )
-        return teaching
+        return answers
 
 
 class EmbeddingLoss(nn.Module):
-    """Base class of losses on embeddings.
+    """Base class of the modules that compute a loss of embeddings.
 
-    `forward` returns one rank's part. The parts of all ranks add up to the loss L of the global batch, and so do their
-    gradients; a caller whose gradients are averaged over ranks must therefore multiply by the world size.
+    `forward` returns the share of one rank. The shares of all ranks add up to the loss L
+    of the global batch, and so do their gradients. A caller whose gradients are averaged
+    over ranks must therefore multiply by the world size.
     """
 
     @abstractmethod
     def forward(self, batch: LossBatch) -> Tensor:
-        """Return this rank's part of L, a scalar."""
+        """Return this rank's share of L, a scalar."""
 
     def project_parameters(self) -> None:
         """Clamp learned parameters to their ranges. Called after every optimizer step."""
 
     def term_shares(self, source: int) -> dict[str, Tensor]:
-        """Return this rank's part of each term of the newest batch, which was of this source, without the term's
-        weight. Empty for losses of one term."""
+        """Return this rank's share of each term of the newest batch, without its weight.
+
+        The batch was of this source. Empty for losses of one term.
+        """
         del source
         return {}
 
     def scale_and_bias(self) -> tuple[float, float] | None:
         """Return the learned scale and bias of the logits, or None. They are saved with CLIP and SigLIP models."""
         return None
-
-
-class NoLoss(EmbeddingLoss):
-    """loss: none, for runs that train by the model's own losses alone."""
-
-    def forward(self, batch: LossBatch) -> Tensor:
-        """Return zero, with a zero gradient."""
-        return batch.embeddings[:0].sum()

@@ -1,40 +1,172 @@
-"""Construction of the loss from the config."""
+"""The loss of a run as a module: one term, a weighted sum of several, one for each source."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import (
-    READS,
-    followed_teacher,
-    has_tasks,
-    loss_terms,
-    source_configs,
-    task_numbers,
-)
-from vembed.losses.batch import EmbeddingLoss, NoLoss
-from vembed.losses.by_source import LossBySource
-from vembed.losses.circle import Circle
-from vembed.losses.compressed_vectors import CompressedVectors
-from vembed.losses.distillation import BatchDivergence, Relational, SpreadOut
-from vembed.losses.infonce import InfoNCE
-from vembed.losses.listed import (
-    ListedDivergence,
-    Listwise,
-    MarginError,
-    RankNet,
-    ScoreError,
-)
-from vembed.losses.projection import Anchor, EmbeddingDistillation
-from vembed.losses.scored import Angle, CoSENT, CosineRegression
-from vembed.losses.sigmoid import SigmoidLoss
-from vembed.losses.triplet import Triplet
-from vembed.losses.weighted import WeightedLosses
+from vembed.config.terms import Term, has_tasks, source_terms, task_numbers
+from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.losses.declaration import StartValues
+from vembed.losses.similarity import Similarity, arithmetic_dtype
+from vembed.losses.stored_vectors import StoredVectors
+from vembed.losses.tiles import Tiling
 
 log = logging.getLogger("vembed")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Similarity function and Matryoshka sizes of a run."""
+
+    cosine: bool = True
+    dims: tuple[int, ...] = ()
+    """Matryoshka sizes in the order of the config. Empty without Matryoshka."""
+    weights: tuple[float, ...] | None = None
+    """Weight of each size. None: 1 for each."""
+
+    def similarity(self, embedding_dim: int) -> Similarity:
+        """Return the similarity of embeddings. Without Matryoshka at the full size alone."""
+        if self.dims and max(self.dims) > embedding_dim:
+            raise ValueError(
+                f"Matryoshka sizes {self.dims} for embeddings of size {embedding_dim}"
+            )
+        dims = self.dims or (embedding_dim,)
+        weights: Sequence[float] = [1.0] * len(dims)
+        if self.dims and self.weights:
+            weights = self.weights
+        return Similarity.at(dims, weights, cosine=self.cosine)
+
+
+class TermLoss(EmbeddingLoss):
+    """One term of a loss, with its similarity, its learned parameters and its teachers."""
+
+    tiling: Tiling | None = None
+    """Size of the tiles of scores, in place of one that fits in memory."""
+
+    def __init__(
+        self,
+        term: Term,
+        sizes: Sizes | None = None,
+        start: StartValues | None = None,
+    ) -> None:
+        super().__init__()
+        start = start or StartValues()
+        self.declared = term.loss
+        self.teacher = term.teacher
+        self.guide = term.guide
+        self.sizes = sizes or Sizes()
+        self.seed = start.seed
+        for name, value in term.loss.start_values(start).items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, batch: LossBatch) -> Tensor:
+        """See EmbeddingLoss."""
+        return self.declared.share(batch, self)
+
+    def similarity(self, embeddings: Tensor) -> Similarity:
+        """Return the similarity at all sizes, for embeddings [U, D]."""
+        return self.sizes.similarity(embeddings.shape[1])
+
+    def parameter(self, name: str, embeddings: Tensor) -> Tensor:
+        """Return a learned parameter on the device and in the dtype of the scores."""
+        value: Tensor = self.get_parameter(name)
+        return value.to(embeddings.device, arithmetic_dtype(embeddings))
+
+    def scale(self, embeddings: Tensor) -> Tensor:
+        """Return 1 / temperature, learned or not, in the dtype of the scores."""
+        if "temperature" in self._parameters:
+            return 1.0 / self.parameter("temperature", embeddings)
+        scale = 1.0 / dict(self.declared)["temperature"]
+        dtype = arithmetic_dtype(embeddings)
+        return torch.tensor(scale, dtype=dtype, device=embeddings.device)
+
+    def project_parameters(self) -> None:
+        """See EmbeddingLoss."""
+        self.declared.clamp(dict(self.named_parameters()))
+
+    def scale_and_bias(self) -> tuple[float, float] | None:
+        """See EmbeddingLoss."""
+        return self.declared.scale_and_bias(dict(self.named_parameters()))
+
+
+class WeightedLosses(EmbeddingLoss):
+    """L = sum over terms of weight * L_term.
+
+    Terms are differentiated one after the other, so that one gradient of the embeddings
+    is held, however many terms there are.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        weights: Sequence[float],
+        terms: Sequence[EmbeddingLoss],
+    ) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.weights = tuple(weights)
+        self.terms = nn.ModuleList(terms)
+        self._terms = tuple(terms)
+        self.last: dict[str, Tensor] = {}
+        """This rank's share of each term in the newest batch, without its weight."""
+
+    def forward(self, batch: LossBatch) -> Tensor:
+        """See EmbeddingLoss."""
+        learned = [value for value in self.parameters() if value.requires_grad]
+        loss: Tensor = _Sum.apply(batch.embeddings, self, batch, *learned)  # type: ignore[no-untyped-call]
+        return loss
+
+    def project_parameters(self) -> None:
+        """See EmbeddingLoss."""
+        for term in self._terms:
+            term.project_parameters()
+
+    def term_shares(self, source: int) -> dict[str, Tensor]:
+        """See EmbeddingLoss."""
+        del source
+        return dict(self.last)
+
+    def scale_and_bias(self) -> tuple[float, float] | None:
+        """Return those of the first term that has learned ones."""
+        return _first_scale_and_bias(self._terms)
+
+
+class LossBySource(EmbeddingLoss):
+    """The loss of the source that a batch comes from.
+
+    All ranks are in the same source at the same step.
+    """
+
+    def __init__(self, sources: Sequence[EmbeddingLoss]) -> None:
+        """`sources`: the loss of each source. Sources of one task have the same one."""
+        super().__init__()
+        self.sources = nn.ModuleList(dict.fromkeys(sources))
+        self._sources = tuple(sources)
+
+    def forward(self, batch: LossBatch) -> Tensor:
+        """See EmbeddingLoss."""
+        return self._sources[batch.source].forward(batch)
+
+    def project_parameters(self) -> None:
+        """See EmbeddingLoss."""
+        for loss in dict.fromkeys(self._sources):
+            loss.project_parameters()
+
+    def term_shares(self, source: int) -> dict[str, Tensor]:
+        """See EmbeddingLoss."""
+        return self._sources[source].term_shares(source)
+
+    def scale_and_bias(self) -> tuple[float, float] | None:
+        """Return those of the first source that has learned ones."""
+        return _first_scale_and_bias(self._sources)
 
 
 def build_loss(
@@ -48,155 +180,166 @@ def build_loss(
 ) -> EmbeddingLoss:
     """Return the loss that the config selects.
 
-    `mrl_dims`: the model's Matryoshka sizes, used with `use_mrl` when the config names none. `start_scale`,
-    `start_bias`: the model's learned values (CLIP, SigLIP). A learned temperature or scale starts from them,
-    unless the config gives a `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each
+    `mrl_dims`: the model's Matryoshka sizes, used with `use_mrl` when the config names
+    none. `start_scale`, `start_bias`: the model's learned values (CLIP, SigLIP). A
+    learned temperature or scale starts from them, unless the config gives a
+    `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each
     teacher's vectors, for `loss: embedding`.
     """
-    dims = (
-        tuple(config.matryoshka.mrl_dims or mrl_dims)
-        if config.matryoshka.use_mrl
-        else ()
+    cosine = config.objective.similarity == "cosine"
+    sizes = Sizes(cosine)
+    if config.matryoshka.use_mrl:
+        dims = tuple(config.matryoshka.mrl_dims or mrl_dims)
+        if not dims:
+            raise ValueError("use_mrl without mrl_dims: pass the model's sizes")
+        weights = config.matryoshka.mrl_weights
+        sizes = Sizes(cosine, dims, tuple(weights) if weights else None)
+    start = StartValues(
+        start_scale, start_bias, embedding_dim, None, seed=config.run.seed
     )
-    if config.matryoshka.use_mrl and not dims:
-        raise ValueError("use_mrl without mrl_dims: pass the model's sizes")
-    sizes = _Sizes(dims, embedding_dim, teacher_dims or {})
-    loss: EmbeddingLoss
+    model_temperature = None if start_scale is None else 1.0 / start_scale
+    terms = source_terms(config, model_temperature)
+    numbers = task_numbers(config) if has_tasks(config) else [0]
+    tasks: dict[int, EmbeddingLoss] = {}
+    for number in numbers:
+        if number not in tasks:
+            tasks[number] = _sum(terms[number], sizes, start, teacher_dims or {})
+    loss = tasks[0]
     if has_tasks(config):
-        configs, numbers = source_configs(config), task_numbers(config)
-        tasks = {
-            number: _sum(configs[number], sizes, start_scale, start_bias)
-            for number in dict.fromkeys(numbers)
-        }
         loss = LossBySource([tasks[number] for number in numbers])
-    else:
-        loss = _sum(config, sizes, start_scale, start_bias)
-    if config.objective.quantize_embeddings is None:
-        return loss
-    return CompressedVectors(
-        loss,
-        config.objective.quantize_embeddings,
-        cosine=config.objective.similarity == "cosine",
-    )
+    form = config.objective.quantize_embeddings
+    return loss if form is None else StoredVectors(loss, form, cosine=cosine)
 
 
 def _sum(
-    config: TrainConfig,
-    sizes: _Sizes,
-    start_scale: float | None,
-    start_bias: float | None,
+    terms: Sequence[Term],
+    sizes: Sizes,
+    start: StartValues,
+    teacher_dims: Mapping[str, int],
 ) -> EmbeddingLoss:
     """Return the loss of one source: one term, or the weighted sum of several."""
-    terms = [
-        (weight, term, _build(term, sizes, start_scale, start_bias))
-        for weight, term in loss_terms(config)
-    ]
-    if config.objective.losses is None and len(terms) == 1:
-        return terms[0][2]
-    names = [term.objective.loss for _, term, _ in terms]
-    numbered = [
-        f"{name}_{names[:n].count(name) + 1}" if names.count(name) > 1 else name
-        for n, name in enumerate(names)
-    ]
-    return WeightedLosses(
-        numbered, [weight for weight, _, _ in terms], [loss for _, _, loss in terms]
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    dims: tuple[int, ...]
-    embedding: int | None
-    teachers: Mapping[str, int]
-
-
-def _start(config: TrainConfig, own: float | None) -> float | None:
-    """Return the model's own scale where a learned one starts from it; None where it starts at `temperature`. Log which
-    of the two it is."""
-    is_learned = config.objective.loss == "sigmoid" or (
-        config.objective.learn_temperature
-        and "learn_temperature" in READS[config.objective.loss]
-    )
-    if not is_learned:
-        return own
-    if "temperature" in config.given:
-        instead = (
-            ""
-            if own is None
-            else f", not at {1 / own:.3g}, with which this model was trained"
+    losses = []
+    names = [term.loss.name for term in terms]
+    labels = []
+    for number, term in enumerate(terms):
+        term_start = replace(
+            _term_start(term, start), teacher_dim=teacher_dims.get(str(term.teacher))
         )
-        log.info(
-            "temperature: learned, starting at %g as given%s",
-            config.objective.temperature,
-            instead,
-        )
-        return None
-    if own is None:
-        log.info(
-            "temperature: learned, starting at %g (default)",
-            config.objective.temperature,
-        )
+        losses.append(TermLoss(term, sizes, term_start))
+        repeated = f"_{names[:number].count(term.loss.name) + 1}"
+        is_repeated = names.count(term.loss.name) > 1
+        labels.append(term.loss.name + (repeated if is_repeated else ""))
+    if len(terms) == 1 and terms[0].is_alone:
+        return losses[0]
+    return WeightedLosses(labels, [term.weight for term in terms], losses)
+
+
+def _term_start(term: Term, start: StartValues) -> StartValues:
+    """Return the values that a term's parameters start from, and log its temperature.
+
+    A temperature that the config gives comes before that of the model.
+    """
+    temperature = term.temperature
+    if temperature is None:
+        return start
+    label = "temperature" if term.is_alone else f"temperature of {term.loss.name}"
+    if not term.loss.learns_temperature():
+        if term.temperature_source not in ("given", "default"):
+            log.info("%s: %.3g (%s)", label, temperature, term.temperature_source)
+        return start
+    if term.temperature_source == "given":
+        instead = ""
+        if start.scale is not None:
+            instead = (
+                f", not at {1 / start.scale:.3g}, with which this model was trained"
+            )
+        log.info("%s: learned, starting at %g as given%s", label, temperature, instead)
+        return replace(start, scale=None)
+    if start.scale is None:
+        log.info("%s: learned, starting at %g (default)", label, temperature)
     else:
         log.info(
-            "temperature: learned, starting at %.3g, with which this model was trained",
-            1 / own,
+            "%s: learned, starting at %.3g, with which this model was trained",
+            label,
+            1 / start.scale,
         )
-    return own
+    return start
 
 
-def _build(
-    config: TrainConfig,
-    sizes: _Sizes,
-    start_scale: float | None,
-    start_bias: float | None,
-) -> EmbeddingLoss:
-    """One term."""
-    dims = sizes.dims
-    start_scale = _start(config, start_scale)
-    match config.objective.loss:
-        case "infonce":
-            return InfoNCE(config, dims, start_scale)
-        case "cosent":
-            return CoSENT(config, dims, start_scale)
-        case "circle":
-            return Circle(config, dims)
-        case "angle":
-            return Angle(config, dims, start_scale)
-        case "cosine":
-            return CosineRegression(config, dims)
-        case "triplet":
-            return Triplet(config, dims)
-        case "sigmoid":
-            return SigmoidLoss(config, dims, start_scale, start_bias)
-        case "kl":
-            which = (
-                BatchDivergence
-                if config.objective.distill_candidates == "batch"
-                else ListedDivergence
-            )
-            return which(config, dims, start_scale)
-        case "margin_mse":
-            return MarginError(config, dims, start_scale)
-        case "score_mse":
-            return ScoreError(config, dims, start_scale)
-        case "listwise":
-            return Listwise(config, dims, start_scale)
-        case "ranknet":
-            return RankNet(config, dims, start_scale)
-        case "relational":
-            return Relational(config, dims)
-        case "spread_out":
-            return SpreadOut(config, dims)
-        case "anchor":
-            return Anchor(config)
-        case "none":
-            return NoLoss()
-        case "embedding":
-            teacher = str(followed_teacher(config))
-            if sizes.embedding is None or teacher not in sizes.teachers:
-                raise ValueError(
-                    "loss: embedding without embedding_dim and teacher_dims: pass both sizes"
-                )
-            return EmbeddingDistillation(
-                config, dims, sizes.embedding, sizes.teachers[teacher]
-            )
+def _first_scale_and_bias(
+    losses: Sequence[EmbeddingLoss],
+) -> tuple[float, float] | None:
+    for loss in losses:
+        learned = loss.scale_and_bias()
+        if learned is not None:
+            return learned
+    return None
+
+
+class _Sum(torch.autograd.Function):
+    """The weighted sum of the terms, with all gradients computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        embeddings: Tensor,
+        losses: WeightedLosses,
+        batch: LossBatch,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.dtype = embeddings.dtype
+        # One new leaf for all terms: `autograd.grad` frees a term's graph before the
+        # next term begins.
+        leaf = embeddings.detach().to(arithmetic_dtype(embeddings))
+        leaf.requires_grad_(ctx.needs_input_grad[0])
+        batch = replace(batch, embeddings=leaf)
+        # The inputs of `apply` are the embeddings, two objects, and the parameters.
+        is_needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
+        inputs = []
+        for tensor, needed in zip((leaf, *parameters), is_needed, strict=True):
+            if needed:
+                inputs.append(tensor)
+        gradients: list[Tensor | None] = [None] * len(inputs)
+        total = leaf.new_zeros(())
+        for name, weight, term in zip(
+            losses.names, losses.weights, losses.terms, strict=True
+        ):
+            with torch.set_grad_enabled(bool(inputs)):
+                share = term(batch)
+            losses.last[name] = share.detach()
+            total = total + weight * losses.last[name]
+            if share.requires_grad:
+                more = torch.autograd.grad(share, inputs, allow_unused=True)
+                _add_gradients(gradients, more, weight)
+        # What no term depends on gets zeros: `backward` returns one tensor for each
+        # input that needs a gradient.
+        for number, tensor in enumerate(inputs):
+            if gradients[number] is None:
+                gradients[number] = torch.zeros_like(tensor)
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        scaled: list[Tensor | None] = []
+        for is_needed in ctx.needs_input_grad:
+            scaled.append(next(saved) * d_loss if is_needed else None)
+        if scaled[0] is not None:
+            scaled[0] = scaled[0].to(ctx.dtype)
+        return tuple(scaled)
+
+
+def _add_gradients(
+    total: list[Tensor | None], more: Sequence[Tensor | None], weight: float
+) -> None:
+    """Compute total += weight * more in place, where None stands for zeros."""
+    for number, gradient in enumerate(more):
+        if gradient is None:
+            continue
+        before = total[number]
+        if before is None:
+            total[number] = gradient * weight
+        else:
+            before.add_(gradient, alpha=weight)

@@ -1,4 +1,19 @@
-"""Candidates of each row: score blocks, explicit pairs and exclusion masks, from indices and contents alone."""
+"""Candidates of each row: score blocks, explicit pairs and exclusion masks.
+
+A loss compares the own pair of each row (q_i, p_i) with its candidates. Which scores that
+takes is decided here, from indices and contents alone; `tiles.py` computes them. The
+candidates' table has one position for each occurrence of a text:
+
+    [ hard negatives | positives | queries | hard negatives of explicit pairs ]
+      '------- documents -------'
+
+A score block says: all rows of this rank, anchored at their query or their positive,
+against one range of positions. An exclusion mask says which of these scores do not count.
+It is never stored as [rows, columns]. Each row has a few keys, each column has a few keys,
+and a score is left out where any of them are equal: a row's keys are the contents of its
+query and positives, a column's key is its content. With hard_negatives_scope: own each
+hard negative meets the rows of its own example only, as explicit pairs.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +26,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vembed.config.schema import TrainConfig
 from vembed.losses.batch import LossBatch
+from vembed.losses.declaration import CandidateLoss
 from vembed.losses.exchange import Ring, RingParts
 
-# Fill values of unused key slots. They differ, so that an empty row slot never equals an empty column slot.
+# Fill values of unused key slots. They differ, so that an empty row slot never equals an
+# empty column slot.
 NO_KEY_ROW = -1
 NO_KEY_COLUMN = -2
-FORWARD, REVERSE = 0, 1
+FORWARD = 0
+REVERSE = 1
+SPARSE_SHARE = 4
+"""A mask with keys in fewer than one of so many columns is kept as single scores."""
 Anchor = Literal["query", "positive"]
 LeftOut = Tensor | tuple[Tensor, Tensor]
 """A bool mask of some rows and columns, or the rows and columns of single scores."""
@@ -26,43 +45,42 @@ LeftOut = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ExclusionMask:
-    """An exclusion mask in factored form: a column is left out for a row if any of their keys are equal."""
+    """Scores that do not count: those whose row and column have an equal key."""
 
     row_keys: Tensor
-    """[n, S] int32 keys of the own rows; unused slots are -1."""
+    """[n, S] int32 keys of this rank's rows. Unused slots are -1."""
     column_keys: Tensor
-    """[C, S'] int32 keys of the columns; unused slots are -2."""
+    """[C, S'] int32 keys of the columns. Unused slots are -2."""
 
     def left_out(self, rows: slice, columns: slice, size: int) -> Iterator[LeftOut]:
-        """Yield what is left out of every `size` of the columns: a bool mask, or the places of what it holds if that is
-        little."""
-        row_keys, column_keys = (
-            _trimmed(self.row_keys[rows]),
-            _trimmed(self.column_keys[columns]),
-        )
+        """Yield what is left out of every `size` of the columns.
+
+        It is a bool mask, or the places of its true values if these are few.
+        """
+        row_keys = _trimmed(self.row_keys[rows])
+        column_keys = _trimmed(self.column_keys[columns])
         num_columns = column_keys.shape[0]
-        # On a CPU a comparison of all keys takes almost as long as the scores, and most columns have no key of any row.
-        # On a GPU it is cheap, and the number of places would have to be waited for.
+        # On a CPU a comparison of all keys takes almost as long as the scores, and most
+        # columns have no key of any row. On a GPU it is cheap, and the number of places
+        # would have to be waited for.
         if row_keys.device.type == "cpu" and row_keys.numel():
             ordered = row_keys.flatten().sort().values
-            at = torch.searchsorted(ordered, column_keys.contiguous()).clamp_(
-                max=ordered.numel() - 1
-            )
-            some = (ordered[at] == column_keys).any(1).nonzero()[:, 0]
-            if 4 * some.numel() <= num_columns:
-                yield from _places(
-                    some, _any_equal(column_keys[some], row_keys), num_columns, size
-                )
+            nearest = torch.searchsorted(ordered, column_keys.contiguous())
+            nearest.clamp_(max=ordered.numel() - 1)
+            has_key = (ordered[nearest] == column_keys).any(1).nonzero()[:, 0]
+            if SPARSE_SHARE * has_key.numel() <= num_columns:
+                mask = _any_equal(column_keys[has_key], row_keys)
+                yield from _places(has_key, mask, num_columns, size)
                 return
-        for part in torch.split(column_keys, size):
-            yield _any_equal(row_keys, part)
+        for tile_keys in torch.split(column_keys, size):
+            yield _any_equal(row_keys, tile_keys)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreBlock:
-    """A score block: every own row's anchor against a range of table columns, less what the exclusion masks leave out.
+    """The anchors of all rows of this rank against a range of columns.
 
-    The row's own pair is always left out here; it enters the loss separately.
+    The row's own pair is always left out here. It enters the loss separately.
     """
 
     anchor: Anchor
@@ -73,57 +91,61 @@ class ScoreBlock:
     def left_out(
         self, rows: slice, columns: slice, size: int
     ) -> Iterator[tuple[LeftOut, ...]]:
-        """Yield what the masks leave out of every `size` of the columns, which count from the score block's first."""
-        if self.exclusion_masks:
-            return zip(
-                *(mask.left_out(rows, columns, size) for mask in self.exclusion_masks),
-                strict=True,
-            )
-        return itertools.repeat(())
+        """Yield what the masks leave out of every `size` of the columns.
+
+        Columns count from the score block's first.
+        """
+        if not self.exclusion_masks:
+            return itertools.repeat(())
+        masks = (mask.left_out(rows, columns, size) for mask in self.exclusion_masks)
+        return zip(*masks, strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ExplicitPairs:
-    """Explicit pairs, scored one by one: hard negatives that are candidates for the rows of their own example only."""
+    """Pairs that are scored one by one: hard negatives for rows of their own example."""
 
     anchor: Anchor
     row: Tensor
-    """[P] own row, counted from the first own row, in ascending order."""
+    """[P] row, counted from this rank's first, in ascending order."""
     position: Tensor
-    """[P] position in the table."""
+    """[P] position of the hard negative in the table."""
     direction: int
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignColumns:
-    """Columns of other ranks in a ring. The own ones are the first rows of the own table, in the same order."""
+    """Columns of other ranks that are not in the table.
+
+    This rank's are the first rows of its table, in the same order.
+    """
 
     ring: Ring
     counts: tuple[int, ...]
     """Number of columns of each rank."""
     score_blocks: Callable[[int], tuple[ScoreBlock, ...]]
-    """The score blocks of the own rows against one rank's columns, whose positions count from its first column."""
+    """The score blocks of this rank's rows against one rank's columns, whose positions count from its first column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """All scores of this rank's part of the loss. Positions are rows of a table of N occurrences."""
+    """All scores of this rank's share of the loss. Positions are rows of a table of N occurrences."""
 
     index: Tensor
     """[N] index into the batch's embeddings for each position."""
     occurrence: Tensor
     """[N] number of the occurrence at each position: the R queries, the R positives, then the hard negatives."""
     queries: slice
-    """Positions of the own rows' queries."""
+    """Positions of the queries of this rank's rows."""
     positives: slice
-    """Positions of the own rows' positives."""
+    """Positions of the positives of this rank's rows."""
     score_blocks: tuple[ScoreBlock, ...]
     explicit: tuple[ExplicitPairs, ...]
     foreign: ForeignColumns | None = None
-    """Columns of other ranks, where the table holds the own ones alone."""
+    """Columns of other ranks, where the table holds only this rank's."""
 
     def anchors(self, anchor: Anchor) -> slice:
-        """Return the positions of the own rows' anchors of one kind."""
+        """Return the positions of the rows' anchors of one kind."""
         return self.queries if anchor == "query" else self.positives
 
     @property
@@ -133,250 +155,253 @@ class Candidates:
 
 
 def find_candidates(
-    batch: LossBatch, config: TrainConfig, *, both_directions: bool
+    batch: LossBatch,
+    options: CandidateLoss,
+    *,
+    query_query: bool = False,
+    document_document: bool = False,
+    both_directions: bool = False,
 ) -> Candidates:
-    """Lay out the table [negatives, positives, queries, own hard negatives] and the score blocks of the options."""
-    own = batch.own()
-    all_ranks = config.objective.negatives_from != "own_rank"
-    rows, negatives = (
-        slice(0, batch.num_rows),
-        numbers_of(slice(0, batch.negative.numel()), batch),
-    )
-    if batch.ring is not None:
-        # The own columns only; those of other ranks come as visits (`foreign`).
-        rows, negatives = (
-            batch.ring.rows[batch.ring.rank],
-            batch.ring.negatives[batch.ring.rank],
-        )
-    if not all_ranks:
-        # Fewer candidates; the loss still divides by the rows of the global batch.
-        rows, negatives = own, numbers_of(batch.own_hard_negatives(), batch)
-    # Queries of other rows are needed only as columns; otherwise the own queries, as anchors, are enough.
-    query_columns = config.objective.query_query_negatives or both_directions
-    query_rows = rows if query_columns else own
+    """Lay out the table and the score blocks that the options ask for.
 
-    explicit_row = explicit_position = used = batch.negative[:0]
-    has_negative_columns = config.objective.hard_negatives_scope == "all"
+    `query_query`, `document_document`: queries against queries, and positives against
+    documents, too. `both_directions`: positives against queries, for a reverse loss.
+    """
+    own = batch.own()
+    # The rows and hard negatives whose columns are in the table.
+    rows = slice(0, batch.num_rows)
+    negatives = batch.negative_numbers()
+    all_ranks = options.negatives_from == "all_ranks"
+    if not all_ranks:
+        # Fewer candidates. The loss still divides by the rows of the global batch.
+        rows = own
+        own_negatives = batch.own_hard_negatives()
+        negatives = negatives[own_negatives]
+    elif batch.ring is not None:
+        # Columns of other ranks come later (`foreign`).
+        rows = batch.ring.rows[batch.ring.rank]
+        negatives = batch.ring.negatives[batch.ring.rank]
+    # Queries of other rows are needed only as columns. Otherwise the queries of this
+    # rank's rows are enough, as anchors.
+    has_query_columns = query_query or both_directions
+    query_rows = rows if has_query_columns else own
+
+    has_negative_columns = options.hard_negatives_scope == "all"
+    explicit_row = batch.negative[:0]
+    explicit_position = batch.negative[:0]
+    explicit_negative = batch.negative[:0]
     if not has_negative_columns:
-        # With this scope hard negatives are explicit pairs and no columns of the score blocks.
-        explicit_row, explicit_negative = explicit_negatives(
-            batch, own, negatives, mask_duplicates=config.objective.mask_duplicates
+        explicit_row, negative = explicit_negatives(
+            batch, own, negatives, mask_duplicates=options.mask_duplicates
         )
-        used, explicit_position = torch.unique(explicit_negative, return_inverse=True)
+        explicit_negative, explicit_position = torch.unique(
+            negative, return_inverse=True
+        )
         negatives = negatives[:0]
 
-    occurrence = occurrences_of(batch, negatives, rows, query_rows, used)
-    # Negatives and positives are adjacent, so that one contiguous range holds all documents.
+    # Occurrences are numbered: queries from 0, positives from R, hard negatives from 2 R.
+    num_rows = batch.num_rows
+    numbers = torch.arange(2 * num_rows, device=batch.query.device)
+    occurrence = torch.cat(
+        (
+            2 * num_rows + negatives,
+            numbers[num_rows:][rows],
+            numbers[:num_rows][query_rows],
+            2 * num_rows + explicit_negative,
+        )
+    )
+    inputs = torch.cat((batch.query, batch.positive, batch.negative))
     num_documents = negatives.numel() + rows.stop - rows.start
-    queries = slice(num_documents, num_documents + query_rows.stop - query_rows.start)
-    keys = _Keys(batch, config, own, both_directions=both_directions)
-    explicit: list[ExplicitPairs] = []
+    first_explicit = num_documents + query_rows.stop - query_rows.start
+
+    explicit = []
     if explicit_row.numel():
-        position = queries.stop + explicit_position
+        position = first_explicit + explicit_position
         explicit.append(ExplicitPairs("query", explicit_row, position, FORWARD))
-        if config.objective.document_document_negatives:
+        if document_document:
             explicit.append(ExplicitPairs("positive", explicit_row, position, FORWARD))
+    blocks = _BlockBuilder(
+        batch,
+        own,
+        by_content=options.mask_duplicates,
+        query_query=query_query,
+        document_document=document_document,
+        both_directions=both_directions,
+    )
     foreign = None
     if batch.ring is not None and all_ranks:
         foreign = _foreign_columns(
             batch.ring,
-            keys,
+            blocks,
             with_negatives=has_negative_columns,
-            with_queries=query_columns,
+            with_queries=has_query_columns,
         )
-    places = batch.places(
-        torch.cat((batch.query, batch.positive, batch.negative))[occurrence]
-    )
     return Candidates(
-        index=places,
+        index=batch.positions(inputs[occurrence]),
         occurrence=occurrence,
-        # `own` counts rows of the global batch; the table may begin at another row.
-        queries=_shifted(own, queries.start - query_rows.start),
+        # `own` counts rows of the global batch. The table may begin at another row.
+        queries=_shifted(own, num_documents - query_rows.start),
         positives=_shifted(own, negatives.numel() - rows.start),
-        score_blocks=keys.score_blocks(rows, negatives),
+        score_blocks=blocks.build(rows, negatives),
         explicit=tuple(explicit),
         foreign=foreign,
     )
 
 
 def _foreign_columns(
-    ring: RingParts, keys: _Keys, *, with_negatives: bool, with_queries: bool
+    ring: RingParts,
+    blocks: _BlockBuilder,
+    *,
+    with_negatives: bool,
+    with_queries: bool,
 ) -> ForeignColumns:
-    negatives = (
-        ring.negatives if with_negatives else tuple(one[:0] for one in ring.negatives)
-    )
+    negatives = ring.negatives
+    if not with_negatives:
+        negatives = tuple(numbers[:0] for numbers in ring.negatives)
     roles = 2 if with_queries else 1
-    return ForeignColumns(
-        ring=ring.ring,
-        counts=tuple(
-            some.numel() + roles * (rows.stop - rows.start)
-            for rows, some in zip(ring.rows, negatives, strict=True)
-        ),
-        # Kept from the first pass for the second: keys of all columns, which are integers.
-        score_blocks=cache(
-            lambda rank: keys.score_blocks(ring.rows[rank], negatives[rank])
-        ),
-    )
+    counts = []
+    for rows, numbers in zip(ring.rows, negatives, strict=True):
+        counts.append(numbers.numel() + roles * (rows.stop - rows.start))
 
+    # Kept from the first round for the second: keys of all columns, which are integers.
+    @cache
+    def score_blocks(rank: int) -> tuple[ScoreBlock, ...]:
+        return blocks.build(ring.rows[rank], negatives[rank])
 
-def numbers_of(some: slice, batch: LossBatch) -> Tensor:
-    """Return the numbers of a range, on the batch's device."""
-    return torch.arange(some.start, some.stop, device=batch.query.device)
-
-
-def occurrences_of(
-    batch: LossBatch,
-    negatives: Tensor,
-    positives: slice,
-    queries: slice,
-    more_negatives: Tensor,
-) -> Tensor:
-    """Numbers of occurrences: queries count from 0, positives from R, hard negatives from 2 R."""
-    count = batch.num_rows
-    numbers = torch.arange(2 * count, device=batch.query.device)
-    return torch.cat(
-        (
-            2 * count + negatives,
-            numbers[count : 2 * count][positives],
-            numbers[:count][queries],
-            2 * count + more_negatives,
-        )
-    )
+    return ForeignColumns(ring.ring, tuple(counts), score_blocks)
 
 
 def explicit_negatives(
     batch: LossBatch, rows: slice, negatives: Tensor, *, mask_duplicates: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return rows [P] and hard negatives [P]: each row of the range with each of its example's hard negatives, of those
-    whose numbers are given.
+    """Return rows [P] and hard negatives [P]: each row with each of its example's.
 
-    Rows count from the range's start, ascending. With `mask_duplicates`, pairs are dropped whose negative has the
+    `negatives` are the numbers of those that are looked at. Rows count from the range's
+    start, ascending. With `mask_duplicates`, pairs are dropped whose negative has the
     content of the row's query or of one of its example's positives.
     """
     row, negative = join_equal(batch.example[rows], batch.negative_example[negatives])
     negative = negatives[negative]
-    if mask_duplicates and row.numel():
-        sets = _content_sets(batch)[rows][row]
-        content = batch.content[negative_parts(batch)[negative]]
-        # Places among the sorted distinct contents: the numbers that `_content_sets` uses.
-        ranks = torch.searchsorted(torch.unique(batch.content), content).to(torch.int32)
-        # sets: [P, S] contents that the row excludes; ranks: [P, 1 or 2] those of the negative's parts.
-        keep = (sets[:, :, None] != ranks[:, None]).flatten(1).all(1)
-        row, negative = row[keep], negative[keep]
-    return row, negative
+    if not mask_duplicates or not row.numel():
+        return row, negative
+    excluded = _content_sets(batch)[rows][row]  # [P, S]
+    content = batch.content[negative_parts(batch)[negative]]  # [P, 1 or 2]
+    # Ranks among the sorted distinct contents, the numbers that `_content_sets` uses.
+    ranks = torch.searchsorted(torch.unique(batch.content), content).to(torch.int32)
+    is_kept = (excluded[:, :, None] != ranks[:, None]).flatten(1).all(1)
+    return row[is_kept], negative[is_kept]
 
 
 def negative_parts(batch: LossBatch) -> Tensor:
-    """[H, 1 or 2] indices of the embeddings that each hard negative is made of: itself, or the parts of a mixture."""
-    return (
-        batch.negative[:, None]
-        if batch.negative_parts is None
-        else batch.negative_parts
-    )
+    """Return [H, 1 or 2] indices of the embeddings that each hard negative is made of."""
+    if batch.negative_parts is None:
+        return batch.negative[:, None]
+    return batch.negative_parts
 
 
-class _Keys:
-    """Builder of the score blocks with their exclusion masks, for the own rows against any range of columns.
+class _BlockBuilder:
+    """Builder of score blocks with their masks: this rank's rows against any columns.
 
-    With `mask_duplicates` keys are contents. Otherwise keys are example ids: a row leaves out only the query and
-    positives of its own example.
+    With `by_content` (mask_duplicates) keys are contents. Otherwise keys are example ids:
+    a row leaves out only the query and positives of its own example.
     """
 
     def __init__(
         self,
         batch: LossBatch,
-        config: TrainConfig,
         own: slice,
         *,
+        by_content: bool,
+        query_query: bool,
+        document_document: bool,
         both_directions: bool,
     ) -> None:
-        self.config = config
+        self.by_content = by_content
+        self.query_query = query_query
+        self.document_document = document_document
         self.both_directions = both_directions
-        self.by_content = config.objective.mask_duplicates
-        if self.by_content:
-            content = torch.unique(batch.content, return_inverse=True)[1].to(
-                torch.int32
-            )
-            self.sets = _content_sets(batch)
-            self.query, self.positive = content[batch.query], content[batch.positive]
+        if by_content:
+            content = _ranks(batch.content)
+            self.excluded = _content_sets(batch)
+            self.query = content[batch.query]
+            self.positive = content[batch.positive]
             self.negative = content[negative_parts(batch)]
         else:
-            example = torch.unique(batch.example, return_inverse=True)[1].to(
-                torch.int32
-            )
-            self.sets, self.query, self.positive = example[:, None], example, example
-            # Hard negatives have no key: without mask_duplicates none of them is ever left out.
+            example = _ranks(batch.example)
+            self.excluded = example[:, None]
+            self.query = example
+            self.positive = example
+            # Hard negatives have no key: without mask_duplicates none is ever left out.
             self.negative = torch.full_like(
                 batch.negative[:, None], NO_KEY_COLUMN, dtype=torch.int32
             )
-        self.own_sets, self.own_query, self.own_positive = (
-            self.sets[own],
-            self.query[own],
-            self.positive[own],
-        )
+        self.row_excluded = self.excluded[own]
+        self.row_query = self.query[own]
+        self.row_positive = self.positive[own]
 
-    def score_blocks(self, rows: slice, negatives: Tensor) -> tuple[ScoreBlock, ...]:
-        """Return the score blocks against [negatives, positives, queries]: the hard negatives of these numbers, then
-        the positives and queries of these rows. Empty ones are left out."""
+    def build(self, rows: slice, negatives: Tensor) -> tuple[ScoreBlock, ...]:
+        """Return the score blocks against [negatives, positives, queries].
+
+        The columns are the hard negatives of these numbers, then the positives and the
+        queries of these rows. Empty blocks are left out.
+        """
         num_rows = rows.stop - rows.start
         documents = slice(0, negatives.numel() + num_rows)
         queries = slice(documents.stop, documents.stop + num_rows)
-        negative, positive = self.negative[negatives], self.positive[rows]
-        # A mixture has two keys, so a positive's single key is repeated to the same width.
-        document = torch.cat(
-            (negative, positive[:, None].expand(-1, negative.shape[1]))
-        )
-        # Documents, or queries, with the content of the row's query or of one of its positives are left out.
-        of_documents = (ExclusionMask(self.own_sets, document),)
-        of_queries = (ExclusionMask(self.own_sets, self.query[rows, None]),)
-        found = [ScoreBlock("query", documents, of_documents, FORWARD)]
-        if self.config.objective.query_query_negatives:
-            found.append(ScoreBlock("query", queries, of_queries, FORWARD))
-        if self.config.objective.document_document_negatives:
-            found.append(ScoreBlock("positive", documents, of_documents, FORWARD))
+        negative = self.negative[negatives]
+        # A mixture has two keys, so a positive's single key is repeated to that width.
+        positive = self.positive[rows, None].expand(-1, negative.shape[1])
+        document = torch.cat((negative, positive))
+        # Documents, or queries, with the content of the row's query or of one of its
+        # positives are left out.
+        of_documents = (ExclusionMask(self.row_excluded, document),)
+        of_queries = (ExclusionMask(self.row_excluded, self.query[rows, None]),)
+        blocks = [ScoreBlock("query", documents, of_documents, FORWARD)]
+        if self.query_query:
+            blocks.append(ScoreBlock("query", queries, of_queries, FORWARD))
+        if self.document_document:
+            blocks.append(ScoreBlock("positive", documents, of_documents, FORWARD))
         if self.both_directions:
-            found.append(
-                ScoreBlock(
-                    "positive",
-                    queries,
-                    self._queries_of_documents(rows, of_queries),
-                    REVERSE,
-                )
-            )
-        return tuple(one for one in found if one.columns.stop > one.columns.start)
-
-    def _queries_of_documents(
-        self, rows: slice, of_queries: tuple[ExclusionMask, ...]
-    ) -> tuple[ExclusionMask, ...]:
-        """Return masks for the reverse direction.
-
-        They exclude queries of examples with the row's positive (as positive or query), and queries with the
-        content of the row's own query.
-        """
-        if not self.by_content:
-            return of_queries
-        # The sets serve as columns here, so their fill value must become that of columns.
-        sets = self.sets[rows]
-        columns = sets.where(sets != NO_KEY_ROW, NO_KEY_COLUMN)
-        return ExclusionMask(self.own_positive[:, None], columns), ExclusionMask(
-            self.own_query[:, None], self.query[rows, None]
+            masks = self._reverse_masks(rows) if self.by_content else of_queries
+            blocks.append(ScoreBlock("positive", queries, masks, REVERSE))
+        return tuple(
+            block for block in blocks if block.columns.stop > block.columns.start
         )
+
+    def _reverse_masks(self, rows: slice) -> tuple[ExclusionMask, ...]:
+        """Return masks of queries against the positives of this rank's rows.
+
+        They leave out queries of examples that have the row's positive (as positive or
+        query), and queries with the content of the row's own query.
+        """
+        # The excluded contents serve as columns here, so their fill value must become
+        # that of columns.
+        excluded = self.excluded[rows]
+        column_keys = excluded.where(excluded != NO_KEY_ROW, NO_KEY_COLUMN)
+        knows_positive = ExclusionMask(self.row_positive[:, None], column_keys)
+        same_query = ExclusionMask(self.row_query[:, None], self.query[rows, None])
+        return knows_positive, same_query
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Return each value's rank among the sorted distinct values, as int32."""
+    ranks: Tensor = torch.unique(values, return_inverse=True)[1]
+    return ranks.to(torch.int32)
 
 
 def _content_sets(batch: LossBatch) -> Tensor:
-    """Return [R, S] int32: contents (as ascending ranks) of each row's query and of its example's positives."""
-    content = torch.unique(batch.content, return_inverse=True)[1].to(torch.int32)
+    """Return [R, S] int32: contents, as ranks, of each row's query and of its example's positives."""
+    content = _ranks(batch.content)
     positive = content[batch.positive]
     example, size = torch.unique(
         batch.example, return_inverse=True, return_counts=True
     )[1:]
     order = torch.argsort(example, stable=True)
-    # Scatter into [examples, width]: slot is the position among the positives of the same example, that is the
-    # position in the sorted order less the example's exclusive prefix sum.
-    slot = (
-        torch.arange(order.numel(), device=order.device)
-        - (size.cumsum(0) - size)[example[order]]
-    )
+    # Scatter into [examples, width]. The slot is the position among the positives of the
+    # same example: the position in the sorted order less the exclusive prefix sum of the
+    # example sizes.
+    first = size.cumsum(0) - size
+    slot = torch.arange(order.numel(), device=order.device) - first[example[order]]
     width = int(size.max()) if size.numel() else 0
     positives = positive.new_full((size.numel(), width), NO_KEY_ROW)
     positives[example[order], slot] = positive[order]
@@ -388,13 +413,12 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     ordered, order = torch.sort(right, stable=True)
     first = torch.searchsorted(ordered, left)
     count = torch.searchsorted(ordered, left, right=True) - first
-    rows = torch.repeat_interleave(
-        torch.arange(left.numel(), device=left.device), count
-    )
-    # Equal values of `right` are adjacent after sorting: match number w of left[i] is at first[i] + w.
-    within = (
-        torch.arange(rows.numel(), device=left.device) - (count.cumsum(0) - count)[rows]
-    )
+    numbers = torch.arange(left.numel(), device=left.device)
+    rows = torch.repeat_interleave(numbers, count)
+    # Equal values of `right` are adjacent after sorting: match number w of left[i] is at
+    # first[i] + w.
+    before = (count.cumsum(0) - count)[rows]
+    within = torch.arange(rows.numel(), device=left.device) - before
     return rows, order[first[rows] + within]
 
 
@@ -405,32 +429,33 @@ def _places(
     column, row = mask.nonzero(as_tuple=True)
     column = columns[column]
     # `columns` ascend, so that the places of each part are adjacent.
-    bounds = torch.searchsorted(
-        column, torch.arange(0, num_columns + size, size)
-    ).tolist()
-    for start, (first, last) in zip(
-        range(0, num_columns, size), itertools.pairwise(bounds), strict=True
-    ):
+    limits = torch.arange(0, num_columns + size, size)
+    bounds = torch.searchsorted(column, limits).tolist()
+    starts = range(0, num_columns, size)
+    for start, (first, last) in zip(starts, itertools.pairwise(bounds), strict=True):
         yield row[first:last], column[first:last] - start
 
 
 def _any_equal(row_keys: Tensor, column_keys: Tensor) -> Tensor:
     """Return a bool mask [rows, columns], true where any of the keys are equal."""
-    # One [rows, columns] comparison per pair of slots. A single broadcast would need [rows, columns, S, S'].
+    # One [rows, columns] comparison per pair of slots. A single broadcast would need
+    # [rows, columns, S, S'].
     mask = row_keys[:, :1] == column_keys[:, 0]
-    for slot in range(row_keys.shape[1]):
+    for row_slot in range(row_keys.shape[1]):
         for column_slot in range(column_keys.shape[1]):
-            if slot or column_slot:
-                mask |= row_keys[:, slot, None] == column_keys[:, column_slot]
+            if row_slot or column_slot:
+                mask |= row_keys[:, row_slot, None] == column_keys[:, column_slot]
     return mask
 
 
 def _trimmed(keys: Tensor) -> Tensor:
-    """Return the keys without slots that no row of this block uses. The check pays only with more than two slots."""
+    """Return the keys without slots that no row of this block uses."""
+    # The check pays only with more than two slots.
     if keys.shape[1] <= 2 or not keys.shape[0]:
         return keys
-    return keys[:, : int((keys >= 0).sum(1).max())]
+    num_used = int((keys >= 0).sum(1).max())
+    return keys[:, :num_used]
 
 
-def _shifted(part: slice, offset: int) -> slice:
-    return slice(part.start + offset, part.stop + offset)
+def _shifted(positions: slice, offset: int) -> slice:
+    return slice(positions.start + offset, positions.stop + offset)

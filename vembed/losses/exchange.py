@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -21,7 +22,7 @@ class Visit:
     owner: int
     """The rank whose columns they are."""
     columns: slice
-    """Their places among its columns."""
+    """Their positions among its columns."""
     values: Tensor
     """[C, width] what their rank packed for them. Valid until the next visit."""
     gradient: Tensor | None
@@ -31,7 +32,7 @@ class Visit:
 
 
 class TravellingColumns(ABC):
-    """A rank's own columns, as the ring asks for them."""
+    """This rank's columns, as the ring asks for them."""
 
     counts: Sequence[int]
     """Number of columns of each rank."""
@@ -40,11 +41,11 @@ class TravellingColumns(ABC):
 
     @abstractmethod
     def packed(self, columns: slice) -> Tensor:
-        """Return [C, width], contiguous: some of the own columns, for all other ranks."""
+        """Return [C, width], contiguous: some of the columns of this rank, for all other ranks."""
 
     @abstractmethod
     def add_gradient(self, columns: slice, gradient: Tensor) -> None:
-        """Add [C, gradient width], the sum of what all other ranks found for some of the own columns."""
+        """Add [C, gradient width], the sum of what all other ranks found for some of the columns of this rank."""
 
 
 class Ring(ABC):
@@ -69,10 +70,19 @@ class RingParts:
     num_inputs: int
     """Inputs of all ranks."""
     first_input: int
-    """Number of the first own input."""
+    """Number of the first input of this rank."""
     rows: tuple[slice, ...]
     """The rows of each rank."""
     negatives: tuple[Tensor, ...]
     """Numbers of the hard negatives of each rank, mixtures included."""
     first_mixture: int = 0
-    """Offset that is subtracted from the number of an own mixture to get its place among the own embeddings."""
+    """Offset that is subtracted from the number of a mixture of this rank to get its position among the embeddings of this rank."""
+
+    def positions(self, numbers: Tensor) -> Tensor:
+        """Return where among this rank's embeddings its inputs of these numbers are."""
+        # Numbers from num_inputs on are those of mixtures, which stand behind the
+        # embeddings of this rank.
+        is_input = numbers < self.num_inputs
+        return torch.where(
+            is_input, numbers - self.first_input, numbers - self.first_mixture
+        )

@@ -1,283 +1,134 @@
-"""Losses on listed pairs: a row's own pair and the hard negatives of its example, and lists of graded documents.
+"""Listed pairs: a row's own pair and the hard negatives of its example, in groups.
 
-t are the scores of a teacher or of the data, s the student's similarities, T the temperature and T' the teacher's.
-None of them needs a matrix: their memory grows with the number of listed pairs.
+Losses on them need no matrix: their memory grows with the number of listed pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from vembed.config.schema import TrainConfig
-from vembed.config.terms import SCORES, followed_teacher
-from vembed.errors import UserError
-from vembed.losses.batch import LossBatch
-from vembed.losses.candidates import explicit_negatives, join_equal, numbers_of
-from vembed.losses.matryoshka import Similarity, arithmetic_dtype
-from vembed.losses.pairs import pair_scores
-from vembed.losses.targets import TeacherScores, Teaching
-from vembed.losses.temperature import TemperedLoss
+from vembed.losses.batch import ListedScores, LossBatch
+from vembed.losses.candidates import explicit_negatives, join_equal
+from vembed.losses.similarity import Similarity, pair_scores
+
+
+class StudentScores:
+    """The similarities of a batch, as listed scores at all K sizes."""
+
+    def __init__(self, batch: LossBatch, similarity: Similarity) -> None:
+        self.batch = batch
+        self.similarity = similarity
+
+    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
+        """See ListedScores. Differentiable once."""
+        batch = self.batch
+        left = torch.cat((batch.query[rows], batch.query[negative_row]))
+        right = torch.cat((batch.positive[rows], batch.negative[negative]))
+        # One call for all pairs, so that their gradients are accumulated once.
+        return pair_scores(
+            batch.embeddings,
+            batch.positions(left),
+            batch.positions(right),
+            self.similarity,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
-    """Scored pairs in groups: of each entry its group, the student's score and the wanted one."""
+class ListedPairs:
+    """n own pairs of rows, then P pairs of a row's query and a hard negative."""
 
+    rows: Tensor
+    """[n] row of each own pair."""
+    negative_row: Tensor
+    """[P] row whose query meets the hard negative."""
+    negative: Tensor
+    """[P] number of the hard negative."""
     group: Tensor
-    """[E] number of the entry's group, counted from 0."""
-    scores: Tensor
-    """[K, E] the student's, at all sizes."""
-    targets: Tensor
-    """[E]"""
+    """[n + P] group of each pair, counted from 0."""
     num_groups: int
 
-
-class ListedLoss(TemperedLoss):
-    """Base of the losses on listed pairs."""
-
-    def __init__(
-        self, config: TrainConfig, mrl_dims: Sequence[int], start_scale: float | None
-    ) -> None:
-        super().__init__(config, mrl_dims, start_scale)
-        self.teacher_name = followed_teacher(config)
-
-    def teaching(self, batch: LossBatch) -> Teaching:
-        """Targets that the scores are compared with."""
-        if self.teacher_name not in (None, SCORES):
-            return batch.teacher(str(self.teacher_name))
-        positive = batch.required_scores(self.config.objective.loss)
-        if batch.negative_scores is None:
-            # Without scores of their own, hard negatives are below everything that has one.
-            lowest = positive.new_full((batch.negative.numel(),), float("nan"))
-            return TeacherScores(positive, lowest)
-        return TeacherScores(positive, batch.negative_scores)
-
-    def scored_teaching(self, batch: LossBatch) -> Teaching:
-        """The same, for losses that need a score for every hard negative too."""
-        if (
-            self.teacher_name in (None, SCORES)
-            and batch.negative_scores is None
-            and batch.negative.numel()
-        ):
-            raise UserError(
-                f"loss: {self.config.objective.loss} with teacher: scores needs a score for every positive and every negative of "
-                "a record; give as many scores as there are both, or name a model as teacher."
-            )
-        return self.teaching(batch)
-
-    def rows(self, batch: LossBatch, similarity: Similarity) -> Entries:
-        """A group for each own row: its own pair, then the hard negatives of its example."""
-        own, everywhere = (
-            batch.own(),
-            numbers_of(slice(0, batch.negative.numel()), batch),
-        )
-        # Each row with each hard negative of its example; with mask_duplicates less those that equal a positive of it.
+    @classmethod
+    def of_rank(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
+        """Return a group for each row of this rank, whose own pairs come first."""
+        own = batch.own()
         row, negative = explicit_negatives(
-            batch,
-            own,
-            everywhere,
-            mask_duplicates=self.config.objective.mask_duplicates,
+            batch, own, batch.negative_numbers(), mask_duplicates=mask_duplicates
         )
-        teaching = self.scored_teaching(batch)
-        left = torch.cat((batch.query[own], batch.query[own][row]))
-        right = torch.cat((batch.positive[own], batch.negative[negative]))
-        targets = torch.cat(
-            (
-                teaching.own_scores(own),
-                teaching.negative_scores(row + own.start, negative),
-            )
-        )
-        return Entries(
-            group=torch.cat((torch.arange(batch.num_own_rows, device=row.device), row)),
-            scores=pair_scores(
-                batch.embeddings, batch.places(left), batch.places(right), similarity
-            ),
-            targets=targets.to(
-                batch.embeddings.device, arithmetic_dtype(batch.embeddings)
-            ),
+        numbers = torch.arange(batch.num_own_rows, device=row.device)
+        return cls(
+            rows=numbers + own.start,
+            negative_row=row + own.start,
+            negative=negative,
+            group=torch.cat((numbers, row)),
             num_groups=batch.num_own_rows,
         )
 
-    def target_scale(self) -> float:
-        """One over the teacher's temperature."""
-        return 1.0 / (
-            self.config.objective.teacher_temperature
-            or self.config.objective.temperature
-        )
-
-
-class ListedDivergence(ListedLoss):
-    """loss: kl, distill_candidates: listed. With C_i the positive of row i and the hard negatives of its example,
-
-    L = 1/N * sum_i KL( softmax_{c in C_i}(t_ic / T') || softmax_{c in C_i}(s_ic / T) )
-    """
-
-    def forward(self, batch: LossBatch) -> Tensor:
-        """Return the own rows' part of L."""
-        similarity = self.similarity_for(batch.embeddings)
-        entries = self.rows(batch, similarity)
-        student = grouped_log_softmax(
-            entries.scores * self.scale_for(batch.embeddings), entries
-        )
-        teacher = grouped_log_softmax(
-            entries.targets[None] * self.target_scale(), entries
-        )
-        losses = (teacher.exp() * (teacher - student)).sum(1)
-        # Divided by the rows of all ranks, of which this rank adds up its own: the ranks' parts sum to L.
-        return similarity.total(losses) / max(1, batch.num_rows)
-
-
-class ScoreError(ListedLoss):
-    """loss: score_mse. With C_i as in kl,
-
-    L = 1/N * sum_i 1/|C_i| * sum_{c in C_i} ( softmax(t_i / T')_c - softmax(s_i / T)_c )^2
-    """
-
-    def forward(self, batch: LossBatch) -> Tensor:
-        """Return the own rows' part of L."""
-        similarity = self.similarity_for(batch.embeddings)
-        entries = self.rows(batch, similarity)
-        student = grouped_log_softmax(
-            entries.scores * self.scale_for(batch.embeddings), entries
-        ).exp()
-        teacher = grouped_log_softmax(
-            entries.targets[None] * self.target_scale(), entries
-        ).exp()
-        size = torch.bincount(entries.group, minlength=entries.num_groups).to(
-            student.dtype
-        )
-        losses = ((teacher - student).square() / size[entries.group]).sum(1)
-        return similarity.total(losses) / max(1, batch.num_rows)
-
-
-class MarginError(ListedLoss):
-    """loss: margin_mse. The mean over all (row i, hard negative n of row i's example) of the global batch:
-
-    L = 1/M * sum ( (s(q_i,p_i) - s(q_i,n)) - (t(q_i,p_i) - t(q_i,n)) )^2
-    """
-
-    def forward(self, batch: LossBatch) -> Tensor:
-        """Return the own rows' part of L."""
-        everywhere = (
-            slice(0, batch.num_rows),
-            numbers_of(slice(0, batch.negative.numel()), batch),
-        )
-        # M counts the pairs of all ranks, although only the own ones are scored: each rank needs the same divisor.
-        num_pairs = explicit_negatives(
-            batch, *everywhere, mask_duplicates=self.config.objective.mask_duplicates
-        )[0].numel()
-        similarity = self.similarity_for(batch.embeddings)
-        entries = self.rows(batch, similarity)
-        errors = entries.scores - entries.targets
-        own, row = errors[:, : entries.num_groups], entries.group[entries.num_groups :]
-        # Both differences of the formula at once: (s_p - t_p) - (s_n - t_n).
-        margins = own[:, row] - errors[:, entries.num_groups :]
-        return similarity.total(margins.square().sum(1)) / max(1, num_pairs)
-
-
-class GradedLoss(ListedLoss):
-    """Base of the losses on lists: all positives of one example, each with a score, and its hard negatives."""
-
-    def lists(self, batch: LossBatch, similarity: Similarity | None) -> Entries:
-        """A group for each example; without `similarity` of all ranks' examples and without the student's scores.
-        A rank has the examples whose first row it has."""
-        number, first = _examples(batch)
-        every_row, negative = explicit_negatives(
+    @classmethod
+    def of_examples(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
+        """Return a group for each example of the global batch."""
+        examples, example = torch.unique(batch.example, return_inverse=True)
+        rows = torch.arange(batch.num_rows, device=example.device)
+        first_row = _first_rows(batch)
+        row, negative = explicit_negatives(
             batch,
             slice(0, batch.num_rows),
-            numbers_of(slice(0, batch.negative.numel()), batch),
-            mask_duplicates=self.config.objective.mask_duplicates,
+            batch.negative_numbers(),
+            mask_duplicates=mask_duplicates,
         )
-        # Every row of an example with several positives has all its negatives: take those of the first row.
-        of_first = first[number[every_row]] == every_row
-        every_row, negative = every_row[of_first], negative[of_first]
-        teaching = self.teaching(batch)
-        group = torch.cat((number, number[every_row]))
-        query = torch.cat((batch.query, batch.query[every_row]))
-        document = torch.cat((batch.positive, batch.negative[negative]))
-        targets = torch.cat(
-            (
-                teaching.own_scores(slice(None)),
-                teaching.negative_scores(every_row, negative),
-            )
+        # Every row of an example has all of its negatives: take those of the first.
+        is_first = first_row[example[row]] == row
+        row = row[is_first]
+        return cls(
+            rows=rows,
+            negative_row=row,
+            negative=negative[is_first],
+            group=torch.cat((example, example[row])),
+            num_groups=examples.numel(),
         )
-        if similarity is None:
-            return Entries(
-                group, targets.new_empty(0, group.numel()), targets, first.numel()
-            )
+
+    def of_own_examples(self, batch: LossBatch) -> ListedPairs:
+        """Return the groups of `of_examples` whose first row this rank has.
+
+        A list belongs to one rank, also where its rows lie on two: otherwise it would
+        count twice.
+        """
         own = batch.own()
-        # A list belongs to one rank, also where its rows lie on two: otherwise it would count twice.
-        mine = (first[group] >= own.start) & (first[group] < own.stop)
-        return Entries(
-            group=group[mine],
-            scores=pair_scores(
-                batch.embeddings, query[mine], document[mine], similarity
-            ),
-            targets=targets[mine].to(
-                batch.embeddings.device, arithmetic_dtype(batch.embeddings)
-            ),
-            num_groups=first.numel(),
+        first_row = _first_rows(batch)[self.group]
+        is_own = (first_row >= own.start) & (first_row < own.stop)
+        num_rows = self.rows.numel()
+        return ListedPairs(
+            rows=self.rows[is_own[:num_rows]],
+            negative_row=self.negative_row[is_own[num_rows:]],
+            negative=self.negative[is_own[num_rows:]],
+            group=self.group[is_own],
+            num_groups=self.num_groups,
         )
 
-
-class Listwise(GradedLoss):
-    """loss: listwise (ListNet). Over the E examples of the global batch, with C_e the documents that have a score,
-
-    L = 1/E * sum_e - sum_{c in C_e} softmax(t_e / T')_c * log softmax(s_e / T)_c
-    """
-
-    def forward(self, batch: LossBatch) -> Tensor:
-        """Return the own examples' part of L."""
-        similarity = self.similarity_for(batch.embeddings)
-        entries = self.lists(batch, similarity)
-        known = ~entries.targets.isnan()
-        entries = Entries(
-            entries.group[known],
-            entries.scores[:, known],
-            entries.targets[known],
-            entries.num_groups,
-        )
-        student = grouped_log_softmax(
-            entries.scores * self.scale_for(batch.embeddings), entries
-        )
-        teacher = grouped_log_softmax(
-            entries.targets[None] * self.target_scale(), entries
-        )
-        losses = -(teacher.exp() * student).sum(1)
-        return similarity.total(losses) / max(1, entries.num_groups)
+    def scores(self, source: ListedScores) -> Tensor:
+        """Return [K, n + P] scores of all pairs."""
+        return source.listed(self.rows, self.negative_row, self.negative)
 
 
-class RankNet(GradedLoss):
-    """loss: ranknet. The mean over all pairs (a, b) of documents of one example with t_a > t_b of the global batch:
-
-    L = 1/M * sum log( 1 + exp((s_b - s_a) / T) )
-
-    A hard negative without a score is below every document that has one.
-    """
-
-    def forward(self, batch: LossBatch) -> Tensor:
-        """Return the own examples' part of L."""
-        similarity = self.similarity_for(batch.embeddings)
-        # Of all ranks, as the divisor; the scores are not needed for it.
-        num_pairs = ordered_pairs(self.lists(batch, None))[0].numel()
-        entries = self.lists(batch, similarity)
-        above, below = ordered_pairs(entries)
-        logits = entries.scores * self.scale_for(batch.embeddings)
-        # Above 50, log(1 + exp(x)) is x to float64's precision; torch's own threshold of 20 is for float32.
-        losses = F.softplus(logits[:, below] - logits[:, above], threshold=50.0).sum(1)
-        return similarity.total(losses) / max(1, num_pairs)
+def num_listed_pairs(batch: LossBatch, *, mask_duplicates: bool) -> int:
+    """Return the number of (row, hard negative) pairs of all ranks."""
+    row, _ = explicit_negatives(
+        batch,
+        slice(0, batch.num_rows),
+        batch.negative_numbers(),
+        mask_duplicates=mask_duplicates,
+    )
+    return row.numel()
 
 
-def grouped_log_softmax(logits: Tensor, entries: Entries) -> Tensor:
-    """[K, E] log softmax within each group."""
-    shape = len(logits), entries.num_groups
-    group = entries.group.expand(len(logits), -1)
-    # Relative to the largest logit of the group, so that no exp overflows. It cancels, so it needs no gradient.
+def grouped_log_softmax(logits: Tensor, group: Tensor, num_groups: int) -> Tensor:
+    """Return [K, E] the log softmax of logits [K, E] within each group."""
+    shape = len(logits), num_groups
+    group = group.expand(len(logits), -1)
+    # Relative to the largest logit of the group, so that no exp overflows. It cancels,
+    # so it needs no gradient.
     largest = logits.new_full(shape, -torch.inf).scatter_reduce(
         1, group, logits.detach(), "amax"
     )
@@ -286,20 +137,20 @@ def grouped_log_softmax(logits: Tensor, entries: Entries) -> Tensor:
     return shifted - sums.gather(1, group).log()
 
 
-def ordered_pairs(entries: Entries) -> tuple[Tensor, Tensor]:
-    """[P], [P] numbers of entries of one group, of which the first has the higher target. NaN is below all others."""
-    left, right = join_equal(entries.group, entries.group)
-    targets = entries.targets.nan_to_num(nan=-torch.inf)
-    higher = targets[left] > targets[right]
-    return left[higher], right[higher]
+def ordered_pairs(group: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the pairs [P], [P] of one group of which the first has the higher target.
+
+    A target that is not a number is below all others.
+    """
+    left, right = join_equal(group, group)
+    targets = targets.nan_to_num(nan=-torch.inf)
+    is_higher = targets[left] > targets[right]
+    return left[is_higher], right[is_higher]
 
 
-def _examples(batch: LossBatch) -> tuple[Tensor, Tensor]:
-    """[R] number of each row's example, counted from 0, and [E] the first row of each example."""
-    examples, number = torch.unique(batch.example, return_inverse=True)
-    rows = torch.arange(batch.num_rows, device=number.device)
-    # The lowest row of each example: where its rows lie on two ranks, one of them has it.
-    first = rows.new_full((examples.numel(),), batch.num_rows).scatter_reduce(
-        0, number, rows, "amin"
-    )
-    return number, first
+def _first_rows(batch: LossBatch) -> Tensor:
+    """Return [examples] the lowest row of each example."""
+    examples, example = torch.unique(batch.example, return_inverse=True)
+    rows = torch.arange(batch.num_rows, device=example.device)
+    none = rows.new_full((examples.numel(),), batch.num_rows)
+    return none.scatter_reduce(0, example, rows, "amin")

@@ -17,17 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vembed.config.schema import TrainConfig
-from vembed.losses.batch import LossBatch
+from vembed.losses.batch import LossBatch, TeacherVectors
 from vembed.losses.exchange import RingParts
-from vembed.losses.matryoshka import arithmetic_dtype
-from vembed.losses.targets import TeacherVectors
+from vembed.losses.similarity import arithmetic_dtype
 
-_GOLDEN, _MIX_1, _MIX_2 = (
-    -7046029254386353131,
-    -4658895280553007687,
-    -7723592293110705685,
-)
+# Constants of SplitMix64, as signed integers.
+_GOLDEN = -7046029254386353131
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +46,14 @@ def draw_mixtures(batch: LossBatch, seed: int, count: int) -> Mixtures:
     example, size = torch.unique_consecutive(batch.negative_example, return_counts=True)
     # The hard negatives of an example are adjacent: `start` is the number of its first.
     start = size.cumsum(0) - size
-    chosen = size >= 2
-    example, size, start = (
-        one[chosen].repeat_interleave(count) for one in (example, size, start)
-    )
-    slot = torch.arange(count, device=size.device).repeat(int(chosen.sum()))
-    uniform = [
-        uniform_numbers(seed, batch.number, example, slot * 5 + which)
-        for which in range(5)
-    ]
+    has_two = size >= 2
+    example = example[has_two].repeat_interleave(count)
+    size = size[has_two].repeat_interleave(count)
+    start = start[has_two].repeat_interleave(count)
+    slot = torch.arange(count, device=size.device).repeat(int(has_two.sum()))
+    uniform = []
+    for draw in range(5):
+        uniform.append(uniform_numbers(seed, batch.number, example, slot * 5 + draw))
     left = torch.minimum((uniform[0] * size).long(), size - 1)
     right = torch.minimum((uniform[1] * (size - 1)).long(), size - 2)
     # k is drawn from m - 1 numbers and steps over j, so that j != k and every pair is equally likely.
@@ -89,52 +85,57 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def with_mixtures(batch: LossBatch, config: TrainConfig) -> LossBatch:
-    """Return the batch with the mixed negatives behind its own. `own_negatives` stay those of the data.
+def with_mixtures(
+    batch: LossBatch, seed: int, count: int, *, cosine: bool
+) -> LossBatch:
+    """Return the batch with `count` mixed negatives of each example behind its own.
 
-    In a ring each rank mixes for its own examples; the draws and the numbers are those of all.
+    `own_negatives` stay those of the data. In a ring each rank mixes for its own
+    examples. The draws and the numbers are those of all.
     """
-    drawn = draw_mixtures(batch, config.run.seed, config.objective.mix_negatives)
-    left, right = batch.negative[drawn.left], batch.negative[drawn.right]
-    here = (
-        slice(0, left.numel())
-        if batch.ring is None
-        else _range_of(drawn, batch.own_hard_negatives())
-    )
+    drawn = draw_mixtures(batch, seed, count)
+    left = batch.negative[drawn.left]
+    right = batch.negative[drawn.right]
+    here = slice(0, left.numel())
+    num_inputs = batch.embeddings.shape[0]
+    ring = batch.ring
+    if ring is not None:
+        here = _range_of(drawn, batch.own_hard_negatives())
+        num_inputs = ring.num_inputs
+        ring = _with_numbers(batch, ring, drawn, here)
     embeddings = batch.embeddings.to(arithmetic_dtype(batch.embeddings))
-    cosine = config.objective.similarity == "cosine"
-    one, other = (embeddings[batch.places(numbers[here])] for numbers in (left, right))
-    mixed = _mixed(one, other, drawn.share[here], unit=cosine)
-    num = batch.embeddings.shape[0] if batch.ring is None else batch.ring.num_inputs
+    mixed = _mixed(
+        embeddings[batch.positions(left[here])],
+        embeddings[batch.positions(right[here])],
+        drawn.share[here],
+        unit=cosine,
+    )
+    numbers = torch.arange(num_inputs, num_inputs + left.numel(), device=left.device)
+    # A hard negative of the data is made of itself twice.
+    twice = batch.negative[:, None].expand(-1, 2)
+    teachers = dict(batch.teachers)
+    for name, answers in batch.teachers.items():
+        if isinstance(answers, TeacherVectors):
+            teachers[name] = _with_mixed_vectors(answers, drawn, here)
     return replace(
         batch,
         embeddings=torch.cat((embeddings, mixed)),
-        # Exclusion looks at both parts (`negative_parts`); this only gives each input an id.
+        # Exclusion looks at both parts (`negative_parts`). This only gives each input
+        # an id.
         content=torch.cat((batch.content, batch.content[left])),
-        negative=torch.cat(
-            (batch.negative, torch.arange(num, num + left.numel(), device=left.device))
-        ),
+        negative=torch.cat((batch.negative, numbers)),
         negative_example=torch.cat((batch.negative_example, drawn.example)),
-        negative_parts=torch.cat(
-            (batch.negative[:, None].expand(-1, 2), torch.stack((left, right), dim=1))
-        ),
-        teachers={
-            name: _with_mixed_vectors(one, drawn, here)
-            if isinstance(one, TeacherVectors)
-            else one
-            for name, one in batch.teachers.items()
-        },
-        ring=None
-        if batch.ring is None
-        else _with_numbers(batch, batch.ring, drawn, here),
+        negative_parts=torch.cat((twice, torch.stack((left, right), dim=1))),
+        teachers=teachers,
+        ring=ring,
     )
 
 
 def _range_of(drawn: Mixtures, negatives: slice) -> slice:
-    """Return the mixtures of a range of hard negatives. They are in the order of the negatives' examples."""
-    first, last = (
-        int((drawn.left < bound).sum()) for bound in (negatives.start, negatives.stop)
-    )
+    """Return the mixtures of a range of hard negatives."""
+    # They are in the order of the negatives' examples.
+    first = int((drawn.left < negatives.start).sum())
+    last = int((drawn.left < negatives.stop).sum())
     return slice(first, last)
 
 
@@ -143,43 +144,44 @@ def _with_numbers(
 ) -> RingParts:
     """Count each rank's mixtures among its hard negatives."""
     num = batch.negative.numel()
-    mixtures, start = [], 0
+    all_negatives = []
+    start = 0
     for negatives in ring.negatives:
-        some = _range_of(drawn, slice(start, start + negatives.numel()))
-        mixtures.append(
-            torch.arange(num + some.start, num + some.stop, device=negatives.device)
+        stop = start + negatives.numel()
+        mixtures = _range_of(drawn, slice(start, stop))
+        numbers = torch.arange(
+            num + mixtures.start, num + mixtures.stop, device=negatives.device
         )
-        start += negatives.numel()
-    return replace(
-        ring,
-        negatives=tuple(
-            torch.cat(both) for both in zip(ring.negatives, mixtures, strict=True)
-        ),
-        # Mixture k has the number num_inputs + k, and the place (own embeddings) + k - (first own mixture).
-        first_mixture=ring.num_inputs + here.start - batch.embeddings.shape[0],
-    )
+        all_negatives.append(torch.cat((negatives, numbers)))
+        start = stop
+    # Mixture k has the number num_inputs + k, and among this rank's embeddings the
+    # position (its inputs) + k - (first mixture here).
+    first_mixture = ring.num_inputs + here.start - batch.embeddings.shape[0]
+    return replace(ring, negatives=tuple(all_negatives), first_mixture=first_mixture)
 
 
 def _mixed(left: Tensor, right: Tensor, share: Tensor, *, unit: bool) -> Tensor:
     weight = share[:, None].to(arithmetic_dtype(left))
-    left, right = left.to(weight.dtype), right.to(weight.dtype)
+    left = left.to(weight.dtype)
+    right = right.to(weight.dtype)
     if unit:
-        left, right = F.normalize(left, dim=1), F.normalize(right, dim=1)
+        left = F.normalize(left, dim=1)
+        right = F.normalize(right, dim=1)
     return weight * left + (1 - weight) * right
 
 
 def _with_mixed_vectors(
     teacher: TeacherVectors, drawn: Mixtures, here: slice
 ) -> TeacherVectors:
-    """A teacher's vector of a mixture is the same mixture of its vectors, brought to length 1."""
-    left, right = (
-        teacher.vectors[teacher.places(teacher.negative[one[here]])]
-        for one in (drawn.left, drawn.right)
+    """Return the teacher with vectors of the mixtures: mixtures of its vectors, of length 1."""
+    left = teacher.positions(teacher.negative[drawn.left[here]])
+    right = teacher.positions(teacher.negative[drawn.right[here]])
+    mixed = _mixed(
+        teacher.vectors[left], teacher.vectors[right], drawn.share[here], unit=True
     )
-    vectors = F.normalize(_mixed(left, right, drawn.share[here], unit=True), dim=1).to(
-        teacher.vectors.dtype
-    )
-    # The first of the mixtures here follows the last of the vectors; what lies before and after is of other ranks.
+    vectors = F.normalize(mixed, dim=1).to(teacher.vectors.dtype)
+    # The first of the mixtures here follows the last of the vectors. What lies before
+    # and after belongs to other ranks.
     first = teacher.first + teacher.vectors.shape[0] - here.start
     numbers = torch.arange(
         first, first + drawn.left.numel(), device=teacher.negative.device

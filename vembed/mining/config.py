@@ -6,16 +6,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vembed.config.entries import (
-    RELEVANCE,
-    DataSource,
+from vembed.config.entries import RELEVANCE, DataSource
+from vembed.config.negatives import ChoiceOptions
+from vembed.config.values import (
     Fraction,
     Frozen,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
 )
-from vembed.config.negatives import ChoiceOptions
 
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""

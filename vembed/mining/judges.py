@@ -18,8 +18,7 @@ from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
 from vembed.errors import UserError
-from vembed.inference.reranker import Reranker
-from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT, YesNoReranker
+from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker, YesNoReranker
 from vembed.mining.candidates import Candidates
 from vembed.mining.choice import Chosen
 from vembed.mining.config import Judge, MineConfig, WeightOptions

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from vembed.config.aliases import BLOCKS, known_names, target_of
-from vembed.config.entries import Frozen
 from vembed.config.layers import (
     COMMAND_LINE,
     STAGES,
@@ -23,6 +22,7 @@ from vembed.config.options import Option, all_options, field_option, nearest, qu
 from vembed.config.parsing import read_tree, tree_of_mapping
 from vembed.config.spelling import value_of_text
 from vembed.config.stages import STAGES as STAGE_LIST
+from vembed.config.values import Frozen
 from vembed.errors import UserError
 from vembed.mining.config import CommandConfig
 

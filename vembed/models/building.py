@@ -20,24 +20,19 @@ from vembed.errors import UserError
 from vembed.models import (
     backbone_loading,
     cpu_kernels,
-    flash3,
-    packed_vision,
     packing,
     precision,
+    vision,
 )
-from vembed.models.adapters import (
-    linear_names_inside_layers,
-    merge_saved_adapter,
-    wants_adapters,
-)
+from vembed.models.adapters import merge_saved_adapter, wants_adapters
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families import backbones
+from vembed.models.families.backbones import linear_names_inside_layers
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
 from vembed.models.poolings import MODEL_POOLING, POOLINGS
 from vembed.models.quantized import four_bit, rounded_to_four_bits
-from vembed.models.towers import frozen_towers, tower_module
-from vembed.models.two_towers import TwoTowers
+from vembed.models.towers import TwoTowers, frozen_towers, tower_module
 
 log = logging.getLogger(__name__)
 
@@ -180,9 +175,9 @@ def _load(
         and device.type == "cuda"
         and options.attn_implementation in ("auto", "sdpa")
     ):
-        other = flash3.why_not(model_config.to_dict(), device)
+        other = packing.why_no_flash3(model_config.to_dict(), device)
         if other is None:
-            flash3.activate()
+            packing.use_flash3()
         log.info(
             "FlashAttention 3: %s", "used" if other is None else f"not used ({other})"
         )
@@ -218,9 +213,9 @@ def _load(
         and kernel != "flash_attention_2"
     ):
         tower = tower_module(backbone, description.traits, "vision")
-        padded = packed_vision.why_by_image(tower, device, half=half)
+        padded = vision.why_by_image(tower, device, half=half)
         if padded is None:
-            packed_vision.pack_images(tower)
+            vision.pack_images(tower)
         if not meta:
             log.info(
                 "images: %s",

@@ -37,8 +37,7 @@ from vembed.models.modalities import (
     takes_image_features,
     tower_features,
 )
-from vembed.models.quantized import settle
-from vembed.models.rounded import round_weights
+from vembed.models.quantized import round_weights, settle
 from vembed.models.towers import (
     freeze_parts,
     freeze_unused,

@@ -19,10 +19,9 @@ from vembed.models.collected_losses import Collected
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.table import Forward, Modality
-from vembed.models.image_positions import LONGEST, VISION
-from vembed.models.packed_vision import in_one_piece, tower_output
 from vembed.models.poolings import MODEL_POOLING, POOLINGS
 from vembed.models.towers import tower_module, towers_of_modality
+from vembed.models.vision import LONGEST, VISION, in_one_piece, tower_output
 
 IMAGE_FEATURES = "image_features"
 """Input key of the modality vision: precomputed output of the image tower, in place of the pixels."""

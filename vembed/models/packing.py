@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import ModelSection
-from vembed.models import cpu_kernels, flash3
+from vembed.models import cpu_kernels
 from vembed.models.collected_losses import Collected
 from vembed.models.custom.modeling import PACKED, OwnConfig
 from vembed.models.families.backbones import POSITIONS_AFTER_PADDING, is_decoder_only
@@ -278,7 +279,7 @@ def _by_kernel(
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
     starts, longest = packed.starts, packed.longest
-    if is_flash_attn_2_available() and not flash3.is_active():
+    if is_flash_attn_2_available() and not uses_flash3():
         from flash_attn import flash_attn_varlen_func
 
         attended: Tensor = flash_attn_varlen_func(
@@ -495,3 +496,54 @@ def _by_sdpa(
         )
         attended.append(piece.unpad(scores))
     return torch.cat(attended)
+
+
+# ---- FlashAttention 3, through torch, on Hopper GPUs ----------------------------------
+
+
+FLASH3_PACKAGE = "flash_attn_interface"
+"""The module that FlashAttention 3 installs."""
+HOPPER_CAPABILITY = (9, 0)
+_DROPOUTS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "attention_dropout_prob",
+)
+
+
+def why_no_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
+    """Return the reason for other kernels; None: FlashAttention 3 can be used. `config`: of the model."""
+    if (
+        device.type != "cuda"
+        or torch.cuda.get_device_capability(device) != HOPPER_CAPABILITY
+    ):
+        return "it is for Hopper GPUs"
+    if find_spec(FLASH3_PACKAGE) is None:
+        return "it is not installed"
+    if "activate_flash_attention_impl" not in vars(torch.nn.attention):
+        return "this torch cannot use it"
+    if any(_attention_dropouts(config)):
+        # It takes the place of torch's kernel for all calls, and refuses those with dropout.
+        return "it has no attention dropout, and the model has"
+    return None
+
+
+def use_flash3() -> None:
+    """Let torch compute flash attention by FlashAttention 3, in this process from now on."""
+    if torch.nn.attention.current_flash_attention_impl() != "FA3":
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+
+
+def uses_flash3() -> bool:
+    """Return True if torch computes flash attention by FlashAttention 3."""
+    known = "current_flash_attention_impl" in vars(torch.nn.attention)
+    return known and torch.nn.attention.current_flash_attention_impl() == "FA3"
+
+
+def _attention_dropouts(config: Mapping[str, Any]) -> Iterator[float]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _attention_dropouts(value)
+        elif name in _DROPOUTS:
+            yield float(value or 0.0)

@@ -20,8 +20,8 @@ from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import ModelSection
 from vembed.errors import UserError
+from vembed.models.adapters import separate_adapters
 from vembed.models.families.description import ModelDescription
-from vembed.models.joint_adapters import separate_adapters
 
 log = logging.getLogger(__name__)
 

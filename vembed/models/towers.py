@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args
 
-from torch import nn
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from vembed.errors import UserError
 from vembed.models.backbone_loading import is_never_used
 from vembed.models.families.backbones import layers_of
+from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
 from vembed.models.families.table import Family, Modality, Tower
 from vembed.models.poolings import MODEL_POOLING
+from vembed.models.processors import load_image_processor
 
 log = logging.getLogger(__name__)
 
@@ -181,3 +190,128 @@ def _layer_prefixes(backbone: nn.Module, family: Family) -> dict[str, list[str]]
         tower: [name for name in names if name.startswith(prefix)]
         for tower, prefix in family.towers.items()
     }
+
+
+# ---- two models in one ----------------------------------------------------------------
+
+
+PROJECTIONS_FILE = "projections.safetensors"
+"""File with the weights of both projections, in the text tower's folder."""
+
+
+class TwoTowers(nn.Module):
+    """Two independent models, projected into a shared space."""
+
+    def __init__(
+        self,
+        text_model: PreTrainedModel,
+        vision_model: PreTrainedModel,
+        *,
+        text_dim: int,
+        image_dim: int,
+        shared_dim: int,
+    ) -> None:
+        super().__init__()
+        self.text_model = text_model
+        self.vision_model = vision_model
+        self.text_projection = _projection(text_dim, shared_dim)
+        self.visual_projection = _projection(image_dim, shared_dim)
+
+    def load_projections(self, folder: Path) -> None:
+        """Load the projections of a saved composed model."""
+        path = folder / PROJECTIONS_FILE
+        if not path.is_file():
+            raise UserError(
+                f"{folder} is a composed model without {PROJECTIONS_FILE}; it is incomplete"
+            )
+        weights = load_file(path)
+        with torch.no_grad():
+            self.text_projection.weight.copy_(weights["text_projection.weight"])
+            self.visual_projection.weight.copy_(weights["visual_projection.weight"])
+
+    def save_pretrained(
+        self, folder: str | Path, *, state_dict: dict[str, Tensor]
+    ) -> None:
+        """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
+        folder = Path(folder)
+        for tower, name, place in (
+            (self.text_model, "text_model.", folder),
+            (self.vision_model, "vision_model.", folder / IMAGE_TOWER_FOLDER),
+        ):
+            # Each tower's file has the names of the tower itself, so that it loads alone.
+            part = {
+                key.removeprefix(name): value
+                for key, value in state_dict.items()
+                if key.startswith(name)
+            }
+            tower.save_pretrained(place, state_dict=part)
+        # Whatever belongs to no tower: the projections.
+        projections = {
+            key: value.contiguous()
+            for key, value in state_dict.items()
+            if not key.startswith(("text_model.", "vision_model."))
+        }
+        save_file(projections, folder / PROJECTIONS_FILE)
+
+
+def _projection(width: int, shared_dim: int) -> nn.Linear:
+    """Return a projection initialised as the identity if the sizes agree, otherwise as an orthogonal matrix."""
+    linear = nn.Linear(width, shared_dim, bias=False)
+    if width == shared_dim:
+        nn.init.eye_(linear.weight)
+    else:
+        nn.init.orthogonal_(linear.weight)
+    return linear
+
+
+# ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------
+
+
+FORMAT = 1
+"""Version of the fingerprint. Increase it when towers give other features for the same inputs and weights."""
+_FIELDS = (
+    "family",
+    "pooling",
+    "image_pooling",
+    "max_length",
+    "padding_side",
+    "bidirectional_attention",
+    "min_pixels",
+    "max_pixels",
+)
+"""Description fields that change tower features. Prompts are part of the inputs."""
+
+
+def tower_identity(
+    description: ModelDescription, backbone: Any, modality: Modality, arithmetic: str
+) -> str:
+    """Return a hash that is equal in any run with the same weights, settings and dtypes. It reads every weight.
+
+    `arithmetic`: the dtype that the run computes in.
+    """
+    settings: list[object] = [FORMAT, modality, arithmetic, transformers.__version__]
+    described = description.to_dict()
+    settings += [described[name] for name in _FIELDS]
+    if modality != "text":
+        processor = load_image_processor(description)
+        settings += [type(processor).__name__, processor.to_dict()]
+    digest = hashlib.blake2b(digest_size=16)
+    for tower in towers_of_modality(modality):
+        module: Any = tower_module(backbone, description.traits, tower)
+        settings.append(type(module).__name__)
+        for name, value in module.state_dict().items():
+            if isinstance(value, Tensor):
+                # The header separates tensors: equal bytes under another name or shape give another hash.
+                digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+                digest.update(
+                    value.detach()
+                    .contiguous()
+                    .cpu()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                    .data
+                )
+        settings.append(module.config.to_dict())
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    return digest.hexdigest()

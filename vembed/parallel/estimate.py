@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from vembed.config.schema import ModelSection, TrainConfig
-from vembed.models.adapters import linear_names_inside_layers, wants_adapters
+from vembed.models.adapters import wants_adapters
 from vembed.models.embedding_model import build_model
-from vembed.models.families.backbones import layers_of
+from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.decisions import describe
 from vembed.training.optimizers.table import OPTIMIZERS
 

@@ -10,9 +10,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC
-from vembed.models.families.static_model import STATIC_TYPE
 from vembed.models.families.weight_files import read_object
 from vembed.models.heads import Dense, Head
 from vembed.models.poolings import MODE_FLAGS, MODEL_POOLING, POOLINGS

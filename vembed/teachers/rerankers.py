@@ -12,8 +12,7 @@ from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.errors import UserError
-from vembed.inference.reranker import Agree, Reranker, of_one_rank
-from vembed.inference.yes_no import YesNoReranker
+from vembed.inference.reranker import Agree, Reranker, YesNoReranker, of_one_rank
 from vembed.parallel import collectives, sharding
 from vembed.parallel.session import Session
 from vembed.teachers.shards import is_sharded

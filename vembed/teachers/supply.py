@@ -13,19 +13,17 @@ from torch import Tensor
 
 from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import (
-    followed_teacher,
-    guide_of,
-    needed_teachers,
-    run_terms,
-    takes_vectors,
-)
+from vembed.config.terms import needed_teachers, run_terms
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.data.examples import Example
 from vembed.errors import UserError
-from vembed.losses.batch import LossBatch
-from vembed.losses.matryoshka import arithmetic_dtype
-from vembed.losses.targets import TeacherScores, TeacherVectors, Teaching
+from vembed.losses.batch import (
+    LossBatch,
+    TeacherScores,
+    TeacherVectors,
+    Teaching,
+)
+from vembed.losses.similarity import arithmetic_dtype
 from vembed.models.families.model_files import ModelKind, kind_of, model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -59,12 +57,11 @@ class Teachers:
         self.pairs: dict[str, CachedTeacher[Pair]] = {}
         self._models: dict[str, VectorTeacher] = {}
         self._scales: dict[str, float] = {}
-        wants_vectors = {guide_of(term) for _, term in run_terms(config)}
-        wants_vectors |= {
-            followed_teacher(term)
-            for _, term in run_terms(config)
-            if takes_vectors(term)
-        }
+        wants_vectors = set()
+        for term in run_terms(config):
+            wants_vectors.add(term.guide)
+            if term.loss.needs_vectors():
+                wants_vectors.add(term.teacher)
         for teacher in needed_teachers(config):
             files = model_folder(teacher.model, option="teacher")
             kind = teacher_kind(

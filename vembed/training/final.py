@@ -24,8 +24,7 @@ from vembed.evaluation.report.report import write_report
 from vembed.evaluation.report.summary import RunSummary, collect_versions
 from vembed.inference.encoding import encode_items
 from vembed.models.precision import saved_dtype
-from vembed.models.quantized import is_quantized
-from vembed.models.rounded import store_rounded
+from vembed.models.quantized import is_quantized, store_rounded
 from vembed.parallel import collectives
 from vembed.parallel.parameters import full_state_dict, num_parameters
 from vembed.parallel.session import Session
@@ -210,6 +209,7 @@ def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> 
         model=embedder.description.summary(),
         properties=properties_of(embedder.description),
         data=list(data.examples.summary()),
+        language=_language(data.examples) if session.is_main else None,
         evaluation=data.evaluation.summary() if data.evaluation else "",
         metric=metric,
         final_step=state.scored_step if state.scores else state.step,

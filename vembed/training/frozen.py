@@ -30,7 +30,7 @@ from vembed.inference.encoding import Between, split_in_step
 from vembed.models.embedding_model import FEATURES, EmbeddingModel
 from vembed.models.families.table import Modality
 from vembed.models.modalities import IMAGE_FEATURES
-from vembed.models.tower_identity import tower_identity
+from vembed.models.towers import tower_identity
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 

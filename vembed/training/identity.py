@@ -11,7 +11,7 @@ from typing import Any
 from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import data_entries
+from vembed.config.terms import compares_own_rank
 from vembed.data.cache import add_content
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item
@@ -38,7 +38,7 @@ def identity_of(config: TrainConfig, data: RunData, world_size: int) -> dict[str
     (a Hub name) has no fingerprint.
     """
     tasks = []
-    for source in data_entries(config):
+    for source in config.data.sources():
         tasks.append(
             source.model_dump(mode="json", include=TASK_OPTIONS, exclude_none=True)
         )
@@ -47,7 +47,7 @@ def identity_of(config: TrainConfig, data: RunData, world_size: int) -> dict[str
         "tasks": tasks if any(tasks) else [],
         "global_batch_size": data.examples_per_step,
     }
-    if config.objective.negatives_from == "own_rank":
+    if compares_own_rank(config):
         identity["world_size"] = world_size
     images = of_examples(data.examples)
     if images is not None:

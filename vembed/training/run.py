@@ -14,7 +14,7 @@ from vembed.config.places import require_places
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
-from vembed.models.custom.objects import as_options
+from vembed.models.custom.folder import as_options
 from vembed.parallel.environment import RankInfo, launched_rank
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer

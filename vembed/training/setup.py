@@ -24,7 +24,7 @@ from vembed.config.run_intervals import (
 )
 from vembed.config.sampling import parse_sampling
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import source_batch_sizes, task_numbers, with_temperature
+from vembed.config.terms import run_temperature, source_batch_sizes, task_numbers
 from vembed.cores import num_cores
 from vembed.data.batching.feeding import Feeder
 from vembed.data.batching.rank_batch import RankBatchStream
@@ -41,10 +41,10 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.models.adapters import wants_adapters
+from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.models.families.decisions import describe, without_effect
 from vembed.models.families.description import ModelDescription
-from vembed.models.row_gradients import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.parameters import num_parameters
 from vembed.parallel.session import Session
@@ -328,7 +328,9 @@ def build_components(
     # While rank 0 holds the whole model: `prepare` changes parameters and wraps modules.
     rates = decide_rates(config, kept, embedder, session, data.total_steps)
     scale, bias = embedder.initial_scale_and_bias() or (None, None)
-    loss_config = _with_temperature(config, kept, scale)
+    loss_config = config
+    if "temperature" in kept:
+        loss_config = config.changed(temperature=kept["temperature"])
     if session.device.type == "cpu" and session.fsdp is None:
         use_row_gradients(embedder.backbone)
     if session.placement.copies_weights:
@@ -371,7 +373,7 @@ def build_components(
         source=source,
         teachers=teachers,
         rates=rates,
-        temperature=loss_config.objective.temperature,
+        temperature=run_temperature(loss_config, None if scale is None else 1 / scale),
     )
 
 
@@ -515,22 +517,6 @@ def has_initial_norms(model: nn.Module) -> bool:
                 return False
             num_weights += 1
     return num_weights > 0
-
-
-def _with_temperature(
-    config: TrainConfig, kept: Kept, scale: float | None
-) -> TrainConfig:
-    """Return the config for the loss, with the temperature that suits it and the model's own scale."""
-    if "temperature" in kept:
-        return config.changed(temperature=kept["temperature"])
-    resolved = with_temperature(config, None if scale is None else 1 / scale)
-    # What a learned temperature starts from is logged when the loss is built.
-    if resolved is not config and not config.objective.learn_temperature:
-        reason = "with which this model was trained"
-        if config.objective.loss != "infonce":
-            reason = f"default of loss: {config.objective.loss}"
-        log.info("temperature: %.3g (%s)", resolved.objective.temperature, reason)
-    return resolved
 
 
 def decide_intervals(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -16,12 +15,11 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import needed_teachers
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
-from vembed.losses.projection import EmbeddingDistillation
 from vembed.models.embedding_model import build_model, load_embedder
 from vembed.models.families.decisions import describe
 from vembed.models.families.model_files import read_model
 from vembed.models.precision import saved_dtype
-from vembed.models.rounded import store_rounded
+from vembed.models.quantized import store_rounded
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
 from vembed.training.checkpoint import folder as integrity
@@ -101,11 +99,10 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     for key, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata):
             shapes[key] = list(entry.size)
-    for name, module in loss.named_modules(prefix="loss"):
-        if isinstance(module, EmbeddingDistillation):
-            # The checkpoint knows the teacher's size, without the teacher.
-            shape = shapes[f"{name}.projection"]
-            module.projection = nn.Parameter(torch.empty(shape))
+    for name, parameter in loss.named_parameters(prefix="loss"):
+        # The checkpoint knows the size of a teacher's vectors without the teacher.
+        if list(parameter.shape) != shapes[name]:
+            parameter.data = torch.empty(shapes[name])
     quieten_torch()
 
     def fill(tensors: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import data_entries, task_names
+from vembed.config.terms import task_names
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Item, ReadAs
 from vembed.data.held_out import HeldOut, hold_out, named
@@ -80,7 +80,7 @@ def given_by_task(config: TrainConfig, store: ExampleStore) -> dict[str, EvalDat
     """Return the validation data that sources name, with the prompts of their sources."""
     names = task_names(config, store.names)
     found: dict[str, EvalData] = {}
-    for name, source in zip(names, data_entries(config), strict=True):
+    for name, source in zip(names, config.data.sources(), strict=True):
         if source.val_data_path is not None:
             read_as = ReadAs(
                 source.query_prompt, source.document_prompt, source.max_length

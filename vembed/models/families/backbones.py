@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.pytorch_utils import Conv1D
 
 from vembed.errors import UserError
 from vembed.models.custom.classes import trusted_class
@@ -34,7 +36,6 @@ from vembed.models.families.model_settings import (
     check_fit,
     first_sentence,
 )
-from vembed.models.families.static_model import STATIC_TYPE, StaticConfig, StaticModel
 from vembed.models.families.table import Family
 from vembed.models.families.weight_files import read_object, read_tensors
 from vembed.models.poolings import MODEL_POOLING
@@ -384,3 +385,77 @@ def file_dtype(config: PretrainedConfig) -> torch.dtype:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def linear_names(backbone: nn.Module) -> list[str]:
+    """Return the names of all linear layers, except those in nn.MultiheadAttention, which bypasses their forward."""
+    own = tuple(
+        f"{name}."
+        for name, module in backbone.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    )
+    return [
+        name
+        for name, module in backbone.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not (own and name.startswith(own))
+    ]
+
+
+def linear_names_inside_layers(backbone: nn.Module) -> list[str]:
+    """Return the names of the linear layers inside the transformer layers (attention and feed-forward)."""
+    inner = {id(module) for layer in layers_of(backbone) for module in layer.modules()}
+    return [
+        name
+        for name in linear_names(backbone)
+        if id(backbone.get_submodule(name)) in inner
+    ]
+
+
+# ---- one vector per token, without layers --------------------------------------------
+
+
+STATIC_TYPE = "vembed_static"
+
+
+class StaticConfig(PretrainedConfig):  # type: ignore[misc]
+    """Sizes of a table of token vectors."""
+
+    model_type = STATIC_TYPE
+
+    def __init__(
+        self, vocab_size: int = 1, hidden_size: int = 1, **others: Any
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        super().__init__(**others)
+
+
+class StaticModel(PreTrainedModel):  # type: ignore[misc]
+    """A table of token vectors."""
+
+    config_class = StaticConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _no_split_modules: list[str] = []  # noqa: RUF012 - Transformers reads it from the class
+    _supports_sdpa = True  # no attention: every implementation will do
+    _supports_flash_attn = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the table."""
+        return self.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the table."""
+        self.embedding = value  # type: ignore[assignment]
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> BaseModelOutput:
+        """Return the vectors of the tokens; the mask belongs to the pooling."""
+        del attention_mask
+        return BaseModelOutput(last_hidden_state=self.embedding(input_ids))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import READS, losses_of, with_temperature
+from vembed.config.terms import loss_terms
 from vembed.errors import UserError
 
 Value = float | int
@@ -97,11 +97,8 @@ def _all(config: TrainConfig) -> list[Range]:
     # neither one-hot nor flat.
     rate = rate_of(config.optimizer)
     search_ranges = [Range("learning_rate", rate, rate / 8, rate * 8)]
-    if (
-        any("temperature" in READS[loss] for loss in losses_of(config))
-        and config.objective.losses is None
-    ):
-        start = with_temperature(config).objective.temperature
+    start = loss_terms(config.objective, config.model.model_name)[0].temperature
+    if config.objective.losses is None and start is not None:
         search_ranges.append(
             Range(
                 "temperature",

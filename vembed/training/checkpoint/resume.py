@@ -14,6 +14,7 @@ from typing import Any
 
 from vembed.config.fsdp import PRECISIONS, Precision
 from vembed.config.schema import ModelSection, RunSection, TrainConfig, option_fields
+from vembed.config.terms import leaves_temperature
 from vembed.errors import UserError
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.summary import SUMMARY_FILE, read_summary
@@ -384,13 +385,8 @@ def kept_decisions(
     if "learning_rate" in kept and options["head_learning_rate"] is None:
         kept["head_learning_rate"] = saved["head_learning_rate"]
     objective = config.objective
-    is_temperature_decided = (
-        "temperature" not in config.given
-        and not objective.learn_temperature
-        and objective.losses is None
-        and objective.loss == saved.get("loss")
-    )
-    if is_temperature_decided and "temperature" in saved:
+    is_same_loss = objective.loss == saved.get("loss")
+    if leaves_temperature(config) and is_same_loss and "temperature" in saved:
         kept["temperature"] = saved["temperature"]
     size = _kept_global_batch(options, state, world_size)
     if size is not None:

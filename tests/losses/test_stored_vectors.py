@@ -15,7 +15,7 @@ from tests.losses.batches import SIZES, assert_close, config_of, gradients, make
 from tests.losses.test_ranks import rank_batches
 from vembed.inference.quantization import quantized
 from vembed.losses.build import build_loss
-from vembed.losses.compressed_vectors import EDGE, StoredForm, as_stored
+from vembed.losses.stored_vectors import EDGE, StoredForm, as_stored
 
 CASES: list[dict[str, Any]] = [
     {},

@@ -24,28 +24,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import EmbeddingLoss, LossBatch
-from vembed.losses.matryoshka import arithmetic_dtype
+from vembed.losses.similarity import arithmetic_dtype
 
 NUM_LEVELS = 256
-EDGE = 1e-4  # a value this near below a level, in levels, belongs to it
+EDGE = 1e-4
+"""A value this near below a level, in levels, belongs to it."""
 StoredForm = Literal["int8", "binary"]
 
 
-class CompressedVectors(EmbeddingLoss):
+class StoredVectors(EmbeddingLoss):
     """The mean of a loss of the float embeddings and of the same loss of the stored ones."""
 
     def __init__(self, inner: EmbeddingLoss, form: StoredForm, *, cosine: bool) -> None:
         super().__init__()
         self.inner = inner
-        self.form, self.cosine = form, cosine
+        self.form = form
+        self.cosine = cosine
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """Return the own rows' part of L."""
+        """See EmbeddingLoss."""
         vectors = as_stored(batch.embeddings, self.form, cosine=self.cosine)
         stored: Tensor = self.inner(replace(batch, embeddings=vectors))
         # The float embeddings last: the terms that are logged are theirs.
-        as_they_are: Tensor = self.inner(batch)
-        return 0.5 * as_they_are + 0.5 * stored
+        as_floats: Tensor = self.inner(batch)
+        return 0.5 * as_floats + 0.5 * stored
 
     def project_parameters(self) -> None:
         """See EmbeddingLoss."""
@@ -62,16 +64,16 @@ class CompressedVectors(EmbeddingLoss):
 
 def as_stored(embeddings: Tensor, form: StoredForm, *, cosine: bool) -> Tensor:
     """Return [U, D] embeddings in their stored form, with a straight-through derivative."""
-    given = embeddings.to(arithmetic_dtype(embeddings))
-    unit = F.normalize(given, dim=1)
+    floats = embeddings.to(arithmetic_dtype(embeddings))
+    unit = F.normalize(floats, dim=1)
     with torch.no_grad():
-        shift = (_signs(unit) if form == "binary" else _levels(unit)) - unit
+        stored = _signs(unit) if form == "binary" else _levels(unit)
+        shift = stored - unit
     if cosine:
-        return (
-            unit + shift
-        )  # through the normalisation, whose derivative has no part along the embedding
-    lengths: Tensor = torch.linalg.vector_norm(given.detach(), dim=1, keepdim=True)
-    return given + shift * lengths
+        # Through the normalisation, whose derivative has no part along the embedding.
+        return unit + shift
+    lengths: Tensor = torch.linalg.vector_norm(floats.detach(), dim=1, keepdim=True)
+    return floats + shift * lengths
 
 
 def _signs(unit: Tensor) -> Tensor:
@@ -82,7 +84,8 @@ def _signs(unit: Tensor) -> Tensor:
 
 def _levels(unit: Tensor) -> Tensor:
     """Return the middles of the levels, as `vembed encode --precision int8` stores them."""
-    low, high = unit.min(dim=0).values, unit.max(dim=0).values
+    low = unit.min(dim=0).values
+    high = unit.max(dim=0).values
     steps = torch.where(high > low, (high - low) / (NUM_LEVELS - 1), 1.0)
     # The highest value stands on the edge of the last level, where rounding would decide, and processors differ in it.
     levels = ((unit - low) / steps + EDGE).clamp(0, NUM_LEVELS - 1).floor()

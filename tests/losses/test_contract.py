@@ -1,0 +1,292 @@
+"""What every declared loss must keep: its formula, with every option, size, rank and temperature.
+
+The cases follow from the declarations. A new loss is tested here as soon as it is in `table.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+import pytest
+import torch
+
+from tests.losses import reference
+from tests.losses.batches import SIZES, check, config_of, gradients, make_batch
+from tests.losses.test_ranks import rank_batches
+from vembed.config.entries import LossTerm
+from vembed.config.loading import load_config
+from vembed.config.schema import TrainConfig
+from vembed.config.terms import loss_terms, source_terms
+from vembed.errors import UserError
+from vembed.losses.batch import LossBatch
+from vembed.losses.build import build_loss
+from vembed.losses.declaration import Loss
+from vembed.losses.table import LOSSES, check_declarations, losses_table, names_where
+from vembed.losses.tiles import Tiling
+
+MRL = {"use_mrl": True, "mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
+TEACHERS = {"teacher": ["vectors", "reranker", "scores"], "vectors": ["vectors"]}
+
+
+def other_values(annotation: Any, default: Any) -> list[Any]:
+    """Values of an option besides its default."""
+    if get_origin(annotation) is Annotated:
+        return other_values(get_args(annotation)[0], default)
+    if get_origin(annotation) is Literal:
+        return [value for value in get_args(annotation) if value != default]
+    if get_origin(annotation) is UnionType or default is None:
+        members = [one for one in get_args(annotation) if one is not type(None)]
+        return other_values(members[0], 0.0) if members else []
+    if annotation is bool:
+        return [not default]
+    if annotation is int:
+        return [default + 2]
+    return [default + 0.25] if annotation is float else []
+
+
+def cases_of(loss: type[Loss]) -> list[dict[str, Any]]:
+    """Options that select a loss: its defaults, each option changed alone, and each kind of teacher."""
+    base: dict[str, Any] = {"loss": loss.name}
+    if loss.follows in TEACHERS:
+        base["teacher"] = "vectors"
+    cases = [base]
+    for teacher in TEACHERS.get(loss.follows, [])[1:]:
+        cases.append({**base, "teacher": teacher})
+    if loss.follows == "scores_or_teacher":
+        cases.append({**base, "teacher": "vectors"})
+    for name, field in loss.model_fields.items():
+        if name == "guide":
+            cases.append({**base, "guide": "vectors"})
+        elif name.startswith("guide_"):
+            for value in other_values(field.annotation, field.default):
+                margin = {"guide": "vectors", "guide_margin": 0.1}
+                cases.append({**base, **margin, name: value})
+        elif name != "teacher":
+            for value in other_values(field.annotation, field.default):
+                cases.append({**base, name: value})
+    return cases
+
+
+CASES = [case for loss in LOSSES.values() for case in cases_of(loss)]
+
+
+def case_name(case: Any) -> str:
+    return "-".join(f"{key}={value}" for key, value in case.items())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_has_a_reference(name: str) -> None:
+    assert callable(reference.reference_of(name))
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_it_equals_its_formula(case: dict[str, Any]) -> None:
+    """Alone, at Matryoshka sizes, with dot products, and with duplicates of every kind."""
+    batch = make_batch(7, max_positives=2, max_negatives=4, num_contents=40)
+    check(batch, config_of(**case))
+    check(batch, config_of(**case, **MRL))
+    crowded = make_batch(6, max_positives=3, max_negatives=3, num_contents=9, seed=2)
+    check(
+        crowded, config_of(**{"temperature": 1.0, **case, "similarity": "dot"}, **MRL)
+    )
+
+
+@pytest.mark.parametrize("cuts", [[3], [1, 6], [0, 4]], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_shares_of_ranks_add_up(case: dict[str, Any], cuts: list[int]) -> None:
+    batch = make_batch(7, max_positives=2, max_negatives=3, num_contents=60, seed=3)
+    config = config_of(**case, **MRL)
+    parts = rank_batches(batch, cuts)
+    for part in parts:
+        check(part, config)
+    if case.get("negatives_from") == "own_rank":
+        return  # fewer candidates on more ranks
+    loss = build_loss(config, **SIZES).double()
+    whole = float(loss(batch).detach())
+    total = sum(float(loss(part).detach()) for part in parts)
+    assert total == pytest.approx(whole, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_tiles_change_nothing(name: str) -> None:
+    batch = make_batch(9, max_positives=2, max_negatives=3, num_contents=60)
+    for case in cases_of(LOSSES[name])[:2]:
+        config = config_of(**case, **MRL)
+        loss = build_loss(config, **SIZES)
+        loss.tiling = Tiling(5, 7)
+        check(batch, config, loss)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_loss_is_a_list_of_one(name: str) -> None:
+    """Also for CLIP, whose files name a temperature."""
+    batch = make_batch(7, max_positives=2, max_negatives=3)
+    case = cases_of(LOSSES[name])[0]
+    for start_scale in (None, 100.0):
+        alone = build_loss(config_of(**case), start_scale=start_scale, **SIZES)
+        listed = build_loss(config_of(losses=[case]), start_scale=start_scale, **SIZES)
+        values = [loss.double()(batch) for loss in (alone, listed)]
+        assert torch.equal(*values)
+        first, second = (gradients(value, batch.embeddings)[0] for value in values)
+        assert torch.equal(first, second)
+
+
+def without_negatives(batch: LossBatch) -> LossBatch:
+    none = batch.negative[:0]
+    teachers = {
+        name: replace(answers, negative=none)  # type: ignore[type-var]
+        for name, answers in batch.teachers.items()
+    }
+    return replace(
+        batch,
+        negative=none,
+        negative_example=none,
+        negative_scores=None,
+        teachers=teachers,
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "none"])
+def test_it_declares_the_negatives_without_which_it_is_zero(name: str) -> None:
+    batch = without_negatives(make_batch(7, max_positives=2))
+    for case in cases_of(LOSSES[name]):
+        config = config_of(**case)
+        (term,) = source_terms(config)[0]
+        value = float(build_loss(config, **SIZES).double()(batch).detach())
+        is_needed = term.loss.needed_negatives() in ("some", "each")
+        assert (value == 0.0) is is_needed, (case, value)
+
+
+def test_temperatures_are_resolved_by_term_and_by_source() -> None:
+    losses = [LossTerm(loss=name) for name in LOSSES]
+
+    def temperatures(**options: Any) -> dict[str, tuple[float | None, str]]:
+        config = TrainConfig(
+            model_name="m", data_path=options.pop("data", "d"), **options
+        )
+        terms = loss_terms(
+            config.objective, "m", config.data.sources()[0], model_temperature=0.01
+        )
+        return {
+            term.loss.name: (term.temperature, term.temperature_source)
+            for term in terms
+        }
+
+    found = temperatures(losses=losses)
+    assert found["cosent"] == (0.1, "default of loss: cosent")
+    assert found["angle"] == (0.1, "default of loss: angle")
+    assert found["infonce"] == (0.01, "with which this model was trained")
+    assert found["circle"] == (0.05, "default")
+    assert found["triplet"][0] is None
+    given = temperatures(losses=losses, temperature=0.3)
+    assert {one for one in given.values() if one[0]} == {(0.3, "given")}
+    source = [{"path": "d", "losses": [{"loss": "cosent"}, {"loss": "infonce"}]}]
+    by_source = temperatures(data=source)
+    assert by_source["cosent"][0] == 0.1 and by_source["infonce"][0] == 0.01
+    by_source = temperatures(data=[{**source[0], "temperature": 0.2}])
+    assert by_source["cosent"] == by_source["infonce"] == (0.2, "given")
+
+
+def test_each_temperature_of_a_list_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vembed")
+    losses = [{"loss": "cosent"}, {"loss": "infonce"}, {"loss": "circle"}]
+    build_loss(config_of(losses=losses), start_scale=100.0)
+    assert "temperature of cosent: 0.1" in caplog.text
+    assert "temperature of infonce: 0.01" in caplog.text
+
+
+def test_the_page_has_the_table_of_all_losses() -> None:
+    page = Path(__file__).parents[2] / "docs" / "losses.md"
+    assert losses_table() in page.read_text(encoding="utf-8"), losses_table()
+
+
+# ---- A loss of one file, as a newcomer would write it --------------------------------------
+
+
+class Hinge(Loss):
+    """Negatives at least a margin below the positive, in the mean over all candidates."""
+
+    name = "hinge"
+    summary = "each negative a margin below the positive"
+    records = "matches"
+    negatives = "each"
+
+    hinge_margin: float = 0.2
+    """loss: hinge: the margin."""
+
+    def share(self, batch: Any, term: Any) -> Any:
+        """See Loss."""
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("declaration", ["name", "summary", "records", "negatives"])
+def test_what_a_loss_does_not_declare_is_named(declaration: str) -> None:
+    members: dict[str, Any] = dict(vars(Hinge))
+    names = ("name", "summary", "records", "negatives")
+    body = {name: members[name] for name in names if name != declaration}
+    body["__annotations__"] = dict.fromkeys(body, ClassVar[Any])
+    body["share"] = Hinge.share
+    partial = type("Partial", (Loss,), {**body, "__module__": __name__})
+    with pytest.raises(TypeError, match=f"Partial .*declares no `{declaration}`"):
+        check_declarations((partial,))
+
+
+def test_other_mistakes_of_a_declaration_are_named() -> None:
+    class NoShare(Loss):
+        name = "no_share"
+        summary = "nothing"
+        records = "texts"
+        negatives = "unread"
+
+    class OtherDefault(Hinge):
+        name = "other_default"
+        hinge_margin: float = 0.3
+        """loss: other_default: the margin."""
+
+    for classes, problem in (
+        ((NoShare,), "no method `share`"),
+        ((Hinge, Hinge), "hinge"),
+        ((Hinge, OtherDefault), "hinge_margin"),
+    ):
+        with pytest.raises(TypeError, match=problem):
+            check_declarations(classes)
+    with pytest.raises(AssertionError, match="no function 'hinge'"):
+        reference.reference_of("hinge")
+
+
+@pytest.mark.parametrize("name", names_where(negatives="each"))
+def test_data_without_negatives_are_refused(name: str, tmp_path: Path) -> None:
+    from vembed.data.example_store import open_examples
+
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"query": "a", "positive": "b"}\n' * 3)
+    config = TrainConfig(model_name="m", data_path=str(data), loss=name)
+    with pytest.raises(UserError, match=f"loss: {name} needs"):
+        open_examples(config, str(data))
+
+
+def test_data_where_all_terms_would_be_zero_are_refused(tmp_path: Path) -> None:
+    from vembed.data.example_store import open_examples
+
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"query": "a", "positive": "b"}\n' * 3)
+    for name in names_where(negatives="some"):
+        config = TrainConfig(
+            model_name="m", data_path=str(data), loss=name, teacher="t"
+        )
+        with pytest.raises(UserError, match=f"loss: {name}"):
+            open_examples(config, str(data))
+
+
+def test_options_of_losses_are_options_of_the_config(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model_name: m\ndata_path: d\nlosses: [{loss: triplet, triplet_margin: 0.3}, {loss: circle}]\ncircle_margin: 0.4\n"
+    )
+    triplet, circle = source_terms(load_config(path))[0]
+    assert dict(triplet.loss)["triplet_margin"] == 0.3
+    assert dict(circle.loss)["circle_margin"] == 0.4

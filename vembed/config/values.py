@@ -1,0 +1,49 @@
+"""Types of option values: numbers with limits, and the base class of config models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _no_bool(value: Any) -> Any:
+    """Refuse booleans, which pydantic would otherwise accept as the numbers 0 and 1."""
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")
+    return value
+
+
+# Whole numbers end at 2**63, since they become int64 in tensors and in TOML.
+Number = BeforeValidator(_no_bool)
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63), Number]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), Number]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False), Number]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class NamesFiles(str):
+    """Mark of an option that names files or folders, in the metadata of its type: model, data or code."""
+
+    __slots__ = ()
+
+
+class Form(str):
+    """Words for the values that a text may have, in the metadata of its type."""
+
+    __slots__ = ()
+
+
+class Frozen(BaseModel):
+    """Base class of config models: immutable; unknown keys are errors."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        coerce_numbers_to_str=True,  # run_name: 2024 is a name
+    )

@@ -1,0 +1,304 @@
+"""infonce, sigmoid, circle, triplet: a positive against negatives.
+
+Rows i = 1..N are the (query q_i, positive p_i) pairs of the global batch. e(i) is the
+example that row i comes from, and P_e are the positives of example e. s is the
+similarity, T the temperature. Candidates of row i:
+
+D_i: every occurrence of a document in the batch, that is p_j of every row j and every
+     hard negative, except those whose content is that of q_i or of one of P_e(i). The
+     row's own p_i counts once and is never left out. Occurrences count: a text that is
+     a negative of two examples counts twice.
+Q_i: the query q_j of every row j, with the same exceptions.
+R_i: for the reverse direction, the query q_j of every row j, except those for which p_i
+     would be left out in the forward direction (p_i's content is that of q_j or of one
+     of P_e(j)) and those whose content is that of q_i.
+C_i: D_i, with query_query_negatives Q_i too, with document_document_negatives D_i once
+     more, scored against p_i in place of q_i.
+
+mask_duplicates: false: only what row i's own example brought is left out.
+false_negative_margin m: candidates with a score above s(q_i,p_i) + m are left out. The
+selection has no gradient. With Matryoshka each size selects by its own scores.
+guide g with margin m: candidates c with g(q_i,c) > g(q_i,p_i) - m are left out, where g
+is the cosine of a teacher's vectors (against p_i in place of q_i: g(p_i,c)). A relative
+margin is m * |g(q_i,p_i)|.
+hard_negatives_scope: own: a hard negative is in D_i only for rows of its own example.
+negatives_from: own_rank: j and the hard negatives run over the rank's own part of the
+batch. N stays that of the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from vembed.config.values import (
+    Fraction,
+    NamesFiles,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Number,
+)
+from vembed.losses.declaration import (
+    HIGHEST_TEMPERATURE,
+    LOWEST_TEMPERATURE,
+    CandidateLoss,
+    MaskedLoss,
+    StartValues,
+    Temperature,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vembed.losses.batch import LossBatch
+    from vembed.losses.build import TermLoss
+    from vembed.losses.row_losses import RowLoss
+
+START_BIAS = -10.0
+"""Initial bias of SigLIP: at the start most pairs are classified as negative."""
+
+
+class GuidedLoss(CandidateLoss):
+    """Base class of the losses over C_i, with all options that choose candidates."""
+
+    query_query_negatives: bool = False
+    """Use the other queries of the batch as negatives of a query too."""
+    document_document_negatives: bool = False
+    """Use the other documents of the batch as negatives of a positive document too."""
+    false_negative_margin: (
+        Annotated[float, Field(allow_inf_nan=False), Number] | None
+    ) = None
+    """Mask candidates that score above the positive's score plus this margin. Default: none is masked."""
+    guide: Annotated[str | None, NamesFiles("model")] = None
+    """loss: infonce, sigmoid, circle: a teacher that says which candidates are no negatives: those that it scores above
+    the row's own pair less `guide_margin`."""
+    guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] = 0.0
+    """Distance below the own pair's score, by the guide, from which a candidate counts as a negative."""
+    guide_margin_kind: Literal["absolute", "relative"] = "absolute"
+    """Unit of `guide_margin`: a difference of scores, or a share of the own pair's score."""
+
+    def tiled_share(
+        self,
+        batch: LossBatch,
+        term: TermLoss,
+        row_loss: Callable[..., RowLoss],
+        scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        both_directions: bool = False,
+        is_separable: bool = False,
+    ) -> Tensor:
+        """Return 1/N times the sum of the row losses of this rank's rows."""
+        from vembed.losses.candidates import find_candidates
+        from vembed.losses.tiles import Guide, Scoring, tiled_loss
+
+        candidates = find_candidates(
+            batch,
+            self,
+            query_query=self.query_query_negatives,
+            document_document=self.document_document_negatives,
+            both_directions=both_directions,
+        )
+        guide = None
+        if term.guide is not None:
+            vectors = batch.teacher_vectors(term.guide, "guide")
+            is_relative = self.guide_margin_kind == "relative"
+            guide = Guide(vectors, self.guide_margin, relative=is_relative)
+        share = 1.0 / max(1, batch.num_rows)
+        scoring = Scoring(
+            candidates=candidates,
+            similarity=term.similarity(batch.embeddings),
+            row_loss=row_loss,
+            coefficients=(share / 2, share / 2) if both_directions else (share,),
+            margin=self.false_negative_margin,
+            tiling=term.tiling,
+            guide=guide,
+            is_separable=is_separable,
+        )
+        return tiled_loss(batch.embeddings, scoring, scale, bias)
+
+
+class InfoNCE(GuidedLoss, Temperature):
+    """The InfoNCE loss with in-batch and hard negatives.
+
+        L = 1/N * sum_i -log( exp(s(q_i,p_i)/T) / Z_i )
+        Z_i = exp(s(q_i,p_i)/T) + sum_{c in C_i} exp(s(q_i,c)/T)
+
+    bidirectional: L is the mean of this and of the same with s(p_i,q_i) against the
+    queries R_i.
+    hardness_alpha a: the logit s/T of a candidate becomes s/T + a * s, where the second
+    part has no gradient.
+    focal_gamma g: the loss l of a row becomes (1 - exp(-l))^g * l.
+    """
+
+    name = "infonce"
+    summary = "the positive above all other candidates of the batch"
+    records = "matches"
+    negatives = "optional"
+    takes_model_temperature = True
+
+    bidirectional: bool = False
+    """Also score each positive against all queries. The loss is the mean of both directions."""
+    hardness_alpha: NonNegativeFloat = 0.0
+    """loss: infonce: add this times a candidate's similarity to its logit, as a constant: hard negatives count more."""
+    focal_gamma: NonNegativeFloat = 0.0
+    """loss: infonce: a row whose positive has the probability p counts (1 - p) ** focal_gamma times."""
+    mix_negatives: NonNegativeInt = 0
+    """loss: infonce: so many further hard negatives per example, each mixed from two of its own."""
+
+    def refusal(self, sizes: Sequence[int]) -> tuple[tuple[str, ...], str] | None:
+        """See Loss."""
+        del sizes
+        if not self.mix_negatives or self.negatives_from != "own_rank":
+            return None
+        return (
+            ("mix_negatives", "negatives_from"),
+            "mix_negatives makes negatives of the whole batch, and negatives_from: own_rank leaves them out: keep one "
+            "of them",
+        )
+
+    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """See Loss."""
+        from vembed.losses.mixing import with_mixtures
+        from vembed.losses.row_losses import SoftmaxRows
+
+        if self.mix_negatives:
+            batch = with_mixtures(
+                batch, term.seed, self.mix_negatives, cosine=term.sizes.cosine
+            )
+        scale = term.scale(batch.embeddings)
+        stretch = None
+        if self.hardness_alpha:
+            stretch = 1.0 + self.hardness_alpha / scale.detach()
+        row_loss = partial(SoftmaxRows, stretch=stretch, focal_gamma=self.focal_gamma)
+        return self.tiled_share(
+            batch, term, row_loss, scale, both_directions=self.bidirectional
+        )
+
+
+class Circle(GuidedLoss):
+    """The circle loss, with the candidates of InfoNCE.
+
+        L = 1/N * sum_i log( 1 + exp(-a_i (s(q_i,p_i) - 1 + m) / T)
+                                 * sum_{c in C_i} exp(b_ic (s(q_i,c) - m) / T) )
+        a_i = max(0, 1 + m - s(q_i,p_i))        b_ic = max(0, s(q_i,c) + m)
+
+    a and b have no gradient: scores that are far from their optimum, 1 + m and -m, weigh
+    more. T is 1 / gamma of the paper, m is circle_margin.
+    """
+
+    name = "circle"
+    summary = (
+        "the same as infonce, by weights that grow with the distance to the optimum"
+    )
+    records = "matches"
+    negatives = "optional"
+
+    bidirectional: bool = False
+    """Also score each positive against all queries. The loss is the mean of both directions."""
+    circle_margin: Fraction = 0.25
+    """loss: circle: similarities of 1 - margin for positives and below the margin for negatives are good enough."""
+
+    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """See Loss."""
+        from vembed.losses.row_losses import CircleRows
+
+        row_loss = partial(
+            CircleRows, temperature=self.temperature, margin=self.circle_margin
+        )
+        scale = term.scale(batch.embeddings)
+        return self.tiled_share(
+            batch, term, row_loss, scale, both_directions=self.bidirectional
+        )
+
+
+class Sigmoid(GuidedLoss):
+    """The loss of SigLIP: a yes or a no for every (query, candidate) pair.
+
+        L = 1/N * sum_i [ softplus(-(t s(q_i,p_i) + b))
+                          + sum_{c in C_i} softplus(t s(q_i,c) + b) ]
+
+    The scale t and the bias b are learned. They start from the model's own, otherwise
+    from 1 / temperature and -10. A pair counts once and has no direction.
+    """
+
+    name = "sigmoid"
+    summary = "each pair a yes or a no of its own (SigLIP)"
+    records = "matches"
+    negatives = "optional"
+
+    def learns_temperature(self) -> bool:
+        """See Loss."""
+        return True
+
+    def start_values(self, start: StartValues) -> dict[str, Tensor]:
+        """See Loss."""
+        import torch
+
+        scale = 1.0 / self.temperature if start.scale is None else start.scale
+        scale = min(max(scale, 1.0 / HIGHEST_TEMPERATURE), 1.0 / LOWEST_TEMPERATURE)
+        bias = START_BIAS if start.bias is None else start.bias
+        # Learned as a logarithm, as in CLIP and SigLIP: equal steps change the scale
+        # by equal factors.
+        return {
+            "log_scale": torch.tensor(math.log(scale)),
+            "bias": torch.tensor(bias),
+        }
+
+    def clamp(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Keep the scale in [1, 200], the inverse of the temperature's range."""
+        lowest = -math.log(HIGHEST_TEMPERATURE)
+        highest = -math.log(LOWEST_TEMPERATURE)
+        parameters["log_scale"].data.clamp_(lowest, highest)
+
+    def scale_and_bias(
+        self, parameters: Mapping[str, nn.Parameter]
+    ) -> tuple[float, float]:
+        """See Loss."""
+        log_scale = float(parameters["log_scale"].detach())
+        return math.exp(log_scale), float(parameters["bias"].detach())
+
+    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """See Loss."""
+        from vembed.losses.row_losses import SigmoidRows
+
+        scale = term.parameter("log_scale", batch.embeddings).exp()
+        bias = term.parameter("bias", batch.embeddings)
+        return self.tiled_share(
+            batch, term, SigmoidRows, scale, bias, is_separable=True
+        )
+
+
+class Triplet(MaskedLoss):
+    """The triplet loss: the mean over all M triplets (row i, hard negative n of it).
+
+        L = 1/M * sum over triplets of max(0, s(q_i,n) - s(q_i,p_i) + triplet_margin)
+
+    With mask_duplicates, negatives with the content of the row's query or of one of its
+    positives are dropped.
+    """
+
+    name = "triplet"
+    summary = "the positive closer than each given negative, by a margin"
+    records = "matches"
+    negatives = "each"
+
+    triplet_margin: NonNegativeFloat = 0.2
+    """loss: triplet: minimum difference between the similarities of the positive and the negative."""
+
+    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """See Loss."""
+        from vembed.losses.listed import ListedPairs, StudentScores, num_listed_pairs
+
+        similarity = term.similarity(batch.embeddings)
+        pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
+        scores = pairs.scores(StudentScores(batch, similarity))  # [K, n + P]
+        positive = scores[:, pairs.group[pairs.num_groups :]]  # [K, P]
+        negative = scores[:, pairs.num_groups :]
+        losses = (negative - positive + self.triplet_margin).relu().sum(1)
+        num_triplets = num_listed_pairs(batch, mask_duplicates=self.mask_duplicates)
+        return similarity.total(losses) / max(1, num_triplets)

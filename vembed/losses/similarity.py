@@ -1,0 +1,402 @@
+"""Similarities of embeddings at all Matryoshka sizes, with their gradients.
+
+`PrefixTable` is the score table of dense vectors: it scores tiles and single pairs, and
+turns derivatives of scores into the gradient of the embeddings. `tiles.py` knows only its
+methods, so that another kind of model can bring another table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ROWS_AT_ONCE = 2048
+PAIRS_AT_ONCE = 4096
+
+Positions = slice | Tensor
+"""Rows of a PrefixTable: a slice (a view, no copy) or an index tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Similarity:
+    """Cosine or dot product, applied to prefixes of one or several sizes.
+
+    With several sizes, L = sum over sizes of weight * L(prefix of that size), each prefix
+    normalised for the cosine.
+    """
+
+    cosine: bool
+    dims: tuple[int, ...]
+    """The K sizes, ascending."""
+    weights: tuple[float, ...]
+
+    @classmethod
+    def at(
+        cls, dims: Sequence[int], weights: Sequence[float], *, cosine: bool
+    ) -> Similarity:
+        """Return the similarity at sizes in any order. Weights of a repeated size are added."""
+        total: dict[int, float] = {}
+        for dim, weight in zip(dims, weights, strict=True):
+            total[dim] = total.get(dim, 0.0) + weight
+        ordered = sorted(total)
+        return cls(cosine, tuple(ordered), tuple(total[dim] for dim in ordered))
+
+    def total(self, by_size: Tensor) -> Tensor:
+        """Return the weighted sum of per-size losses [K]."""
+        # Not a matrix product: autocast would run it in 16 bits.
+        return (by_size * by_size.new_tensor(self.weights)).sum()
+
+    @property
+    def parts(self) -> list[slice]:
+        """Coordinates that each size adds to the next smaller size."""
+        return [
+            slice(start, stop)
+            for start, stop in zip((0, *self.dims), self.dims, strict=False)
+        ]
+
+    def table(
+        self, embeddings: Tensor, index: Tensor, *, with_gradient: bool
+    ) -> PrefixTable:
+        """Return the score table of the embeddings [U, D] at `index` [N]."""
+        return PrefixTable(embeddings, index, self, with_gradient=with_gradient)
+
+
+def arithmetic_dtype(embeddings: Tensor) -> torch.dtype:
+    """Return the dtype of the scores: float64 for float64 embeddings, otherwise float32."""
+    return torch.float64 if embeddings.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixColumns:
+    """Some columns of the score matrix: what a tile reads of them, and their gradient."""
+
+    x: Tensor
+    """[C, d]"""
+    prefix_scales: Tensor | None
+    """[K - 1, C]"""
+    dx: Tensor | None
+    """[C, d]; None in a pass without gradients, as the next."""
+    norm_grad: Tensor | None
+    """[K - 1, C]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchors:
+    """Some rows of the score matrix, scaled, with room for their gradient."""
+
+    positions: slice
+    x: Tensor
+    """[n, d] rows of the table times the scale of the logits."""
+    dx: Tensor | None
+    """[n, d] their gradient; None in a pass without gradients."""
+
+
+class PrefixTable:
+    """Score table of N embedding occurrences: scores at all K sizes, and the gradient.
+
+    `x` [N, d]: for the cosine, the embeddings divided by the norm of their first d
+    coordinates, with d the largest size. The cosine at a smaller size k is
+
+        s_k(i, j) = dot(x_i[:k], x_j[:k]) * a_k[i] * a_k[j]      a_k[i] = 1 / |x_i[:k]|
+
+    with the prefix scales a_k. So the dot products of all sizes are partial sums of one
+    product. A zero vector has cosine 0 and gradient 0.
+
+    The gradient has two parts. `dx` treats the prefix scales as constants.
+    `norm_grad[k][i]` is the sum of dL/ds * s over all scores s of size k with i in them.
+    s is proportional to a_k[i], so dL/d(a_k[i]) = norm_grad[k][i] / a_k[i], and with
+    d(a_k)/dx = -a_k^3 * x[:k] the gradient of the norm follows. The dot product has
+    neither prefix scales nor norm gradients.
+    """
+
+    def __init__(
+        self,
+        embeddings: Tensor,
+        index: Tensor,
+        similarity: Similarity,
+        *,
+        with_gradient: bool,
+    ) -> None:
+        self.embeddings = embeddings
+        self.index = index
+        self.similarity = similarity
+        self.with_gradient = with_gradient
+        num = index.numel()
+        num_smaller = len(similarity.dims) - 1
+        dtype = arithmetic_dtype(embeddings)
+        self.x = embeddings.new_empty(num, similarity.dims[-1], dtype=dtype)
+        self.prefix_scales: Tensor | None = None
+        if similarity.cosine:
+            self.prefix_scales = embeddings.new_empty(num_smaller, num, dtype=dtype)
+        for rows in chunks(num, ROWS_AT_ONCE):
+            x = self._gather(rows)
+            if self.prefix_scales is not None:
+                inverse_norms = _inverse_prefix_norms(x, similarity)
+                x *= inverse_norms[-1][:, None]
+                # |e[:d]| / |e[:k]| = 1 / |x[:k]|. For a zero vector both inverses are
+                # 0, and 0 / 0 must become 0.
+                scales = inverse_norms[:-1] / inverse_norms[-1]
+                self.prefix_scales[:, rows] = scales.nan_to_num_(0.0)
+            self.x[rows] = x
+        if with_gradient:
+            self.dx = torch.zeros_like(self.x)
+            self.norm_grad = embeddings.new_zeros(num_smaller, num, dtype=dtype)
+
+    def _gather(self, rows: slice) -> Tensor:
+        embeddings = self.embeddings.index_select(0, self.index[rows])
+        embeddings = embeddings[:, : self.similarity.dims[-1]]
+        return embeddings.to(arithmetic_dtype(embeddings))
+
+    def columns(self) -> PrefixColumns:
+        """Return all rows of the table as columns of the score matrix."""
+        if not self.with_gradient:
+            return PrefixColumns(self.x, self.prefix_scales, None, None)
+        return PrefixColumns(self.x, self.prefix_scales, self.dx, self.norm_grad)
+
+    # ---- Single pairs ----------------------------------------------------------------
+
+    def pair_scores(self, left: Positions, right: Positions) -> Tensor:
+        """Return the scores [K, P] of the pairs (left_n, right_n) at all K sizes."""
+        product = self.x[left] * self.x[right]
+        # Sum each size's own coordinates once. The running sum over sizes gives every
+        # prefix.
+        sums = (product[:, part].sum(1) for part in self.similarity.parts)
+        scores = _running_sums(sums)
+        if self.prefix_scales is not None:
+            scores[:-1] *= self.prefix_scales[:, left] * self.prefix_scales[:, right]
+        return scores
+
+    def add_pair_gradient(
+        self, left: Positions, right: Positions, scores: Tensor, d_scores: Tensor
+    ) -> None:
+        """Accumulate the gradient for dL/d(scores) [K, P], where `pair_scores` returned `scores`."""
+        d_products = d_scores.clone()
+        if self.prefix_scales is not None:
+            scales = self.prefix_scales[:, left] * self.prefix_scales[:, right]
+            d_products[:-1] *= scales
+            # The largest size has no prefix scale: its normalisation is part of `x` and
+            # handled in `gradient`.
+            norm_grad = (d_scores * scores)[:-1]
+            _add(self.norm_grad, 1, left, norm_grad)
+            _add(self.norm_grad, 1, right, norm_grad)
+        # A coordinate is part of every size that is large enough: a suffix sum over
+        # sizes, [K, P].
+        d_parts = _running_sums(d_products.flip(0)).flip(0)
+        for part, d_part in zip(self.similarity.parts, d_parts, strict=True):
+            _add(self.dx[:, part], 0, left, self.x[right, part] * d_part[:, None])
+            _add(self.dx[:, part], 0, right, self.x[left, part] * d_part[:, None])
+
+    # ---- Tiles: n rows against t columns ---------------------------------------------
+
+    def anchors(self, positions: slice, scale: Tensor) -> Anchors:
+        """Return rows of the table as rows of the score matrix."""
+        # Scale the n anchors [n, d] rather than the n * N scores.
+        x = self.x[positions] * scale
+        return Anchors(
+            positions, x, torch.zeros_like(x) if self.with_gradient else None
+        )
+
+    def scores(
+        self, anchors: Anchors, columns: PrefixColumns, tile: slice, out: Tensor
+    ) -> Iterator[int]:
+        """Fill `out` [K, n, t] with logits, and yield each size k when out[k] is there.
+
+        Sizes come from the smallest to the largest. The caller may overwrite out[k]
+        once it is yielded.
+        """
+        # The last size's buffer accumulates the raw products: each size costs its
+        # additional coordinates only. Masks are written after that size's copy was
+        # taken. At the last size no product follows that they could spoil.
+        x = columns.x[tile]
+        products = out[-1]
+        for k, part in enumerate(self.similarity.parts):
+            if k == 0:
+                torch.mm(anchors.x[:, part], x[:, part].T, out=products)
+            else:
+                products.addmm_(anchors.x[:, part], x[:, part].T)
+            if k < len(out) - 1:
+                self._scale_prefixes(products, k, anchors, columns, tile, out[k])
+            yield k
+
+    def add_gradient(
+        self,
+        anchors: Anchors,
+        columns: PrefixColumns,
+        tile: slice,
+        logits: Tensor,
+        derivative: Callable[[int], Tensor],
+        scratch: Tensor,
+    ) -> None:
+        """Add a tile's gradients with respect to its rows and to its columns.
+
+        `logits` [K, n, t] are those of `scores`, and are overwritten. `derivative(k)`
+        returns dL/d(logits[k]) [n, t], for the largest size in logits[-1] itself.
+        `scratch` [n, t] is free for use.
+
+        Sizes go from the largest to the smallest. A part's coordinates belong to every
+        size that is large enough, so the gradients with respect to the products
+        accumulate in the buffer of the largest size.
+        """
+        assert columns.dx is not None and columns.norm_grad is not None
+        assert anchors.dx is not None
+        x = columns.x[tile]
+        dx = columns.dx[tile]
+        d_products = logits[-1]
+        for k, part in reversed(list(enumerate(self.similarity.parts))):
+            d_logits = derivative(k)
+            if k < len(logits) - 1:
+                if self.prefix_scales is not None:
+                    # logits * dL/d(logits) = score * dL/d(score), the terms of the
+                    # gradient of the norm.
+                    norm_terms = logits[k].mul_(d_logits)
+                    self.norm_grad[k, anchors.positions] += norm_terms.sum(1)
+                    columns.norm_grad[k, tile] += norm_terms.sum(0)
+                d_products += self._scale_prefixes(
+                    d_logits, k, anchors, columns, tile, scratch
+                )
+            # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
+            anchors.dx[:, part].addmm_(d_products, x[:, part])
+            dx[:, part].addmm_(d_products.T, anchors.x[:, part])
+
+    def _scale_prefixes(
+        self,
+        source: Tensor,
+        k: int,
+        anchors: Anchors,
+        columns: PrefixColumns,
+        tile: slice,
+        out: Tensor,
+    ) -> Tensor:
+        """Write `source` [n, t] times the prefix scales of rows and columns to `out`."""
+        if self.prefix_scales is None or columns.prefix_scales is None:
+            return out.copy_(source)
+        row_scales = self.prefix_scales[k, anchors.positions, None]
+        torch.mul(source, columns.prefix_scales[k, tile], out=out)
+        return out.mul_(row_scales)
+
+    def finish(self, anchors: Anchors, scale: Tensor) -> Tensor:
+        """Add the gradient of the anchors to the table's, and return dL/d(scale)."""
+        assert anchors.dx is not None
+        # logits = scale * (x . column): dx * x summed is dL/d(scale), and dx * scale is
+        # dL/dx.
+        d_scale = (anchors.dx * self.x[anchors.positions]).sum()
+        self.dx[anchors.positions] += anchors.dx.mul_(scale)
+        return d_scale
+
+    def gradient(self, into: Tensor | None = None) -> Tensor:
+        """Return the gradient [U, D] with respect to the embeddings, added to `into` if given.
+
+        This must be the last call on the table. `x` is freed before the gradient is
+        allocated and recomputed in chunks, so that at most two tensors of this size exist.
+        """
+        del self.x
+        if into is None:
+            into = torch.zeros_like(self.embeddings, dtype=self.dx.dtype)
+        dims = self.similarity.dims
+        for rows in chunks(self.index.numel(), ROWS_AT_ONCE):
+            dx = self.dx[rows]
+            if self.prefix_scales is not None:
+                x = self._gather(rows)
+                inverse_norm = _inverse_prefix_norms(x, self.similarity)[-1][:, None]
+                x *= inverse_norm
+                for k, dim in enumerate(dims[:-1]):
+                    # Through the prefix scale a: dL/da = norm_grad / a, times
+                    # -a^3 * x[:k].
+                    scale = self.prefix_scales[k, rows]
+                    factor = scale * scale * self.norm_grad[k, rows]
+                    dx[:, :dim] -= x[:, :dim] * factor[:, None]
+                # Through x = e / |e[:d]|: remove the component along x, then divide by
+                # the norm.
+                dx -= x * (x * dx).sum(1, keepdim=True)
+                dx *= inverse_norm
+            # index_add_, not assignment: an embedding may occur in several rows.
+            into[:, : dims[-1]].index_add_(0, self.index[rows], dx)
+        return into
+
+
+def pair_scores(
+    embeddings: Tensor, left: Tensor, right: Tensor, similarity: Similarity
+) -> Tensor:
+    """Return similarities [K, P] of the pairs (left_n, right_n) of the embeddings [U, D].
+
+    Differentiable once. For losses that need no score matrix.
+    """
+    scores: Tensor = _PairScores.apply(embeddings, left, right, similarity)  # type: ignore[no-untyped-call]
+    return scores
+
+
+class _PairScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        embeddings: Tensor,
+        left: Tensor,
+        right: Tensor,
+        similarity: Similarity,
+    ) -> Tensor:
+        ctx.similarity = similarity
+        num_sizes = len(similarity.dims)
+        dtype = arithmetic_dtype(embeddings)
+        scores = embeddings.new_empty(num_sizes, left.numel(), dtype=dtype)
+        for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
+            index = torch.cat((left[pairs], right[pairs]))
+            table = similarity.table(embeddings, index, with_gradient=False)
+            scores[:, pairs] = table.pair_scores(*_halves(index))
+        # Save indices and scores only: the gathered rows [2P, D] may exceed the
+        # embeddings, so backward gathers again.
+        ctx.save_for_backward(embeddings, left, right, scores)
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor | None, ...]:
+        embeddings, left, right, scores = ctx.saved_tensors
+        # Accumulate over chunks in the arithmetic dtype. Rounding to the embeddings'
+        # dtype happens once, at the end.
+        gradient = torch.zeros_like(embeddings, dtype=scores.dtype)
+        for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
+            index = torch.cat((left[pairs], right[pairs]))
+            table = ctx.similarity.table(embeddings, index, with_gradient=True)
+            table.add_pair_gradient(
+                *_halves(index), scores[:, pairs], d_scores[:, pairs]
+            )
+            table.gradient(into=gradient)
+        return gradient.to(embeddings.dtype), None, None, None
+
+
+def chunks(num: int, size: int) -> list[slice]:
+    """Return the range 0 .. num as slices of at most `size`."""
+    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
+
+
+def _halves(index: Tensor) -> tuple[slice, slice]:
+    half = index.numel() // 2
+    return slice(0, half), slice(half, 2 * half)
+
+
+def _inverse_prefix_norms(x: Tensor, similarity: Similarity) -> Tensor:
+    """Return [K, n], the inverse norm of each prefix; 0 for a zero vector."""
+    squares = _running_sums(x[:, part].square().sum(1) for part in similarity.parts)
+    return torch.where(squares > 0, squares.rsqrt(), torch.zeros_like(squares))
+
+
+def _running_sums(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sums of the first 1, 2, ... parts, stacked."""
+    # Not by cumsum, which has no deterministic kernel for floating-point numbers on
+    # GPUs, so that `deterministic: true` would refuse it.
+    return torch.stack(list(accumulate(parts)))
+
+
+def _add(target: Tensor, axis: int, positions: Positions, value: Tensor) -> None:
+    """Add `value` to target[positions] along an axis. Positions may repeat."""
+    if isinstance(positions, slice):
+        length = positions.stop - positions.start
+        target.narrow(axis, positions.start, length).add_(value)
+    else:
+        target.index_add_(axis, positions, value)

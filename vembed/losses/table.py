@@ -1,0 +1,138 @@
+"""The losses that vembed has, and what follows from their declarations. Imports no torch.
+
+A new loss needs its class in a file of this folder, its entry in the list below, and in
+tests/losses/reference.py a function of its name that computes it plainly.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic.fields import FieldInfo
+
+from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
+from vembed.losses.declaration import Loss
+from vembed.losses.scored_pairs import Angle, CoSENT, Cosine
+from vembed.losses.teacher_scores import KL, Listwise, MarginMSE, RankNet, ScoreMSE
+from vembed.losses.vectors import (
+    Anchor,
+    Embedding,
+    NoLoss,
+    Relational,
+    SpreadOut,
+)
+
+_CLASSES: tuple[type[Loss], ...] = (
+    InfoNCE,
+    Sigmoid,
+    Circle,
+    Triplet,
+    CoSENT,
+    Angle,
+    Cosine,
+    KL,
+    MarginMSE,
+    ScoreMSE,
+    Listwise,
+    RankNet,
+    Embedding,
+    Relational,
+    SpreadOut,
+    Anchor,
+    NoLoss,
+)
+
+
+def check_declarations(classes: tuple[type[Loss], ...]) -> dict[str, type[Loss]]:
+    """Return the losses by name. Raise TypeError for a declaration that lacks something."""
+    losses: dict[str, type[Loss]] = {}
+    options: dict[str, tuple[type[Loss], FieldInfo]] = {}
+    for loss in classes:
+        where = f"loss {loss.__name__} of {loss.__module__}"
+        for declaration in ("name", "summary", "records", "negatives"):
+            if not hasattr(loss, declaration):
+                raise TypeError(f"{where} declares no `{declaration}`")
+        if loss.name in losses:
+            raise TypeError(f"{where} has the name of another loss: {loss.name}")
+        if loss.__abstractmethods__:
+            raise TypeError(f"{where} has no method `share`")
+        losses[loss.name] = loss
+        for option, field in loss.model_fields.items():
+            if field.description is None:
+                raise TypeError(f"{where} has no text under its option `{option}`")
+            other, known = options.setdefault(option, (loss, field))
+            if (known.annotation, known.default) != (field.annotation, field.default):
+                raise TypeError(
+                    f"{where} has another default or type for `{option}` than {other.__name__}"
+                )
+    return losses
+
+
+LOSSES = check_declarations(_CLASSES)
+"""Every loss, by name."""
+
+
+def loss_options() -> dict[str, FieldInfo]:
+    """Return the options of all losses, by name."""
+    options: dict[str, FieldInfo] = {}
+    for loss in LOSSES.values():
+        options |= loss.model_fields
+    return options
+
+
+def read_options(name: str) -> set[str]:
+    """Return the names of the config's options that a loss reads."""
+    loss = LOSSES[name]
+    options = set(loss.model_fields)
+    if loss.negatives != "unread":
+        options.add("max_negatives")
+    return options
+
+
+def names_where(**declarations: Any) -> tuple[str, ...]:
+    """Return the names of the losses that declare these values."""
+    names = []
+    for name, loss in LOSSES.items():
+        values = {key: getattr(loss, key) for key in declarations}
+        if values == declarations:
+            names.append(name)
+    return tuple(names)
+
+
+def with_constraints(field: FieldInfo) -> Any:
+    """Return the type of an option with the limits that pydantic keeps apart from it."""
+    annotation: Any = field.annotation
+    for constraint in field.metadata:
+        annotation = Annotated[annotation, constraint]
+    return annotation
+
+
+_RECORDS = {
+    "matches": "pairs",
+    "scores": "pairs with scores",
+    "pairs": "pairs",
+    "texts": "pairs or single texts",
+}
+_NEGATIVES = {
+    "unread": "",
+    "optional": ", negatives optional",
+    "some": ", with negatives",
+    "each": ", negatives in every record",
+}
+_FOLLOWS = {
+    "nobody": "",
+    "scores_or_teacher": "; graded scores or a teacher",
+    "teacher": "; scores of a teacher or of the data",
+    "vectors": "; vectors of a teacher",
+    "start_model": "",
+}
+
+
+def losses_table() -> str:
+    """Return the table of all losses for docs/losses.md."""
+    lines = ["| `loss` | data | what it wants |", "| --- | --- | --- |"]
+    for name, loss in LOSSES.items():
+        data = _RECORDS[loss.records] + _NEGATIVES[loss.negatives]
+        data += _FOLLOWS[loss.follows]
+        lines.append(f"| `{name}` | {data} | {loss.summary} |")
+    return "\n".join(lines) + "\n"
