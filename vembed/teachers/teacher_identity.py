@@ -9,14 +9,8 @@ from pathlib import Path
 from vembed.config.entries import Teacher
 from vembed.data.cache import add_content
 from vembed.data.examples import Item, Kind
-<<<<<<< HEAD
 from vembed.data.row_store import KEY_BYTES, lasting_identity
-from vembed.inference.yes_no import YES_NO_END, YES_NO_PROMPT
-=======
-from vembed.data.row_store import lasting_identity
-from vembed.data.row_store import KEY_BYTES
 from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT
->>>>>>> main
 
 FORMAT = 2
 """Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
