@@ -11,7 +11,7 @@ from PIL import Image
 
 from vembed.evaluation.report.pictures import (
     COLOURS,
-    SCALE,
+    PIXELS_PER_UNIT,
     picture_image,
     picture_svg,
     write_picture,
@@ -46,13 +46,16 @@ def test_the_png_has_the_points_of_the_svg(tmp_path: Path) -> None:
     left, top, width, height = map(
         float, ElementTree.fromstring(picture.encode()).attrib["viewBox"].split()
     )
-    assert image.size == (round(width * SCALE), round(height * SCALE))
+    assert image.size == (
+        round(width * PIXELS_PER_UNIT),
+        round(height * PIXELS_PER_UNIT),
+    )
     found = is_accent(image)
     circles = [one.attrib for one in ElementTree.fromstring(svg).iter("circle")]
     assert len(circles) == 4, "three points and a ring"
     for one in circles:
         x, y = (
-            (float(one[name]) - start) * SCALE
+            (float(one[name]) - start) * PIXELS_PER_UNIT
             for name, start in (("cx", left), ("cy", top))
         )
         assert found[round(y) - 2 : round(y) + 3, round(x) - 2 : round(x) + 3].any()

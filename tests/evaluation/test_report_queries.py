@@ -203,7 +203,9 @@ def test_images_that_the_data_hold_themselves_are_shown_too(tmp_path: Path) -> N
     )
     data = RetrievalData("val", queries, tuple(documents), ({0: 1}, {1: 1}))
     record = QueryRecord()
-    record._data, record._output, record._best = data, tmp_path, None
+    record._data = data
+    record._output = tmp_path
+    record._best_step = None
     for step, values, found in (
         (0, [[0.0], [1.0]], [[2], [1]]),
         (5, [[1.0], [0.0]], [[0], [2]]),

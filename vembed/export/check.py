@@ -346,13 +346,17 @@ def difference(
     return "its arithmetic or weights: tokens, sizes and lengths agree"
 
 
-def _other_poolings(own: str) -> list[str]:
+def _other_poolings(name: str) -> list[str]:
     """Return the poolings that could stand in the place of a model's: untrained, and of the same width."""
-    if own == MODEL_POOLING:
+    if name == MODEL_POOLING:
         return []
-    width = POOLINGS[own].width(1)
+    width = POOLINGS[name].width(1)
     names = []
     for pooling in POOLINGS.values():
-        if pooling.name != own and not pooling.is_trained and pooling.width(1) == width:
+        if (
+            pooling.name != name
+            and not pooling.is_trained
+            and pooling.width(1) == width
+        ):
             names.append(pooling.name)
     return names

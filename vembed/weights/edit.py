@@ -315,8 +315,8 @@ class Editor:
             if plan.direction == "erase":
                 matrix, offset = erasure(first, second, plan.strength)
             else:
-                found = directions(first, second, plan.direction, plan.components)
-                matrix, offset = projection(found, plan.strength)
+                removed = directions(first, second, plan.direction, plan.components)
+                matrix, offset = projection(removed, plan.strength)
             matrix_DD = torch.from_numpy(matrix).float()
             offset_D = torch.from_numpy(offset).float()
             self._map = matrix_DD, offset_D

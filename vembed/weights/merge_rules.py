@@ -58,13 +58,8 @@ def check_merge(
         raise UserError(
             f"a sweep is along mean, weighted or slerp, and method is {method}"
         )
-    alone = (
-        len(names) == 1
-        and interpolate == 1.0
-        and points is None
-        and method not in OF_DIFFERENCES
-    )
-    if alone:
+    changes_alone = interpolate != 1.0 or points is not None or method in OF_DIFFERENCES
+    if len(names) == 1 and not changes_alone:
         raise UserError(
             f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate"
         )
@@ -84,13 +79,13 @@ def check_numbers(
         raise UserError(
             f"density: {density:g} is the share of each difference that {method} keeps: give 0.2, or 1"
         )
-    given = {
+    numbers = {
         "scale": [scale],
         "interpolate": [interpolate],
         "weights": weights or (),
         "sweep": points or (),
     }
-    for name, values in given.items():
-        broken = [one for one in values if not math.isfinite(one)]
-        if broken:
-            raise UserError(f"{name}: {broken[0]} is not a number to compute with")
+    for name, values in numbers.items():
+        for value in values:
+            if not math.isfinite(value):
+                raise UserError(f"{name}: {value} is not a number to compute with")

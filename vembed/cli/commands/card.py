@@ -27,6 +27,7 @@ def run_card(model: str) -> Path:
     summary = record.summary
     card = Card(
         data=tuple(summary.data),
+        language=summary.language,
         settings=record.changed_settings(),
         scores=record.after,
         before=record.before,

@@ -368,8 +368,8 @@ def comparison_html(runs: SeveralRuns) -> str:
         warnings += [f"Not paired: {reason}." for reason in not_paired]
     settings = []
     for name, values in runs.differing_settings().items():
-        shown = [short_paths(format_option(value)) or "-" for value in values]
-        settings.append((name, shown))
+        texts = [short_paths(format_option(value)) or "-" for value in values]
+        settings.append((name, texts))
     figures = []
     for chart in runs.charts():
         svg = runs_svg(

@@ -21,9 +21,12 @@ COLOURS = {
     "--before": "#a3a8ae",
 }
 """Those of the page in daylight."""
-TITLE_HEIGHT, MARGIN = 16.0, 5.0
-SCALE, FINER = 3, 2
-"""Pixels of a PNG per unit of the SVG; lines are drawn on a grid so many times finer, which makes them smooth."""
+TITLE_HEIGHT = 16.0
+MARGIN = 5.0
+PIXELS_PER_UNIT = 3
+"""Of a PNG, for a unit of the SVG."""
+OVERSAMPLING = 2
+"""Lines are drawn on a grid so many times finer, which makes them smooth."""
 # SVG's text-anchor -> Pillow's: left, middle or right, on the baseline.
 ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 Point = tuple[float, float]
@@ -33,21 +36,18 @@ def picture_svg(svg: str, title: str = "") -> str:
     """Return a plot of the page as a file of its own, with a title above it."""
     for name, colour in COLOURS.items():
         svg = svg.replace(f"var({name})", colour)
-    width, height = (
-        float(one) for one in ElementTree.fromstring(svg).attrib["viewBox"].split()[2:]
-    )
-    box = (
-        -MARGIN,
-        -TITLE_HEIGHT - MARGIN,
-        width + 2 * MARGIN,
-        height + TITLE_HEIGHT + 2 * MARGIN,
-    )
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{" ".join(f"{one:g}" for one in box)}"'
+    _, _, inner_width, inner_height = _view_box(ElementTree.fromstring(svg))
+    left = -MARGIN
+    top = -TITLE_HEIGHT - MARGIN
+    width = inner_width + 2 * MARGIN
+    height = inner_height + TITLE_HEIGHT + 2 * MARGIN
+    box = f"{left:g} {top:g} {width:g} {height:g}"
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}"'
     # Behind the line with the opening tag, which is written anew with the margins.
     inner = svg.partition(">\n")[2]
     return (
-        f'<?xml version="1.0" encoding="UTF-8"?>\n{start} width="{2 * box[2]:g}" font-family="sans-serif">\n'
-        f'<rect x="{box[0]:g}" y="{box[1]:g}" width="{box[2]:g}" height="{box[3]:g}" fill="#ffffff"/>\n'
+        f'<?xml version="1.0" encoding="UTF-8"?>\n{start} width="{2 * width:g}" font-family="sans-serif">\n'
+        f'<rect x="{left:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="#ffffff"/>\n'
         f'<text x="0" y="-8" font-size="{FONT_SIZE + 1}" fill="#1b1d20" text-anchor="start">{escape(title)}</text>\n'
         f"{inner}\n"
     )
@@ -66,8 +66,8 @@ def write_picture(path: Path, svg: str, title: str = "") -> Path:
 def picture_image(picture: str) -> Image.Image:
     """Draw what `picture_svg` returned: its paths of M, L and H, circles, rectangles and texts."""
     root = ElementTree.fromstring(picture.encode())
-    left, top, width, height = map(float, root.attrib["viewBox"].split())
-    fine = SCALE * FINER
+    left, top, width, height = _view_box(root)
+    fine = PIXELS_PER_UNIT * OVERSAMPLING
     image = Image.new("RGB", (round(width * fine), round(height * fine)), "white")
     draw = ImageDraw.Draw(image)
 
@@ -75,60 +75,54 @@ def picture_image(picture: str) -> Image.Image:
         return (x - left) * scale, (y - top) * scale
 
     for shape in root:
-        kind, given = shape.tag.rpartition("}")[2], shape.attrib
-        line = round(float(given.get("stroke-width", "1")) * fine)
+        kind = shape.tag.rpartition("}")[2]
+        attributes = shape.attrib
+        line_width = round(float(attributes.get("stroke-width", "1")) * fine)
         if kind == "path":
-            for points in _lines(given["d"], given.get("stroke-dasharray")):
-                draw.line(
-                    [at(*one, fine) for one in points],
-                    _colour(given, "stroke"),
-                    line,
-                    joint="curve",
-                )
+            colour = _colour(attributes, "stroke")
+            for points in _lines(attributes["d"], attributes.get("stroke-dasharray")):
+                pixels = [at(x, y, fine) for x, y in points]
+                draw.line(pixels, colour, line_width, joint="curve")
         elif kind == "circle":
-            x, y = at(float(given["cx"]), float(given["cy"]), fine)
-            reach = float(given["r"]) * fine
-            box = x - reach, y - reach, x + reach, y + reach
-            is_ring = given["fill"] == "none"
-            fill, outline = (
-                (None, _colour(given, "stroke"))
-                if is_ring
-                else (_colour(given, "fill"), None)
-            )
-            draw.ellipse(box, fill, outline, line)
+            x, y = at(float(attributes["cx"]), float(attributes["cy"]), fine)
+            radius = float(attributes["r"]) * fine
+            box = (x - radius, y - radius, x + radius, y + radius)
+            if attributes["fill"] == "none":
+                colour = _colour(attributes, "stroke")
+                draw.ellipse(box, outline=colour, width=line_width)
+            else:
+                draw.ellipse(box, _colour(attributes, "fill"), width=line_width)
         elif kind == "rect":
-            x, y, across, down = (
-                float(given[name]) for name in ("x", "y", "width", "height")
-            )
-            draw.rectangle(
-                (*at(x, y, fine), *at(x + across, y + down, fine)),
-                _colour(given, "fill"),
-            )
+            x = float(attributes["x"])
+            y = float(attributes["y"])
+            end_x = x + float(attributes["width"])
+            end_y = y + float(attributes["height"])
+            corners = (*at(x, y, fine), *at(end_x, end_y, fine))
+            draw.rectangle(corners, _colour(attributes, "fill"))
     # BOX averages the finer grid. Texts are drawn behind that, since fonts are smooth by themselves.
-    image = image.resize(
-        (image.width // FINER, image.height // FINER), Image.Resampling.BOX
-    )
+    size = (image.width // OVERSAMPLING, image.height // OVERSAMPLING)
+    image = image.resize(size, Image.Resampling.BOX)
     draw = ImageDraw.Draw(image)
     for shape in root.iter("{http://www.w3.org/2000/svg}text"):
-        given = shape.attrib
-        font = ImageFont.load_default(float(given["font-size"]) * SCALE)
-        place = at(float(given["x"]), float(given["y"]), SCALE)
-        draw.text(
-            place,
-            shape.text or "",
-            _colour(given, "fill"),
-            font,
-            ANCHORS[given["text-anchor"]],
-        )
+        attributes = shape.attrib
+        font = ImageFont.load_default(float(attributes["font-size"]) * PIXELS_PER_UNIT)
+        pixel = at(float(attributes["x"]), float(attributes["y"]), PIXELS_PER_UNIT)
+        colour = _colour(attributes, "fill")
+        anchor = ANCHORS[attributes["text-anchor"]]
+        draw.text(pixel, shape.text or "", colour, font, anchor)
     return image
 
 
-def _colour(given: dict[str, str], name: str) -> tuple[int, ...]:
+def _view_box(root: ElementTree.Element) -> tuple[float, float, float, float]:
+    left, top, width, height = map(float, root.attrib["viewBox"].split())
+    return left, top, width, height
+
+
+def _colour(attributes: dict[str, str], name: str) -> tuple[int, ...]:
     """Return a colour, mixed with the white below it where it is not opaque."""
-    opacity = float(given.get("opacity", "1"))
-    return tuple(
-        round(255 + (one - 255) * opacity) for one in ImageColor.getrgb(given[name])[:3]
-    )
+    opacity = float(attributes.get("opacity", "1"))
+    channels = ImageColor.getrgb(attributes[name])[:3]
+    return tuple(round(255 + (channel - 255) * opacity) for channel in channels)
 
 
 def _lines(path: str, dashes: str | None) -> Iterator[list[Point]]:
@@ -145,28 +139,28 @@ def _lines(path: str, dashes: str | None) -> Iterator[list[Point]]:
         if dashes is None:
             yield line
         else:
-            yield from _dashes(line, [float(one) for one in dashes.split()])
+            yield from _dashes(line, [float(length) for length in dashes.split()])
 
 
 def _dashes(line: list[Point], lengths: list[float]) -> Iterator[list[Point]]:
     """Yield the dashes of a line. `lengths`: of a dash and of a gap, in turn."""
-    number, left, dash = 0, lengths[0], [line[0]]
+    number = 0
+    left = lengths[0]
+    dash = [line[0]]
     for start, stop in pairwise(line):
         length = dist(start, stop)
         done = 0.0
         # `left`: what is left of this dash or gap, which may go on round the next corner. Even numbers are dashes.
         while length - done > left:
             done += left
-            part = done / length
-            dash.append(
-                (
-                    start[0] + part * (stop[0] - start[0]),
-                    start[1] + part * (stop[1] - start[1]),
-                )
-            )
+            fraction = done / length
+            x = start[0] + fraction * (stop[0] - start[0])
+            y = start[1] + fraction * (stop[1] - start[1])
+            dash.append((x, y))
             if number % 2 == 0:
                 yield dash
-            number, dash = number + 1, dash[-1:]
+            number += 1
+            dash = [(x, y)]
             left = lengths[number % 2]
         left -= length - done
         dash.append(stop)

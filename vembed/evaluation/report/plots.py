@@ -7,22 +7,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-INK, GRID, ACCENT, BEFORE = (
-    "var(--ink-soft)",
-    "var(--line)",
-    "var(--accent)",
-    "var(--before)",
-)
+INK = "var(--ink-soft)"
+GRID = "var(--line)"
+ACCENT = "var(--accent)"
+BEFORE = "var(--before)"
 RUNS = tuple(f"var(--run-{number})" for number in range(8))
 """Colours of runs that are compared. With more runs they are used again, with dashed lines."""
-WIDTH, HEIGHT = 317, 173
+WIDTH = 317
+HEIGHT = 173
 """Size in SVG units. About the width of a phone, so that text keeps its size there."""
-LEFT, TOP, RIGHT, BOTTOM = 36.0, 2.0, 312.0, 140.0
+LEFT = 36.0
+TOP = 2.0
+RIGHT = 312.0
+BOTTOM = 140.0
 """Edges of the area in which values are drawn; the same in all plots, so that they align."""
 FONT_SIZE = 9
-SMOOTHED_FROM = 40
-"""Number of points from which a noisy curve also gets a running mean."""
-MAX_TICKS_X, MAX_TICKS_Y = 6, 5
+MIN_SMOOTHED_POINTS = 40
+"""From here a noisy curve also gets a running mean."""
+MAX_TICKS_X = 6
+MAX_TICKS_Y = 5
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,13 @@ class Curve:
 
 def curve_svg(curve: Curve) -> str:
     """Return a line plot over the steps."""
-    many = curve.noisy and len(curve.steps) >= SMOOTHED_FROM
-    lines = [
-        _Line(
-            curve.steps,
-            curve.values,
-            ACCENT,
-            width=1.0 if many else 1.8,
-            opacity=0.3 if many else 1.0,
-        )
-    ]
-    if many:
-        lines.append(_Line(curve.steps, _running_mean(curve.values), ACCENT))
+    if curve.noisy and len(curve.steps) >= MIN_SMOOTHED_POINTS:
+        lines = [
+            _Line(curve.steps, curve.values, ACCENT, width=1.0, opacity=0.3),
+            _Line(curve.steps, _running_mean(curve.values), ACCENT),
+        ]
+    else:
+        lines = [_Line(curve.steps, curve.values, ACCENT)]
     lines.append(_Line(curve.steps[-1:], curve.values[-1:], ACCENT, dot=2.2))
     plot = _Plot(
         lines, "step", curve.write, x_from_zero=True, y_from_zero=curve.from_zero
@@ -68,21 +66,17 @@ def dims_svg(
 ) -> str:
     """Return a plot of a metric by Matryoshka dimension, before and after. Dimensions are evenly spaced: each is
     about half of the next."""
-    places = list(range(len(dims)))
-    both = (
-        [("after", after, ACCENT)]
-        if before is None
-        else [("before", before, BEFORE), ("after", after, ACCENT)]
-    )
-    lines = [_Line(places, values, colour, dot=2.2) for _, values, colour in both]
+    series = [("after", after, ACCENT)]
+    if before is not None:
+        series.insert(0, ("before", before, BEFORE))
+    xs = range(len(dims))
+    lines = [_Line(xs, values, colour, dot=2.2) for _, values, colour in series]
     plot = _Plot(lines, "dimensions kept", "{:.2f}".format, margin_x=0.1, margin_y=0.22)
-    plot.ticks_x = [
-        (float(place), str(dim)) for place, dim in zip(places, dims, strict=True)
-    ]
-    highest = max(values[0] for _, values, _ in both)
+    plot.ticks_x = [(float(x), str(dim)) for x, dim in enumerate(dims)]
+    highest = max(values[0] for _, values, _ in series)
     plot.notes = [
         (0.0, values[0], name, colour, values[0] == highest)
-        for name, values, colour in both
+        for name, values, colour in series
     ]
     return plot.svg(f"{label} by number of dimensions")
 
@@ -93,18 +87,19 @@ def stored_svg(
     """Return a plot of a metric by bytes per document, a line for each stored form of (size, bytes, value). Each tick
     is twice the one before."""
     colours = {"float32": INK, "int8": BEFORE}
-    lines, notes = [], []
-    for form, found in points.items():
-        colour, is_dashed = colours.get(form, ACCENT), form == "binary"
-        places, values = (
-            [math.log2(size) for _, size, _ in found],
-            [value for _, _, value in found],
-        )
-        lines.append(_Line(places, values, colour, is_dashed=is_dashed, dot=2.0))
-        if found:
-            notes.append(
-                (places[-1], values[-1], form.replace("_", ", "), colour, not is_dashed)
-            )
+    lines = []
+    notes = []
+    sizes: set[int] = set()
+    for form, rows in points.items():
+        colour = colours.get(form, ACCENT)
+        is_dashed = form == "binary"
+        sizes |= {size for _, size, _ in rows}
+        xs = [math.log2(size) for _, size, _ in rows]
+        values = [value for _, _, value in rows]
+        lines.append(_Line(xs, values, colour, is_dashed=is_dashed, dot=2.0))
+        if rows:
+            name = form.replace("_", ", ")
+            notes.append((xs[-1], values[-1], name, colour, not is_dashed))
     plot = _Plot(
         lines,
         "bytes per document",
@@ -113,12 +108,10 @@ def stored_svg(
         margin_y=0.22,
         notes=notes,
     )
-    sizes = sorted({size for found in points.values() for _, size, _ in found})
-    plot.ticks_x = [
-        (math.log2(size), f"{size:,d}")
-        for size in sizes
-        if math.log2(size) == int(math.log2(size))
-    ]
+    for size in sorted(sizes):
+        x = math.log2(size)
+        if x.is_integer():
+            plot.ticks_x.append((x, f"{size:,d}"))
     return plot.svg(f"{label} by bytes per document")
 
 
@@ -128,10 +121,8 @@ def evaluations_svg(
     """Return a plot of the deciding metric over the evaluations. A ring marks the weights that were kept."""
     lines = [_Line(steps, values, ACCENT, dot=2.0)]
     if final_step is not None and final_step in steps:
-        place = list(steps).index(final_step)
-        lines.append(
-            _Line([final_step], [values[place]], ACCENT, dot=5.0, is_ring=True)
-        )
+        value = values[list(steps).index(final_step)]
+        lines.append(_Line([final_step], [value], ACCENT, dot=5.0, is_ring=True))
     plot = _Plot(lines, "step", "{:.3f}".format, margin_x=0.06, margin_y=0.2)
     return plot.svg(f"{label} over the steps")
 
@@ -184,12 +175,14 @@ def front_svg(
 
 def bars_svg(values: Mapping[str, float], x_label: str) -> str:
     """Return a horizontal bar for each value, the first one on top."""
-    row, most = 18.0, max(max(values.values(), default=0.0), 1e-9)
+    row = 18.0
+    largest = max(max(values.values(), default=0.0), 1e-9)
     # A letter is about 0.58 of the font size wide.
     start = 8 + 0.58 * FONT_SIZE * max(map(len, values), default=0)
     parts = []
-    for place, (name, value) in enumerate(values.items()):
-        top, length = place * row + 2, value / most * (0.9 * WIDTH - start)
+    for number, (name, value) in enumerate(values.items()):
+        top = number * row + 2
+        length = value / largest * (0.9 * WIDTH - start)
         parts.append(
             f'<rect x="{start:.1f}" y="{top:.1f}" width="{length:.1f}" height="{row - 6:g}" fill="{ACCENT}"/>'
         )
@@ -218,14 +211,14 @@ def runs_svg(
 ) -> str:
     """Return a plot of one quantity of several runs. `has_points`: mark every value, where they are few; otherwise long
     curves are drawn as their running mean."""
-
     drawn = []
     for line in lines:
-        many = not has_points and len(line.values) >= SMOOTHED_FROM
-        colour, is_dashed = RUNS[line.run % len(RUNS)], line.run >= len(RUNS)
-        if many:
-            drawn.append(_Line(line.steps, line.values, colour, width=0.8, opacity=0.2))
-        values = _running_mean(line.values) if many else line.values
+        colour = RUNS[line.run % len(RUNS)]
+        is_dashed = line.run >= len(RUNS)
+        values = line.values
+        if not has_points and len(values) >= MIN_SMOOTHED_POINTS:
+            drawn.append(_Line(line.steps, values, colour, width=0.8, opacity=0.2))
+            values = _running_mean(values)
         drawn.append(
             _Line(
                 line.steps,
@@ -243,12 +236,12 @@ def runs_svg(
 
 def _running_mean(values: Sequence[float]) -> list[float]:
     """Return the mean of each value and its neighbours on both sides, with fewer neighbours at the ends."""
-    reach = max(len(values) // SMOOTHED_FROM, 2)
-    windows = [
-        values[max(place - reach, 0) : place + reach + 1]
-        for place in range(len(values))
-    ]
-    return [sum(window) / len(window) for window in windows]
+    reach = max(len(values) // MIN_SMOOTHED_POINTS, 2)
+    means = []
+    for number in range(len(values)):
+        window = values[max(number - reach, 0) : number + reach + 1]
+        means.append(sum(window) / len(window))
+    return means
 
 
 @dataclass(frozen=True)
@@ -294,71 +287,58 @@ class _Plot:
 
     def svg(self, description: str) -> str:
         """Return the plot for inlining, without fonts or size of its own."""
-        points = [point for line in self.lines for point in line.points()] or [
-            (0.0, 0.0)
-        ]
-        self.x = _Scale.over(
-            [x for x, _ in points],
-            self.margin_x,
-            LEFT,
-            RIGHT,
-            from_zero=self.x_from_zero,
-        )
-        self.y = _Scale.over(
-            [y for _, y in points],
-            self.margin_y,
-            BOTTOM,
-            TOP,
-            from_zero=self.y_from_zero,
-        )
-        parts = [
-            *self._grid(),
-            *(part for line in self.lines for part in self._drawn(line)),
-        ]
+        points = [point for line in self.lines for point in line.points()]
+        xs = [x for x, _ in points] or [0.0]
+        ys = [y for _, y in points] or [0.0]
+        self.x = _Scale.over(xs, self.margin_x, LEFT, RIGHT, from_zero=self.x_from_zero)
+        self.y = _Scale.over(ys, self.margin_y, BOTTOM, TOP, from_zero=self.y_from_zero)
+        parts = list(self._grid())
+        for line in self.lines:
+            parts += self._drawn(line)
         for x, y, text, colour, is_above in self.notes:
-            place = self.y.at(y) + (-8.0 if is_above else 8.0 + 0.7 * FONT_SIZE)
-            parts.append(_text(self.x.at(x), place, text, colour, "middle"))
+            offset = -8.0 if is_above else 8.0 + 0.7 * FONT_SIZE
+            parts.append(
+                _text(self.x.at(x), self.y.at(y) + offset, text, colour, "middle")
+            )
         return "\n".join([_beginning(WIDTH, HEIGHT, description), *parts, "</svg>"])
 
     def _grid(self) -> Iterator[str]:
         for value in self.y.ticks(MAX_TICKS_Y):
-            place = self.y.at(value)
-            yield f'<path d="M{LEFT:g} {place:.1f}H{RIGHT:g}" fill="none" stroke="{GRID}" stroke-width="0.8"/>'
-            yield _text(
-                LEFT - 4, place + 0.35 * FONT_SIZE, self.write(value), INK, "end"
-            )
+            y = self.y.at(value)
+            yield f'<path d="M{LEFT:g} {y:.1f}H{RIGHT:g}" fill="none" stroke="{GRID}" stroke-width="0.8"/>'
+            yield _text(LEFT - 4, y + 0.35 * FONT_SIZE, self.write(value), INK, "end")
         yield f'<path d="M{LEFT:g} {BOTTOM:g}H{RIGHT:g}" fill="none" stroke="{GRID}" stroke-width="0.8"/>'
-        write, smallest = (
-            (self.write_x, 0.0) if self.write_x else ("{:,.0f}".format, 1.0)
-        )
-        numbers = [
-            (value, write(value)) for value in self.x.ticks(MAX_TICKS_X, smallest)
-        ]
-        for value, name in self.ticks_x or numbers:
+        write = self.write_x or "{:,.0f}".format
+        smallest = 0.0 if self.write_x else 1.0
+        ticks = self.ticks_x
+        if not ticks:
+            values = self.x.ticks(MAX_TICKS_X, smallest)
+            ticks = [(value, write(value)) for value in values]
+        for value, name in ticks:
             yield _text(self.x.at(value), BOTTOM + 13, name, INK, "middle")
         yield _text((LEFT + RIGHT) / 2, BOTTOM + 27, self.x_label, INK, "middle")
 
     def _drawn(self, line: _Line) -> Iterator[str]:
-        path, is_down = "", False
+        path = ""
+        command = "M"
         for x, y in zip(line.xs, line.ys, strict=True):
-            is_there = math.isfinite(x) and math.isfinite(y)
-            if is_there:
-                path += (
-                    f"{'L' if is_down else 'M'}{self.x.at(x):.1f} {self.y.at(y):.1f}"
-                )
-            # A gap lifts the pen: the next point begins a line.
-            is_down = is_there
+            if math.isfinite(x) and math.isfinite(y):
+                path += f"{command}{self.x.at(x):.1f} {self.y.at(y):.1f}"
+                command = "L"
+            else:
+                # A gap lifts the pen: the next point begins a line.
+                command = "M"
         look = f'stroke="{line.colour}" stroke-width="{line.width:g}" stroke-linecap="round"'
         look += f' opacity="{line.opacity:g}"' if line.opacity < 1 else ""
         look += ' stroke-dasharray="6 3"' if line.is_dashed else ""
         if "L" in path:
             yield f'<path d="{path}" fill="none" {look}/>'
-        fill = (
-            f'fill="none" stroke="{line.colour}"'
-            if line.is_ring
-            else f'fill="{line.colour}"'
-        )
-        for x, y in line.points() if line.dot else ():
+        if not line.dot:
+            return
+        fill = f'fill="{line.colour}"'
+        if line.is_ring:
+            fill = f'fill="none" stroke="{line.colour}"'
+        for x, y in line.points():
             yield f'<circle cx="{self.x.at(x):.1f}" cy="{self.y.at(y):.1f}" r="{line.dot:g}" {fill}/>'
 
 
@@ -382,38 +362,31 @@ class _Scale:
         from_zero: bool = False,
     ) -> _Scale:
         """Return the scale that shows all values, with a margin in parts of their range."""
-        low, high = min(values), max(values)
+        low = min(values)
+        high = max(values)
         # A single value stands in the middle of a range of its own size.
         rest = margin * (high - low) if high > low else 0.05 * abs(high) or 0.05
-        return cls(
-            0.0 if from_zero and high + rest > 0 else low - rest,
-            high + rest,
-            start,
-            stop,
-        )
+        top = high + rest
+        return cls(0.0 if from_zero and top > 0 else low - rest, top, start, stop)
 
     def at(self, value: float) -> float:
         """Return the place of a value."""
-        return self.start + (value - self.low) / (self.high - self.low) * (
-            self.stop - self.start
-        )
+        fraction = (value - self.low) / (self.high - self.low)
+        return self.start + fraction * (self.stop - self.start)
 
     def ticks(self, at_most: int, smallest: float = 0.0) -> list[float]:
         """Return round values of the range: multiples of 1, 2, 2.5 or 5 times a power of ten, `smallest` or more."""
         least = max((self.high - self.low) / at_most, smallest)
         power = 10.0 ** math.floor(math.log10(least))
         # The tolerance keeps a step that is the wanted one but for rounding.
-        steps = [
-            factor * power
-            for factor in (1, 2, 2.5, 5, 10)
-            if factor * power >= least * (1 - 1e-9)
-        ]
-        # With `smallest` 1 (steps of a run) 2.5 is no step.
-        step = next(one for one in steps if not smallest or one % smallest == 0)
-        first, last = (
-            math.ceil(self.low / step - 1e-9),
-            math.floor(self.high / step + 1e-9),
-        )
+        for factor in (1, 2, 2.5, 5, 10):
+            step = factor * power
+            # With `smallest` 1 (steps of a run) 2.5 is no step.
+            is_allowed = not smallest or step % smallest == 0
+            if is_allowed and step >= least * (1 - 1e-9):
+                break
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
 
 

@@ -14,10 +14,10 @@ from vembed.files import read_json_object
 FOLDER = "evaluations"
 """Folder of the results per query, inside the run's."""
 NUM_RESAMPLES = 2_000
-DRAWN_AT_ONCE = 2**14
+DRAWS_AT_ONCE = 2**14
 """Draws of one array, which stays in the cache."""
-MOST_RESAMPLED = 10_000
-"""Queries up to which the interval is resampled; with more the normal distribution gives the same."""
+MAX_RESAMPLED_QUERIES = 10_000
+"""Up to which the interval is resampled; with more the normal distribution gives the same."""
 NUM_SHOWN = 10
 NO_DIFFERENCE = "no difference that the data can show"
 
@@ -81,15 +81,11 @@ def compare_queries(
     folder: Path, first: int, last: int, metric: str
 ) -> Comparison | None:
     """Return the comparison of the evaluations after two steps; None if one has no file."""
-    before, after = (
-        read_queries(path_of(folder, first)),
-        read_queries(path_of(folder, last)),
-    )
-    return (
-        None
-        if before is None or after is None
-        else compare_results(before, after, metric)
-    )
+    before = read_queries(path_of(folder, first))
+    after = read_queries(path_of(folder, last))
+    if before is None or after is None:
+        return None
+    return compare_results(before, after, metric)
 
 
 def compare_results(
@@ -98,48 +94,39 @@ def compare_results(
     """Return the comparison of two evaluations of the same queries; None if their numbers differ."""
     if len(before["values"]) != len(after["values"]) or not before["values"]:
         return None
-    old, new = np.asarray(before["values"]), np.asarray(after["values"])
     names = [name for name in after["metrics"] if name in before["metrics"]]
     if not names:
         return Comparison({}, [], [])
-    differences = {
-        name: new[:, after["metrics"].index(name)]
-        - old[:, before["metrics"].index(name)]
-        for name in names
-    }
-    intervals = dict(
-        zip(
-            names,
-            paired_intervals(np.stack(list(differences.values()), axis=1)),
-            strict=True,
-        )
-    )
-    if metric not in differences:
+    scores_before = _scores_by_metric(before)
+    scores_after = _scores_by_metric(after)
+    differences = [scores_after[name] - scores_before[name] for name in names]
+    per_metric = paired_intervals(np.stack(differences, axis=1))
+    intervals = dict(zip(names, per_metric, strict=True))
+    if metric not in names:
         return Comparison(intervals, [], [])
-    change = differences[metric]
-    # Metrics of all queries are recorded, and texts of the first ones alone.
-    shown = min(len(before["queries"]), len(after["queries"]))
-    order = np.argsort(change[:shown], kind="stable")
-    column = after["metrics"].index(metric), before["metrics"].index(metric)
-
+    change = differences[names.index(metric)]
     pictures = {**before.get("pictures", {}), **after.get("pictures", {})}
 
-    def entry(number: int) -> Changed:
-        one, other = before["queries"][number], after["queries"][number]
+    def changed(number: int) -> Changed:
+        row_before = before["queries"][number]
+        row_after = after["queries"][number]
         return Changed(
-            other["query"],
-            other["relevant"],
-            float(old[number, column[1]]),
-            float(new[number, column[0]]),
-            list(zip(one["found"], one["is_relevant"], strict=True)),
-            list(zip(other["found"], other["is_relevant"], strict=True)),
+            row_after["query"],
+            row_after["relevant"],
+            float(scores_before[metric][number]),
+            float(scores_after[metric][number]),
+            list(zip(row_before["found"], row_before["is_relevant"], strict=True)),
+            list(zip(row_after["found"], row_after["is_relevant"], strict=True)),
             pictures,
         )
 
+    # Metrics of all queries are recorded, and texts of the first ones alone.
+    num_texts = min(len(before["queries"]), len(after["queries"]))
+    order = np.argsort(change[:num_texts], kind="stable").tolist()
     better = [
-        entry(int(number)) for number in order[::-1][:NUM_SHOWN] if change[number] > 0
+        changed(number) for number in order[::-1][:NUM_SHOWN] if change[number] > 0
     ]
-    worse = [entry(int(number)) for number in order[:NUM_SHOWN] if change[number] < 0]
+    worse = [changed(number) for number in order[:NUM_SHOWN] if change[number] < 0]
     return Comparison(
         intervals,
         better,
@@ -150,27 +137,33 @@ def compare_results(
     )
 
 
+def _scores_by_metric(results: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return [queries] scores of each metric."""
+    values = np.asarray(results["values"])
+    return dict(zip(results["metrics"], values.T, strict=True))
+
+
 def paired_intervals(differences_QM: np.ndarray) -> list[Interval]:
     """Return the mean difference of each metric and its 95 % interval, by the paired bootstrap over the queries."""
-    count, means = len(differences_QM), differences_QM.mean(axis=0)
-    if count > MOST_RESAMPLED:
+    count = len(differences_QM)
+    means = differences_QM.mean(axis=0)
+    if count > MAX_RESAMPLED_QUERIES:
         # 95 % of a normal distribution lie within 1.96 standard errors.
         half = 1.96 * differences_QM.std(axis=0, ddof=1) / count**0.5
-        lows, highs = means - half, means + half
+        bounds = np.stack([means - half, means + half])
     else:
-        draw = np.random.default_rng(
-            0
-        )  # the report of a run is the same each time it is written
-        at_once = max(1, DRAWN_AT_ONCE // count)
-        sizes = [
-            min(at_once, NUM_RESAMPLES - start)
-            for start in range(0, NUM_RESAMPLES, at_once)
-        ]
-        resampled = np.concatenate(
-            [_resampled_means(differences_QM, draw, size) for size in sizes]
-        )
-        lows, highs = np.quantile(resampled, [0.025, 0.975], axis=0)
-    return [Interval(*map(float, one)) for one in zip(means, lows, highs, strict=True)]
+        # The report of a run is the same each time it is written.
+        draw = np.random.default_rng(0)
+        at_once = max(1, DRAWS_AT_ONCE // count)
+        resampled = []
+        for start in range(0, NUM_RESAMPLES, at_once):
+            num_samples = min(at_once, NUM_RESAMPLES - start)
+            resampled.append(_resampled_means(differences_QM, draw, num_samples))
+        bounds = np.quantile(np.concatenate(resampled), [0.025, 0.975], axis=0)
+    return [
+        Interval(float(mean), float(low), float(high))
+        for mean, low, high in zip(means, *bounds, strict=True)
+    ]
 
 
 def _resampled_means(
@@ -178,12 +171,10 @@ def _resampled_means(
 ) -> np.ndarray:
     """Return the means of some resamples: [samples, metrics]."""
     count = len(differences_QM)
-    drawn_SQ = (
-        draw.integers(0, count, (num_samples, count))
-        + count * np.arange(num_samples)[:, None]
-    )
+    queries_SQ = draw.integers(0, count, (num_samples, count))
+    # One bin for each query of each sample.
+    bins_SQ = queries_SQ + count * np.arange(num_samples)[:, None]
+    times = np.bincount(bins_SQ.ravel(), minlength=num_samples * count)
+    times_SQ = times.reshape(num_samples, count)
     # A mean weighs each query by how often it was drawn.
-    times_SQ = np.bincount(drawn_SQ.ravel(), minlength=num_samples * count).reshape(
-        num_samples, count
-    )
     return np.asarray(times_SQ @ differences_QM / count)

@@ -68,11 +68,14 @@ class RunRecord:
     @property
     def final(self) -> Evaluation | None:
         """Evaluation of the weights in `final/`."""
-        trained = [one for one in self.evaluations if one.step > 0]
-        kept = [
-            one for one in trained if one.step == self.summary.final_step
-        ] or trained
-        return kept[-1] if kept else None
+        last = None
+        for evaluation in reversed(self.evaluations):
+            if evaluation.step == 0:
+                continue
+            if evaluation.step == self.summary.final_step:
+                return evaluation
+            last = last or evaluation
+        return last
 
     @property
     def after(self) -> dict[str, float]:
@@ -89,12 +92,12 @@ class RunRecord:
     @property
     def dims(self) -> list[int]:
         """Measured Matryoshka sizes, largest first."""
-        found = {
-            int(match[1])
-            for key in self.after or self.before
-            if (match := re.match(r"dim(\d+)/", key))
-        }
-        return sorted(found, reverse=True)
+        dims = set()
+        for key in self.after or self.before:
+            match = re.match(r"dim(\d+)/", key)
+            if match:
+                dims.add(int(match[1]))
+        return sorted(dims, reverse=True)
 
     def changed_settings(self) -> dict[str, Any]:
         """Settings that differ from their defaults."""
@@ -113,7 +116,8 @@ class RunRecord:
 def read_run(output_dir: str | Path) -> RunRecord:
     """Read the folder of a run, finished or not."""
     folder = Path(output_dir)
-    config_file, metrics_file = folder / "config.yaml", folder / "metrics.jsonl"
+    config_file = folder / "config.yaml"
+    metrics_file = folder / "metrics.jsonl"
     if not config_file.exists():
         raise UserError(
             f"{folder} has no config.yaml, so it is not the folder of a run"
@@ -150,8 +154,8 @@ def metric_name(key: str) -> str:
     """Return a metric's display name: ndcg@10 -> nDCG@10."""
     kind, _, rest = key.partition("/")
     if kind in ("guard", "task"):
-        name, _, own = rest.rpartition("/")
-        return f"{kind} {name}: {metric_name(own)}"
+        name, _, metric = rest.rpartition("/")
+        return f"{kind} {name}: {metric_name(metric)}"
     base, at, cut = key.partition("@")
     return NAMES.get(base, base) + at + cut
 

@@ -170,11 +170,11 @@ def _thumbnails(query: Changed, items: Sequence[Mapping[str, Any]]) -> tuple[str
     return tuple(addresses)
 
 
-def _first_text(found: Sequence[tuple[Mapping[str, Any], bool]]) -> str:
+def _first_text(documents: Sequence[tuple[Mapping[str, Any], bool]]) -> str:
     """Return the first document, marked if it is relevant."""
-    if not found:
+    if not documents:
         return "nothing"
-    item, is_relevant = found[0]
+    item, is_relevant = documents[0]
     return ("[relevant] " if is_relevant else "") + _item_text([item])
 
 
@@ -288,8 +288,8 @@ def settings(record: RunRecord) -> list[tuple[str, str]]:
 def changed_yaml(record: RunRecord) -> str:
     """Return what differs from the defaults as YAML, without folders of the machine and without secrets."""
     changed = record.changed_settings() | {"model_name": _model_name(record)}
-    shown = {name: masked_option(name, value) for name, value in changed.items()}
-    return short_paths(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True))
+    values = {name: masked_option(name, value) for name, value in changed.items()}
+    return short_paths(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def short_paths(text: str) -> str:

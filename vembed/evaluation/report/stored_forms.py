@@ -22,27 +22,23 @@ def bytes_per_document(form: str, dim: int) -> int:
 
 def points(scores: Mapping[str, float]) -> Points:
     """Return the scores of the stored forms among all scores of an evaluation."""
-    found: Points = {form: [] for form in NAMES}
+    by_form: Points = {form: [] for form in NAMES}
     for key, value in scores.items():
         if key.startswith("compressed/"):
             _, form, dim, _ = key.split("/")
-            found[form].append((int(dim), bytes_per_document(form, int(dim)), value))
-    return {form: sorted(rows) for form, rows in found.items()}
+            num_bytes = bytes_per_document(form, int(dim))
+            by_form[form].append((int(dim), num_bytes, value))
+    return {form: sorted(rows) for form, rows in by_form.items()}
 
 
 def rows_of(scores: Mapping[str, float]) -> list[tuple[str, str, str, str, str]]:
     """Return (name, size, bytes, score, share of the float score at full size) of each form and size, as text."""
-    found = points(scores)
-    whole = {dim: value for dim, _, value in found["float32"]}
-    best = whole[max(whole)] if whole else 0.0
-    return [
-        (
-            NAMES[form],
-            str(dim),
-            f"{size:,d}",
-            f"{value:.4f}",
-            f"{value / best:.3f}" if best else "-",
-        )
-        for form, rows in found.items()
-        for dim, size, value in reversed(rows)
-    ]
+    by_form = points(scores)
+    full_score = by_form["float32"][-1][2] if by_form["float32"] else 0.0
+    texts = []
+    for form, rows in by_form.items():
+        for dim, num_bytes, value in reversed(rows):
+            share = f"{value / full_score:.3f}" if full_score else "-"
+            row = (NAMES[form], str(dim), f"{num_bytes:,d}", f"{value:.4f}", share)
+            texts.append(row)
+    return texts

@@ -37,6 +37,8 @@ class RunSummary:
     """The model's name and what its users need to know of it, one line each."""
     data: list[str] = field(default_factory=list)
     """The training data, one line per source, with counts and skipped records."""
+    language: str | None = None
+    """Of the training texts. Empty: unclear and not English."""
     evaluation: str = ""
     """The evaluation data (`EvalData.summary()`)."""
     metric: str = ""
@@ -74,7 +76,7 @@ def read_summary(output_dir: str | Path) -> RunSummary:
         return RunSummary()
     values = read_json_object(path)
     # A later version of vembed may have written more.
-    known = {one.name for one in fields(RunSummary)}
+    known = {field.name for field in fields(RunSummary)}
     return RunSummary(**{key: value for key, value in values.items() if key in known})
 
 
@@ -85,8 +87,11 @@ def collect_versions() -> dict[str, str]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    found = ((name, _version_of(name)) for name in REPORTED_PACKAGES)
-    return versions | {name: version for name, version in found if version is not None}
+    for package in REPORTED_PACKAGES:
+        version = _version_of(package)
+        if version is not None:
+            versions[package] = version
+    return versions
 
 
 @cache

@@ -10,9 +10,9 @@ from vembed.data.examples import ImageRef
 from vembed.data.images.files import load_image
 from vembed.errors import UserError
 
-EDGE = 96
-"""Pixels of the longer edge; shown at half the size, so that it is sharp on dense screens."""
-QUALITY = 70
+EDGE_PIXELS = 96
+"""Of the longer edge; shown at half the size, so that it is sharp on dense screens."""
+JPEG_QUALITY = 70
 
 
 @lru_cache(maxsize=256)
@@ -25,13 +25,11 @@ def thumbnail_of(image: ImageRef) -> str | None:
     """Return the data address of an image that is no address, or None if it cannot be read."""
     try:
         picture = load_image(image)
-    except (
-        UserError
-    ):  # the report of a run whose images have moved still shows their names
+    except UserError:
+        # The report of a run whose images have moved still shows their names.
         return None
-    picture.thumbnail((EDGE, EDGE))
+    picture.thumbnail((EDGE_PIXELS, EDGE_PIXELS))
     target = io.BytesIO()
-    picture.save(target, "JPEG", quality=QUALITY)
-    return "data:image/jpeg;base64," + base64.b64encode(target.getvalue()).decode(
-        "ascii"
-    )
+    picture.save(target, "JPEG", quality=JPEG_QUALITY)
+    content = base64.b64encode(target.getvalue()).decode("ascii")
+    return f"data:image/jpeg;base64,{content}"
