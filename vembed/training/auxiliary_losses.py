@@ -30,7 +30,7 @@ class AuxiliaryBatch:
 
     occurrences: Tensor
     """[n] how often each distinct input of this rank occurs in its rows."""
-    own: dict[str, Tensor] = field(default_factory=dict)
+    of_rank: dict[str, Tensor] = field(default_factory=dict)
     """Name -> [2] float64, this rank's sum and count."""
     total: dict[str, tuple[float, float]] = field(default_factory=dict)
     """The same over all ranks."""
@@ -60,9 +60,9 @@ class AuxiliaryLosses:
         self, batch: AuxiliaryBatch, parts: Parts, rows: Sequence[Sequence[int]]
     ) -> None:
         """Add the sums and counts of one micro-batch. A dummy adds its names alone, which every rank then has."""
-        for found, places in zip(parts, rows, strict=True):
-            for name, values in found.items():
-                before = batch.own.setdefault(
+        for losses, places in zip(parts, rows, strict=True):
+            for name, values in losses.items():
+                before = batch.of_rank.setdefault(
                     name, torch.zeros(2, dtype=torch.float64, device=values.device)
                 )
                 if places:
@@ -73,8 +73,8 @@ class AuxiliaryLosses:
     def agree(self, batch: AuxiliaryBatch) -> None:
         """Set the sums and counts of the global batch. Collective if the model has auxiliary losses."""
         # Sorted: the ranks may have met the losses in another order, and the sums below have no names.
-        names = sorted(batch.own)
-        if unknown := sorted(self.weights.keys() - batch.own.keys()):
+        names = sorted(batch.of_rank)
+        if unknown := sorted(self.weights.keys() - batch.of_rank.keys()):
             raise UserError(
                 f"auxiliary_losses: the model returns no {unknown[0]} in training mode; it returns "
                 f"{', '.join(names) or 'none'}"
@@ -85,7 +85,7 @@ class AuxiliaryLosses:
                     "loss: none trains by the losses that the model returns, and it returns none"
                 )
             return
-        flat = torch.stack([batch.own[name] for name in names]).flatten().tolist()
+        flat = torch.stack([batch.of_rank[name] for name in names]).flatten().tolist()
         summed = iter(collectives.sum_scalars(flat))
         batch.total = {name: (next(summed), next(summed)) for name in names}
 
@@ -95,7 +95,7 @@ class AuxiliaryLosses:
         for name, (_, count) in batch.total.items():
             # A loss that counted nothing in the whole batch is left out, and not divided by zero.
             if count:
-                total = total + self.weight(name) * batch.own[name][0] / count
+                total = total + self.weight(name) * batch.of_rank[name][0] / count
         return total
 
     def surrogate(
@@ -103,8 +103,8 @@ class AuxiliaryLosses:
     ) -> Tensor | None:
         """Return what one micro-batch adds to the weighted sum, with its graph; None if nothing has a graph."""
         terms: list[Tensor] = []
-        for found, places in zip(parts, rows, strict=True):
-            for name, values in found.items():
+        for losses, places in zip(parts, rows, strict=True):
+            for name, values in losses.items():
                 if not values.requires_grad:
                     continue
                 count = batch.total[name][1]

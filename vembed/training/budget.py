@@ -127,10 +127,10 @@ def find_budget(
         demand = Demand(0.0, bytes_per_token(model, featuriser, session, sample))
         memory = psutil.virtual_memory().available // session.local_world_size
     longest = max((feature.length for feature in sample), default=1)
-    found = session.placement.tokens(demand, longest, memory)
     # The minimum over the ranks: all must agree whether a batch has a second phase.
+    limits = session.placement.tokens(demand, longest, memory)
     micro_batch, kept_tokens = (
-        -most for most in collectives.max_ints([-one for one in found])
+        -largest for largest in collectives.max_ints([-limit for limit in limits])
     )
     log.info(
         "micro-batches: up to %s padded tokens; graphs: kept for batches of up to %s padded tokens per rank, larger "
@@ -263,7 +263,10 @@ def bytes_per_token(
             ):
                 outputs = model([(modality, _move(inputs, session.device))])
             points.append(
-                (tokens, sum(one.untyped_storage().nbytes() for one in saved.values()))
+                (
+                    tokens,
+                    sum(tensor.untyped_storage().nbytes() for tensor in saved.values()),
+                )
             )
             del outputs
             forget_forward(model)

@@ -73,6 +73,35 @@ class ModelWriter:
             card=card,
         )
 
+    def card(self, data: RunData, state: LoopState) -> Card:
+        """Return the facts of the model card, with the scores of the newest evaluation."""
+        settings = {}
+        fields = option_fields()
+        for name, value in self.config.to_dict().items():
+            if value != fields[name].get_default(call_default_factory=True):
+                settings[name] = value
+        evaluation = "" if data.evaluation is None else data.evaluation.summary()
+        return Card(
+            data=tuple(data.examples.summary()),
+            language=_language(data.examples),
+            settings=settings,
+            scores=state.scores,
+            before=state.before,
+            evaluation=evaluation.partition(", from")[0],
+            num_steps=state.step,
+            versions=collect_versions(),
+        )
+
+    def advice(self) -> str:
+        """Return what to do about a model that is not finite."""
+        checkpoints = list_checkpoints(Path(self.config.run.output_dir))
+        resume = "train again"
+        if checkpoints:
+            newest = checkpoints[-1][1].name
+            resume = f"resume from an earlier checkpoint ({newest} is the newest)"
+        rate = self.config.optimizer.learning_rate
+        return f"lower learning_rate (now {rate:g}) or max_grad_norm, and {resume}"
+
 
 def whole_model_writer(writer: ModelWriter) -> ModelWriter | None:
     """Return the writer of the whole model in each checkpoint, if `fsdp_state_dict_type` asks for it.
@@ -122,10 +151,9 @@ def save_final(
         ) from error
 
 
-def check_embeddings(
-    config: TrainConfig, session: Session, components: TrainingComponents
-) -> None:
+def check_embeddings(writer: ModelWriter) -> None:
     """Raise RunError if the model gives embeddings that are not finite: `final/` is not replaced by it. Collective."""
+    components = writer.components
     traits = components.embedder.description.traits
     items = []
     if traits.reads_text:
@@ -139,33 +167,13 @@ def check_embeddings(
         components.featuriser,
         items,
         "document",
-        session=session,
+        session=writer.session,
         normalize=False,
     )
     if not np.isfinite(vectors).all():
         raise RunError(
-            f"final/ is not written: the trained model's embeddings are not finite; {_advice(config)}"
+            f"final/ is not written: the trained model's embeddings are not finite; {writer.advice()}"
         )
-
-
-def card_of(config: TrainConfig, data: RunData, state: LoopState) -> Card:
-    """Return the facts of the model card, with the scores of the newest evaluation."""
-    settings = {}
-    fields = option_fields()
-    for name, value in config.to_dict().items():
-        if value != fields[name].get_default(call_default_factory=True):
-            settings[name] = value
-    evaluation = "" if data.evaluation is None else data.evaluation.summary()
-    return Card(
-        data=tuple(data.examples.summary()),
-        language=_language(data.examples),
-        settings=settings,
-        scores=state.scores,
-        before=state.before,
-        evaluation=evaluation.partition(", from")[0],
-        num_steps=state.step,
-        versions=collect_versions(),
-    )
 
 
 def _language(examples: ExampleStore) -> str | None:
@@ -195,7 +203,7 @@ def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> 
         for name, module in embedder.named_modules()
         if is_quantized(module)
     }
-    _check_weights(config, weights, packed)
+    _check_weights(writer, weights, packed)
     if session.is_main:
         store_rounded(embedder, weights)
         dtype = saved_dtype(config.run.save_dtype, embedder.description)
@@ -204,7 +212,7 @@ def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> 
             f"in {dtype}" if dtype else "as they are held",
             config.run.save_dtype,
         )
-        writer.store(folder, weights, card_of(config, data, state))
+        writer.store(folder, weights, writer.card(data, state))
     summary = RunSummary(
         model=embedder.description.summary(),
         properties=properties_of(embedder.description),
@@ -228,7 +236,7 @@ def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> 
         seconds=state.seconds,
         finished=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=collect_versions(),
-        warnings=[*data.warnings, *_warnings(config, state, metric)],
+        warnings=[*data.warnings, *_warnings(components.rates.base, state, metric)],
     )
     if session.is_main:
         log.info("model: %s", folder)
@@ -238,7 +246,7 @@ def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> 
 
 
 def _check_weights(
-    config: TrainConfig, weights: Mapping[str, Tensor], packed: Collection[str] = ()
+    writer: ModelWriter, weights: Mapping[str, Tensor], packed: Collection[str] = ()
 ) -> None:
     """Raise RunError if a weight of any rank is not finite. Collective.
 
@@ -253,18 +261,8 @@ def _check_weights(
     for name in collectives.gather_objects_as_json(first_broken):
         if name is not None:
             raise RunError(
-                f"final/ is not written: the trained weights of {name} are not finite; {_advice(config)}"
+                f"final/ is not written: the trained weights of {name} are not finite; {writer.advice()}"
             )
-
-
-def _advice(config: TrainConfig) -> str:
-    checkpoints = list_checkpoints(Path(config.run.output_dir))
-    resume = "train again"
-    if checkpoints:
-        newest = checkpoints[-1][1].name
-        resume = f"resume from an earlier checkpoint ({newest} is the newest)"
-    rate = config.optimizer.learning_rate
-    return f"lower learning_rate (now {rate:g}) or max_grad_norm, and {resume}"
 
 
 def _report(output: Path, summary: RunSummary) -> None:
@@ -279,7 +277,7 @@ def _report(output: Path, summary: RunSummary) -> None:
     log.info("report: %s", output / "report.html")
 
 
-def _warnings(config: TrainConfig, state: LoopState, metric: str) -> list[str]:
+def _warnings(rate: float, state: LoopState, metric: str) -> list[str]:
     """Return what the report warns of. Log what was not logged during the run."""
     warnings = []
     if state.fell is not None:
@@ -289,7 +287,7 @@ def _warnings(config: TrainConfig, state: LoopState, metric: str) -> list[str]:
     if metric in state.before and state.scores[metric] < state.before[metric]:
         warnings.append(
             f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
-            f"the model as it was, or lower learning_rate (now {config.optimizer.learning_rate:g}), or look at the "
+            f"the model as it was, or lower learning_rate (now {rate:g}), or look at the "
             "training data (vembed audit)"
         )
         log.warning("%s", warnings[-1])

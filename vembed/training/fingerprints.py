@@ -37,10 +37,14 @@ def of_model(name: str, revision: str | None = None) -> str | None:
         return _commit(name, revision)
     if not path.is_dir():
         return None
-    if (path / "final").is_dir() and not any((path / one).is_file() for one in _AT_TOP):
+    if (path / "final").is_dir() and not any(
+        (path / file).is_file() for file in _AT_TOP
+    ):
         path = path / "final"  # the folder of a run
     try:
-        return _folder(path, [one for one in _files(path) if one.suffix in MODEL_FILES])
+        return _folder(
+            path, [file for file in _files(path) if file.suffix in MODEL_FILES]
+        )
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
@@ -65,21 +69,21 @@ def _commit(name: str, revision: str | None) -> str | None:
     """Return the commit of a Hub model in the cache, which is the name of its folder there."""
     for file in _AT_TOP:
         try:
-            found = try_to_load_from_cache(name, file, revision=revision)
+            cached = try_to_load_from_cache(name, file, revision=revision)
         except ValueError:  # no name that the Hub could have
             return None
-        if isinstance(found, str):
-            return Path(found).parent.name
+        if isinstance(cached, str):
+            return Path(cached).parent.name
     return None
 
 
 def _files(folder: Path) -> list[Path]:
     """Return the files below a folder, without hidden ones."""
-    found = [one for one in folder.rglob("*") if one.is_file()]
+    cached = [file for file in folder.rglob("*") if file.is_file()]
     return sorted(
-        one
-        for one in found
-        if not any(part.startswith(".") for part in one.relative_to(folder).parts)
+        file
+        for file in cached
+        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
 
 
@@ -87,8 +91,8 @@ def _folder(folder: Path, files: list[Path]) -> str:
     return _short(
         [
             part
-            for one in files
-            for part in (one.relative_to(folder).as_posix(), _file(one))
+            for file in files
+            for part in (file.relative_to(folder).as_posix(), _file(file))
         ]
     )
 

@@ -153,7 +153,7 @@ class BatchInputs:
     @property
     def missing(self) -> dict[Modality, list[int]]:
         """Positions of the inputs that a frozen tower must encode, per frozen modality."""
-        return {modality: one.missing for modality, one in self._cached.items()}
+        return {modality: rows.missing for modality, rows in self._cached.items()}
 
     def encode_frozen(
         self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool
@@ -167,18 +167,18 @@ class BatchInputs:
         """Yield the model's input for each forward pass."""
         source = self.source
         moving = [
-            [part for part in one if part[0] not in source.towers.modalities]
-            for one in micro_batches
+            [part for part in micro_batch if part[0] not in source.towers.modalities]
+            for micro_batch in micro_batches
         ]
         fed = source.feeder.feed(moving, self.features)
-        for number, (micro_batch, given) in enumerate(
+        for number, (micro_batch, collated) in enumerate(
             zip(micro_batches, fed, strict=True)
         ):
             frozen = [
                 part for part in micro_batch if part[0] in source.towers.modalities
             ]
             inputs = [
-                *given,
+                *collated,
                 *(source.towers.inputs(part, self._tables) for part in frozen),
             ]
             if self._keeps_images and number == len(self._images):  # the first feeding
@@ -208,20 +208,22 @@ class FrozenTowers:
         cached = {}
         for modality in self.modalities:
             places = [
-                place for place, one in enumerate(features) if one.modality == modality
+                place
+                for place, feature in enumerate(features)
+                if feature.modality == modality
             ]
-            found = (
+            stored = (
                 self.stores[modality].find([features[place] for place in places])
                 if modality in self.stores
                 else {}
             )
             cached[modality] = CachedRows(
-                places=[places[position] for position in found],
-                rows=list(found.values()),
+                places=[places[position] for position in stored],
+                rows=list(stored.values()),
                 missing=[
                     place
                     for position, place in enumerate(places)
-                    if position not in found
+                    if position not in stored
                 ],
             )
         return cached
@@ -235,7 +237,7 @@ class FrozenTowers:
     ) -> dict[Modality, Tensor]:
         """Return the same as `features`, outside of a training step. Collective: agrees on micro-batch counts first."""
         cached = self.look_up(features)
-        missing = {modality: one.missing for modality, one in cached.items()}
+        missing = {modality: rows.missing for modality, rows in cached.items()}
         splits = split_in_step(
             features, missing, budget, max_rows, collectives.world_size()
         )
@@ -363,11 +365,11 @@ class FrozenImages:
         """Return the micro-batch with features in place of pixels, or unchanged if none were kept."""
         if not seen:
             return inputs
-        given = iter(seen[micro_batch])
+        features = iter(seen[micro_batch])
         return [
             (
                 modality,
-                {**_without(tensors, "pixel_values"), IMAGE_FEATURES: next(given)}
+                {**_without(tensors, "pixel_values"), IMAGE_FEATURES: next(features)}
                 if modality == "multimodal"
                 else tensors,
             )

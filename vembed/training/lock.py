@@ -91,13 +91,15 @@ class OutputLock:
 
     def _make_folder(self) -> None:
         missing = [
-            one for one in (self.folder, *self.folder.parents) if not one.exists()
+            folder
+            for folder in (self.folder, *self.folder.parents)
+            if not folder.exists()
         ]
         try:
-            for one in reversed(missing):
+            for folder in reversed(missing):
                 with suppress(FileExistsError):
-                    one.mkdir()
-                    self._made.append(one)
+                    folder.mkdir()
+                    self._made.append(folder)
             self.folder.mkdir(
                 parents=True, exist_ok=True
             )  # says so where a file is in the way
@@ -241,13 +243,13 @@ def _is_gone(owner: dict[str, Any]) -> bool:
 def _read(content: bytes) -> dict[str, Any]:
     """Return what a lock says. One that cannot be read counts as that of an unknown host."""
     try:
-        found = json.loads(content)
+        values = json.loads(content)
         return {
-            "host": str(found["host"]),
-            "machine": str(found["machine"]),
-            "pid": int(found["pid"]),
-            "process_started": float(found["process_started"]),
-            "started": float(found["started"]),
+            "host": str(values["host"]),
+            "machine": str(values["machine"]),
+            "pid": int(values["pid"]),
+            "process_started": float(values["process_started"]),
+            "started": float(values["started"]),
         }
     except (ValueError, KeyError, TypeError):
         return {

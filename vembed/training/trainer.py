@@ -50,12 +50,8 @@ from vembed.training.interrupts import EvaluationStopped, Interrupts
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.schedule import Schedule
 from vembed.training.setup import (
-    build_components,
-    decide_intervals,
+    Setup,
     log_truncated_texts,
-    open_data,
-    open_stream,
-    resolved_config,
     scale_and_bias,
 )
 from vembed.training.step import ContrastiveStep
@@ -113,17 +109,19 @@ class Trainer:
             if precision.source == CHECKPOINT:
                 log.info("mixed precision: %s", precision, extra=HEADLINE)
 
+        setup = Setup(config, kept, session)
+
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        self.data = data = open_data(config, kept, session)
+        self.data = data = setup.open_data()
         identity = identity_of(config, data, session.world_size)
         require_same_data(identity, data)
         checkpointer.check(point, {**config.to_dict(), **kept}, identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
-        self.components = components = build_components(config, kept, data, session)
-        self.intervals = decide_intervals(config, kept, data, components.model)
-        self.config = resolved_config(config, kept, data, components, self.intervals)
+        self.components = components = setup.build_components(data)
+        self.intervals = setup.decide_intervals(data, components.model)
+        self.config = setup.resolved_config(data, components, self.intervals)
         checkpointer.settings = self.config.to_dict()
         self.schedule = Schedule(
             config.optimizer,
@@ -148,7 +146,7 @@ class Trainer:
 
         # The step. After the checkpoint: optimizer state that is restored takes memory already, and is not added to
         # the estimate.
-        self.stream = open_stream(config, data, components.featuriser, session)
+        self.stream = setup.open_stream(data, components.featuriser)
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)
@@ -376,7 +374,7 @@ class Trainer:
         if data is not None and state.scores:
             metric = deciding_metric(self.config, data, state.scores)
         with self.hooks.evaluation_weights():
-            check_embeddings(self.config, self.session, self.components)
+            check_embeddings(self.model_writer)
             model_dir = save_final(self.model_writer, self.data, state, metric)
         before = {f"before/{name}": score for name, score in state.before.items()}
         return TrainResult(

@@ -38,8 +38,8 @@ def checkpoint_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step in a checkpoint's folder name; None for another name."""
-    found = _NAME.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
@@ -132,8 +132,8 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
         content = read_json_object(directory / MANIFEST)
         seal = content.pop("sha256")
         files = {
-            str(name): (int(one["bytes"]), str(one["sha256"]))
-            for name, one in content["files"].items()
+            str(name): (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in content["files"].items()
         }
         if content["format"] > _FORMAT:
             return [
@@ -151,9 +151,9 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
             problems.append(unusable)
             continue
         try:
-            found = path.stat().st_size
-            if found != size:
-                problems.append(f"{name} has {found:,d} bytes instead of {size:,d}")
+            num_bytes = path.stat().st_size
+            if num_bytes != size:
+                problems.append(f"{name} has {num_bytes:,d} bytes instead of {size:,d}")
             elif sha256_of(path) != checksum:
                 problems.append(f"{name} does not match its checksum")
         except OSError as error:
@@ -185,12 +185,12 @@ def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
     # Called after a new checkpoint is complete: from now on the damaged ones are of no use.
     for path in output_dir.glob(f"checkpoint-*{DAMAGED}"):
         shutil.rmtree(path)
-    found = list_checkpoints(output_dir)
-    if limit is None or len(found) <= limit:
+    checkpoints = list_checkpoints(output_dir)
+    if limit is None or len(checkpoints) <= limit:
         return []
-    # `found` is sorted by step: the last one, the newest, is no candidate.
-    removable = [path for step, path in found[:-1] if step not in keep]
-    removed = removable[: len(found) - limit]
+    # The list is sorted by step: the last one, the newest, is no candidate.
+    removable = [path for step, path in checkpoints[:-1] if step not in keep]
+    removed = removable[: len(checkpoints) - limit]
     for path in removed:
         remove(path)
     return removed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +18,8 @@ from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.folder import STATE, irregular, step_of
 
 INDEX = "index.json"
-MOST_STEPS = 10**10
-MOST_PAIRS = 10_000
+MAX_STEPS = 10**10
+MAX_COMPARED_PAIRS = 10_000
 """Pairs of chunks of one tensor that are compared with each other."""
 CODES = {
     "float64": "F64",
@@ -37,7 +37,7 @@ CODES = {
 }
 """torch's name of a type -> that of safetensors."""
 
-Step = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Step = Annotated[int, Field(ge=0, le=MAX_STEPS)]
 Count = Annotated[int, Field(ge=0)]
 Scores = dict[str, float]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -122,8 +122,10 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
 
     With `num_parts`, each part compares some of the files with their checksums; the first looks at the contents too.
     """
-    found = integrity.verify(directory, part=part, num_parts=num_parts)
-    return found or (problems_in(directory) if part == 0 else [])
+    problems = integrity.verify(directory, part=part, num_parts=num_parts)
+    if part == 0 and not problems:
+        return problems_in(directory)
+    return problems
 
 
 def problems_in(directory: Path) -> list[str]:
@@ -164,7 +166,7 @@ def _state_problems(directory: Path) -> Iterator[str]:
 def _said(error: ValidationError) -> str:
     """Return the first problem that pydantic found: where it is, what is wrong, and the value."""
     first = error.errors()[0]
-    place = ".".join(str(one) for one in first["loc"]) or "its content"
+    place = ".".join(map(str, first["loc"])) or "its content"
     value = first["input"]
     shown = f" ({value!r:.60})" if isinstance(value, str | int | float | None) else ""
     return f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}{shown}"
@@ -196,7 +198,9 @@ def _index_problems(directory: Path) -> Iterator[str]:
         yield from (
             f"{INDEX}: {name}: {problem}" for problem in problems if problem is not None
         )
-    named = {(one.file, one.key) for entry in index.values() for one in entry.chunks}
+    named = set()
+    for entry in index.values():
+        named |= {(chunk.file, chunk.key) for chunk in entry.chunks}
     left = sorted({(file, key) for file, held in files.items() for key in held} - named)
     if left:
         yield f"{INDEX} names none of {len(left):,d} tensors in the files ({left[0][1]} in {left[0][0]})"
@@ -206,10 +210,10 @@ def _coverage_problem(entry: EntrySchema) -> str | None:
     """Return why the chunks are not the tensor cut into pieces, each element once; None if they are."""
     if entry.dtype not in CODES:
         return f"{entry.dtype} is not the name of a type"
-    ranks = {len(entry.shape)} | {
-        len(one) for chunk in entry.chunks for one in (chunk.offsets, chunk.sizes)
-    }
-    if len(ranks) > 1:
+    num_dims = {len(entry.shape)}
+    for chunk in entry.chunks:
+        num_dims |= {len(chunk.offsets), len(chunk.sizes)}
+    if len(num_dims) > 1:
         return "offsets, sizes and shape have different lengths"
     for chunk in entry.chunks:
         ends = [
@@ -217,43 +221,33 @@ def _coverage_problem(entry: EntrySchema) -> str | None:
         ]
         if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
             return f"a chunk ends at {ends}, outside of the shape {entry.shape}"
-    held, wanted = (
-        sum(math.prod(chunk.sizes) for chunk in entry.chunks),
-        math.prod(entry.shape),
-    )
+    num_stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    num_elements = math.prod(entry.shape)
     # Equal numbers and no overlap together mean: every element once.
-    if held != wanted:
-        return f"its chunks hold {held:,d} of {wanted:,d} elements"
+    if num_stored != num_elements:
+        return f"its chunks hold {num_stored:,d} of {num_elements:,d} elements"
     # In order of their offsets, pieces along the first dimension overlap only with their neighbours.
-    chunks = sorted(
-        (one for one in entry.chunks if math.prod(one.sizes)),
-        key=lambda one: one.offsets,
-    )
-    if (
-        all(one.sizes[1:] == entry.shape[1:] for one in chunks)
-        or len(chunks) ** 2 > MOST_PAIRS
-    ):
-        pairs = list(itertools.pairwise(chunks))
+    chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
+    chunks.sort(key=lambda chunk: chunk.offsets)
+    are_rows = all(chunk.sizes[1:] == entry.shape[1:] for chunk in chunks)
+    pairs: Iterable[tuple[ChunkSchema, ChunkSchema]]
+    if are_rows or len(chunks) ** 2 > MAX_COMPARED_PAIRS:
+        pairs = itertools.pairwise(chunks)
     else:
-        pairs = [
-            (one, other)
-            for place, one in enumerate(chunks)
-            for other in chunks[place + 1 :]
-        ]
-    return (
-        "two chunks overlap"
-        if any(_overlap(one, other) for one, other in pairs)
-        else None
-    )
+        pairs = itertools.combinations(chunks, 2)
+    for left, right in pairs:
+        if _overlap(left, right):
+            return "two chunks overlap"
+    return None
 
 
-def _overlap(one: ChunkSchema, other: ChunkSchema) -> bool:
-    return all(
-        first < second + there and second < first + here
-        for first, here, second, there in zip(
-            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-        )
-    )
+def _overlap(left: ChunkSchema, right: ChunkSchema) -> bool:
+    for start, size, other_start, other_size in zip(
+        left.offsets, left.sizes, right.offsets, right.sizes, strict=True
+    ):
+        if start >= other_start + other_size or other_start >= start + size:
+            return False
+    return True
 
 
 def _piece_problem(

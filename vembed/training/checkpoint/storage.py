@@ -144,7 +144,7 @@ class CheckpointWriter(StorageWriter):
         commit(
             self.partial,
             self.final,
-            {one.file: one.checksum for one in stored.values()},
+            {piece.file: piece.checksum for piece in stored.values()},
         )
         self.on_commit()
 

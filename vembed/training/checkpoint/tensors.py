@@ -219,9 +219,9 @@ def _pieces(name: str, value: Any) -> dict[str, Any]:
     local: Any = value.to_local() if isinstance(value, DTensor) else value
     if not is_traceable_wrapper_subclass(local):
         return {name: value}
-    own = f"rank{collectives.rank()}of{collectives.world_size()}"
+    shard = f"rank{collectives.rank()}of{collectives.world_size()}"
     return {
-        f"{name}.{part}.{own}": getattr(local, part)
+        f"{name}.{part}.{shard}": getattr(local, part)
         for part in local.__tensor_flatten__()[0]
     }
 
@@ -233,11 +233,13 @@ def _movable(value: Any) -> Any:
         return value
     shape = value.size()
     shards = value.local_shards()
-    own = shards[0].tensor if shards else torch.empty(0, *shape[1:], dtype=value.dtype)
-    mesh = DeviceMesh.from_group(value._process_group, own.device.type)
+    local = (
+        shards[0].tensor if shards else torch.empty(0, *shape[1:], dtype=value.dtype)
+    )
+    mesh = DeviceMesh.from_group(value._process_group, local.device.type)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
     )
 
 

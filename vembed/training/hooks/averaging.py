@@ -38,13 +38,14 @@ class WeightAverage(Hook):
             )
         self._model = model
         self._trained = {
-            plain_name(name): one
-            for name, one in model.named_parameters()
-            if one.requires_grad
+            plain_name(name): weight
+            for name, weight in model.named_parameters()
+            if weight.requires_grad
         }
         # float32, since small changes of a 16-bit average would be rounded away.
         self._averages = {
-            name: one.detach().clone().float() for name, one in self._trained.items()
+            name: weight.detach().clone().float()
+            for name, weight in self._trained.items()
         }
 
     @override
@@ -80,9 +81,10 @@ class WeightAverage(Hook):
     def _averaged(self) -> Iterator[None]:
         reshard(self._model)  # what is still gathered would keep the trained weights
         kept = {
-            name: _local(one).detach().clone() for name, one in self._trained.items()
+            name: _local(weight).detach().clone()
+            for name, weight in self._trained.items()
         }
-        self._put({name: _local(one) for name, one in self._averages.items()})
+        self._put({name: _local(weight) for name, weight in self._averages.items()})
         try:
             yield
         finally:
@@ -98,13 +100,13 @@ class WeightAverage(Hook):
 def averages_of(model: nn.Module) -> dict[str, Tensor]:
     """Return room for the averages of a model's trained weights, by the names that they have in a checkpoint."""
     trained = {
-        plain_name(name): one
-        for name, one in model.named_parameters()
-        if one.requires_grad
+        plain_name(name): weight
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
     }
     return {
-        f"{WeightAverage.name}.{name}": torch.zeros_like(one, dtype=torch.float32)
-        for name, one in trained.items()
+        f"{WeightAverage.name}.{name}": torch.zeros_like(weight, dtype=torch.float32)
+        for name, weight in trained.items()
     }
 
 

@@ -46,31 +46,35 @@ class Callbacks(Hook):
     def __init__(
         self, on_step: OnStep | None = None, on_evaluation: OnEvaluation | None = None
     ) -> None:
-        self._on_step, self._on_evaluation = on_step, on_evaluation
+        self._on_step = on_step
+        self._on_evaluation = on_evaluation
 
     def on_step(self, report: StepReport) -> str | None:
         """Call the function for steps."""
         if self._on_step is None:
             return None
         outcome = report.outcome
-        told = StepInfo(
+        info = StepInfo(
             report.step,
             report.epoch,
             outcome.loss,
             report.learning_rate,
             outcome.grad_norm,
         )
-        return _reason("on_step", self._on_step(told))
+        return _reason("on_step", self._on_step(info))
 
     def on_evaluation(self, evaluation: Evaluation) -> str | None:
         """Call the function for evaluations."""
         if self._on_evaluation is None:
             return None
-        one = evaluation
-        told = EvaluationInfo(
-            one.step, one.epoch, dict(one.scores), one.metric, one.is_best
+        info = EvaluationInfo(
+            evaluation.step,
+            evaluation.epoch,
+            dict(evaluation.scores),
+            evaluation.metric,
+            evaluation.is_best,
         )
-        return _reason("on_evaluation", self._on_evaluation(told))
+        return _reason("on_evaluation", self._on_evaluation(info))
 
 
 def _reason(name: str, answer: str | None) -> str | None:

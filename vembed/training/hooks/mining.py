@@ -55,7 +55,14 @@ class EpochMiner(Hook):
                 "mine needs pairs of queries and documents, and the data are texts or images with labels"
             )
         self._run = run
-        self._miner = OwnMiner(run.config, self._options, examples, run.session)
+        self._miner = OwnMiner(
+            self._options,
+            run.config.data,
+            examples,
+            run.session,
+            seed=run.config.run.seed,
+            normalize=run.config.objective.similarity == "cosine",
+        )
         self._numbers = torch.full(
             (len(examples), self._options.num_negatives), -1, dtype=torch.int64
         )
@@ -76,8 +83,8 @@ class EpochMiner(Hook):
         if not is_due:
             return
         began = time.monotonic()
-        found = self._miner.mine(self._encode, self._run.output / FOLDER, epoch)
-        mined = torch.from_numpy(found.documents)
+        result = self._miner.mine(self._encode, self._run.output / FOLDER, epoch)
+        mined = torch.from_numpy(result.documents)
         there = mined >= 0
         is_known = (mined[:, :, None] == self._numbers[:, None, :]).any(dim=2)
         num_mined = int(there.sum())
@@ -89,7 +96,7 @@ class EpochMiner(Hook):
         seconds = time.monotonic() - began
         self._figures = {
             "mine/negatives": num_mined / max(len(mined), 1),
-            "mine/score": found.mean_score,
+            "mine/score": result.mean_score,
             "mine/new": share_new,
             "mine/seconds": seconds,
         }
@@ -99,12 +106,12 @@ class EpochMiner(Hook):
             epoch + 1,
             f"{num_mined:,d}",
             f"{len(mined):,d}",
-            found.mean_score,
+            result.mean_score,
             100 * share_new,
-            f"{found.num_short:,d}",
+            f"{result.num_short:,d}",
             self._options.num_negatives,
             duration(seconds),
-            f"; {found.note}" if found.note else "",
+            f"; {result.note}" if result.note else "",
         )
 
     @override

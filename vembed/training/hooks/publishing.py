@@ -14,7 +14,7 @@ from vembed.errors import RunError, UserError
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.hub import Hub
 from vembed.saving.publication import model_files, publication
-from vembed.training.final import ModelWriter, card_of
+from vembed.training.final import ModelWriter
 from vembed.training.hooks.base import Evaluation, Hook, Run
 
 log = logging.getLogger("vembed")
@@ -80,7 +80,7 @@ class PushBest(Hook):
             return
         writer = ModelWriter(run.config, run.session, run.components)
         folder = run.output / FOLDER
-        writer.store(folder, weights, card_of(run.config, run.data, run.state))
+        writer.store(folder, weights, writer.card(run.data, run.state))
         score = f"{evaluation.metric} {evaluation.scores[evaluation.metric]:.4f}"
         self._thread = Thread(
             target=self._push, args=(folder, evaluation.step, score), daemon=True

@@ -65,7 +65,8 @@ class RoundedAdamW(torch.optim.Optimizer):
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), group["betas"]
         weight, first, second = (
-            _local(one) for one in (parameter, state["exp_avg"], state["exp_avg_sq"])
+            _local(tensor)
+            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
         )
         if weight.numel() == 0:
             return
