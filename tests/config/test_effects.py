@@ -154,12 +154,12 @@ BUILT: dict[str, Row] = {
     ),
     "use_mrl": (
         "mrl",
-        lambda one: tuple(one.trainer.components.loss.mrl_dims),
+        lambda one: tuple(one.trainer.components.loss.sizes.dims),
         (16, 8),
     ),
     "mrl_dims": (
         "many",
-        lambda one: tuple(one.trainer.components.loss.mrl_dims),
+        lambda one: tuple(one.trainer.components.loss.sizes.dims),
         (16, 8),
     ),
     "mrl_projection": (

@@ -16,12 +16,13 @@ from torch import Tensor
 from benchmarks.ring import one_pass
 from tests.harness import run_ranks
 from tests.losses.batches import SIZES, config_of, gradients, make_batch
+from tests.losses.test_contract import cases_of
 from tests.losses.test_ranks import rank_batches
 from tests.losses.test_teachers import TERMS, LiveMemory
 from vembed.losses.batch import LossBatch, TeacherVectors
 from vembed.losses.build import build_loss
 from vembed.losses.exchange import Ring, RingParts, TravellingColumns, Visit
-from vembed.losses.table import names_where
+from vembed.losses.table import LOSSES, names_where
 from vembed.losses.tiles import Tiling
 from vembed.parallel.ring import NeighbourRing
 from vembed.training.exchange import Counts, Gathered, InRing, LossExchange
@@ -33,6 +34,9 @@ BOTH = {
     "document_document_negatives": True,
 }
 CASES: dict[str, dict[str, Any]] = {
+    **{
+        name: cases_of(LOSSES[name])[0] for name in names_where(needs_whole_batch=False)
+    },
     **{
         name: options
         for name, options in TERMS.items()
@@ -49,9 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
     "own-rank": {"negatives_from": "own_rank", "bidirectional": True},
     "kept-duplicates": {"mask_duplicates": False, **BOTH},
     "dot": {"similarity": "dot", "temperature": 1.0, **MRL},
-    "sigmoid": {"loss": "sigmoid", **MRL},
-    "triplet": {"loss": "triplet", **MRL},
-    "cosine": {"loss": "cosine"},
+    "sigmoid-matryoshka": {"loss": "sigmoid", **MRL},
+    "triplet-matryoshka": {"loss": "triplet", **MRL},
     "sum": {
         "losses": [
             {"loss": "infonce"},

@@ -117,7 +117,7 @@ def test_the_page_begins_with_what_vembed_data_shows(options):
     }
     config = load_config(names)
     sets = open_sets(config, compares=True)
-    shown = sections(sets.examples, [], config)[
+    shown = sections(sets.examples, [], config.model)[
         1:
     ]  # the first one is on what was read, in the words of each command
     assert [one.title.partition(",")[0] for one in shown] == [

@@ -20,7 +20,7 @@ from vembed.inference.embedder import Embedder
 from vembed.models.modalities import pool
 from vembed.models.poolings import POOLINGS, Pooling
 from vembed.saving.files import save_model
-from vembed.training.optimizer import trained_parameters
+from vembed.training.optimizer import LearningRates, trained_parameters
 
 LENGTHS = [5, 1, 9, 3]
 TEXTS = ["red cat", "the list of every old house in this city", "parse"]
@@ -171,7 +171,8 @@ def test_a_trained_pooling_trains_beside_a_frozen_tower(monkeypatch, tmp_path):
     )
     model = model_of(config).train()
     assert model.frozen_modalities() == []
-    trained = trained_parameters(model, nn.Module(), config)
+    rates = LearningRates.given(config.optimizer)
+    trained = trained_parameters(model, nn.Module(), config.optimizer, rates)
     assert [(one.name, one.learning_rate) for one in trained] == [
         ("pooling.direction", 0.5)
     ]

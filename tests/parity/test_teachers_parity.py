@@ -14,6 +14,7 @@ import torch
 
 from tests.harness import RankFailed, run_ranks
 from tests.losses.reference import reference_loss
+from tests.parity import test_parity
 from tests.parity.engine import (
     BATCH_NUMBER,
     Case,
@@ -30,6 +31,7 @@ from tests.tiny import shared, tiny_bert, tiny_reranker
 from vembed.data.examples import Item
 from vembed.data.row_store import RowStore
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
+from vembed.losses.table import LOSSES
 from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.supply import Teachers
@@ -266,3 +268,17 @@ def test_the_same_text_has_a_key_for_each_role() -> None:
         == 3
     )
     assert pair_key(item, Item("other")) != pair_key(Item("other"), item)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_declared_loss_goes_through_the_real_step(name: str) -> None:
+    """With Gradient Cache, ranks and shards: in a case of this file or of test_parity.py."""
+    losses = {"none"}  # a model's own losses are in tests/training
+    for case in (*CASES, *test_parity.CASES):
+        terms = case.options.get("losses", [])
+        losses |= {
+            case.options.get("loss", "infonce"),
+            *(term["loss"] for term in terms),
+        }
+        losses |= {"anchor"} if "anchor_weight" in case.options else set()
+    assert name in losses, f"loss: {name} is in no case of tests/parity"

@@ -18,8 +18,8 @@ from tests.families.pictures import mixed_rows, words_and_pictures
 from tests.harness import result_of, run_cases
 from tests.tiny import WORDS, shared, tiny_clip, tiny_qwen3_vl, tiny_siglip
 from vembed.data import row_store
-from vembed.data.feature_store import FeatureStore
 from vembed.data.features import Features
+from vembed.data.row_store import FeatureStore
 from vembed.errors import Stopped, UserError
 from vembed.models import embedding_model
 from vembed.training.interrupts import Interrupts

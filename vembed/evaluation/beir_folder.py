@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from vembed.data.documents import open_document_reader
+from vembed.data.columns import judgement_column
+from vembed.data.documents import DOCUMENT_FIELDS, open_document_reader
 from vembed.data.formats.base import Format
 from vembed.data.formats.opening import data_files
 from vembed.errors import UserError
 
 TextPart = Literal["corpus", "queries"]
 QRELS_ENDINGS = (".tsv", ".jsonl", ".parquet")
+_FIELDS = (*DOCUMENT_FIELDS, "query-id", "corpus-id", "score")
 _SHARD = "-00000-of-"
 
 
@@ -41,7 +43,13 @@ def open_texts(folder: Path, part: TextPart) -> Format:
 
 def open_records(path: Path) -> Format:
     """Return the reader of a file with documents, queries or judgements."""
-    return open_document_reader(path)
+    reader = open_document_reader(path)
+    columns = reader.columns or ()
+    # Of a table with other columns, such as vectors, these alone are copied.
+    read = [name for name in columns if name in _FIELDS or judgement_column([name])]
+    if read:
+        reader.select(read)
+    return reader
 
 
 def qrels_files(folder: Path) -> dict[str, Path]:

@@ -14,12 +14,19 @@ from vembed.errors import UserError
 from vembed.mining.candidates import Candidates, claimed_limit
 from vembed.mining.config import MineConfig
 from vembed.mining.documents import Documents
-from vembed.mining.known import Known
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
-COMPARED = 32
+MAX_COMPARED_POSITIVES = 32
 """Known positives of a query that a candidate's text is compared with."""
+HIDDEN_SHARE = 0.5
+"""Share of a query's known positives that is hidden for an estimate."""
+MIN_QUERIES = 30
+"""Queries that an estimate needs."""
+MAX_QUERIES = 50_000
+MARGINS = np.arange(0.0, 0.605, 0.005)
+QUANTILES = np.arange(1.0, -0.001, -0.005)
+"""Margins that are tried, and absolute thresholds, as quantiles of the known positives' scores."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +47,13 @@ class Limits:
 
     def highest(self, positive_Q: np.ndarray) -> np.ndarray:
         """[Q] the highest score that a negative may have, from the lowest score of each query's known positives."""
-        highest = np.full(
-            len(positive_Q), np.inf if self.max_score is None else self.max_score
-        )
+        top = np.inf if self.max_score is None else self.max_score
+        highest = np.full(len(positive_Q), top)
         if self.margin is not None:
             highest = np.minimum(highest, positive_Q - self.margin)
         if self.relative_margin is not None:
-            below = self.relative_margin * np.abs(
-                np.where(np.isfinite(positive_Q), positive_Q, 0.0)
-            )
+            finite = np.where(np.isfinite(positive_Q), positive_Q, 0.0)
+            below = self.relative_margin * np.abs(finite)
             highest = np.minimum(highest, positive_Q - below)
         return highest
 
@@ -69,11 +74,11 @@ class Chooser:
         config: MineConfig,
         limits: Limits,
         documents: Documents,
-        known: Known,
         session: Session,
     ) -> None:
-        self._config, self._limits, self._session = config, limits, session
-        self._known, self._num_documents = known, len(documents)
+        self._config = config
+        self._limits = limits
+        self._session = session
         self._near = DuplicateFinder(
             lambda number: documents.item(number).text, config.near_duplicate
         )
@@ -83,30 +88,36 @@ class Chooser:
         """At most `depth` negatives for each query. Collective: the ranks share the queries."""
         rank, world_size = self._session.rank, self._session.world_size
         # Consecutive queries for each rank: their parts are joined in order by the gather below.
-        bounds = [len(candidates) * one // world_size for one in range(world_size + 1)]
-        own = range(bounds[rank], bounds[rank + 1])
-        documents = np.full((len(own), depth), -1, np.int64)
-        scores = np.full((len(own), depth), -np.inf, np.float32)
-        allowed = self._allowed(candidates, own)
-        positives = candidates.positives.bounds(len(candidates))
+        bounds = [
+            len(candidates) * number // world_size for number in range(world_size + 1)
+        ]
+        queries = range(bounds[rank], bounds[rank + 1])
+        documents = np.full((len(queries), depth), -1, np.int64)
+        scores = np.full((len(queries), depth), -np.inf, np.float32)
+        allowed = self._allowed(candidates, queries)
+        positive_bounds = candidates.positives.bounds(len(candidates))
         claimed = candidates.claimed & self._config.takes_claimed
-        for place, query in enumerate(own):
-            begin, end = positives[query], positives[query + 1]
-            compared = candidates.positives.documents[begin:end][:COMPARED]
+        for row, query in enumerate(queries):
+            begin, end = positive_bounds[query], positive_bounds[query + 1]
+            positives = candidates.positives.documents[begin:end]
             # First the candidates that another query claims: they are relevant there, and hardly here.
-            order = self._order(
-                candidates, query, np.flatnonzero(allowed[place] & claimed[query])
+            is_first = allowed[row] & claimed[query]
+            is_second = allowed[row] & ~claimed[query]
+            order = np.concatenate(
+                [
+                    self._order(candidates, query, np.flatnonzero(is_first)),
+                    self._order(candidates, query, np.flatnonzero(is_second)),
+                ]
             )
-            others = self._order(
-                candidates, query, np.flatnonzero(allowed[place] & ~claimed[query])
+            columns = self._without_near(
+                candidates.documents[query],
+                order,
+                positives[:MAX_COMPARED_POSITIVES].tolist(),
+                depth,
             )
-            columns = np.concatenate([order, others])
-            found = self._of_query(
-                candidates.documents[query], columns, compared.tolist(), depth
-            )
-            documents[place, : len(found)] = candidates.documents[query, found]
-            scores[place, : len(found)] = candidates.scores[query, found]
-        sizes = [bounds[one + 1] - bounds[one] for one in range(world_size)]
+            documents[row, : len(columns)] = candidates.documents[query, columns]
+            scores[row, : len(columns)] = candidates.scores[query, columns]
+        sizes = np.diff(bounds).tolist()
         return Chosen(
             collectives.all_gather_rows(torch.from_numpy(documents), sizes).numpy(),
             collectives.all_gather_rows(torch.from_numpy(scores), sizes).numpy(),
@@ -115,42 +126,37 @@ class Chooser:
     def counts(self) -> dict[str, int]:
         """Candidates by what became of them, of all ranks. Collective."""
         names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
-        return dict(
-            zip(
-                names,
-                collectives.sum_ints([self._counts[name] for name in names]),
-                strict=True,
-            )
-        )
+        totals = collectives.sum_ints([self._counts[name] for name in names])
+        return dict(zip(names, totals, strict=True))
 
-    def _allowed(self, candidates: Candidates, own: range) -> np.ndarray:
+    def _allowed(self, candidates: Candidates, queries: range) -> np.ndarray:
         """[Q, K] which candidates keep to the limits."""
-        documents = candidates.documents[own.start : own.stop]
-        scores = candidates.scores[own.start : own.stop]
-        there = documents >= 0
+        rows = slice(queries.start, queries.stop)
+        scores = candidates.scores[rows]
+        is_candidate = candidates.documents[rows] >= 0
         # Counted among those that are there, so that skip_first skips documents and not empty places.
-        later = there & (np.cumsum(there, axis=1) > self._config.skip_first)
-        lowest = candidates.lowest_positive()[own.start : own.stop]
+        place = np.cumsum(is_candidate, axis=1)
+        later = is_candidate & (place > self._config.skip_first)
+        lowest = candidates.lowest_positive()[rows]
         highest = self._limits.highest(lowest)
         # In float64: a candidate at the limit is at it in any arithmetic.
         exact = scores.astype(np.float64)
         low_enough = exact <= highest[:, None]
         if self._config.takes_claimed and self._config.prefer_claimed == "auto":
             # Nobody has set a limit: the default margin is for those that nobody claims.
-            low_enough |= candidates.claimed[own.start : own.stop] & (
-                exact <= claimed_limit(lowest)[:, None]
-            )
+            is_below = exact <= claimed_limit(lowest)[:, None]
+            low_enough |= candidates.claimed[rows] & is_below
         low_enough &= later
         kept = low_enough
         if self._limits.min_score is not None:
             kept = low_enough & (scores >= self._limits.min_score)
-        self._counts["candidates"] += int(there.sum())
-        self._counts["skipped"] += int((there & ~later).sum())
+        self._counts["candidates"] += int(is_candidate.sum())
+        self._counts["skipped"] += int((is_candidate & ~later).sum())
         self._counts["too_high"] += int((later & ~low_enough).sum())
         self._counts["too_low"] += int((low_enough & ~kept).sum())
         return kept
 
-    def _of_query(
+    def _without_near(
         self,
         documents: np.ndarray,
         columns: np.ndarray,
@@ -180,10 +186,9 @@ class Chooser:
         if self._config.sampling == "random":
             return columns[np.argsort(draws, kind="stable")]
         # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.
-        noisy = candidates.scores[
-            query, columns
-        ] / self._config.sampling_temperature - np.log(-np.log(draws + 1e-300))
-        return columns[np.argsort(-noisy, kind="stable")]
+        noise = -np.log(-np.log(draws + 1e-300))
+        scores = candidates.scores[query, columns] / self._config.sampling_temperature
+        return columns[np.argsort(-(scores + noise), kind="stable")]
 
 
 def of_turn(negatives: np.ndarray, turn: int, number: int) -> np.ndarray:
@@ -194,18 +199,9 @@ def of_turn(negatives: np.ndarray, turn: int, number: int) -> np.ndarray:
     return negatives[(turn * number + np.arange(number)) % len(negatives)]
 
 
-HIDDEN_SHARE = 0.5
-FEWEST = 30
-"""Queries that an estimate needs."""
-MOST = 50_000
-MARGINS = np.arange(0.0, 0.605, 0.005)
-QUANTILES = np.arange(1.0, -0.001, -0.005)
-"""Margins that are tried, and absolute thresholds, as quantiles of the known positives' scores."""
-
-
 @dataclass(frozen=True)
 class Calibration:
-    """The threshold that was chosen, and what is expected of it."""
+    """The result of `threshold: auto`: the threshold, and what is expected of it."""
 
     limits: Limits
     rate: float
@@ -238,28 +234,31 @@ def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:
     """The highest threshold at which the estimated rate is at most `max_false_negative_rate`.
 
     With several positives per query, a random half of them is hidden, and the threshold is a margin below the lowest of
-    the others. With one each, it is hidden for all queries, and the threshold is an absolute score. The estimate takes
-    it that as many relevant documents are unknown as are known, so a hidden one may stand for several.
+    the others. With one each, it is hidden for all queries, and the threshold is an absolute score. The estimate
+    assumes that as many relevant documents are unknown as are known, so a hidden one may stand for several.
     """
     sample = _Sample.of(chunks, config)
     # The other limits of the config stay; the margin is what is looked for.
     base = replace(Limits.of(config), relative_margin=None)
-    tried: list[tuple[Limits, float]] = []
-    for step in MARGINS if sample.is_relative else QUANTILES:
-        limits = (
-            replace(base, relative_margin=float(step))
-            if sample.is_relative
-            else replace(
-                base,
-                max_score=float(np.quantile(sample.positive_scores, max(step, 0.0))),
-            )
-        )
-        tried.append((limits, sample.rate(limits, config)))
-    reached = [one for one in tried if one[1] <= config.max_false_negative_rate]
+    if sample.is_relative:
+        limits = [replace(base, relative_margin=float(margin)) for margin in MARGINS]
+    else:
+        scores = np.quantile(sample.positive_scores, np.maximum(QUANTILES, 0.0))
+        limits = [replace(base, max_score=float(score)) for score in scores]
+    rates = [sample.rate(limit, config) for limit in limits]
+    reached = [
+        number
+        for number, rate in enumerate(rates)
+        if rate <= config.max_false_negative_rate
+    ]
     # From the loosest to the strictest: the first that keeps to the rate leaves the hardest negatives.
-    limits, rate = reached[0] if reached else min(tried, key=lambda one: one[1])
+    best = reached[0] if reached else int(np.argmin(rates))
     return Calibration(
-        limits, rate, sample.rate(base, config), sample.num_hidden, bool(reached)
+        limits[best],
+        rates[best],
+        sample.rate(base, config),
+        int(sample.is_hidden.sum()),
+        bool(reached),
     )
 
 
@@ -278,75 +277,71 @@ class _Sample:
     is_relative: bool
     positive_scores: np.ndarray
 
-    @property
-    def num_hidden(self) -> int:
-        return int(self.is_hidden.sum())
-
     @classmethod
     def of(cls, chunks: Iterable[Candidates], config: MineConfig) -> _Sample:
+        # Per query: scores of candidates and of known positives.
         queries: list[tuple[np.ndarray, np.ndarray]] = []
         for candidates in chunks:
             bounds = candidates.positives.bounds(len(candidates))
-            for query in range(min(len(candidates), MOST - len(queries))):
-                own = candidates.positive_scores[bounds[query] : bounds[query + 1]]
+            for query in range(min(len(candidates), MAX_QUERIES - len(queries))):
+                scores = candidates.scores[query]
+                positives = candidates.positive_scores[
+                    bounds[query] : bounds[query + 1]
+                ]
                 queries.append(
-                    (
-                        candidates.scores[query].astype(np.float64),
-                        own.astype(np.float64),
-                    )
+                    (scores.astype(np.float64), positives.astype(np.float64))
                 )
-        with_several = [one for one in queries if len(one[1]) > 1]
-        is_relative = len(with_several) >= FEWEST
-        used = with_several if is_relative else [one for one in queries if len(one[1])]
-        if len(used) < FEWEST:
+        used = [query for query in queries if len(query[1]) > 1]
+        is_relative = len(used) >= MIN_QUERIES
+        if not is_relative:
+            used = [query for query in queries if len(query[1])]
+        if len(used) < MIN_QUERIES:
             raise UserError(
                 f"threshold: auto estimates from queries with known positives, and {len(used):,d} are too few (at "
-                f"least {FEWEST}): set relative_margin or max_score"
+                f"least {MIN_QUERIES}): set relative_margin or max_score"
             )
         random = np.random.default_rng([config.seed, 1])
-        width = config.top_k + max(len(own) for _, own in used)
-        scores = np.full((len(used), width), -np.inf)
-        hidden = np.zeros((len(used), width), bool)
-        lowest, weights = np.full(len(used), np.inf), np.ones(len(used))
-        for row, (found, own) in enumerate(used):
-            order = random.permutation(len(own))
-            num_hidden = (
-                max(1, int(len(own) * HIDDEN_SHARE)) if is_relative else len(own)
-            )
+        width = config.top_k + max(len(positives) for _, positives in used)
+        all_scores = np.full((len(used), width), -np.inf)
+        is_hidden = np.zeros((len(used), width), bool)
+        lowest = np.full(len(used), np.inf)
+        weights = np.ones(len(used))
+        for row, (scores, positives) in enumerate(used):
+            order = random.permutation(len(positives))
+            num_hidden = len(positives)
+            if is_relative:
+                num_hidden = max(1, int(len(positives) * HIDDEN_SHARE))
             # Half of the known ones are hidden, and as many as all known ones are unknown.
-            weights[row] = len(own) / num_hidden
-            back, rest = own[order[:num_hidden]], own[order[num_hidden:]]
-            values = np.concatenate([back, found])
+            weights[row] = len(positives) / num_hidden
+            values = np.concatenate([positives[order[:num_hidden]], scores])
             place = np.argsort(-values, kind="stable")
-            scores[row, : len(values)] = values[place]
-            hidden[row, : len(values)] = place < num_hidden
-            lowest[row] = rest.min(initial=np.inf)
+            all_scores[row, : len(values)] = values[place]
+            is_hidden[row, : len(values)] = place < num_hidden
+            lowest[row] = positives[order[num_hidden:]].min(initial=np.inf)
         # What is below the top_k would not be a candidate.
         return cls(
-            scores[:, : config.top_k],
-            hidden[:, : config.top_k],
+            all_scores[:, : config.top_k],
+            is_hidden[:, : config.top_k],
             weights,
             lowest,
             is_relative,
-            np.concatenate([own for _, own in used]),
+            np.concatenate([positives for _, positives in used]),
         )
 
     def rate(self, limits: Limits, config: MineConfig) -> float:
         """The share of hidden positives among the negatives that would be chosen."""
         kept = np.isfinite(self.scores)
         kept[:, : config.skip_first] = False
-        highest = limits.highest(
-            self.lowest if self.is_relative else np.full(len(self.lowest), np.inf)
-        )
-        kept &= self.scores <= highest[:, None]
+        lowest = self.lowest if self.is_relative else np.full(len(self.lowest), np.inf)
+        kept &= self.scores <= limits.highest(lowest)[:, None]
         if limits.min_score is not None:
             kept &= self.scores >= limits.min_score
         if config.sampling == "top":
             kept &= np.cumsum(kept, axis=1) <= config.num_negatives
-            return float(
-                (kept & self.is_hidden).sum(axis=1) @ self.weights / max(kept.sum(), 1)
-            )
+            num_hidden = (kept & self.is_hidden).sum(axis=1)
+            return float(num_hidden @ self.weights / max(kept.sum(), 1))
         # Any of those that are left is as likely as any other: the expected share.
-        per_query = np.minimum(kept.sum(axis=1), config.num_negatives)
-        shares = (kept & self.is_hidden).sum(axis=1) / np.maximum(kept.sum(axis=1), 1)
+        num_kept = kept.sum(axis=1)
+        per_query = np.minimum(num_kept, config.num_negatives)
+        shares = (kept & self.is_hidden).sum(axis=1) / np.maximum(num_kept, 1)
         return float((shares * per_query) @ self.weights / max(per_query.sum(), 1))

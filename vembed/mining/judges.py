@@ -204,10 +204,10 @@ class JudgementCache:
             return
         self._known.update(judgements)
         self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"{os.uname().nodename}-{os.getpid()}.jsonl").open(
-            "a", encoding="utf-8"
-        ) as file:
-            file.writelines(json.dumps(one) + "\n" for one in judgements)
+        path = self._folder / f"{os.uname().nodename}-{os.getpid()}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
+            for judgement in judgements:
+                file.write(json.dumps(judgement) + "\n")
 
 
 @dataclass
@@ -225,7 +225,7 @@ class Judged:
 
     chosen: Chosen
     judgements: np.ndarray
-    """[Q, budget] how likely each chosen negative is relevant; UNDECIDED where nobody said."""
+    """[Q, budget] how likely each chosen negative is relevant; UNDECIDED where no judge gave an answer."""
     relabelled: dict[int, list[int]] = field(default_factory=dict)
     """Query (of all) -> documents that became its positives."""
     num_relevant: int = 0
@@ -237,23 +237,20 @@ class Judged:
         return cls(chosen, np.full(chosen.documents.shape, UNDECIDED, np.float32))
 
     @classmethod
-    def joined(cls, parts: Sequence[Judged]) -> Judged:
+    def joined(cls, chunks: Sequence[Judged]) -> Judged:
         """Those of consecutive chunks of queries."""
-        chosen = Chosen(
-            np.concatenate([one.chosen.documents for one in parts]),
-            np.concatenate([one.chosen.scores for one in parts]),
-        )
-        relabelled = {
-            query: documents
-            for one in parts
-            for query, documents in one.relabelled.items()
-        }
+        relabelled: dict[int, list[int]] = {}
+        for chunk in chunks:
+            relabelled |= chunk.relabelled
         return cls(
-            chosen,
-            np.concatenate([one.judgements for one in parts]),
+            Chosen(
+                np.concatenate([chunk.chosen.documents for chunk in chunks]),
+                np.concatenate([chunk.chosen.scores for chunk in chunks]),
+            ),
+            np.concatenate([chunk.judgements for chunk in chunks]),
             relabelled,
-            sum(one.num_relevant for one in parts),
-            sum(one.num_undecided for one in parts),
+            sum(chunk.num_relevant for chunk in chunks),
+            sum(chunk.num_undecided for chunk in chunks),
         )
 
 
@@ -263,8 +260,11 @@ class Cascade:
     def __init__(
         self, judges: Sequence[Judge], options: WeightOptions, session: Session
     ) -> None:
-        self._judges, self._session = tuple(judges), session
-        self._caches = [JudgementCache(judge_identity(one, options)) for one in judges]
+        self._judges = tuple(judges)
+        self._session = session
+        self._caches = [
+            JudgementCache(judge_identity(judge, options)) for judge in judges
+        ]
         self.counts = [JudgeCounts() for _ in judges]
         # A later judge is loaded only when an earlier one was unsure of a pair.
         self._load: Callable[[int], JudgeModel] = cache(
@@ -277,24 +277,23 @@ class Cascade:
         return sum(self._judges[-1].unsure) / 2
 
     def judge(self, num_pairs: int, pair_of: Callable[[int], Pair]) -> np.ndarray:
-        """[num_pairs] how likely each pair is relevant; UNDECIDED where nobody said. Collective."""
-        rank, world_size = self._session.rank, self._session.world_size
+        """[num_pairs] how likely each pair is relevant; UNDECIDED where no judge gave an answer. Collective."""
+        world_size = self._session.world_size
         # Dealt in turn: neighbouring pairs are of one query, and of similar length.
-        own = range(rank, num_pairs, world_size)
-        found = np.full(len(own), UNDECIDED, np.float32)
+        numbers = range(self._session.rank, num_pairs, world_size)
+        judgements = np.full(len(numbers), UNDECIDED, np.float32)
         with ProgressReport("judging", active=self._session.is_main) as progress:
-            for begin in range(0, len(own), BLOCK):
-                block = own[begin : begin + BLOCK]
-                found[begin : begin + len(block)] = self._decide(
-                    [pair_of(one) for one in block]
-                )
-                progress(begin + len(block), len(own))
-        sizes = [len(range(one, num_pairs, world_size)) for one in range(world_size)]
-        gathered = collectives.all_gather_rows(torch.from_numpy(found), sizes).numpy()
-        judged = np.empty(num_pairs, np.float32)
-        for one, part in enumerate(np.split(gathered, np.cumsum(sizes)[:-1])):
-            judged[one::world_size] = part
-        return judged
+            for begin in range(0, len(numbers), BLOCK):
+                pairs = [pair_of(number) for number in numbers[begin : begin + BLOCK]]
+                end = begin + len(pairs)
+                judgements[begin:end] = self._decide(pairs)
+                progress(end, len(numbers))
+        sizes = [len(range(rank, num_pairs, world_size)) for rank in range(world_size)]
+        gathered = collectives.all_gather_rows(torch.from_numpy(judgements), sizes)
+        result = np.empty(num_pairs, np.float32)
+        for rank, part in enumerate(torch.split(gathered, sizes)):
+            result[rank::world_size] = part.numpy()
+        return result
 
     def summary(self) -> list[str]:
         """One line for each judge. Collective."""
@@ -306,56 +305,54 @@ class Cascade:
             where = f" at {judge.base_url}" if judge.base_url else ""
             line = f"judge {judge.model}{where}: {asked:,d} pairs asked, {cached:,d} known from before"
             if undecided:
-                line += f", {undecided:,d} answers that say neither yes nor no (not used as negatives)"
+                line += f", {undecided:,d} answers that are neither yes nor no (not used as negatives)"
             lines.append(line)
         return lines
 
     def _decide(self, pairs: Sequence[Pair]) -> list[float]:
         """Return the probability that each pair is relevant, by the first judge that is sure; 0 or 1 after the last."""
-        found = [UNDECIDED] * len(pairs)
-        left = list(range(len(pairs)))
+        judgements = [UNDECIDED] * len(pairs)
+        open_pairs = list(range(len(pairs)))
         for number, judge in enumerate(self._judges):
-            answers = self._ask(number, [pairs[one] for one in left])
+            answers = self._ask(number, [pairs[pair] for pair in open_pairs])
             is_last = number == len(self._judges) - 1
+            low, high = judge.unsure
             unsure: list[int] = []
-            for one, answer in zip(left, answers, strict=True):
+            for pair, answer in zip(open_pairs, answers, strict=True):
                 if answer is not None:
-                    found[one] = answer
-                # The last judge decides even where it is unsure; without any answer a pair stays undecided.
-                if answer is None or (
-                    not is_last and judge.unsure[0] <= answer < judge.unsure[1]
-                ):
-                    unsure.append(one)
-            left = unsure
-            if not left:
+                    judgements[pair] = answer
+                # The last judge decides even where it is unsure. Without any answer a pair stays undecided.
+                if answer is None or (not is_last and low <= answer < high):
+                    unsure.append(pair)
+            open_pairs = unsure
+            if not open_pairs:
                 break
-        return found
+        return judgements
 
     def _ask(self, number: int, pairs: Sequence[Pair]) -> list[float | None]:
         """Return the answers of one judge, from the cache if it was asked before."""
-        cache_of_judge, counts = self._caches[number], self.counts[number]
+        known = self._caches[number]
+        counts = self.counts[number]
         keys = [short_hash(*pair) for pair in pairs]
-        answers = [cache_of_judge.get(key) for key in keys]
+        answers = [known.get(key) for key in keys]
         missing = [place for place, answer in enumerate(answers) if answer is None]
         counts.cached += len(pairs) - len(missing)
         if not missing:
             return answers
-        fresh: list[tuple[str, float]] = []
+        new: list[tuple[str, float]] = []
+        model = self._load(number)
         try:
-            for asked, answer in self._load(number).judge(
-                [pairs[one] for one in missing]
-            ):
+            for asked, answer in model.judge([pairs[place] for place in missing]):
                 place = missing[asked]
                 counts.asked += 1
                 if answer is None or not math.isfinite(answer):
                     counts.undecided += 1
                     continue
                 answers[place] = answer
-                fresh.append((keys[place], answer))
+                new.append((keys[place], answer))
         finally:
-            cache_of_judge.add(
-                fresh
-            )  # also where an endpoint ends it: what was answered costs nothing again
+            # Also where an endpoint ends it: what was answered costs nothing again.
+            known.add(new)
         return answers
 
 
@@ -365,23 +362,24 @@ class CandidateJudge:
     def __init__(
         self, config: MineConfig, documents: Documents, known: Known, session: Session
     ) -> None:
-        self._config, self._documents, self._known = config, documents, known
+        self._config = config
+        self._documents = documents
+        self._known = known
         self._cascade = Cascade(config.judges, config, session)
 
     def apply(self, candidates: Candidates, chosen: Chosen) -> Judged:
         """Judge chosen candidates, and keep at most `budget` of each query. Collective: the ranks share the pairs."""
-        query, column = np.nonzero(chosen.documents >= 0)
-        documents = chosen.documents[query, column]
+        queries, columns = np.nonzero(chosen.documents >= 0)
+        documents = chosen.documents[queries, columns]
 
-        def pair_of(one: int) -> Pair:
-            item = self._documents.item(int(documents[one]))
-            return text_of(
-                self._known.item(candidates.first + int(query[one]))
-            ), text_of(item)
+        def pair_of(number: int) -> Pair:
+            query = self._known.item(candidates.first + int(queries[number]))
+            document = self._documents.item(int(documents[number]))
+            return text_of(query), text_of(document)
 
-        table = np.full(chosen.documents.shape, UNDECIDED, np.float32)
-        table[query, column] = self._cascade.judge(len(query), pair_of)
-        return self._keep(candidates, chosen, table)
+        judgements = np.full(chosen.documents.shape, UNDECIDED, np.float32)
+        judgements[queries, columns] = self._cascade.judge(len(queries), pair_of)
+        return self._keep(candidates, chosen, judgements)
 
     def summary(self) -> list[str]:
         """One line for each judge. Collective."""
@@ -391,32 +389,31 @@ class CandidateJudge:
         self, candidates: Candidates, chosen: Chosen, judged_QK: np.ndarray
     ) -> Judged:
         config = self._config
-        there = chosen.documents >= 0
-        relevant = there & (judged_QK >= self._cascade.decided_at)
-        undecided = there & (judged_QK == UNDECIDED)
-        kept = there & ~undecided & (~relevant | (config.false_negatives == "keep"))
+        is_candidate = chosen.documents >= 0
+        relevant = is_candidate & (judged_QK >= self._cascade.decided_at)
+        undecided = is_candidate & (judged_QK == UNDECIDED)
+        kept = is_candidate & ~undecided
+        if config.false_negatives != "keep":
+            kept &= ~relevant
         relabelled: dict[int, list[int]] = {}
         if config.false_negatives == "relabel":
             for query, column in zip(*np.nonzero(relevant), strict=True):
-                document = int(chosen.documents[query, column])
-                relabelled.setdefault(candidates.first + int(query), []).append(
-                    document
-                )
+                documents = relabelled.setdefault(candidates.first + int(query), [])
+                documents.append(int(chosen.documents[query, column]))
         # Kept ones first, in their order.
         order = np.argsort(~kept, axis=1, kind="stable")[:, : config.budget]
         is_kept = np.take_along_axis(kept, order, axis=1)
-        documents = np.where(
-            is_kept, np.take_along_axis(chosen.documents, order, axis=1), -1
-        )
-        scores = np.where(
-            is_kept, np.take_along_axis(chosen.scores, order, axis=1), -np.inf
-        )
-        judgements = np.where(
-            is_kept, np.take_along_axis(judged_QK, order, axis=1), UNDECIDED
-        )
-        result = Chosen(documents, scores.astype(np.float32))
+
+        def sorted_values(values: np.ndarray, fill: float) -> np.ndarray:
+            return np.where(is_kept, np.take_along_axis(values, order, axis=1), fill)
+
+        scores = sorted_values(chosen.scores, -np.inf).astype(np.float32)
         return Judged(
-            result, judgements, relabelled, int(relevant.sum()), int(undecided.sum())
+            Chosen(sorted_values(chosen.documents, -1), scores),
+            sorted_values(judged_QK, UNDECIDED),
+            relabelled,
+            int(relevant.sum()),
+            int(undecided.sum()),
         )
 
 

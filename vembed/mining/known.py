@@ -53,8 +53,8 @@ class Pairs:
     def union(cls, parts: Sequence[Pairs]) -> Pairs:
         """All pairs of several lists."""
         return cls.of(
-            np.concatenate([one.queries for one in parts]),
-            np.concatenate([one.documents for one in parts]),
+            np.concatenate([part.queries for part in parts]),
+            np.concatenate([part.documents for part in parts]),
         )
 
     def take(self, chosen: np.ndarray) -> Pairs:
@@ -126,15 +126,10 @@ class Known:
     def excluded(self, *, with_negatives: bool) -> Pairs:
         """Return contents that are no candidates: known positives, the query's own text, and its negatives."""
         # Positives of all rows of a query, not of the row alone: a negative of one row would be a positive of another.
-        found = [
-            self.positives,
-            self.own,
-            *([self.negatives] if with_negatives else []),
-        ]
-        return Pairs.of(
-            np.concatenate([one.queries for one in found]),
-            np.concatenate([one.documents for one in found]),
-        )
+        parts = [self.positives, self.own]
+        if with_negatives:
+            parts.append(self.negatives)
+        return Pairs.union(parts)
 
 
 class _PairList:

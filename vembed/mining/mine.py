@@ -90,60 +90,52 @@ def mine(
     config = load_options(MineConfig, source, overrides)
     target = check_config(config)
     began = time.monotonic()
-    with open_session(session, say) as (running, tell):
+    with open_session(session, say) as (running, log_line):
         inputs = read_inputs(config)
-        for line in inputs.summary():
-            tell(line)
-
         folder = work_folder(config)
+        for line in inputs.summary():
+            log_line(line)
         store = CandidateStore(config, inputs.documents, inputs.known, folder, running)
         for line in store.summary():
-            tell(line)
+            log_line(line)
         store.find_all()
 
-        calibration = (
-            calibrate(store.chunks(), config) if config.threshold == "auto" else None
-        )
-        if calibration is not None:
-            tell(calibration.summary(config.max_false_negative_rate))
-        limits = calibration.limits if calibration is not None else Limits.of(config)
-        chooser = Chooser(config, limits, inputs.documents, inputs.known, running)
-        judge = (
-            CandidateJudge(config, inputs.documents, inputs.known, running)
-            if config.judges
-            else None
-        )
-        parts = []
+        calibration: Calibration | None = None
+        limits = Limits.of(config)
+        if config.threshold == "auto":
+            calibration = calibrate(store.chunks(), config)
+            limits = calibration.limits
+            log_line(calibration.summary(config.max_false_negative_rate))
+        chooser = Chooser(config, limits, inputs.documents, running)
+        judge: CandidateJudge | None = None
+        if config.judges:
+            judge = CandidateJudge(config, inputs.documents, inputs.known, running)
+        chunks = []
         # Chunk by chunk: choice and judging look at one query at a time.
         for candidates in store.chunks():
-            found = chooser.choose(candidates, config.depth)
-            parts.append(
-                judge.apply(candidates, found)
-                if judge is not None
-                else Judged.unseen(found)
-            )
-        judged = Judged.joined(parts)
-        counts = chooser.counts() | {
-            "judged_relevant": judged.num_relevant,
-            "undecided": judged.num_undecided,
-        }
-        tell(_counts_line(counts, judged.chosen))
-        for line in judge.summary() if judge is not None else ():
-            tell(line)
+            chosen = chooser.choose(candidates, config.depth)
+            if judge is None:
+                chunks.append(Judged.unseen(chosen))
+            else:
+                chunks.append(judge.apply(candidates, chosen))
+        judged = Judged.joined(chunks)
+        counts = chooser.counts()
+        counts["judged_relevant"] = judged.num_relevant
+        counts["undecided"] = judged.num_undecided
+        log_line(_counts_line(counts, judged.chosen))
+        if judge is not None:
+            for line in judge.summary():
+                log_line(line)
 
+        scores = _known_scores(config, inputs, store, judged)
         maker = RowMaker(
-            inputs.rows,
-            inputs.documents,
-            inputs.known,
-            config,
-            judged,
-            _known_scores(config, inputs, store, judged),
+            inputs.rows, inputs.documents, inputs.known, config, judged, scores
         )
         if running.is_main:
             with row_writer(target) as writer:
                 for row in maker.rows():
                     writer.write(row)
-        # The others wait here: none may clear the folder, or say that it is done, before the file is whole.
+        # The others wait here: none may clear the folder, or log that it is done, before the file is whole.
         running.barrier()
         result = MineResult(
             target,
@@ -157,7 +149,7 @@ def mine(
             time.monotonic() - began,
         )
         for line in _result_lines(result, maker, folder, config):
-            tell(line)
+            log_line(line)
         if running.is_main and not config.keep_work:
             shutil.rmtree(folder, ignore_errors=True)
         running.barrier()

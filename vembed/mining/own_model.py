@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vembed.config.negatives import EpochMining
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection
 from vembed.data.cache import short_hash
 from vembed.data.examples import Example, Item, Kind
 from vembed.mining.candidates import CHUNK, Candidates, ClaimFinder, with_claims
@@ -82,36 +82,35 @@ class OwnMiner:
 
     def __init__(
         self,
-        config: TrainConfig,
         options: EpochMining,
+        data: DataSection,
         examples: TrainingExamples,
         session: Session,
+        *,
+        seed: int,
+        normalize: bool,
     ) -> None:
-        """Read all examples, and the corpus if there is one."""
+        """Read all examples, and the corpus if there is one. `normalize`: vectors get length 1."""
         self._examples, self._session = examples, session
         self._options = MineConfig.model_validate(
             options.model_dump(
                 exclude={"every_epochs", "at_start", "corpus_path"}, exclude_unset=True
             )
-            | {
-                "model_name": config.model.model_name,
-                "data_path": [],
-                "output_path": config.run.output_dir,
-                "seed": config.run.seed,
-            }
+            # The model is the run's own; nothing is written.
+            | {"model_name": "", "data_path": [], "output_path": "", "seed": seed}
         )
-        data = DataOptions(
+        data_options = DataOptions(
             data_path=[],
             corpus_path=options.corpus_path,
-            image_root=config.data.image_root,
-            allow_image_urls=config.data.allow_image_urls,
-            on_bad_record=config.data.on_bad_record,
+            image_root=data.image_root,
+            allow_image_urls=data.allow_image_urls,
+            on_bad_record=data.on_bad_record,
         )
         rows = _ExampleRows(examples, has_ids=options.corpus_path is not None)
-        self.documents = open_documents(data, rows)
-        self._known = Known(rows, self.documents, data)
+        self.documents = open_documents(data_options, rows)
+        self._known = Known(rows, self.documents, data_options)
         self._excluded = self._known.excluded(with_negatives=True)
-        self._unit = config.objective.similarity == "cosine"
+        self._unit = normalize
         self.fingerprint = short_hash(array_identity(self.documents.exact))
         """Hash of the documents in their order: numbers of documents mean the same only where it is the same."""
 
@@ -149,7 +148,7 @@ class OwnMiner:
                 calibration.limits,
                 calibration.summary(options.max_false_negative_rate),
             )
-        chooser = Chooser(options, limits, self.documents, self._known, self._session)
+        chooser = Chooser(options, limits, self.documents, self._session)
         found = [
             chooser.choose(candidates, options.budget)
             for candidates in self._candidates(*stores)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
 from vembed.mining.known import Pairs
@@ -145,14 +146,13 @@ class _QueryTile:
         self, documents: _Vectors, start: int, first: int, room: _Room
     ) -> int:
         """Take in tiles until enough is found; returns where the next one begins."""
-        queries_DQ, vectors_SD = (
-            self.queries.rounded(self.dtype)[0].T,
-            documents.rounded(self.dtype)[0],
-        )
+        queries_DQ = self.queries.rounded(self.dtype)[0].T
+        vectors_SD = documents.rounded(self.dtype)[0]
         error = self._error(documents)
         lowest = self._lowest(error)
-        found: list[_Blocks] = []
-        num_found, end = 0, start
+        blocks: list[_Blocks] = []
+        num_found = 0
+        end = start
         while end < len(vectors_SD) and num_found <= WAITING * self.num_queries:
             part_TD = vectors_SD[
                 end : end + (DOCUMENT_TILE if self.has_threshold else FIRST)
@@ -172,10 +172,10 @@ class _QueryTile:
             block, query = torch.nonzero(
                 comparable_BLQ.amax(1) >= lowest, as_tuple=True
             )
-            found.append(_Blocks(comparable_BLQ[block, :, query], query, block, end))
+            blocks.append(_Blocks(comparable_BLQ[block, :, query], query, block, end))
             num_found += len(query)
             end += len(part_TD)
-        query, document = _reaching(found, lowest)
+        query, document = _reaching(blocks, lowest)
         if (
             self.dtype is torch.bfloat16
             and len(query) > TOO_MANY * (self.k + self.most_excluded) * self.num_queries
@@ -183,7 +183,7 @@ class _QueryTile:
             self.dtype = torch.float32  # the scores are so close to each other that bfloat16 does not tell them apart
             self.has_threshold = False  # a higher one can be found now
             return start
-        self._settle(query, document, documents, first)
+        self._let_wait(query, document, documents, first)
         return end
 
     def finish(self) -> Tensor:
@@ -195,11 +195,10 @@ class _QueryTile:
 
         |qd - q'd'| <= |q - q'||d| + |q'||d - d'|, and each of two sums of D products is rounded in float32: by at most
         D rounding errors, and by 8 sqrt(D) but for a chance of D exp(-32) (Higham and Mary, 2019)."""
-        lost_Q, lost_S = (
-            self.queries.rounded(self.dtype)[1],
-            documents.rounded(self.dtype)[1],
-        )
-        lengths_Q, longest = self.queries.lengths, documents.lengths.amax()
+        lost_Q = self.queries.rounded(self.dtype)[1]
+        lost_S = documents.rounded(self.dtype)[1]
+        lengths_Q = self.queries.lengths
+        longest = documents.lengths.amax()
         dim = documents.vectors.shape[1]
         sums = (
             lengths_Q
@@ -242,7 +241,7 @@ class _QueryTile:
             self.threshold = torch.maximum(self.threshold, lowest)
             self.has_threshold = True
 
-    def _settle(
+    def _let_wait(
         self, query: Tensor, document: Tensor, documents: _Vectors, first: int
     ) -> None:
         """Compute the exact scores of pairs, and let those above the threshold wait."""
@@ -268,8 +267,8 @@ class _QueryTile:
         """Keep the k best of those so far and those that wait, and raise the threshold."""
         if not self.num_waiting:
             return
-        query = torch.cat([one for one, _ in self.waiting])
-        keys = torch.cat([one for _, one in self.waiting])
+        query = torch.cat([query for query, _ in self.waiting])
+        keys = torch.cat([keys for _, keys in self.waiting])
         self.waiting, self.num_waiting = [], 0
         query, order = torch.sort(query, stable=True)
         counts = torch.bincount(query, minlength=self.num_queries)
@@ -300,15 +299,15 @@ class _Blocks:
     """Position of the first document of the tile."""
 
 
-def _reaching(found: list[_Blocks], lowest: Tensor) -> tuple[Tensor, Tensor]:
+def _reaching(parts: list[_Blocks], lowest: Tensor) -> tuple[Tensor, Tensor]:
     """The queries and documents of the scores in some blocks that reach the lowest that is looked at."""
-    values_NL = torch.cat([one.values for one in found])
-    query = torch.cat([one.query for one in found])
-    counts = torch.tensor([len(one.query) for one in found], device=query.device)
+    values_NL = torch.cat([part.values for part in parts])
+    query = torch.cat([part.query for part in parts])
+    counts = torch.tensor([len(part.query) for part in parts], device=query.device)
     starts = torch.tensor(
-        [one.start for one in found], device=query.device
+        [part.start for part in parts], device=query.device
     ).repeat_interleave(counts)
-    first = starts + torch.cat([one.block for one in found]) * BLOCK
+    first = starts + torch.cat([part.block for part in parts]) * BLOCK
     row, place = torch.nonzero(values_NL >= lowest[query][:, None], as_tuple=True)
     return query[row], first[row] + place
 
@@ -339,7 +338,7 @@ def pair_scores(
     queries_QD: Tensor, store: VectorStore, pairs: Pairs, session: Session
 ) -> np.ndarray:
     """The score of each pair (position of the query, document). Collective: each rank looks up its own shards."""
-    found = torch.zeros(len(pairs))
+    scores = torch.zeros(len(pairs))
     order = np.argsort(pairs.documents, kind="stable")
     ordered = pairs.documents[order]
     for shard in store.of_rank(session):
@@ -350,11 +349,11 @@ def pair_scores(
         for start in range(0, len(chosen), DOCUMENT_TILE):
             part = chosen[start : start + DOCUMENT_TILE]
             documents = store.rows(shard, pairs.documents[part])
-            found[part] = torch.einsum(
+            scores[part] = torch.einsum(
                 "nd,nd->n", queries_QD[pairs.queries[part]], documents
             )
     # Each pair's document is in one shard, so all other ranks add 0.
-    return collectives.sum_tensor(found).numpy()
+    return collectives.sum_tensor(scores).numpy()
 
 
 def products(
@@ -362,16 +361,15 @@ def products(
 ) -> Tensor:
     """[N] the float32 products of pairs of rows, whose bits depend on nothing but the two rows."""
     missing = -len(query) % ROWS
-    padded = (torch.nn.functional.pad(one, (0, missing)) for one in (query, document))
-    parts = zip(*(torch.split(one, ROWS) for one in padded), strict=True)
-    # index_select copies whole rows, which [...] does not.
-    found = [
-        queries_QD.index_select(0, these)
-        .mul_(documents_SD.index_select(0, those))
-        .sum(1)
-        for these, those in parts
-    ]
-    return torch.cat(found)[: len(query)]
+    queries = torch.split(pad(query, (0, missing)), ROWS)
+    documents = torch.split(pad(document, (0, missing)), ROWS)
+    scores = []
+    for query_rows, document_rows in zip(queries, documents, strict=True):
+        # index_select copies whole rows, which [...] does not.
+        left = queries_QD.index_select(0, query_rows)
+        right = documents_SD.index_select(0, document_rows)
+        scores.append(left.mul_(right).sum(1))
+    return torch.cat(scores)[: len(query)]
 
 
 def _merged(keys_QK: Tensor, k: int, world_size: int) -> Tensor:

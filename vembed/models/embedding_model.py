@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -79,9 +79,6 @@ class EmbeddingModel(nn.Module):
         use_bf16(self.backbone)
         self._autocasts = True
 
-    def _device_type(self) -> str:
-        return next(self.parameters()).device.type
-
     def forward(
         self,
         parts: list[ModalitySlice],
@@ -90,73 +87,81 @@ class EmbeddingModel(nn.Module):
         images_only: bool = False,
         with_auxiliary: bool = False,
     ) -> list[Tensor] | tuple[list[Tensor], list[dict[str, Tensor]]]:
-        """For each (modality, inputs): the [n, embedding_dim] embeddings, not normalised, in at least float32.
+        """Return for each (modality, inputs) the [n, embedding_dim] embeddings, not normalised, in at least float32.
 
-        `features_only`: what the towers give, before projections and head. Handed back as {"features": ...}, they are
-        the inputs of a modality whose tower is left out. `images_only`, for the vision modality alone: what the image
-        tower gives, which can take the place of the pixels in its inputs. `with_auxiliary`: return also, for each part,
-        the losses of the model's own by name, each [2, n] or [2, 1]: sums and counts.
+        Tokens or pixels -> tower -> [n, tokens, token_dim] -> pooling -> features -> projection -> head -> embeddings.
+
+        `features_only`: stop at the features. Given back as {"features": ...} they stand for the inputs of a modality
+        whose tower is left out. `images_only`, for the modality multimodal: what the image tower gives, which can take
+        the place of the pixels. `with_auxiliary`: return also, for each part, the model's own losses by name, each
+        [2, n] or [2, 1]: sums and counts.
         """
-        if self._autocasts and not torch.is_autocast_enabled(self._device_type()):
-            # Inside the forward, so that every caller gets it: step, evaluation, use.
-            with torch.autocast(self._device_type(), dtype=torch.bfloat16):
-                return self.forward(
-                    parts,
-                    features_only=features_only,
-                    images_only=images_only,
-                    with_auxiliary=with_auxiliary,
-                )
-        if with_auxiliary:
-            losses: list[dict[str, Tensor]] = [{} for _ in parts]
-            embeddings = [
-                self._embed(modality, inputs, False, found)
-                for (modality, inputs), found in zip(parts, losses, strict=True)
-            ]
-            return embeddings, losses
-        if images_only:
-            return [_wide(image_features(self.backbone, inputs)) for _, inputs in parts]
-        return [
-            self._embed(modality, inputs, features_only) for modality, inputs in parts
-        ]
+        device_type = next(self.parameters()).device.type
+        # Inside the forward, so that the step, the evaluation and the use all get it.
+        starts_autocast = self._autocasts and not torch.is_autocast_enabled(device_type)
+        with (
+            torch.autocast(device_type, dtype=torch.bfloat16)
+            if starts_autocast
+            else nullcontext()
+        ):
+            if images_only:
+                return [
+                    _at_least_float32(image_features(self.backbone, inputs))
+                    for _, inputs in parts
+                ]
+            outputs: list[Tensor] = []
+            losses: list[dict[str, Tensor]] = []
+            for modality, inputs in parts:
+                features = inputs.get(FEATURES)
+                losses.append({})
+                if features is None and with_auxiliary:
+                    features, losses[-1] = self._features_and_losses(modality, inputs)
+                elif features is None:
+                    features = self._features(modality, inputs, Collected())
+                if not features_only:
+                    features = self._embeddings(modality, features)
+                output = _at_least_float32(features)
+                # FSDP takes no view of a tensor that the model holds.
+                outputs.append(output.clone() if output is features else output)
+        return (outputs, losses) if with_auxiliary else outputs
 
-    def _embed(
-        self,
-        modality: Modality,
-        inputs: dict[str, Tensor],
-        features_only: bool,
-        losses: dict[str, Tensor] | None = None,
+    def _features(
+        self, modality: Modality, inputs: dict[str, Tensor], collected: Collected
     ) -> Tensor:
-        features = inputs.get(FEATURES)
-        if features is None:
-            found = Collected()
-            asked = None
-            if losses is not None and self.language is not None and modality == "text":
-                # Before the tower runs: an encoder must not see the tokens that it has to tell.
-                asked = self.language.hidden(inputs)
-                inputs = asked.inputs
-            features = tower_features(
-                self.description,
-                self.backbone,
-                modality,
-                inputs,
-                found,
-                pooling=self.pooling,
-            )
-            if losses is not None:
-                losses.update(found.in_normal_form(len(features)))
-            if losses is not None and self.language is not None and asked is not None:
-                assert found.states is not None
-                losses[self.language.name] = self.language(
-                    found.states, asked.targets, self.backbone
-                )
-        if not features_only:
-            features = project(self.description, self.backbone, modality, features)
-            if self.head is not None:
-                features = self.head(features, skips_last=not self._projects)
-        wide = _wide(features)
-        return (
-            wide.clone() if wide is features else wide
-        )  # FSDP wants no views of what is inside
+        """Return the pooled output of the tower, [n, width]."""
+        return tower_features(
+            self.description,
+            self.backbone,
+            modality,
+            inputs,
+            collected,
+            pooling=self.pooling,
+        )
+
+    def _features_and_losses(
+        self, modality: Modality, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the features, and the losses that the model itself gives for these inputs."""
+        collected = Collected()
+        if self.language is None or modality != "text":
+            features = self._features(modality, inputs, collected)
+            return features, collected.in_normal_form(len(features))
+        # Before the tower runs: an encoder must not see the tokens that it has to tell.
+        hidden = self.language.hidden(inputs)
+        features = self._features(modality, hidden.inputs, collected)
+        losses = collected.in_normal_form(len(features))
+        assert collected.states is not None
+        losses[self.language.name] = self.language(
+            collected.states, hidden.targets, self.backbone
+        )
+        return features, losses
+
+    def _embeddings(self, modality: Modality, features: Tensor) -> Tensor:
+        """Map features [n, width] to [n, embedding_dim], by the modality's projection and the head."""
+        vectors = project(self.description, self.backbone, modality, features)
+        if self.head is not None:
+            vectors = self.head(vectors, skips_last=not self._projects)
+        return vectors
 
     def train(self, mode: bool = True) -> Self:
         """Training mode, except for towers of which nothing is trained: their features stay the same all the time."""
@@ -229,13 +234,14 @@ class EmbeddingModel(nn.Module):
         self, scale: float, bias: float, state: dict[str, Tensor]
     ) -> None:
         """Put what the loss has learned into a whole state dict of this model, under the backbone's own names."""
-        for name, value in (
-            ("logit_scale", torch.tensor(scale).log()),
-            ("logit_bias", torch.tensor(bias)),
-        ):
-            key = f"backbone.{name}"
+        learned = {
+            "backbone.logit_scale": torch.tensor(scale).log(),
+            "backbone.logit_bias": torch.tensor(bias),
+        }
+        for key, value in learned.items():
             if key in state:
-                state[key] = value.to(state[key].dtype).expand(state[key].shape).clone()
+                before = state[key]
+                state[key] = value.to(before.dtype).expand(before.shape).clone()
 
     # ---- the MRL projection ----------------------------------------------------------------------------------------
 
@@ -267,7 +273,7 @@ class EmbeddingModel(nn.Module):
             )
 
 
-def _wide(features: Tensor) -> Tensor:
+def _at_least_float32(features: Tensor) -> Tensor:
     return features if features.dtype == torch.float64 else features.float()
 
 
@@ -277,7 +283,7 @@ def build_model(
     adapters: AdapterSection | None = None,
     *,
     objective: ObjectiveSection | None = None,
-    seed: int = 0,
+    seed: int = 42,
     device: torch.device | str = "cpu",
     computes_on: torch.device | None = None,
     compute_dtype: torch.dtype = torch.float32,
@@ -299,9 +305,9 @@ def build_model(
     adapters = adapters or AdapterSection()
     has_adapters = wants_adapters(adapters)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(
-            seed
-        )  # new weights depend on the seed only, not on earlier draws
+        # New weights depend on the seed only, not on earlier draws.
+        torch.manual_seed(seed)
+        # Layers of 4 bits cannot be empty.
         empty = meta and not adapters.use_qlora
         has_language = objective is not None and has_language_head(
             objective, description
@@ -332,7 +338,8 @@ def build_model(
         pooling = build_pooling(description)
         head = build_head(description)
         if language is not None and has_adapters and not language.is_new:
-            language.requires_grad_(False)  # as all weights but the adapters
+            # As all weights but the adapters.
+            language.requires_grad_(False)
     model = EmbeddingModel(
         description,
         backbone,
@@ -349,8 +356,9 @@ def build_model(
         freeze_parts(backbone, description.traits, adapters.freeze)
         cast_frozen_towers(description, options, adapters.freeze, backbone)
     if not options.pure_dtype:
-        for part in model.heads():
-            part.float()  # also frozen ones, whose file may hold 16 bits
+        # Also frozen ones, whose file may hold 16 bits.
+        for head_module in model.heads():
+            head_module.float()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
             f"freeze: {adapters.freeze} leaves nothing of {options.model_name} to train; freeze less of it"

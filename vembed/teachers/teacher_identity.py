@@ -9,8 +9,7 @@ from pathlib import Path
 from vembed.config.entries import Teacher
 from vembed.data.cache import add_content
 from vembed.data.examples import Item, Kind
-from vembed.data.feature_store import lasting_identity
-from vembed.data.row_store import KEY_BYTES
+from vembed.data.row_store import KEY_BYTES, lasting_identity
 from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT
 
 FORMAT = 2

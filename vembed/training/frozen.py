@@ -23,8 +23,8 @@ from vembed.data.batching.feeding import (
     row_index,
     to_device,
 )
-from vembed.data.feature_store import FeatureStore, size_of_all
 from vembed.data.features import Features
+from vembed.data.row_store import FeatureStore, size_of_all
 from vembed.errors import UserError
 from vembed.inference.encoding import Between, split_in_step
 from vembed.models.embedding_model import FEATURES, EmbeddingModel

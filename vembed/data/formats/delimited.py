@@ -86,11 +86,10 @@ class DelimitedFile(TextFormat):
         """Return one record again."""
         assert self.columns is not None
         line = self._line(number)
-        if b'"' not in line and line.endswith(b"\n"):
-            # One line without quotes, as most are, needs no search for the record's end.
-            cells = _simple_cells(line, self._delimiter)
-            if len(cells) == len(self.columns):
-                return self._as_record(cells)
+        # Most records are one line. In that of a longer one a quote stays open, and the line has no cells.
+        cells = _cells_of_line(line, self._delimiter)
+        if len(cells) == len(self.columns):
+            return self._as_record(cells)
         return super().read(number)
 
     def _as_record(self, cells: list[str]) -> dict[str, str | None]:
@@ -194,8 +193,8 @@ def delimiter_of(header: str, expected: str) -> str:
     return best if num_fields(best) > 1 else expected
 
 
-def _simple_cells(line: bytes, delimiter: str) -> list[str]:
-    """Return the cells of a line without quotes; none if something is wrong with it."""
+def _cells_of_line(line: bytes, delimiter: str) -> list[str]:
+    """Return the cells of a line; none if something is wrong with it."""
     try:
         return next(csv.reader([line.decode()], delimiter=delimiter, strict=True), [])
     except (csv.Error, UnicodeDecodeError):

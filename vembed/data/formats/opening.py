@@ -58,6 +58,7 @@ class SeveralFiles(Format):
         self.name = name
         self.folder = readers[0].folder
         self.readers = tuple(readers)
+        self.columns = readers[0].columns
         self.numbers_are_text = readers[0].numbers_are_text  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,6 +113,13 @@ class SeveralFiles(Format):
         file, start = _divided(part.start, _FILE_OF_NUMBER)
         _, stop = _divided(part.stop, _FILE_OF_NUMBER)
         return self.readers[file].num_lines(Part(start, stop))
+
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on, of each file those that it has."""
+        for reader in self.readers:
+            if reader.columns is not None:
+                names = [name for name in columns if name in reader.columns]
+                reader.select(names or reader.columns)
 
     def num_records(self) -> int | None:
         """Return the number of records where it is known without reading them."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.data.columns import unread_judgement
 from vembed.data.example_store import Records
 from vembed.data.examples import Example
@@ -207,7 +207,7 @@ def data_sections(
         options = config.model_dump(
             include=names_of_model | {"trust_remote_code"}, exclude_none=True
         )
-        model = TrainConfig(model_name=config.model_name, data_path="unused", **options)
+        model = ModelSection(model_name=config.model_name, **options)
     return sections(examples, lines, model)
 
 

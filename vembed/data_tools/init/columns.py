@@ -209,23 +209,25 @@ def guess(
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
     free = [
-        one for one in column_facts(records) if one.name not in taken and one.is_text
+        column
+        for column in column_facts(records)
+        if column.name not in taken and column.is_text
     ]
     mapping: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    longest = max((one.mean_length for one in free), default=1.0) or 1.0
+    longest = max((column.mean_length for column in free), default=1.0) or 1.0
     # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
     while left := [
         role
         for role in missing
         if not any(target.startswith(role) for target in mapping.values())
     ]:
-        open_columns = [one for one in free if one.name not in mapping]
+        open_columns = [column for column in free if column.name not in mapping]
         if not open_columns:
             break
         scored = [
-            (_score(one, role, longest), -place, role, one)
-            for place, one in enumerate(open_columns)
+            (_score(column, role, longest), -place, role, column)
+            for place, column in enumerate(open_columns)
             for role in left
         ]
         # Of equal scores the earlier column.
@@ -234,11 +236,13 @@ def guess(
         reasons[best.name] = _reason(best, role, len(open_columns))
     likely = sorted(
         free,
-        key=lambda one: (
-            -max(_score(one, role, longest) for role in ("query", "positive"))
+        key=lambda column: (
+            -max(_score(column, role, longest) for role in ("query", "positive"))
         ),
     )
-    ordered = {name: mapping[name] for one in free if (name := one.name) in mapping}
+    ordered = {
+        name: mapping[name] for column in free if (name := column.name) in mapping
+    }
     return Guess(ordered, reasons, tuple(likely))
 
 
@@ -269,37 +273,39 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
     return ColumnFacts(name, texts[0], length, unique, questions, paths, is_text)
 
 
-def _score(one: ColumnFacts, role: str, longest: float) -> float:
-    own, other = (
-        (QUERY_WORDS, POSITIVE_WORDS)
-        if role == "query"
-        else (POSITIVE_WORDS, QUERY_WORDS)
-    )
+def _score(column: ColumnFacts, role: str, longest: float) -> float:
+    role_words: Sequence[str] = QUERY_WORDS
+    other_words: Sequence[str] = POSITIVE_WORDS
+    if role != "query":
+        role_words = POSITIVE_WORDS
+        other_words = QUERY_WORDS
     # A name counts most, then whether values are questions, then their length: queries are the shorter of the two.
-    score = 2.0 * _named(one.name, own) - 1.0 * _named(one.name, other)
-    share = one.mean_length / longest
-    score += one.questions - share if role == "query" else share - one.questions
-    if one.unique < FEW_VALUES:
+    score = 2.0 * _named(column.name, role_words) - 1.0 * _named(
+        column.name, other_words
+    )
+    share = column.mean_length / longest
+    score += column.questions - share if role == "query" else share - column.questions
+    if column.unique < FEW_VALUES:
         score -= 1.0
-    if _words(one.name) & ID_WORDS:
+    if _words(column.name) & ID_WORDS:
         score -= 1.0
     return score
 
 
-def _reason(one: ColumnFacts, role: str, num_open: int) -> str:
-    found = ["the only text column left"] if num_open == 1 else []
-    if _named(one.name, QUERY_WORDS if role == "query" else POSITIVE_WORDS):
-        found.append("its name")
-    if role == "query" and one.questions > 0.3:
-        found.append(f"{one.questions:.0%} end with a question mark")
-    if one.paths > 0.5:
-        found.append("paths of images")
-    found.append(f"{one.mean_length:,.0f} characters on average")
-    return ", ".join(found)
+def _reason(column: ColumnFacts, role: str, num_open: int) -> str:
+    reasons = ["the only text column left"] if num_open == 1 else []
+    if _named(column.name, QUERY_WORDS if role == "query" else POSITIVE_WORDS):
+        reasons.append("its name")
+    if role == "query" and column.questions > 0.3:
+        reasons.append(f"{column.questions:.0%} end with a question mark")
+    if column.paths > 0.5:
+        reasons.append("paths of images")
+    reasons.append(f"{column.mean_length:,.0f} characters on average")
+    return ", ".join(reasons)
 
 
 def _named(name: str, words: Sequence[str]) -> float:
-    """Return 1 if a word of the name is one of the words, 0.8 if it ends or begins with one (Kundenfrage), else 0."""
+    """Return 1 if a word of the name is column of the words, 0.8 if it ends or begins with column (Kundenfrage), else 0."""
     parts = _words(name)
     if parts & set(words):
         return 1.0
@@ -319,9 +325,9 @@ def _words(name: str) -> set[str]:
     # customerQuestion -> customer question; accents are taken off, as in the lists of words.
     split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     plain = "".join(
-        one
-        for one in unicodedata.normalize("NFKD", split.casefold())
-        if not unicodedata.combining(one)
+        letter
+        for letter in unicodedata.normalize("NFKD", split.casefold())
+        if not unicodedata.combining(letter)
     )
     return set(re.findall(r"[^\W_]+", plain))
 
@@ -356,13 +362,14 @@ def confirm(
         )
         what = "the query" if role == "query" else "what the query should find"
         lines = [
-            f"  {number}  {one.printable}" for number, one in enumerate(columns, 1)
+            f"  {number}  {column.printable}"
+            for number, column in enumerate(columns, 1)
         ]
         default = next(
             (
                 str(number)
-                for number, one in enumerate(columns, 1)
-                if one.name == likely
+                for number, column in enumerate(columns, 1)
+                if column.name == likely
             ),
             "",
         )
@@ -405,7 +412,7 @@ def bad_records(
     loss: str,
     mode: Mode = "auto",
 ) -> tuple[int, str]:
-    """Return how many of the first records are invalid, and what is wrong with the first one. No image is opened.
+    """Return how many of the first records are invalid, and what is wrong with the first column. No image is opened.
 
     Raise UserError if all are.
     """

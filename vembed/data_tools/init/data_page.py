@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection, TrainConfig
 from vembed.data.examples import Example
 from vembed.data.normal_form import normal_key
 from vembed.data.overlap import short_item
@@ -79,7 +79,7 @@ def data_facts(config: TrainConfig) -> DataFacts:
     if sets.evaluation is not None:
         read.append(f"validation: {sets.evaluation.summary()}")
     read += [f"warning: {one}" for one in sets.warnings]
-    page = sections(sets.examples, read, config)
+    page = sections(sets.examples, read, config.model)
     sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
     figures: dict[str, Any] = {
         "num_examples": len(sets.examples),
@@ -104,10 +104,10 @@ def unlogged() -> Iterator[None]:
 
 
 def sections(
-    examples: Examples, read: Sequence[str], config: TrainConfig | None
+    examples: Examples, read: Sequence[str], model: ModelSection | None
 ) -> list[Section]:
     """Return the parts of the page. `read`: lines on what was read, left out and found in the validation data too.
-    `config`: names the model; None where there is none."""
+    `model`: None where no model is named."""
     some = [examples[index] for index in spread(len(examples), MOST_READ)]
     found = [
         Section("what was read", tuple(read)),
@@ -116,16 +116,16 @@ def sections(
     ]
     if len(examples.names) > 1:
         found.append(Section("sources side by side", (), _side_by_side(examples)))
-    if config is not None and local_model(config.model.model_name) is not None:
+    if model is not None and local_model(model.model_name) is not None:
         from vembed.data_tools.init.model_inputs import (
             lengths_and_samples,  # imports torch, which takes seconds
         )
 
-        return [*found, *lengths_and_samples(config, some)]
+        return [*found, *lengths_and_samples(model, some)]
     why = (
         "no model is named"
-        if config is None
-        else f"{config.model.model_name} is not on this machine yet"
+        if model is None
+        else f"{model.model_name} is not on this machine yet"
     )
     return [*found, _words(some, why), _raw_samples(some, why)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.data.examples import Example
 from vembed.data.features import Featuriser
 from vembed.data.overlap import short_item
@@ -24,10 +24,10 @@ from vembed.models.processors import load_tokenizer
 
 
 def lengths_and_samples(
-    config: TrainConfig, examples: Sequence[Example]
+    model: ModelSection, examples: Sequence[Example]
 ) -> list[Section]:
     """Return the parts of the page that need the model's tokenizer."""
-    description = describe(config.model)
+    description = describe(model)
     featuriser = Featuriser(description)
     return [
         _lengths(examples, featuriser, description),

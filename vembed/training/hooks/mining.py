@@ -55,7 +55,14 @@ class EpochMiner(Hook):
                 "mine needs pairs of queries and documents, and the data are texts or images with labels"
             )
         self._run = run
-        self._miner = OwnMiner(run.config, self._options, examples, run.session)
+        self._miner = OwnMiner(
+            self._options,
+            run.config.data,
+            examples,
+            run.session,
+            seed=run.config.run.seed,
+            normalize=run.config.objective.similarity == "cosine",
+        )
         self._numbers = torch.full(
             (len(examples), self._options.num_negatives), -1, dtype=torch.int64
         )
