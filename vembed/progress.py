@@ -29,21 +29,21 @@ class ProgressReport:
         *,
         active: bool = True,
         console: Console | None = None,
-        say: Callable[[str], object] | None = None,
+        log: Callable[[str], object] | None = None,
     ) -> None:
         """`active: false` shows nothing. Without a console it writes to stderr, so that stdout stays free for
-        results. `say` gets plain lines instead of the bar."""
+        results. `log` gets plain lines instead of the bar."""
         self.title = title
         self.console = console or Console(stderr=True)
         self.active = active
-        self.say = say
+        self.log = log
         self.bar: Progress | None = None
         self.task: TaskID | None = None
         self.began = self.last_line = time.monotonic()
 
     def __enter__(self) -> Self:
         self.began = self.last_line = time.monotonic()
-        if self.active and self.say is None and self.console.is_terminal:
+        if self.active and self.log is None and self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -73,8 +73,8 @@ class ProgressReport:
                 left = duration((total - done) / max(rate, 1e-9))
                 line += f" of {total:,d} ({done / max(total, 1):.0%}), {left} left"
             line += f", {rate:,.0f}/s"
-            if self.say is not None:
-                self.say(line)
+            if self.log is not None:
+                self.log(line)
             else:
                 self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -62,7 +62,7 @@ def run(
 ) -> tuple[list[dict[str, Any]], MineResult]:
     """Mine in this process, and read what was written."""
     lines: list[str] = []
-    result = mine({**options, **changes}, say=lines.append)
+    result = mine({**options, **changes}, log=lines.append)
     assert lines
     return read_lines(
         result.output_path

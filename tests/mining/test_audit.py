@@ -42,7 +42,7 @@ def options(tmp_path):
 
 def run(options, **changes):
     lines: list[str] = []
-    result = audit({**options, **changes}, say=lines.append)
+    result = audit({**options, **changes}, log=lines.append)
     return result, {one.kind: one for one in result.findings}
 
 
@@ -92,7 +92,7 @@ def test_findings_without_a_model(options):
     }
     assert found["leakage"].severity == "error"
     assert found["duplicates"].examples[0]["the same as row"] == "4"
-    assert all(one.mend.startswith("vembed ") for one in result.findings)
+    assert all(one.fix.startswith("vembed ") for one in result.findings)
     report = json.loads(result.output_path.with_suffix(".json").read_text())
     assert report["num_rows"] == 45
     assert report["lengths"]["queries"]["count"] == 45
@@ -162,7 +162,7 @@ def test_findings_with_a_model(options, tmp_path):
     assert "8" in {example["row"] for example in kinds["low_positives"].examples}
     assert "8" in {example["row"] for example in kinds["weak_queries"].examples}
     assert kinds["false_negatives"].examples
-    assert "threshold=auto" in kinds["false_negatives"].mend
+    assert "threshold=auto" in kinds["false_negatives"].fix
     (source,) = result.report["sources"].values()
     assert source["rows"] == 40
     assert source["found_first"] < source["found_in_10"] <= 1.0

@@ -6,7 +6,7 @@ import pytest
 from vembed.mining.candidates import Candidates
 from vembed.mining.choice import Limits, calibrate
 from vembed.mining.config import MineConfig
-from vembed.mining.known import Pairs
+from vembed.mining.known_positives import Pairs
 
 NUM_QUERIES, NUM_OTHERS, TOP_K = 1500, 60, 50
 

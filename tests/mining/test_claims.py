@@ -8,7 +8,7 @@ from tests.mining.data import assert_same_rows, read_lines, run, write_data
 from tests.mining.test_ranks import mined
 from vembed.mining.candidates import CONSIDERED, MARGIN, NEAREST, ClaimFinder
 from vembed.mining.config import MineConfig
-from vembed.mining.known import Pairs
+from vembed.mining.known_positives import Pairs
 from vembed.mining.mine import open_session
 from vembed.mining.vectors import VectorStore
 from vembed.parallel.session import Session

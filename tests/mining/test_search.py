@@ -6,7 +6,7 @@ import torch
 
 from vembed.evaluation.ranking_keys import as_keys, documents_of, scores_of
 from vembed.mining import search
-from vembed.mining.known import Pairs
+from vembed.mining.known_positives import Pairs
 from vembed.mining.search import TopK
 
 

@@ -101,10 +101,10 @@ def export(
         if output is not None and not (form or precision or server or check):
             from vembed.cli.commands.export import run_export
 
-            with json_result(json_file) as give:
+            with json_result(json_file) as on_result:
                 path = run_export(model, output, merge=merge)
                 sys.stdout.write(f"wrote {path}\n")
-                give({"path": path, "format": "copy", "check": None})
+                on_result({"path": path, "format": "copy", "check": None})
             return
         if merge:
             raise UserError(
@@ -112,7 +112,7 @@ def export(
             )
         from vembed.cli.commands.export import run_export_as
 
-        with json_result(json_file) as give:
+        with json_result(json_file) as on_result:
             exported = run_export_as(
                 model,
                 output,
@@ -124,7 +124,7 @@ def export(
                 tolerance=tolerance,
                 trust_remote_code=trust_remote_code,
             )
-            give(exported)
+            on_result(exported)
 
     end(call)
 
@@ -216,7 +216,7 @@ def check_server(
         from vembed.export.servers import check_server as run_check
 
         check_address(url, model)
-        with json_result(json_file) as give, usable_model(model) as model_path:
+        with json_result(json_file) as on_result, usable_model(model) as model_path:
             largest = run_check(
                 url,
                 model_path,
@@ -225,7 +225,7 @@ def check_server(
                 tolerance=tolerance,
                 log=lambda line: sys.stdout.write(line + "\n"),
             )
-            give(
+            on_result(
                 {
                     "url": url,
                     "model": model,
@@ -272,8 +272,8 @@ def push(
     def call() -> None:
         from vembed.cli.commands.push import run_push
 
-        with json_result(json_file) as give:
-            give(
+        with json_result(json_file) as on_result:
+            on_result(
                 run_push(
                     model, repository, public=public, report=report, is_dry_run=dry_run
                 )

@@ -53,12 +53,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-TRAIN, DATA, RUNS = "Train", "Make and check training data", "Look at finished runs"
-USE, CHANGE, SETUP = (
-    "Use a model",
-    "Change a model and hand it on",
-    "Machine and options",
-)
+TRAIN = "Train"
+DATA = "Make and check training data"
+RUNS = "Look at finished runs"
+USE = "Use a model"
+CHANGE = "Change a model and hand it on"
+SETUP = "Machine and options"
 """Headings of the verbs in `vembed --help`."""
 WORDS_ARE_OURS = {
     "ignore_unknown_options": True,
@@ -83,10 +83,9 @@ def run_process(verb: str, words: Sequence[str]) -> int:
     open_closed_streams()
     if verb == "train":
         return guarded(lambda: _train(words, starts_processes=False))
-    outer, sys.argv = (
-        sys.argv,
-        ["vembed", verb, *words],
-    )  # --nproc starts processes with the same words
+    # --nproc starts processes with the same words
+    outer = sys.argv
+    sys.argv = ["vembed", verb, *words]
     try:
         app([verb, *words])
     except SystemExit as end:
@@ -174,8 +173,8 @@ def eval(
         from vembed.cli.commands.evaluate import run_evaluate
         from vembed.cli.commands.model_argument import usable_model
 
-        with json_result(json_file) as give, usable_model(model) as model_path:
-            give(
+        with json_result(json_file) as on_result, usable_model(model) as model_path:
+            on_result(
                 run_evaluate(
                     model_path,
                     data,
@@ -289,7 +288,7 @@ def encode(
         from vembed.cli.commands.encode import run_encode
         from vembed.cli.commands.model_argument import usable_model
 
-        with json_result(json_file) as give, usable_model(model) as model_path:
+        with json_result(json_file) as on_result, usable_model(model) as model_path:
             encoded = run_encode(
                 model_path,
                 input_file,
@@ -304,7 +303,7 @@ def encode(
                 trust_remote_code=trust_remote_code,
                 **options,
             )
-            give(encoded)
+            on_result(encoded)
         return 0
 
     _end(call)
@@ -401,8 +400,8 @@ def doctor(
             )
         from vembed.cli.commands.doctor import run_doctor
 
-        with json_result(json_file) as give:
-            return run_doctor(config, nproc, give=give)
+        with json_result(json_file) as on_result:
+            return run_doctor(config, nproc, on_result=on_result)
 
     _end(call)
 
@@ -424,19 +423,19 @@ def plan(words: Words = None) -> None:
         from vembed.pipelines.stages.estimates import plan_stages
         from vembed.pipelines.stages.sequence import pipeline_of_arguments
 
-        with json_result(json_file) as give:
+        with json_result(json_file) as on_result:
             results: list[Any] = []
             hardware = read_hardware(gpu, memory)
             pipeline = pipeline_of_arguments(arguments)
             if pipeline is None:
-                return run_plan(arguments, hardware=hardware, give=give)
+                return run_plan(arguments, hardware=hardware, on_result=on_result)
             code = plan_stages(
                 pipeline,
                 arguments,
                 partial(predict, hardware=hardware),
-                partial(show, give=results.append),
+                partial(show, on_result=results.append),
             )
-            give(results)
+            on_result(results)
             return code
 
     _end(call)
@@ -464,8 +463,8 @@ def config(words: Words = None) -> None:
 
         rest, (json_file,) = taken_flags(json_words(words or []), ("--json",))
         arguments = _arguments("config", config.__doc__, rest)
-        with json_result(json_file) as give:
-            return show_config(arguments, give=give)
+        with json_result(json_file) as on_result:
+            return show_config(arguments, on_result=on_result)
 
     _end(call)
 
@@ -494,8 +493,8 @@ def version(json_file: JsonOutput = None) -> None:
     """Print the versions of vembed, Python and its main dependencies."""
 
     def call() -> None:
-        with json_result(json_file) as give:
-            give(_versions())
+        with json_result(json_file) as on_result:
+            on_result(_versions())
             _print_versions()
 
     _end(call)
@@ -559,12 +558,12 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
     )
 
     pipeline = pipeline_of_arguments(arguments)
-    with json_result(json_file) as give:
+    with json_result(json_file) as on_result:
         if pipeline is None:
             return run_train(
                 arguments,
                 starts_processes=starts_processes,
-                give=give if json_file else None,
+                on_result=on_result if json_file else None,
             )
         code = run_stages(
             pipeline,
@@ -574,7 +573,7 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
             starts_processes=starts_processes,
         )
         if code == 0 and json_file and not arguments.is_dry_run:
-            give(results_of(pipeline))
+            on_result(results_of(pipeline))
         return code
 
 
@@ -586,9 +585,9 @@ def _make_data(
     from vembed.cli.commands.mine import ignore, make_data
 
     rest, (json_file,) = taken_flags(json_words(words), ("--json",))
-    with json_result(json_file) as give:
+    with json_result(json_file) as on_result:
         return make_data(
-            verb, " ".join(str(about).split()), rest, give if json_file else ignore
+            verb, " ".join(str(about).split()), rest, on_result if json_file else ignore
         )
 
 

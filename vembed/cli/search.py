@@ -49,7 +49,9 @@ def tune(
         search = Search(
             config, tuple(overrides or ()), Path(output), trials, names, seed
         )
-        with json_result(json_file) as give:
-            return run_tune(search, nproc=nproc, is_dry_run=dry_run, give=give)
+        with json_result(json_file) as on_result:
+            return run_tune(
+                search, nproc=nproc, is_dry_run=dry_run, on_result=on_result
+            )
 
     end(call)

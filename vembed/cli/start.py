@@ -113,10 +113,10 @@ def data(words: Words = None) -> None:
         ).config
         from vembed.data_tools.init.data_page import data_facts
 
-        with json_result(json_file) as give:
+        with json_result(json_file) as on_result:
             facts = data_facts(config)
             sys.stdout.write(facts.page)
-            give(facts.figures)
+            on_result(facts.figures)
 
     end(call)
 
@@ -135,10 +135,12 @@ def report(
         from vembed.evaluation.report.record import read_run
         from vembed.evaluation.report.report import write_report
 
-        with json_result(json_file) as give:
+        with json_result(json_file) as on_result:
             path = write_report(run)
             sys.stdout.write(f"wrote {path}\n")
-            give({"report": path, **run_json(Path(run).resolve().name, read_run(run))})
+            on_result(
+                {"report": path, **run_json(Path(run).resolve().name, read_run(run))}
+            )
 
     end(call)
 
@@ -168,8 +170,8 @@ def compare(
         )
 
         compared_runs = read_several(runs)
-        with json_result(json_file) as give:
-            give(as_json(compared_runs))
+        with json_result(json_file) as on_result:
+            on_result(as_json(compared_runs))
             sys.stdout.write(score_lines(compared_runs))
             if output is not None or json_file is None:
                 page = write_comparison(compared_runs, output or "comparison.html")
@@ -192,9 +194,9 @@ def card(
     def call() -> None:
         from vembed.cli.commands.card import run_card
 
-        with json_result(json_file) as give:
+        with json_result(json_file) as on_result:
             path = run_card(model)
             sys.stdout.write(f"wrote {path}\n")
-            give({"card": path})
+            on_result({"card": path})
 
     end(call)

@@ -140,14 +140,14 @@ def json_result(target: str | None) -> Iterator[Callable[[Any], None]]:
 @contextmanager
 def _output_to_stderr() -> Iterator[None]:
     sys.stdout.flush()
-    kept = os.dup(1)  # children inherit the descriptor, not Python's object
+    saved_stdout = os.dup(1)  # children inherit the descriptor, not Python's object
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 def open_closed_streams() -> None:

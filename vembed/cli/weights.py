@@ -182,7 +182,7 @@ def merge(
             return code
         from vembed.cli.commands.merge import run_merge
 
-        with json_result(json_file) as give:
+        with json_result(json_file) as on_result:
             merged = run_merge(
                 models,
                 output,
@@ -196,7 +196,7 @@ def merge(
                 seed=seed,
                 **options,
             )
-            give(merged)
+            on_result(merged)
         return 0
 
     end(call)
@@ -277,7 +277,7 @@ def edit(
             return code
         from vembed.cli.commands.edit import run_edit
 
-        with json_result(json_file) as give:
+        with json_result(json_file) as on_result:
             edited = run_edit(
                 model,
                 output,
@@ -292,7 +292,7 @@ def edit(
                 trust_remote_code=trust_remote_code,
                 **options,
             )
-            give(edited)
+            on_result(edited)
         return 0
 
     end(call)

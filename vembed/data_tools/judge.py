@@ -74,7 +74,8 @@ class NegativePairs:
             table, axis=0, return_index=True, return_inverse=True
         )
         # numpy 2.0 gives the inverse of axis=0 another shape than other versions do.
-        self._first, self.which = first, which.reshape(-1)
+        self._first = first
+        self.which = which.reshape(-1)
         """Number of the distinct pair that each negative is."""
 
     def __len__(self) -> int:
@@ -113,19 +114,19 @@ def judge(
     overrides: Sequence[str] = (),
     *,
     session: Session | None = None,
-    say: Log | None = None,
+    log: Log | None = None,
 ) -> JudgeResult:
     """Judge the negatives of training data with the options of a YAML file, a dict or a `JudgeConfig`. Collective, as `mine`."""
     config = load_options(JudgeConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
-    with open_session(session, say) as (running, tell):
+    with open_session(session, log) as (running, log_line):
         rows, pairs = read_negatives(config)
-        tell(pairs.summary())
+        log_line(pairs.summary())
         cascade = Cascade(config.judges, config, running)
         judged = cascade.judge(len(pairs), pairs.texts)[pairs.which]
         for line in cascade.summary():
-            tell(line)
+            log_line(line)
         maker = _RowMaker(
             config, rows, judged, judged >= cascade.decided_at, pairs.starts
         )
@@ -144,7 +145,7 @@ def judge(
             int(maker.kept.sum()),
             time.monotonic() - began,
         )
-        tell(
+        log_line(
             f"{target}: {result.num_rows:,d} rows; of {result.num_negatives:,d} negatives {result.num_relevant:,d} are "
             f"relevant and {result.num_undecided:,d} have no usable answer; {result.num_kept:,d} stay "
             f"({maker.num_relabelled:,d} became positives), in {duration(result.seconds)}"
@@ -163,13 +164,12 @@ class _RowMaker:
         relevant_N: np.ndarray,
         starts: np.ndarray,
     ) -> None:
-        self._config, self._rows, self._judged, self._starts = (
-            config,
-            rows,
-            judged_N,
-            starts,
-        )
-        self.relevant, self.undecided = relevant_N, judged_N == UNDECIDED
+        self._config = config
+        self._rows = rows
+        self._judged = judged_N
+        self._starts = starts
+        self.relevant = relevant_N
+        self.undecided = judged_N == UNDECIDED
         keeps_all = config.false_negatives == "keep"
         self.kept = (
             np.ones(len(judged_N), bool)
@@ -182,34 +182,35 @@ class _RowMaker:
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows to write, in the order of the input."""
         for row in range(len(self._rows)):
-            own = slice(int(self._starts[row]), int(self._starts[row + 1]))
-            if own.start == own.stop:
+            negatives = slice(int(self._starts[row]), int(self._starts[row + 1]))
+            if negatives.start == negatives.stop:
                 yield self._rows.record(row)
                 continue
             made = (
-                self._row(row, own)
-                if not self.kept[own].all()
+                self._row(row, negatives)
+                if not self.kept[negatives].all()
                 else dict(self._rows.record(row))
             )
             if self._config.scores:
                 made[JUDGEMENTS_NAME] = [
-                    None if one == UNDECIDED else round(float(one), 6)
-                    for one in self._judged[own][self.kept[own]]
+                    None if judgement == UNDECIDED else round(float(judgement), 6)
+                    for judgement in self._judged[negatives][self.kept[negatives]]
                 ]
             yield made
 
-    def _row(self, row: int, own: slice) -> dict[str, Any]:
+    def _row(self, row: int, negatives: slice) -> dict[str, Any]:
         """A row that loses a negative: one list of those that stay, and what stands beside them in their order."""
         table, number = self._rows.locate(row)
-        record, example = table.record(number), table.example(number)
+        record = table.record(number)
+        example = table.example(number)
         made = as_fields(record) if is_conversation(record) else dict(record)
-        kept = np.flatnonzero(self.kept[own]).tolist()
+        kept_indices = np.flatnonzero(self.kept[negatives]).tolist()
         for name in BESIDE:
             # Only lists with one entry per negative: anything else of that name is the user's own.
             if isinstance(made.get(name), list) and len(made[name]) == len(
                 example.negatives
             ):
-                made[name] = [made[name][one] for one in kept]
+                made[name] = [made[name][index] for index in kept_indices]
         read = [
             name
             for name in made
@@ -218,14 +219,15 @@ class _RowMaker:
         for name in read:
             del made[name]
         made[NEGATIVES_NAME] = [
-            row_value(example.negatives[one], table.image_folder) for one in kept
+            row_value(example.negatives[index], table.image_folder)
+            for index in kept_indices
         ]
-        self._keep_scores(made, example, kept)
+        self._keep_scores(made, example, kept_indices)
         if self._config.false_negatives == "relabel" and example.scores is None:
             self._relabel(
                 made,
                 example,
-                np.flatnonzero(self.relevant[own]).tolist(),
+                np.flatnonzero(self.relevant[negatives]).tolist(),
                 table.image_folder,
             )
         return made
@@ -240,12 +242,12 @@ class _RowMaker:
             name for name in made if self._reads(name, "positive", "positive_image")
         ]:
             del made[name]
-        items = [*example.positives, *(example.negatives[one] for one in added)]
+        items = [*example.positives, *(example.negatives[index] for index in added)]
         made[POSITIVE_NAME] = [row_value(item, folder) for item in items]
         self.num_relabelled += len(added)
 
     def _keep_scores(
-        self, made: dict[str, Any], example: Example, kept: Sequence[int]
+        self, made: dict[str, Any], example: Example, kept_indices: Sequence[int]
     ) -> None:
         """Leave out the scores of the negatives that go. One column may hold those of the positives too."""
         if example.negative_scores is None:
@@ -256,8 +258,10 @@ class _RowMaker:
             del made[name]
         if example.scores is not None:
             made["positive_scores"] = list(example.scores)
-        if kept:
-            made["negative_scores"] = [example.negative_scores[one] for one in kept]
+        if kept_indices:
+            made["negative_scores"] = [
+                example.negative_scores[index] for index in kept_indices
+            ]
 
     def _reads(self, name: str, *roles: str) -> bool:
         """True for a field that is read as one of these parts of a record."""

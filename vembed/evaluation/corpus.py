@@ -84,11 +84,11 @@ class Identities:
 
     def find(self, identity: str) -> int | None:
         """Return the number of a document; None: there is none of this name."""
-        wanted = _hash(identity)
-        at = int(np.searchsorted(self.hashes, wanted))
+        key = _hash(identity)
+        at = int(np.searchsorted(self.hashes, key))
         return (
             int(self.numbers[at])
-            if at < len(self.hashes) and self.hashes[at] == wanted
+            if at < len(self.hashes) and self.hashes[at] == key
             else None
         )
 
@@ -112,20 +112,23 @@ def read_corpus(reader: Format, problems: list[str]) -> FoundCorpus:
         "keys": array("q"),
         "hashes": array("q"),
     }
-    found: list[tuple[int, str]] = []
+    bad_lines: list[tuple[int, str]] = []
     for number, line, record in reader.rows():
-        given = identified_text(record)
-        if isinstance(given, str):
-            found.append((line, given))
+        document = identified_text(record)
+        if isinstance(document, str):
+            bad_lines.append((line, document))
             continue
-        identity, text = given
-        values = number, len(text), Item(text=text).key(), _hash(identity)
-        for one, value in zip(rows.values(), values, strict=True):
-            one.append(value)
+        identity, text = document
+        rows["numbers"].append(number)
+        rows["lengths"].append(len(text))
+        rows["keys"].append(Item(text=text).key())
+        rows["hashes"].append(_hash(identity))
     # frombuffer shares the arrays' memory, but takes no empty one.
     held = {
-        name: np.frombuffer(one, one.typecode) if one else np.empty(0, one.typecode)
-        for name, one in rows.items()
+        name: np.frombuffer(column, column.typecode)
+        if column
+        else np.empty(0, column.typecode)
+        for name, column in rows.items()
     }
     repeated = _repeats(held["hashes"])
     if repeated.any():  # the file is read once more for their lines
@@ -135,10 +138,13 @@ def read_corpus(reader: Format, problems: list[str]) -> FoundCorpus:
             for number, line, record in reader.rows()
             if number in numbers
         )
-        found += [(line, f"_id {name} occurs twice") for line, name in records]
-    problems += [f"{reader.where(line)}: {reason}" for line, reason in sorted(found)]
+        bad_lines += [(line, f"_id {name} occurs twice") for line, name in records]
+    problems += [
+        f"{reader.where(line)}: {reason}" for line, reason in sorted(bad_lines)
+    ]
     held = _without(held, repeated)
-    hashes, is_copy = held.pop("hashes"), _repeats(held["keys"])
+    hashes = held.pop("hashes")
+    is_copy = _repeats(held["keys"])
     order = np.argsort(hashes)
     identities = Identities(hashes[order], _numbers(held["keys"], is_copy)[order])
     return FoundCorpus(

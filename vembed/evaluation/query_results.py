@@ -38,19 +38,21 @@ class QueryResults:
         columns = [self.names.index(name) for name in chosen]
         texts = [
             {
-                "query": shown(data.queries[number], f"query {number}"),
+                "query": item_content(data.queries[number], f"query {number}"),
                 # One relevant document is enough to read what was asked for; some queries have hundreds.
                 "relevant": [
-                    shown(data.documents[one], f"document {one}")
-                    for one in list(data.relevance[number])[:1]
+                    item_content(data.documents[document], f"document {document}")
+                    for document in list(data.relevance[number])[:1]
                 ],
                 "found": [
-                    shown(data.documents[one], f"document {one}")
-                    for one in row
-                    if one >= 0
+                    item_content(data.documents[document], f"document {document}")
+                    for document in row
+                    if document >= 0
                 ],
                 "is_relevant": [
-                    int(one) in data.relevance[number] for one in row if one >= 0
+                    int(document) in data.relevance[number]
+                    for document in row
+                    if document >= 0
                 ],
             }
             for number, row in enumerate(self.found[:MOST_TEXTS])
@@ -76,7 +78,7 @@ def named(data: RetrievalData, image: str) -> Item:
     return (data.queries if kind == "query" else data.documents)[int(number)]
 
 
-def shown(item: Item, name: str) -> dict[str, Any]:
+def item_content(item: Item, name: str) -> dict[str, Any]:
     """Return text and images of an item, short enough for a report: paths, or EMBEDDED and the item's name."""
     text = " ".join((item.text or "").split())
     short = text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 3] + "..."

@@ -68,7 +68,10 @@ class RetrievalSearch:
         between: Between | None = None,
     ) -> None:
         """`dims`: further sizes; each is normalised after the cut, if `normalize`."""
-        self._data, self._ks, self._dims, self._normalize = data, ks, dims, normalize
+        self._data = data
+        self._ks = ks
+        self._dims = dims
+        self._normalize = normalize
         rank, self._world_size = (
             (session.rank, session.world_size) if session else (0, 1)
         )
@@ -76,8 +79,8 @@ class RetrievalSearch:
         tiles = np.arange(len(queries_QD)) // QUERY_TILE
         # Whole tiles of queries, dealt in turn: a product of the same shape gives the same bits on any number of ranks.
         self._owners = [
-            np.flatnonzero(tiles % self._world_size == one)
-            for one in range(self._world_size)
+            np.flatnonzero(tiles % self._world_size == owner)
+            for owner in range(self._world_size)
         ]
         self._own = self._owners[rank]
         excluded = own_documents(data)[self._own]
@@ -97,11 +100,11 @@ class RetrievalSearch:
 
     def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
         """Search in some documents, which have these numbers in the data."""
-        for dim, found in self._found.items():
+        for dim, best in self._found.items():
             # By tile, so that the normalised copy of a size is as small as a tile.
             for start in range(0, len(documents_ND), DOCUMENT_TILE):
                 tile = slice(start, start + DOCUMENT_TILE)
-                found.add(
+                best.add(
                     first_dims(documents_ND[tile], dim, self._normalize),
                     numbers_N[tile],
                 )
@@ -110,8 +113,8 @@ class RetrievalSearch:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
         sizes. `queries` gets the results of each query, for the whole embeddings."""
         means = {
-            dim: self._mean(found.rankings(), queries if dim == self._full else None)
-            for dim, found in self._found.items()
+            dim: self._mean(best.rankings(), queries if dim == self._full else None)
+            for dim, best in self._found.items()
         }
         scores = dict(means[self._full])
         for dim in self._dims:
@@ -128,21 +131,22 @@ class RetrievalSearch:
         # Sum in the order of the queries, so that rounding does not depend on the number of processes.
         by_query = self._gathered(values)
         if keep is not None:
-            keep.names, keep.values = names, by_query
+            keep.names = names
+            keep.values = by_query
             keep.found = self._gathered(np.ascontiguousarray(rankings[:, :NUM_FOUND]))
         return dict(zip(names, by_query.mean(axis=0).tolist(), strict=True))
 
-    def _gathered(self, own: np.ndarray) -> np.ndarray:
+    def _gathered(self, rank_rows: np.ndarray) -> np.ndarray:
         """Return the rows of all queries in their order, from those of each rank's queries."""
-        rows = torch.from_numpy(own)
+        rows = torch.from_numpy(rank_rows)
         if self._world_size > 1:
-            counts = [len(one) for one in self._owners]
+            counts = [len(queries) for queries in self._owners]
             rows = collectives.all_gather_rows(rows.to(self._device), counts).cpu()
         # Undo the deal: row i of the gathered rows is that of query order[i].
         order = np.concatenate(self._owners)
-        found = np.empty((len(order), own.shape[1]), own.dtype)
-        found[order] = rows.numpy()
-        return found
+        ordered = np.empty((len(order), rank_rows.shape[1]), rank_rows.dtype)
+        ordered[order] = rows.numpy()
+        return ordered
 
 
 def own_documents(data: RetrievalData) -> np.ndarray:
@@ -152,29 +156,27 @@ def own_documents(data: RetrievalData) -> np.ndarray:
         keys = documents.keys
     else:
         keys = np.fromiter((item.key() for item in documents), np.int64, len(documents))
-    wanted = np.fromiter(
+    query_keys = np.fromiter(
         (item.key() for item in data.queries), np.int64, len(data.queries)
     )
-    found = _places(keys, wanted)
+    positions = _places(keys, query_keys)
     return np.array(
         [
             -1 if index in relevant else index
-            for index, relevant in zip(found, data.relevance, strict=True)
+            for index, relevant in zip(positions, data.relevance, strict=True)
         ],
         np.int64,
     )
 
 
-def _places(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _places(values: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Return the position of each wanted value among distinct ones, -1 where it is not there."""
     if not len(values):
-        return np.full(len(wanted), -1)
+        return np.full(len(keys), -1)
     order = np.argsort(values)
     # searchsorted gives len(values) for what is larger than all; the comparison below tells it from a hit.
-    at = order[
-        np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)
-    ]
-    places: np.ndarray = np.where(values[at] == wanted, at, -1)
+    at = order[np.minimum(np.searchsorted(values, keys, sorter=order), len(values) - 1)]
+    places: np.ndarray = np.where(values[at] == keys, at, -1)
     return places
 
 
@@ -186,9 +188,9 @@ def top_k(
     excluded: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return [Q, k] indices of the documents with the highest dot products, as `TopK` finds them."""
-    found = TopK(queries_QD, k, len(documents_ND), excluded=excluded)
-    found.add(documents_ND, np.arange(len(documents_ND)))
-    return found.rankings()
+    best = TopK(queries_QD, k, len(documents_ND), excluded=excluded)
+    best.add(documents_ND, np.arange(len(documents_ND)))
+    return best.rankings()
 
 
 class TopK:
@@ -210,12 +212,15 @@ class TopK:
         as often as for `in_step_with` queries."""
         queries = torch.from_numpy(queries_QD).to(device)
         self._tiles = torch.split(queries, QUERY_TILE)
-        self._k, self._kept = k, min(k, num_documents)
+        self._k = k
+        self._kept = min(k, num_documents)
         self._best = [
             torch.full((len(tile), self._kept), NOTHING, device=device)
             for tile in self._tiles
         ]
-        self._excluded, self._device, self._between = excluded, device, between
+        self._excluded = excluded
+        self._device = device
+        self._between = between
         # `between` may be collective, so a rank with fewer query tiles still calls it for every tile of the largest
         # rank.
         self._num_turns = max(len(self._tiles), -(-in_step_with // QUERY_TILE))
@@ -306,15 +311,15 @@ def score_rankings(
     }
     import pytrec_eval  # here, so that what is trained without evaluation does without it
 
-    found = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
+    by_query = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
     values = np.zeros((len(rankings), len(names)))
-    for query, figures in found.items():
-        reciprocal = figures["recip_rank"]
-        row = [figures[f"ndcg_cut_{k}"] for k in ks]  # in the order of `metric_names`
+    for query, metrics in by_query.items():
+        reciprocal = metrics["recip_rank"]
+        row = [metrics[f"ndcg_cut_{k}"] for k in ks]  # in the order of `metric_names`
         # trec_eval's reciprocal rank has no cut: a rank beyond k counts as 0.
         row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
-        row += [figures[f"recall_{k}"] for k in ks] + [
-            figures[f"map_cut_{k}"] for k in ks
+        row += [metrics[f"recall_{k}"] for k in ks] + [
+            metrics[f"map_cut_{k}"] for k in ks
         ]
         values[int(query)] = row
     return names, values

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from vembed.config.options import nearest
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import EvaluationSection, TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
@@ -114,7 +114,7 @@ def evaluate(
         model.model,
         model.featuriser,
         data,
-        config,
+        config.evaluation,
         session,
         dims=dims,
         compressed=compressed,
@@ -126,21 +126,21 @@ def evaluate_model(
     model: nn.Module,
     featuriser: Featuriser,
     data: EvalData,
-    config: TrainConfig,
+    options: EvaluationSection,
     session: Session | None,
     *,
     dims: Sequence[int] | None = None,
     compressed: bool = False,
     show_progress: bool = False,
-    say: Callable[[str], object] | None = None,
+    log: Callable[[str], object] | None = None,
     between: Between | None = None,
-    kept: KeptFeatures | None = None,
+    kept_features: KeptFeatures | None = None,
     queries: QueryResults | None = None,
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
 
-    `say` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `between` is called after
-    each micro-batch and each score tile on all ranks, and may raise to end it. `kept`: cached features of frozen
+    `log` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `between` is called after
+    each micro-batch and each score tile on all ranks, and may raise to end it. `kept_features`: cached features of frozen
     towers. `queries` gets the results of each query of retrieval data. `compressed`: also score int8 and binary
     documents.
     """
@@ -148,28 +148,28 @@ def evaluate_model(
     device = session.device if session else next(model.parameters()).device
     budget = (
         default_budget(device)
-        if config.evaluation.eval_batch_tokens == "auto"
-        else config.evaluation.eval_batch_tokens
+        if options.eval_batch_tokens == "auto"
+        else options.eval_batch_tokens
     )
     normalize = description.similarity == "cosine"
     full = (
         description.truncate_dim or description.embedding_dim
     )  # the default of `encode`
     sizes = _checked_dims(
-        [one for one in description.mrl_dims if one <= full] if dims is None else dims,
+        [dim for dim in description.mrl_dims if dim <= full] if dims is None else dims,
         full,
     )
-    active = (show_progress or say is not None) and (session is None or session.is_main)
+    active = (show_progress or log is not None) and (session is None or session.is_main)
 
-    options: dict[str, Any] = {
+    encoding: dict[str, Any] = {
         "budget_tokens": budget,
         "session": session,
         "between": between,
-        "kept": kept,
+        "kept": kept_features,
     }
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
-        with ProgressReport(_TITLES[kind], active=active, say=say) as progress:
+        with ProgressReport(_TITLES[kind], active=active, log=log) as progress:
             embeddings = encode_items(
                 model,
                 featuriser,
@@ -177,7 +177,7 @@ def evaluate_model(
                 kind,
                 normalize=False,
                 progress=progress,
-                **options,
+                **encoding,
             )
         _check_finite(embeddings, kind)
         # Cut without normalising: scores normalise after the cut themselves (`first_dims`).
@@ -188,19 +188,27 @@ def evaluate_model(
             raise UserError(
                 f"compressed scores are of retrieval, and {data.name} holds scored pairs"
             )
-        first, second = encode(data.first, "query"), encode(data.second, "document")
+        first = encode(data.first, "query")
+        second = encode(data.second, "document")
         return similarity_metrics(
             first, second, data.scores, sizes, normalize=normalize
         )
-    asked, ks = encode(data.queries, "query"), _cut_offs(config)
+    query_embeddings = encode(data.queries, "query")
+    ks = _cut_offs(options)
     search = RetrievalSearch(
-        asked, data, ks, sizes, normalize=normalize, session=session, between=between
+        query_embeddings,
+        data,
+        ks,
+        sizes,
+        normalize=normalize,
+        session=session,
+        between=between,
     )
     if compressed:  # its ranges and levels are of all documents
         documents = encode(data.documents, "document")
         search.add(documents, np.arange(len(documents)))
         return search.scores(queries) | compressed_scores(
-            asked, documents, data, sizes, normalize=normalize
+            query_embeddings, documents, data, sizes, normalize=normalize
         )
 
     def take(numbers: np.ndarray, embeddings: np.ndarray) -> None:
@@ -208,7 +216,7 @@ def evaluate_model(
         search.add(embeddings[:, :full], numbers)
 
     lengths = data.documents.lengths if isinstance(data.documents, Corpus) else None
-    with ProgressReport(_TITLES["document"], active=active, say=say) as progress:
+    with ProgressReport(_TITLES["document"], active=active, log=log) as progress:
         encode_chunks(
             model,
             featuriser,
@@ -217,30 +225,37 @@ def evaluate_model(
             take,
             lengths=lengths,
             progress=progress,
-            **options,
+            **encoding,
         )
     return search.scores(queries)
 
 
 def deciding_metric(
-    config: TrainConfig, data: EvalData, scores: dict[str, float]
+    options: EvaluationSection, data: EvalData, scores: dict[str, float]
 ) -> str:
     """Return the key of the metric that decides which checkpoint is best."""
-    if config.evaluation.eval_metric == "auto":
+    if options.eval_metric == "auto":
         return data.metric
-    if config.evaluation.eval_metric not in scores:
+    if options.eval_metric not in scores:
         raise UserError(
-            f"eval_metric: {config.evaluation.eval_metric} is not among what is measured: {', '.join(scores)}"
+            f"eval_metric: {options.eval_metric} is not among what is measured: {', '.join(scores)}"
         )
-    return config.evaluation.eval_metric
+    return options.eval_metric
 
 
 def check_metric(
-    config: TrainConfig, data: EvalData, description: ModelDescription
+    options: EvaluationSection,
+    data: EvalData,
+    description: ModelDescription,
+    *,
+    compressed: bool,
 ) -> None:
-    """Raise UserError if `eval_metric` is none of the scores that this evaluation will have."""
+    """Raise UserError if `eval_metric` is none of the scores that this evaluation will have.
+
+    `compressed`: scores of int8 and binary documents are among them.
+    """
     if isinstance(data, RetrievalData):
-        names = metric_names(_cut_offs(config))
+        names = metric_names(_cut_offs(options))
     else:
         names = ["spearman", "pearson"]
     full = description.truncate_dim or description.embedding_dim
@@ -250,24 +265,22 @@ def check_metric(
         if dim <= full
         for name in names
     ]
-    if config.objective.quantize_embeddings is not None and isinstance(
-        data, RetrievalData
-    ):
+    if compressed and isinstance(data, RetrievalData):
         names += [
             compressed_name(form, dim)
             for form in FORMS
             for dim in sorted({full, *description.mrl_dims})
         ]
-    if config.evaluation.eval_metric not in ("auto", *names):
-        near = nearest(config.evaluation.eval_metric, names)
+    if options.eval_metric not in ("auto", *names):
+        near = nearest(options.eval_metric, names)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(
-            f"eval_metric: {config.evaluation.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
+            f"eval_metric: {options.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
         )
 
 
-def _cut_offs(config: TrainConfig) -> list[int]:
-    return sorted({*config.evaluation.eval_ks, REPORTED_K})
+def _cut_offs(options: EvaluationSection) -> list[int]:
+    return sorted({*options.eval_ks, REPORTED_K})
 
 
 def _checked_dims(dims: Sequence[int], full: int) -> list[int]:

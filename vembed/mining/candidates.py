@@ -13,7 +13,7 @@ from torch import Tensor
 from vembed.data.cache import short_hash
 from vembed.mining.config import BM25, MineConfig
 from vembed.mining.documents import Documents, array_identity
-from vembed.mining.known import Known, Pairs
+from vembed.mining.known_positives import KnownPositives, Pairs
 from vembed.mining.retrievers import DenseRetriever, LexicalRetriever, fuse
 from vembed.mining.search import pair_scores, search
 from vembed.mining.vectors import VectorStore
@@ -214,7 +214,7 @@ class CandidateStore:
         self,
         config: MineConfig,
         documents: Documents,
-        known: Known,
+        known: KnownPositives,
         folder: Path,
         session: Session,
     ) -> None:

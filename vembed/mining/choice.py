@@ -86,7 +86,8 @@ class Chooser:
 
     def choose(self, candidates: Candidates, depth: int) -> Chosen:
         """At most `depth` negatives for each query. Collective: the ranks share the queries."""
-        rank, world_size = self._session.rank, self._session.world_size
+        rank = self._session.rank
+        world_size = self._session.world_size
         # Consecutive queries for each rank: their parts are joined in order by the gather below.
         bounds = [
             len(candidates) * number // world_size for number in range(world_size + 1)
@@ -98,7 +99,8 @@ class Chooser:
         positive_bounds = candidates.positives.bounds(len(candidates))
         claimed = candidates.claimed & self._config.takes_claimed
         for row, query in enumerate(queries):
-            begin, end = positive_bounds[query], positive_bounds[query + 1]
+            begin = positive_bounds[query]
+            end = positive_bounds[query + 1]
             positives = candidates.positives.documents[begin:end]
             # First the candidates that another query claims: they are relevant there, and hardly here.
             is_first = allowed[row] & claimed[query]
@@ -147,14 +149,14 @@ class Chooser:
             is_below = exact <= claimed_limit(lowest)[:, None]
             low_enough |= candidates.claimed[rows] & is_below
         low_enough &= later
-        kept = low_enough
+        is_allowed = low_enough
         if self._limits.min_score is not None:
-            kept = low_enough & (scores >= self._limits.min_score)
+            is_allowed = low_enough & (scores >= self._limits.min_score)
         self._counts["candidates"] += int(is_candidate.sum())
         self._counts["skipped"] += int((is_candidate & ~later).sum())
         self._counts["too_high"] += int((later & ~low_enough).sum())
-        self._counts["too_low"] += int((low_enough & ~kept).sum())
-        return kept
+        self._counts["too_low"] += int((low_enough & ~is_allowed).sum())
+        return is_allowed
 
     def _without_near(
         self,
@@ -219,7 +221,7 @@ class Calibration:
             return f"relative_margin={self.limits.relative_margin:.3f}"
         return f"max_score={self.limits.max_score:.4f}"
 
-    def summary(self, wanted: float) -> str:
+    def summary(self, goal: float) -> str:
         """One line for the log."""
         line = (
             f"threshold: {self.threshold} (estimated rate of false negatives {self.rate:.1%}, "
@@ -227,7 +229,7 @@ class Calibration:
         )
         if self.is_reached:
             return line
-        return f"{line}; no threshold brings the rate to {wanted:.1%}"
+        return f"{line}; no threshold brings the rate to {goal:.1%}"
 
 
 def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:
@@ -330,18 +332,18 @@ class _Sample:
 
     def rate(self, limits: Limits, config: MineConfig) -> float:
         """The share of hidden positives among the negatives that would be chosen."""
-        kept = np.isfinite(self.scores)
-        kept[:, : config.skip_first] = False
+        is_allowed = np.isfinite(self.scores)
+        is_allowed[:, : config.skip_first] = False
         lowest = self.lowest if self.is_relative else np.full(len(self.lowest), np.inf)
-        kept &= self.scores <= limits.highest(lowest)[:, None]
+        is_allowed &= self.scores <= limits.highest(lowest)[:, None]
         if limits.min_score is not None:
-            kept &= self.scores >= limits.min_score
+            is_allowed &= self.scores >= limits.min_score
         if config.sampling == "top":
-            kept &= np.cumsum(kept, axis=1) <= config.num_negatives
-            num_hidden = (kept & self.is_hidden).sum(axis=1)
-            return float(num_hidden @ self.weights / max(kept.sum(), 1))
+            is_allowed &= np.cumsum(is_allowed, axis=1) <= config.num_negatives
+            num_hidden = (is_allowed & self.is_hidden).sum(axis=1)
+            return float(num_hidden @ self.weights / max(is_allowed.sum(), 1))
         # Any of those that are left is as likely as any other: the expected share.
-        num_kept = kept.sum(axis=1)
+        num_kept = is_allowed.sum(axis=1)
         per_query = np.minimum(num_kept, config.num_negatives)
-        shares = (kept & self.is_hidden).sum(axis=1) / np.maximum(num_kept, 1)
+        shares = (is_allowed & self.is_hidden).sum(axis=1) / np.maximum(num_kept, 1)
         return float((shares * per_query) @ self.weights / max(per_query.sum(), 1))

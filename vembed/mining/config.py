@@ -226,21 +226,16 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, CommandConfig):
 
     def all_retrievers(self) -> list[Retriever]:
         """The retrievers with the defaults of this config filled in."""
-        given = self.retrievers or [str(self.model_name)]
-        found = [Retriever(model=one) if isinstance(one, str) else one for one in given]
-        return [
-            one.model_copy(
-                update={
-                    "query_prompt": self.query_prompt
-                    if one.query_prompt is None
-                    else one.query_prompt,
-                    "document_prompt": self.document_prompt
-                    if one.document_prompt is None
-                    else one.document_prompt,
-                }
-            )
-            for one in found
-        ]
+        retrievers = []
+        for entry in self.retrievers or [str(self.model_name)]:
+            retriever = Retriever(model=entry) if isinstance(entry, str) else entry
+            prompts: dict[str, str | None] = {}
+            if retriever.query_prompt is None:
+                prompts["query_prompt"] = self.query_prompt
+            if retriever.document_prompt is None:
+                prompts["document_prompt"] = self.document_prompt
+            retrievers.append(retriever.model_copy(update=prompts))
+        return retrievers
 
     @property
     def depth(self) -> int:

@@ -153,15 +153,15 @@ class Documents:
         self,
         rows: RowSource,
         files: Sequence[CorpusFile],
-        found: _Entries,
+        corpus: _Entries,
         extra: _Entries,
         notes: Sequence[str],
     ) -> None:
-        candidates = found.distinct()
-        if len(candidates) < len(found):
+        candidates = corpus.distinct()
+        if len(candidates) < len(corpus):
             notes = [
                 *notes,
-                f"joined {len(found) - len(candidates):,d} documents with equal content",
+                f"joined {len(corpus) - len(candidates):,d} documents with equal content",
             ]
         self.num_candidates = len(candidates)
         # Documents of the rows that the corpus lacks are scored as positives and negatives, and never mined.
@@ -171,10 +171,11 @@ class Documents:
         )
         self._by_content = KeyIndex(self._entries.keys)
         # An id leads to the document that stands for its content, also where that one came first under another id.
-        with_id = found.take(np.flatnonzero(found.ids))
+        with_id = corpus.take(np.flatnonzero(corpus.ids))
         self._by_id = KeyIndex(with_id.ids)
         self._number_of_id = self._by_content.find(with_id.keys)
-        self._rows, self._files = rows, tuple(files)
+        self._rows = rows
+        self._files = tuple(files)
         self.notes = tuple(notes)
 
     def __len__(self) -> int:
@@ -217,10 +218,10 @@ class Documents:
     def find_ids(self, identities: Sequence[str]) -> np.ndarray:
         """The numbers of documents with these ids, -1 where there is none."""
         places = self._by_id.find(
-            np.array([id_key(one) for one in identities], np.int64)
+            np.array([id_key(identity) for identity in identities], np.int64)
         )
-        found = places >= 0
-        places[found] = self._number_of_id[places[found]]
+        is_known = places >= 0
+        places[is_known] = self._number_of_id[places[is_known]]
         return places
 
     @property
@@ -247,8 +248,8 @@ class Documents:
 
 def open_documents(options: DataOptions, rows: RowSource) -> Documents:
     """The documents of `corpus_path`, of the BEIR-style folders in `data_path`, or else of the rows themselves."""
-    given = options.corpus_path
-    paths = [given] if isinstance(given, str) else given
+    corpus_path = options.corpus_path
+    paths = [corpus_path] if isinstance(corpus_path, str) else corpus_path
     if paths is None:
         paths = [table.name for table in rows.tables if isinstance(table, BeirTable)]
     files = [CorpusFile(path, options) for path in paths]
@@ -261,42 +262,42 @@ def open_documents(options: DataOptions, rows: RowSource) -> Documents:
     if not files:
         nothing = _Collector().entries()
         return Documents(rows, files, of_rows.entries(), nothing, ())
-    found, notes = _of_files(files, options.on_bad_record)
-    return Documents(rows, files, found, of_rows.entries(), notes)
+    corpus, notes = _of_files(files, options.on_bad_record)
+    return Documents(rows, files, corpus, of_rows.entries(), notes)
 
 
 def _of_files(
     files: Sequence[CorpusFile], on_bad_record: str
 ) -> tuple[_Entries, list[str]]:
-    collector, problems, num_bad = _Collector(), list[str](), 0
+    collector = _Collector()
+    problems = list[str]()
+    num_bad = 0
     for source, file in enumerate(files):
         for start, line, record in file.reader.rows():
             try:
                 item = file.item(record)
             except BadRecord as error:
                 num_bad += 1
-                problems += (
-                    [f"{file.reader.where(line)}: {error}"]
-                    if len(problems) < NUM_SHOWN
-                    else []
-                )
+                if len(problems) < NUM_SHOWN:
+                    problems.append(f"{file.reader.where(line)}: {error}")
                 continue
             identity = document_id(record)
             number = 0 if identity is None else id_key(identity)
             collector.add(source, start, 0, content_key(item), item.key(), number)
-    found = collector.entries()
-    if num_bad and (on_bad_record == "stop" or not len(found)):
+    entries = collector.entries()
+    if num_bad and (on_bad_record == "stop" or not len(entries)):
         raise UserError(
             f"{num_bad:,d} documents of corpus_path cannot be used, fix them, or set on_bad_record: skip to leave "
             "them out:\n  " + "\n  ".join(problems)
         )
-    if not len(found):
+    if not len(entries):
         raise UserError(
             f"{', '.join(file.reader.name for file in files)} holds no documents"
         )
-    return found, [
-        f"left out {num_bad:,d} that cannot be used, the first: {problems[0]}"
-    ] if num_bad else []
+    if not num_bad:
+        return entries, []
+    note = f"left out {num_bad:,d} that cannot be used, the first: {problems[0]}"
+    return entries, [note]
 
 
 def items_of(example: Example) -> tuple[Item, ...]:

@@ -29,7 +29,8 @@ class ChatClient:
     def __init__(self, endpoint: Endpoint, model: str) -> None:
         assert endpoint.base_url is not None, "the config asks for it"
         self.url = endpoint.base_url.rstrip("/") + "/chat/completions"
-        self._endpoint, self._model = endpoint, model
+        self._endpoint = endpoint
+        self._model = model
         self._is_dead = threading.Event()
 
     def complete(
@@ -43,15 +44,15 @@ class ChatClient:
         with ThreadPoolExecutor(
             self._endpoint.concurrency, thread_name_prefix="vembed-endpoint"
         ) as pool:
-            asked = {
+            number_of = {
                 pool.submit(self._ask, prompt, max_tokens, temperature): number
                 for number, prompt in enumerate(prompts)
             }
             failure: BaseException | None = None
-            for future in as_completed(asked):
+            for future in as_completed(number_of):
                 error = future.exception()
                 if error is None:
-                    yield asked[future], future.result()
+                    yield number_of[future], future.result()
                 elif not isinstance(error, _Stopped):
                     failure = failure or error
                     self._is_dead.set()

@@ -25,7 +25,7 @@ from vembed.mining.config import Judge, MineConfig, WeightOptions
 from vembed.mining.documents import Documents
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
-from vembed.mining.known import Known
+from vembed.mining.known_positives import KnownPositives
 from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -109,7 +109,8 @@ class EndpointJudge:
     """A model behind an OpenAI-compatible endpoint."""
 
     def __init__(self, judge: Judge) -> None:
-        self._judge, self._client = judge, ChatClient(judge, judge.model)
+        self._judge = judge
+        self._client = ChatClient(judge, judge.model)
 
     def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
         """The number of each pair, and 1 for yes, 0 for no, None for another answer."""
@@ -130,8 +131,8 @@ class EndpointJudge:
 
 def answer_of(text: str) -> float | None:
     """1.0 for an answer that says yes, 0.0 for no, None for one that says neither."""
-    found = ANSWER.search(text)
-    return None if found is None else float(found[1].lower() in POSITIVE)
+    match = ANSWER.search(text)
+    return None if match is None else float(match[1].lower() in POSITIVE)
 
 
 def _kind(judge: Judge) -> str:
@@ -299,13 +300,13 @@ class Cascade:
         """One line for each judge. Collective."""
         lines = []
         for judge, counts in zip(self._judges, self.counts, strict=True):
-            asked, cached, undecided = collectives.sum_ints(
+            num_asked, num_cached, num_undecided = collectives.sum_ints(
                 [counts.asked, counts.cached, counts.undecided]
             )
             where = f" at {judge.base_url}" if judge.base_url else ""
-            line = f"judge {judge.model}{where}: {asked:,d} pairs asked, {cached:,d} known from before"
-            if undecided:
-                line += f", {undecided:,d} answers that are neither yes nor no (not used as negatives)"
+            line = f"judge {judge.model}{where}: {num_asked:,d} pairs asked, {num_cached:,d} known from before"
+            if num_undecided:
+                line += f", {num_undecided:,d} answers that are neither yes nor no (not used as negatives)"
             lines.append(line)
         return lines
 
@@ -342,8 +343,8 @@ class Cascade:
         new: list[tuple[str, float]] = []
         model = self._load(number)
         try:
-            for asked, answer in model.judge([pairs[place] for place in missing]):
-                place = missing[asked]
+            for index, answer in model.judge([pairs[place] for place in missing]):
+                place = missing[index]
                 counts.asked += 1
                 if answer is None or not math.isfinite(answer):
                     counts.undecided += 1
@@ -360,7 +361,11 @@ class CandidateJudge:
     """The judges of `vembed mine`, and what becomes of the candidates that they have judged."""
 
     def __init__(
-        self, config: MineConfig, documents: Documents, known: Known, session: Session
+        self,
+        config: MineConfig,
+        documents: Documents,
+        known: KnownPositives,
+        session: Session,
     ) -> None:
         self._config = config
         self._documents = documents
@@ -392,17 +397,17 @@ class CandidateJudge:
         is_candidate = chosen.documents >= 0
         relevant = is_candidate & (judged_QK >= self._cascade.decided_at)
         undecided = is_candidate & (judged_QK == UNDECIDED)
-        kept = is_candidate & ~undecided
+        stays = is_candidate & ~undecided
         if config.false_negatives != "keep":
-            kept &= ~relevant
+            stays &= ~relevant
         relabelled: dict[int, list[int]] = {}
         if config.false_negatives == "relabel":
             for query, column in zip(*np.nonzero(relevant), strict=True):
                 documents = relabelled.setdefault(candidates.first + int(query), [])
                 documents.append(int(chosen.documents[query, column]))
         # Kept ones first, in their order.
-        order = np.argsort(~kept, axis=1, kind="stable")[:, : config.budget]
-        is_kept = np.take_along_axis(kept, order, axis=1)
+        order = np.argsort(~stays, axis=1, kind="stable")[:, : config.budget]
+        is_kept = np.take_along_axis(stays, order, axis=1)
 
         def sorted_values(values: np.ndarray, fill: float) -> np.ndarray:
             return np.where(is_kept, np.take_along_axis(values, order, axis=1), fill)

@@ -14,11 +14,13 @@ from vembed.mining.choice import of_turn
 from vembed.mining.config import MineConfig
 from vembed.mining.documents import Documents, content_key, row_value
 from vembed.mining.judges import UNDECIDED, Judged
-from vembed.mining.known import Known, Pairs
+from vembed.mining.known_positives import KnownPositives, Pairs
 from vembed.mining.record_tables import Rows
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
-POSITIVE_NAME, QUERY_NAME, NEGATIVES_NAME = "positive", "query", "negatives"
+POSITIVE_NAME = "positive"
+QUERY_NAME = "query"
+NEGATIVES_NAME = "negatives"
 
 
 class PairScores:
@@ -29,7 +31,8 @@ class PairScores:
         # One sorted number per pair, for a binary search. Both have less than 32 bits.
         codes = pairs.queries << 32 | pairs.documents
         order = np.argsort(codes, kind="stable")
-        self._codes, self._scores = codes[order], scores[order]
+        self._codes = codes[order]
+        self._scores = scores[order]
 
     def of(self, query: int, items: Sequence[Item]) -> list[float]:
         """The score of each item for a query. All of them are known."""
@@ -50,19 +53,19 @@ class RowMaker:
         self,
         rows: Rows,
         documents: Documents,
-        known: Known,
+        known: KnownPositives,
         config: MineConfig,
         judged: Judged,
         scores: PairScores,
     ) -> None:
         """`judged`: of all queries. `scores`: of what the rows have already."""
-        self._rows, self._documents, self._known, self._config = (
-            rows,
-            documents,
-            known,
-            config,
-        )
-        self._judged, self._chosen, self._scores = judged, judged.chosen, scores
+        self._rows = rows
+        self._documents = documents
+        self._known = known
+        self._config = config
+        self._judged = judged
+        self._chosen = judged.chosen
+        self._scores = scores
         self.num_relabelled = 0
         self.num_negatives = self.num_short = self.num_dropped = self.num_rows = 0
 
@@ -71,27 +74,28 @@ class RowMaker:
         turns = np.zeros(self._known.num_queries, np.int64)
         for row in range(len(self._rows)):
             query = int(self._known.query_of_row[row])
-            own = self._of_turn(query, int(turns[query]))
+            columns = self._of_turn(query, int(turns[query]))
             turns[query] += 1
-            made = self._row(row, query, own)
-            self.num_short += len(own) < self._config.num_negatives
+            made = self._row(row, query, columns)
+            self.num_short += len(columns) < self._config.num_negatives
             if not made[NEGATIVES_NAME] and self._config.on_missing == "drop":
                 self.num_dropped += 1
                 continue
             self.num_rows += 1
-            self.num_negatives += len(own)
+            self.num_negatives += len(columns)
             yield made
 
     def _of_turn(self, query: int, turn: int) -> list[int]:
         """Columns of the negatives for a query's row number `turn`."""
-        there = np.flatnonzero(self._chosen.documents[query] >= 0)
+        columns = np.flatnonzero(self._chosen.documents[query] >= 0)
         return [
-            int(column) for column in of_turn(there, turn, self._config.num_negatives)
+            int(column) for column in of_turn(columns, turn, self._config.num_negatives)
         ]
 
     def _row(self, row: int, query: int, columns: Sequence[int]) -> dict[str, Any]:
         table, number = self._rows.locate(row)
-        record, example = table.record(number), table.example(number)
+        record = table.record(number)
+        example = table.example(number)
         folder = table.image_folder
         if is_conversation(record):  # written as the fields that it is read as
             record = {**as_fields(record), QUERY_NAME: None, POSITIVE_NAME: None}
@@ -116,21 +120,23 @@ class RowMaker:
             made[POSITIVE_NAME] = values if len(values) > 1 else values[0]
         added = self._added_positives(query, example)
         if added:
-            own = (
+            positives = (
                 made[POSITIVE_NAME]
                 if isinstance(made[POSITIVE_NAME], list)
                 else [made[POSITIVE_NAME]]
             )
-            made[POSITIVE_NAME] = own + [row_value(item, folder) for item in added]
+            made[POSITIVE_NAME] = positives + [
+                row_value(item, folder) for item in added
+            ]
             self.num_relabelled += len(added)
-        kept = self._kept_negatives(made, example, folder)
+        kept_values = self._kept_negatives(made, example, folder)
         numbers = [int(self._chosen.documents[query, column]) for column in columns]
-        made[NEGATIVES_NAME] = kept + [
-            row_value(self._documents.item(one), folder) for one in numbers
+        made[NEGATIVES_NAME] = kept_values + [
+            row_value(self._documents.item(document), folder) for document in numbers
         ]
         if self._documents.has_ids:
-            made["negative_ids"] = [None] * len(kept) + [
-                self._documents.identity(one) for one in numbers
+            made["negative_ids"] = [None] * len(kept_values) + [
+                self._documents.identity(document) for document in numbers
             ]
         if self._config.scores:
             self._add_scores(made, query, example, added, columns)
@@ -167,20 +173,23 @@ class RowMaker:
             made["positive_scores"] = self._scores.of(
                 query, [*example.positives, *added]
             )
-        kept = (
+        kept_scores = (
             self._scores.of(query, example.negatives)
             if self._config.keep_negatives
             else []
         )
-        made["negative_scores"] = kept + [
+        made["negative_scores"] = kept_scores + [
             round(float(self._chosen.scores[query, column]), 6) for column in columns
         ]
         if self._config.judges:
-            found = [
+            judgements = [
                 float(self._judged.judgements[query, column]) for column in columns
             ]
-            judged = [None if one == UNDECIDED else round(one, 6) for one in found]
-            made["negative_judge_scores"] = [None] * len(kept) + judged
+            judged = [
+                None if judgement == UNDECIDED else round(judgement, 6)
+                for judgement in judgements
+            ]
+            made["negative_judge_scores"] = [None] * len(kept_scores) + judged
 
     def _added_positives(self, query: int, example: Example) -> list[Item]:
         """Return documents that judges made positives of this query; none for a row with scores of its own."""

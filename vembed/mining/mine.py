@@ -18,7 +18,7 @@ from vembed.mining.choice import Calibration, Chooser, Chosen, Limits, calibrate
 from vembed.mining.config import BM25, MineConfig
 from vembed.mining.documents import Documents, open_documents
 from vembed.mining.judges import CandidateJudge, Judged
-from vembed.mining.known import Known, Pairs
+from vembed.mining.known_positives import KnownPositives, Pairs
 from vembed.mining.merged import PairScores, RowMaker
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, row_writer
@@ -57,7 +57,7 @@ class Inputs:
 
     rows: Rows
     documents: Documents
-    known: Known
+    known: KnownPositives
 
     def summary(self) -> list[str]:
         """Lines for the log."""
@@ -73,7 +73,7 @@ def read_inputs(config: MineConfig) -> Inputs:
     """Check and read the data, the corpus and what is known."""
     rows = open_rows(config)
     documents = open_documents(config, rows)
-    return Inputs(rows, documents, Known(rows, documents, config))
+    return Inputs(rows, documents, KnownPositives(rows, documents, config))
 
 
 def mine(
@@ -81,7 +81,7 @@ def mine(
     overrides: Sequence[str] = (),
     *,
     session: Session | None = None,
-    say: Log | None = None,
+    log: Log | None = None,
 ) -> MineResult:
     """Mine hard negatives with the options of a YAML file, a dict or a `MineConfig`, and `key=value` overrides.
 
@@ -90,7 +90,7 @@ def mine(
     config = load_options(MineConfig, source, overrides)
     target = check_config(config)
     began = time.monotonic()
-    with open_session(session, say) as (running, log_line):
+    with open_session(session, log) as (running, log_line):
         inputs = read_inputs(config)
         folder = work_folder(config)
         for line in inputs.summary():
@@ -158,11 +158,11 @@ def mine(
 
 @contextmanager
 def open_session(
-    given: Session | None, say: Log | None
+    session: Session | None, log_line: Log | None
 ) -> Iterator[tuple[Session, Log]]:
     """Yield the given session, or a new one that ends here, and what prints a line on the first process."""
-    if given is not None:
-        yield given, _printer(given, say)
+    if session is not None:
+        yield session, _printer(session, log_line)
         return
     with start_session(
         TrainConfig(
@@ -171,17 +171,17 @@ def open_session(
             strategy="ddp",
             mixed_precision="no",
         )
-    ) as session:
-        yield session, _printer(session, say)
+    ) as started:
+        yield started, _printer(started, log_line)
 
 
-def _printer(session: Session, say: Log | None) -> Log:
-    return (say or log.info) if session.is_main else lambda _: None
+def _printer(session: Session, log_line: Log | None) -> Log:
+    return (log_line or log.info) if session.is_main else lambda _: None
 
 
 def check_config(config: MineConfig) -> Path:
     """Refuse what cannot work before anything is read; returns the file to write."""
-    if any(one.model == BM25 for one in config.all_retrievers()):
+    if any(retriever.model == BM25 for retriever in config.all_retrievers()):
         check_bm25()
     return check_output(config.output_path)
 
@@ -194,13 +194,14 @@ def work_folder(config: MineConfig) -> Path:
 def _known_scores(
     config: MineConfig, inputs: Inputs, store: CandidateStore, judged: Judged
 ) -> PairScores:
-    known, documents = inputs.known, inputs.documents
+    known = inputs.known
+    documents = inputs.documents
     if not config.scores:
         return PairScores(documents, Pairs.of(np.zeros(0), np.zeros(0)), np.zeros(0))
     added = [
         (query, document)
-        for query, found in judged.relabelled.items()
-        for document in found
+        for query, relevant in judged.relabelled.items()
+        for document in relevant
     ]
     relabelled = Pairs.of(
         np.array([query for query, _ in added]),
@@ -212,15 +213,17 @@ def _known_scores(
 
 
 def _counts_line(counts: dict[str, int], chosen: Chosen) -> str:
-    there = chosen.documents >= 0
+    is_chosen = chosen.documents >= 0
     mean = (
-        f", mean score {float(chosen.scores[there].mean()):.4f}" if there.any() else ""
+        f", mean score {float(chosen.scores[is_chosen].mean()):.4f}"
+        if is_chosen.any()
+        else ""
     )
     return (
         f"candidates: {counts['candidates']:,d}; left out: {counts['skipped']:,d} as the first ones, "
         f"{counts['too_high']:,d} above the limit of their query, {counts['too_low']:,d} below min_score, "
         f"{counts['near_duplicates']:,d} near-duplicates of a positive, "
-        f"{counts['judged_relevant']:,d} judged relevant; chosen: {int(there.sum()):,d}{mean}"
+        f"{counts['judged_relevant']:,d} judged relevant; chosen: {int(is_chosen.sum()):,d}{mean}"
     )
 
 

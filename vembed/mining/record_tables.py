@@ -66,19 +66,17 @@ class BeirTable:
     def __init__(self, folder: Path, split: str | None) -> None:
         self.name = str(folder)
         self.image_folder = str(folder)
-        self._queries, self._corpus = (
-            open_texts(folder, "queries"),
-            open_texts(folder, "corpus"),
-        )
+        self._queries = open_texts(folder, "queries")
+        self._corpus = open_texts(folder, "corpus")
         relevant = read_qrels(qrels_file(folder, split))
         # Only judged documents are kept in memory, by position; the corpus may be large.
-        wanted = {identity for found in relevant.values() for identity in found}
+        judged = {identity for documents in relevant.values() for identity in documents}
         places = {
             str(document_id(record)): number
             for number, record in _objects(self._corpus)
         }
         self._documents = {
-            identity: places[identity] for identity in wanted if identity in places
+            identity: places[identity] for identity in judged if identity in places
         }
         self._rows = [
             (str(document_id(record)), number)
@@ -101,8 +99,15 @@ class BeirTable:
     def record(self, number: int) -> dict[str, Any]:
         """The query, the texts of its relevant documents, and the ids."""
         identity, place = self._rows[number]
-        ids = [one for one in self._relevant[identity] if one in self._documents]
-        texts = [document_text(self._corpus.read(self._documents[one])) for one in ids]
+        ids = [
+            document
+            for document in self._relevant[identity]
+            if document in self._documents
+        ]
+        texts = [
+            document_text(self._corpus.read(self._documents[document]))
+            for document in ids
+        ]
         query = document_text(self._queries.read(place))
         return {
             "query_id": identity,
@@ -167,23 +172,23 @@ class Rows:
 
 def open_rows(options: RowOptions) -> Rows:
     """Check every record of `data_path`; a `UserError` names the first ten that cannot be used."""
-    given = (
+    entries = (
         options.data_path
         if isinstance(options.data_path, list)
         else [options.data_path]
     )
-    if not given:
+    if not entries:
         raise UserError(
             "data_path is an empty list: name at least one file, folder or dataset"
         )
     tables: list[Table] = []
-    for entry in given:
+    for entry in entries:
         source = DataSource(path=entry) if isinstance(entry, str) else entry
         folder = Path(source.path)
         if is_beir_folder(folder):
             tables.append(BeirTable(folder, options.split))
         else:
-            tables.append(_open_file(options, source, alone=len(given) == 1))
+            tables.append(_open_file(options, source, alone=len(entries) == 1))
     refuse_bad_records(
         [table for table in tables if isinstance(table, Records)],
         on_bad_record=options.on_bad_record,
@@ -221,13 +226,13 @@ def _open_file(options: RowOptions, source: DataSource, *, alone: bool) -> Recor
 
 def qrels_file(folder: Path, split: str | None) -> Path:
     """The qrels of a BEIR-style folder for a split; without one the first of train, dev, validation, val and test."""
-    found = qrels_files(folder)
-    wanted = [split] if split else [*SPLITS, *(found if len(found) == 1 else ())]
-    for name in wanted:
-        if name in found:
-            return found[name]
+    files = qrels_files(folder)
+    names = [split] if split else [*SPLITS, *(files if len(files) == 1 else ())]
+    for name in names:
+        if name in files:
+            return files[name]
     raise UserError(
-        f"{folder / 'qrels'} holds {', '.join(sorted(found)) or 'no file'}, and none of {', '.join(wanted)}: "
+        f"{folder / 'qrels'} holds {', '.join(sorted(files)) or 'no file'}, and none of {', '.join(names)}: "
         "give split, the name of the file that is meant"
     )
 
@@ -235,10 +240,10 @@ def qrels_file(folder: Path, split: str | None) -> Path:
 def read_qrels(path: Path) -> dict[str, list[str]]:
     """Query id -> ids of its relevant documents (grade 1 or more)."""
     relevant: dict[str, list[str]] = {}
-    for where, found in read_judgements(path):
-        if isinstance(found, str):
-            raise UserError(f"{where}: {found}")
-        query, document, grade = found
+    for where, judgement in read_judgements(path):
+        if isinstance(judgement, str):
+            raise UserError(f"{where}: {judgement}")
+        query, document, grade = judgement
         if grade > 0:
             relevant.setdefault(query, []).append(document)
     return relevant

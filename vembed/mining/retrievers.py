@@ -23,7 +23,7 @@ from vembed.mining.encoders import (
     encoder_precision,
     load_encoder,
 )
-from vembed.mining.known import Known, Pairs
+from vembed.mining.known_positives import KnownPositives, Pairs
 from vembed.mining.search import pair_scores, search
 from vembed.mining.vectors import VectorStore, encode_missing
 from vembed.parallel import collectives
@@ -46,7 +46,11 @@ class LexicalRetriever:
     """It depends on the documents and queries alone."""
 
     def __init__(
-        self, folder: Path, documents: Documents, known: Known, session: Session
+        self,
+        folder: Path,
+        documents: Documents,
+        known: KnownPositives,
+        session: Session,
     ) -> None:
         check_bm25()
         self._documents = documents
@@ -159,7 +163,7 @@ class DenseRetriever:
         options: ModelOptions,
         folder: Path,
         documents: Documents,
-        known: Known,
+        known: KnownPositives,
         session: Session,
     ) -> None:
         """Encode what is not on disk yet."""

@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
-from vembed.mining.known import Pairs
+from vembed.mining.known_positives import Pairs
 from vembed.mining.vectors import VectorStore
 from vembed.parallel import collectives
 from vembed.parallel.devices import bf16_instructions, matmul_precision
 from vembed.parallel.session import Session
 
 DOCUMENT_TILE = 4096
-QUERY_TILE, GPU_QUERY_TILE = 512, 1024
+QUERY_TILE = 512
+GPU_QUERY_TILE = 1024
 """DOCUMENT_TILE x QUERY_TILE scores exist at once: few calls beside the product, and 4 MB in bfloat16, which stay in a
 CPU's cache between the product and the pass over it."""
 BLOCK = 32
@@ -115,7 +116,8 @@ class _QueryTile:
         dtype: torch.dtype,
     ) -> None:
         self.queries = _Vectors(queries_QD)
-        self.num_queries, self.k = len(queries_QD), k
+        self.num_queries = len(queries_QD)
+        self.k = k
         self.dtype = dtype
         device = queries_QD.device
         # One sorted number per excluded pair, for a binary search among few scores instead of a mask over all.
@@ -248,7 +250,9 @@ class _QueryTile:
         scores = products(self.queries.vectors, query, documents.vectors, document)
         # Documents come in ascending order: of equal scores the earlier one stays, so above is what counts.
         above = scores > self.threshold[query]
-        query, document, scores = query[above], first + document[above], scores[above]
+        query = query[above]
+        document = first + document[above]
+        scores = scores[above]
         keys = as_keys(scores, document)
         if len(self.excluded):
             codes = query << 32 | document
@@ -256,7 +260,8 @@ class _QueryTile:
                 max=len(self.excluded) - 1
             )
             allowed = self.excluded[at] != codes
-            query, keys = query[allowed], keys[allowed]
+            query = query[allowed]
+            keys = keys[allowed]
         self.waiting.append((query, keys))
         self.num_waiting += len(query)
         # Sorted in rarely: a stale threshold lets a few more wait, and changes no result.
@@ -269,7 +274,8 @@ class _QueryTile:
             return
         query = torch.cat([query for query, _ in self.waiting])
         keys = torch.cat([keys for _, keys in self.waiting])
-        self.waiting, self.num_waiting = [], 0
+        self.waiting = []
+        self.num_waiting = 0
         query, order = torch.sort(query, stable=True)
         counts = torch.bincount(query, minlength=self.num_queries)
         starts = torch.cumsum(counts, 0) - counts
@@ -366,9 +372,9 @@ def products(
     scores = []
     for query_rows, document_rows in zip(queries, documents, strict=True):
         # index_select copies whole rows, which [...] does not.
-        left = queries_QD.index_select(0, query_rows)
-        right = documents_SD.index_select(0, document_rows)
-        scores.append(left.mul_(right).sum(1))
+        query_vectors = queries_QD.index_select(0, query_rows)
+        document_vectors = documents_SD.index_select(0, document_rows)
+        scores.append(query_vectors.mul_(document_vectors).sum(1))
     return torch.cat(scores)[: len(query)]
 
 

@@ -21,7 +21,8 @@ from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
-SMALLEST_SHARD, LARGEST_SHARD = 128, 16_384
+SMALLEST_SHARD = 128
+LARGEST_SHARD = 16_384
 NUM_SHARDS_WANTED = 64
 """Shards are small enough that every rank has some, and that a kill loses little; their size depends on the number of
 items alone, so that any number of ranks makes the same shards."""
@@ -51,7 +52,8 @@ class VectorStore:
         self.kind: Kind = kind
         self.folder = folder
         self.keys = keys
-        self.dtype_name, self.dtype = dtype, DTYPES[dtype]
+        self.dtype_name = dtype
+        self.dtype = DTYPES[dtype]
         self.shards = [
             Shard(
                 number,
@@ -105,16 +107,18 @@ class VectorStore:
         """The float32 vectors of some items of any shards, in the order of the numbers."""
         order = np.argsort(numbers, kind="stable")
         ordered = numbers[order]
-        found: Tensor | None = None
+        vectors: Tensor | None = None
         for shard in self.shards:
             begin, end = np.searchsorted(ordered, [shard.first, shard.last])
             if begin < end:
                 rows = self.rows(shard, ordered[begin:end])
-                found = (
-                    torch.empty(len(numbers), rows.shape[1]) if found is None else found
+                vectors = (
+                    torch.empty(len(numbers), rows.shape[1])
+                    if vectors is None
+                    else vectors
                 )
-                found[torch.from_numpy(order[begin:end])] = rows
-        return torch.empty(0, 0) if found is None else found
+                vectors[torch.from_numpy(order[begin:end])] = rows
+        return torch.empty(0, 0) if vectors is None else vectors
 
     def between(self, first: int, last: int) -> Tensor:
         """The float32 vectors of items first .. last - 1, of any shards."""
@@ -183,17 +187,17 @@ def encode_together(
     """
     for first in range(0, len(store.shards), session.world_size):
         # One shard for each rank in a round. Behind the last shard a slice is empty, and the rank only takes part.
-        own = store.shards[first : first + session.world_size][
+        rank_shards = store.shards[first : first + session.world_size][
             session.rank : session.rank + 1
         ]
         vectors = encode(
             [
                 (item(number), store.kind)
-                for shard in own
+                for shard in rank_shards
                 for number in range(shard.first, shard.last)
             ]
         )
-        for shard in own:
+        for shard in rank_shards:
             _check_finite(vectors, store.kind)
             store.write(shard, first_dims(vectors, vectors.shape[1], unit))
     session.barrier()

@@ -130,7 +130,7 @@ class CachedTeacher(Generic[Q]):
         )
         began = time.perf_counter()
         with ProgressReport(
-            f"teacher {self.label}", active=session.is_main, say=log.info
+            f"teacher {self.label}", active=session.is_main, log=log.info
         ) as progress:
             for start in range(0, len(missing), CHUNK * session.world_size):
                 chunk = missing[start : start + CHUNK * session.world_size]

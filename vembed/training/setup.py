@@ -388,7 +388,12 @@ class Setup:
         for line in without_effect(description, user_options):
             log.info("%s", line)
         if data.evaluation is not None:
-            check_metric(self.config, data.evaluation, description)
+            check_metric(
+                self.config.evaluation,
+                data.evaluation,
+                description,
+                compressed=self.config.objective.quantize_embeddings is not None,
+            )
         featuriser = _build_featuriser(description, self.session.local_world_size)
         # Before the model: compiled layers are chosen while it is built.
         num_first = max(min(NUM_COMPARED_EXAMPLES, len(data.examples)), 1)

@@ -119,11 +119,11 @@ class Trial:
             hidden = self._run(self.model, self._inputs(kind, count, length))
             assert hidden.last_hidden_state is not None
             output = tuple(hidden.last_hidden_state.shape)
-            wanted = (count, length, self.config.hidden_size)
-            if kind == "text" and output != wanted:
+            expected = (count, length, self.config.hidden_size)
+            if kind == "text" and output != expected:
                 return (
                     f"{self.name} gives {list(output)} for {count} texts of {length} tokens, and must give "
-                    f"{list(wanted)} (or one vector for each)"
+                    f"{list(expected)} (or one vector for each)"
                 )
             if output[0] != count or output[-1] != self.config.hidden_size:
                 size = self.config.hidden_size
@@ -163,13 +163,16 @@ class Trial:
         padded["attention_mask"][0, 4:] = 0
         # Token 0, not a padding token: a model that masks must not care which it is.
         padded["input_ids"][0, 4:] = 0
-        wanted, output = self._run(self.model, alone), self._run(self.model, padded)
+        expected = self._run(self.model, alone)
+        output = self._run(self.model, padded)
         assert (
-            wanted.last_hidden_state is not None
+            expected.last_hidden_state is not None
             and output.last_hidden_state is not None
         )
         error = float(
-            (wanted.last_hidden_state[0] - output.last_hidden_state[0, :4]).abs().max()
+            (expected.last_hidden_state[0] - output.last_hidden_state[0, :4])
+            .abs()
+            .max()
         )
         if not error <= TOLERANCE:
             return (
@@ -187,15 +190,15 @@ class Trial:
         }
         starts = torch.tensor([0, 4, 11, 16], dtype=torch.int32)
         output = self._run(self.model, {**row, PACKED: starts}).last_hidden_state
-        wanted = torch.cat(
+        expected = torch.cat(
             [_states(self._run(self.model, text)) for text in texts], dim=1
         )
-        if output is None or output.shape != wanted.shape:
+        if output is None or output.shape != expected.shape:
             return (
                 f"{self.name} takes {PACKED} and gives {None if output is None else list(output.shape)} for three texts "
-                f"of 16 tokens in one row: return {list(wanted.shape)}, or one vector for each text"
+                f"of 16 tokens in one row: return {list(expected.shape)}, or one vector for each text"
             )
-        error = float((output - wanted).abs().max())
+        error = float((output - expected).abs().max())
         if not error <= TOLERANCE:
             return (
                 f"{self.name} takes {PACKED}, and texts in one row change each other (by {error:.2g}): let each text "

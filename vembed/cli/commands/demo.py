@@ -102,12 +102,13 @@ def demo_model() -> Path:
     return folder
 
 
-def free_folder(wanted: Path) -> Path:
+def free_folder(preferred: Path) -> Path:
     """Return the folder, or the first free one of wanted-2, wanted-3, ... A demo never overwrites an earlier run."""
-    folder, number = wanted, 1
+    folder = preferred
+    number = 1
     while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder = preferred.with_name(f"{preferred.name}-{number}")
     return folder
 
 
@@ -176,10 +177,8 @@ def before_and_after(record: RunRecord) -> Table:
         prefix = f"dim{dim}/" if dim else ""
         cells = []
         for key in METRICS:
-            before, after = (
-                record.before.get(prefix + key),
-                record.after.get(prefix + key),
-            )
+            before = record.before.get(prefix + key)
+            after = record.after.get(prefix + key)
             old = "" if before is None else f"{before:.3f} -> "
             cells.append("" if after is None else f"{old}[bold]{after:.3f}[/bold]")
         table.add_row(str(dim) if dim else "all", *cells)
@@ -187,10 +186,8 @@ def before_and_after(record: RunRecord) -> Table:
 
 
 def _what_next(output_dir: Path, settings: Path) -> list[str]:
-    model, val = (
-        shlex.quote(str(output_dir / "final")),
-        shlex.quote(str(settings.parent / "data" / "val.jsonl")),
-    )
+    model = shlex.quote(str(output_dir / "final"))
+    val = shlex.quote(str(settings.parent / "data" / "val.jsonl"))
     return [
         f"model     {output_dir / 'final'}",
         f"report    {output_dir / 'report.html'}",

@@ -106,22 +106,22 @@ def _hash(text: str) -> bytes:
 
 def _thin(pairs: list[Pair], number: int) -> list[Pair]:
     """Return the pairs with the smallest hashes, in their original order."""
-    kept = set(
+    chosen = set(
         sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))[
             :number
         ]
     )
-    return [pair for index, pair in enumerate(pairs) if index in kept]
+    return [pair for index, pair in enumerate(pairs) if index in chosen]
 
 
 def _modules(root: Path) -> Iterator[Path]:
     """Yield the path of each module below a folder, from there; installed packages are not looked into."""
     for folder, names, files in os.walk(root):
         # In place: os.walk goes into what is left.
-        names[:] = [one for one in names if one not in SKIPPED_FOLDERS]
-        for name in files:
-            relative = Path(folder, name).relative_to(root)
-            if name.endswith(".py") and not _is_test(relative):
+        names[:] = [name for name in names if name not in SKIPPED_FOLDERS]
+        for file_name in files:
+            relative = Path(folder, file_name).relative_to(root)
+            if file_name.endswith(".py") and not _is_test(relative):
                 yield relative
 
 
@@ -172,9 +172,9 @@ def _without_docstring(
     """Return the function's source, comments included, without its docstring and indentation."""
     first = node.body[0]
     end = node.end_lineno or node.lineno
-    kept = (
+    remaining = (
         lines[node.lineno - 1 : first.lineno - 1]
         + lines[first.end_lineno or first.lineno : end]
     )
     indent = " " * node.col_offset
-    return "".join(line.removeprefix(indent) for line in kept).rstrip()
+    return "".join(line.removeprefix(indent) for line in remaining).rstrip()

@@ -44,12 +44,12 @@ def run_doctor(
     config_path: str | None = None,
     nproc: int | None = None,
     *,
-    give: Callable[[Any], None] = lambda _: None,
+    on_result: Callable[[Any], None] = lambda _: None,
 ) -> int:
     """Print the environment, run the self-test, check the config. Return 0 if all passes, else 1.
 
     `nproc`: processes of both; by default as many as the config's run would have on this machine.
-    `give` takes what was found.
+    `on_result` takes what was found.
     """
     run = None if config_path is None else resolve_run(config_path)
     launch = Launch(nproc, "--nproc") if nproc else None
@@ -89,7 +89,7 @@ def run_doctor(
             _say(f"{number}. {line}: {'pass' if is_well else 'FAIL'}")
             checks.append({"passed": is_well, "check": line})
             works = works and is_well
-    give(
+    on_result(
         {
             "passed": works,
             "self_test_passed": code == 0,
@@ -190,8 +190,8 @@ def checklist(
         here = launch.num_processes
         yield here <= num_devices, f"GPUs visible: {num_devices} for {here} process(es)"
     else:
-        asked = run.asked_precision(sharded=sharded).value
-        yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"
+        precision = run.asked_precision(sharded=sharded).value
+        yield precision != "fp16", "GPUs visible: none, the run computes on the CPU"
     placement, problem = _placed(run, ranks, device)
     size, unknown = _measured(placement)
     yield _strategy_point(placement, problem, size)
@@ -241,7 +241,8 @@ def _strategy_point(
 ) -> tuple[bool, str]:
     if placement is None:
         return False, f"strategy: {problem}"
-    detail, fsdp = "", placement.fsdp
+    detail = ""
+    fsdp = placement.fsdp
     notes = (
         placement.run.fsdp_notes
         if fsdp is not None or placement.run.fsdp is None
@@ -318,7 +319,8 @@ def _memory_point(
 ) -> tuple[bool, str]:
     if placement is None or size is None:
         return False, f"memory: not known ({problem})"
-    need, shards = placement.predict(size), placement.num_shards
+    need = placement.predict(size)
+    shards = placement.num_shards
     shard = f", a shard of 1/{shards} on each process" if shards > 1 else ""
     return need.total <= FITS * placement.memory, (
         f"memory: {size.total:,d} parameters need {need.total / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
@@ -329,7 +331,8 @@ def _memory_point(
 def _dtype_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
     if placement is None:
         return False, f"dtypes: not known ({problem})"
-    config, precision = placement.run.config, placement.precision
+    config = placement.run.config
+    precision = placement.precision
     masters = config.model.torch_dtype if config.model.pure_dtype else "float32"
     arithmetic = masters if precision.value == "no" else precision.value
     return (

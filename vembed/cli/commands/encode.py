@@ -126,8 +126,8 @@ def run_encode(
     config = session_config(model, strategy, trust_remote_code=trust_remote_code)
     with start_session(config) as session:
         rows = rows_of(input, input_format)
-        wanted = (*ID_FIELDS, *keep, *([column] if column else ITEM_COLUMNS))
-        lines = InputLines(input, session, rows, wanted, CHUNK_LINES)
+        fields = (*ID_FIELDS, *keep, *([column] if column else ITEM_COLUMNS))
+        lines = InputLines(input, session, rows, fields, CHUNK_LINES)
         bad = BadInputs(session, skips=on_bad_record == "skip")
         chosen_format: Format = "jsonl" if rows else input_format
         parser = InputParser(

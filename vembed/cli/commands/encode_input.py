@@ -63,12 +63,12 @@ class Row:
     """All fields of the record."""
 
 
-def rows_of(source: str, given: Format) -> Path | None:
+def rows_of(source: str, form: Format) -> Path | None:
     """Return the path of a table or a folder of images, whose rows are numbered; None for lines."""
     path = Path(source)
     return (
         path
-        if given == "auto" and source != "-" and (path.is_dir() or is_table(path))
+        if form == "auto" and source != "-" and (path.is_dir() or is_table(path))
         else None
     )
 
@@ -80,17 +80,17 @@ def holds_images(path: Path) -> bool:
 
 def images_in(folder: Path) -> list[str]:
     """Return the images of a folder and its subfolders, in the order of their paths. Raise UserError without any."""
-    found = sorted(
+    paths = sorted(
         str(path.relative_to(folder))
         for path in folder.rglob("*")
         if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
     )
-    if not found:
+    if not paths:
         endings = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(
             f"{folder} is a folder without images ({endings}); for texts give a file"
         )
-    return found
+    return paths
 
 
 def check_kept(keep: Sequence[str], rows: Sequence[Row], source: str) -> None:
@@ -122,15 +122,15 @@ class InputLines:
         self.columns = columns
         self.chunk = chunk
         # An error of rank 0 goes to all, so that none waits for lines that never come.
-        found = {"total": None, "error": None}
+        counted = {"total": None, "error": None}
         self.path = Path(source)
         """Of the first process; of a packed file its unpacked copy."""
         if session.is_main and source != "-":
-            found = self._count_lines()
-        found = collectives.broadcast_json(found)
-        if found["error"]:
-            raise UserError(found["error"])
-        self.total: int | None = found["total"]
+            counted = self._count_lines()
+        counted = collectives.broadcast_json(counted)
+        if counted["error"]:
+            raise UserError(counted["error"])
+        self.total: int | None = counted["total"]
 
     def _count_lines(self) -> dict[str, Any]:
         try:
@@ -141,9 +141,11 @@ class InputLines:
             if self.rows_of is not None:
                 return {"total": open_table(self.path).num_records(), "error": None}
             with self.path.open("rb") as file:
-                total, last = 0, b"\n"
+                total = 0
+                last = b"\n"
                 while block := file.read(2**20):
-                    total, last = total + block.count(b"\n"), block[-1:]
+                    total = total + block.count(b"\n")
+                    last = block[-1:]
                 # The last line may have no end.
                 return {"total": total + (last != b"\n"), "error": None}
         except OSError as error:
@@ -206,20 +208,20 @@ class BadInputs:
         self.found: list[tuple[int, str]] = []
         """Number of the line or row, and the reason, of each that is left out."""
 
-    def add(self, found: Sequence[tuple[int, str]]) -> None:
+    def add(self, problems: Sequence[tuple[int, str]]) -> None:
         """Leave inputs out, or raise UserError with the first of them."""
-        if found and not self.skips:
+        if problems and not self.skips:
             more = (
-                [f"and {len(found) - NUM_NAMED:,d} more"]
-                if len(found) > NUM_NAMED
+                [f"and {len(problems) - NUM_NAMED:,d} more"]
+                if len(problems) > NUM_NAMED
                 else []
             )
-            count = "1 input" if len(found) == 1 else f"{len(found):,d} inputs"
+            count = "1 input" if len(problems) == 1 else f"{len(problems):,d} inputs"
             raise UserError(
                 f"{count} cannot be encoded, fix them, or leave them out by --on-bad-record skip:\n  "
-                + "\n  ".join([reason for _, reason in found[:NUM_NAMED]] + more)
+                + "\n  ".join([reason for _, reason in problems[:NUM_NAMED]] + more)
             )
-        self.found += found
+        self.found += problems
 
     def images_of(self, rows: Sequence[Row]) -> list[tuple[int, str]]:
         """Return the rows whose images cannot be read. The images are decoded."""
@@ -271,7 +273,7 @@ class InputParser:
         self,
         source: str,
         column: str | None,
-        given: Format,
+        form: Format,
         image_root: str | None,
         bad: BadInputs,
         *,
@@ -284,15 +286,15 @@ class InputParser:
         )  # each names itself
         self.source = "standard input" if source == "-" else source
         self.column = column
-        self.format = given
-        if given == "auto" and source != "-":
+        self.format = form
+        if form == "auto" and source != "-":
             self.format = (
                 "jsonl"
                 if ending_of(Path(source)) in (".jsonl", ".ndjson", ".json")
                 else "text"
             )
         kind = ending_of(Path(source))
-        if given == "auto" and source != "-" and kind in NO_LINES:
+        if form == "auto" and source != "-" and kind in NO_LINES:
             raise UserError(
                 f"{source} has the ending {kind}, and vembed encode reads {READ}: {NO_LINES[kind]}"
             )
@@ -309,20 +311,20 @@ class InputParser:
 
     def rows(self, lines: Sequence[str], first: int) -> list[Row]:
         """Return the inputs on lines, of which the first one has this number. Collective."""
-        found: list[Row] = []
+        rows: list[Row] = []
         problems: list[tuple[int, str]] = []
         for number, line in enumerate(lines, first):
             try:
-                found.append(self._record(line, number))
+                rows.append(self._record(line, number))
             except BadRecord as error:
                 problems.append((number, str(error)))
         if (
             first == 1 or self.bad.skips
         ):  # with the first lines wrong folders are found before the model is loaded
-            problems += self.bad.images_of_all(found)
+            problems += self.bad.images_of_all(rows)
         self.bad.add(sorted(problems))
         bad = {number for number, _ in problems}
-        return [row for row in found if row.number not in bad]
+        return [row for row in rows if row.number not in bad]
 
     def _record(self, line: str, number: int) -> Row:
         """Return the input on a line. Raise BadRecord if it cannot be encoded."""
@@ -390,18 +392,21 @@ class InputParser:
     def _of_field(self, value: Any, name: str) -> Item:
         if isinstance(value, dict):
             text = value.get("text")
-            given = value.get("image")
-            images = (
-                [] if given is None else given if isinstance(given, list) else [given]
-            )
+            images = value.get("image")
+            if images is None:
+                images = []
+            elif not isinstance(images, list):
+                images = [images]
             if (text is not None and not isinstance(text, str)) or not all(
-                isinstance(one, str) for one in images
+                isinstance(image, str) for image in images
             ):
                 raise BadRecord(f"{name} has a text or image that is no string")
             if images:
                 return Item(
                     text=text or None,
-                    images=tuple(self.images.reference(image) for image in images),
+                    images=tuple(
+                        self.images.reference(reference) for reference in images
+                    ),
                 )
             value = text
         if not isinstance(value, str):

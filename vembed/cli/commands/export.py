@@ -85,11 +85,11 @@ def run_export_as(
     from vembed.models.families.description import ModelDescription
 
     served = next((name for name in SERVER_NAMES if name == server), None)
-    wanted = FORMAT_OF[served] if served is not None else "safetensors"
-    chosen = next((name for name in FORMATS if name == form), wanted)
-    if served is not None and chosen != wanted:
+    served_form = FORMAT_OF[served] if served is not None else "safetensors"
+    chosen = next((name for name in FORMATS if name == form), served_form)
+    if served is not None and chosen != served_form:
         raise UserError(
-            f"--for {server} reads --format {wanted}, and --format {form} is asked for; leave one out"
+            f"--for {server} reads --format {served_form}, and --format {form} is asked for; leave one out"
         )
     weight_precision = precision_named(precision)
     if precision and weight_precision is None:

@@ -92,7 +92,8 @@ def training_time(
     placement: Placement, size: ModelSize, speed: Speed
 ) -> tuple[float | None, str]:
     """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
-    config, in_half = placement.run.config, placement.computes_in_half
+    config = placement.run.config
+    in_half = placement.computes_in_half
     peak = speed.tflops
     if peak is None:
         return (
@@ -170,9 +171,10 @@ def operations_per_token(
     # trained weights' gradients, each as many as a forward pass has.
     count = 2.0 + size.trained / max(size.total, 1)
     count += 1.0 if placement.recomputation.value else 0.0
-    _, kept = placement.tokens(placement.demand(size), size.max_length)
-    tokens, cache = placement.rows * data.tokens, config.batch.use_gradient_cache
-    repeats = tokens > kept if cache == "auto" else cache
+    _, cached = placement.tokens(placement.demand(size), size.max_length)
+    tokens = placement.rows * data.tokens
+    cache = config.batch.use_gradient_cache
+    repeats = tokens > cached if cache == "auto" else cache
     return forward * (
         count + (1.0 if repeats else 0.0)
     )  # Gradient Cache runs the forward pass twice
@@ -191,7 +193,10 @@ def data_size(config: TrainConfig) -> DataSize | None:
     if description.modalities == ("image",):
         return None
     tokenizer: Any = load_tokenizer(description)
-    num_examples, tokens, num_texts, num_looked = 0, 0.0, 0, 0
+    num_examples = 0
+    tokens = 0.0
+    num_texts = 0
+    num_looked = 0
     for source in data_sources(config):
         path = source.path if isinstance(source, DataSource) else source
         source_mapping = (

@@ -164,10 +164,8 @@ def starter(
         and kind.multilingual is not None
         and not is_english([*looked.queries, *looked.documents])
     ):
-        name, about = (
-            kind.multilingual,
-            f"{kind.about} of many languages: the texts are not English",
-        )
+        name = kind.multilingual
+        about = f"{kind.about} of many languages: the texts are not English"
     facts = values.model_facts(name)
     is_foreign = not is_english([*looked.queries, *looked.documents])
     if model == DEMO and is_foreign:

@@ -27,8 +27,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
 def memory_lines(text: str) -> list[str]:
     """Return lines for a config whose model is on this machine: the memory of a process, and the settings that it needs
     to fit."""
-    given = yaml.safe_load(text)
-    run = resolve_run(given)
+    configured = yaml.safe_load(text)
+    run = resolve_run(configured)
     need, available = _memory(run)
     heading = ["", "# Memory (`vembed plan` says more)"]
     if need <= FITS * available:
@@ -38,9 +38,9 @@ def memory_lines(text: str) -> list[str]:
         ]
     short = f"# {_gb(need)} of the {_gb(available)} of a process on this machine without these settings"
     for change in CHANGES:
-        if any(name in given for name in change):
+        if any(name in configured for name in change):
             continue
-        changed = resolve_run({**given, **change})
+        changed = resolve_run({**configured, **change})
         # On one process there is nothing to shard.
         if "use_fsdp" in change and resolve_launch(changed).world_size == 1:
             continue

@@ -19,7 +19,7 @@ from vembed.mining.config import BM25, CommandConfig, MineConfig
 from vembed.mining.options import describe_options, load_options
 
 Verb = Literal["mine", "judge", "audit", "generate"]
-Give = Callable[[Any], object]
+OnResult = Callable[[Any], object]
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 WIDTH = 110
 """Columns of the help text."""
@@ -57,7 +57,9 @@ def parse_words(verb: str, words: Sequence[str]) -> Words:
     config: str | None = None
     overrides: list[str] = []
     numbers: dict[str, int] = {}
-    ip, port, is_dry_run = None, None, False
+    ip = None
+    port = None
+    is_dry_run = False
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -101,13 +103,15 @@ def parse_words(verb: str, words: Sequence[str]) -> Words:
     )
 
 
-def make_data(verb: Verb, about: str, words: Sequence[str], give: Give = ignore) -> int:
-    """Run a verb with its words, or print its help. `give` gets the result; nothing in a dry run."""
+def make_data(
+    verb: Verb, about: str, words: Sequence[str], on_result: OnResult = ignore
+) -> int:
+    """Run a verb with its words, or print its help. `on_result` gets the result; nothing in a dry run."""
     kind, run = VERBS[verb]
     if {"-h", "--help"} & set(words):
         sys.stdout.write(options_help(verb, about, kind))
         return 0
-    return run(words, give)
+    return run(words, on_result)
 
 
 def options_help(verb: str, about: str, kind: type[CommandConfig]) -> str:
@@ -130,9 +134,9 @@ def options_help(verb: str, about: str, kind: type[CommandConfig]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def start_others(verb: str, words: Words, give: Give) -> int | None:
+def start_others(verb: str, words: Words, on_result: OnResult) -> int | None:
     """Start the verb on several processes and return its exit code; None where this is one of them, or the only one.
-    `give` gets the result of the first one."""
+    `on_result` gets the result of the first one."""
     # LOCAL_RANK: started by `run_ranks` below, with the same words.
     if os.environ.get("LOCAL_RANK") or (
         words.num_processes == 1 and words.num_machines == 1
@@ -153,14 +157,14 @@ def start_others(verb: str, words: Words, give: Give) -> int | None:
         main_process_port=words.main_process_port,
     )
     command = [sys.executable, "-m", "vembed", verb, *words.again()]
-    if give is ignore:
+    if on_result is ignore:
         return run_ranks(command, environments)
     # By a file: what the ranks print is for the user.
     with tempfile.TemporaryDirectory(prefix="vembed-json-") as folder:
         result = Path(folder) / "result.json"
         code = run_ranks([*command, "--json", str(result)], environments)
         if result.is_file():  # on the first machine
-            give(json.loads(result.read_text(encoding="utf-8")))
+            on_result(json.loads(result.read_text(encoding="utf-8")))
         return code
 
 
@@ -169,7 +173,7 @@ def check_mine(words: Sequence[str]) -> None:
     load_options(MineConfig, None, parse_words("mine", words).overrides)
 
 
-def run_mine(words: Sequence[str], give: Give = ignore) -> int:
+def run_mine(words: Sequence[str], on_result: OnResult = ignore) -> int:
     """`vembed mine`."""
     parsed = parse_words("mine", words)
     config = load_options(MineConfig, parsed.config, parsed.overrides)
@@ -179,15 +183,15 @@ def run_mine(words: Sequence[str], give: Give = ignore) -> int:
     from vembed.mining.mine import check_config
 
     check_config(config)
-    if (code := start_others("mine", parsed, give)) is not None:
+    if (code := start_others("mine", parsed, on_result)) is not None:
         return code
     from vembed.mining.mine import mine
 
-    give(mine(config, say=speak))
+    on_result(mine(config, log=speak))
     return 0
 
 
-def run_judge(words: Sequence[str], give: Give = ignore) -> int:
+def run_judge(words: Sequence[str], on_result: OnResult = ignore) -> int:
     """`vembed judge`."""
     parsed = parse_words("judge", words)
     config = load_options(JudgeConfig, parsed.config, parsed.overrides)
@@ -198,23 +202,22 @@ def run_judge(words: Sequence[str], give: Give = ignore) -> int:
         from vembed.data_tools.judge import read_negatives
 
         _, pairs = read_negatives(config)
-        judges = [
-            f"judge {one.model}{f' at {one.base_url}' if one.base_url else ''}"
-            for one in config.judges
-        ]
-        sys.stdout.write(
-            "\n".join([pairs.summary(), *judges, f"would write: {target}"]) + "\n"
-        )
+        lines = [pairs.summary()]
+        for judge_config in config.judges:
+            where = f" at {judge_config.base_url}" if judge_config.base_url else ""
+            lines.append(f"judge {judge_config.model}{where}")
+        lines.append(f"would write: {target}")
+        sys.stdout.write("\n".join(lines) + "\n")
         return 0
-    if (code := start_others("judge", parsed, give)) is not None:
+    if (code := start_others("judge", parsed, on_result)) is not None:
         return code
     from vembed.data_tools.judge import judge
 
-    give(judge(config, say=speak))
+    on_result(judge(config, log=speak))
     return 0
 
 
-def run_audit(words: Sequence[str], give: Give = ignore) -> int:
+def run_audit(words: Sequence[str], on_result: OnResult = ignore) -> int:
     """`vembed audit`."""
     parsed = parse_words("audit", words)
     config = load_options(AuditConfig, parsed.config, parsed.overrides)
@@ -231,15 +234,15 @@ def run_audit(words: Sequence[str], give: Give = ignore) -> int:
             + "\n"
         )
         return 0
-    if (code := start_others("audit", parsed, give)) is not None:
+    if (code := start_others("audit", parsed, on_result)) is not None:
         return code
     from vembed.data_tools.audit.run import audit
 
-    give(audit(config, say=speak))
+    on_result(audit(config, log=speak))
     return 0
 
 
-def run_generate(words: Sequence[str], give: Give = ignore) -> int:
+def run_generate(words: Sequence[str], on_result: OnResult = ignore) -> int:
     """`vembed generate`."""
     parsed = parse_words("generate", words)
     config = load_options(GenerateConfig, parsed.config, parsed.overrides)
@@ -254,11 +257,11 @@ def run_generate(words: Sequence[str], give: Give = ignore) -> int:
         ]
         sys.stdout.write("\n".join(lines) + "\n")
         return 0
-    if (code := start_others("generate", parsed, give)) is not None:
+    if (code := start_others("generate", parsed, on_result)) is not None:
         return code
     from vembed.data_tools.generate.run import generate
 
-    give(generate(config, say=speak))
+    on_result(generate(config, log=speak))
     return 0
 
 
@@ -293,7 +296,9 @@ def speak(line: str) -> None:
     sys.stderr.flush()
 
 
-VERBS: dict[Verb, tuple[type[CommandConfig], Callable[[Sequence[str], Give], int]]] = {
+VERBS: dict[
+    Verb, tuple[type[CommandConfig], Callable[[Sequence[str], OnResult], int]]
+] = {
     "mine": (MineConfig, run_mine),
     "judge": (JudgeConfig, run_judge),
     "audit": (AuditConfig, run_audit),

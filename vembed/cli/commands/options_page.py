@@ -21,7 +21,8 @@ config file. An option given twice with two values is an error, and so is a key 
 
 def options_page() -> str:
     """Return the page as Markdown."""
-    lines, section = [HEAD], ""
+    lines = [HEAD]
+    section = ""
     for option in all_options().values():
         if option.section != section:
             section = option.section

@@ -91,23 +91,21 @@ def run_plan(
     env: Mapping[str, str] = os.environ,
     *,
     hardware: Hardware | None = None,
-    give: Callable[[Any], None] = lambda _: None,
+    on_result: Callable[[Any], None] = lambda _: None,
 ) -> int:
     """Print the prediction for a config; exit code 0 if it fits, 1 if not. `hardware`: instead of this machine's.
-    `give` takes the prediction as a dict."""
+    `on_result` takes the prediction as a dict."""
     prediction = predict(arguments, env, hardware=hardware)
-    show(prediction, give)
+    show(prediction, on_result)
     return 0 if prediction.fits else 1
 
 
-def show(prediction: Prediction, give: Callable[[Any], None]) -> None:
-    """Print a prediction in full. `give` takes it as a dict."""
-    placement, size, memory, gpu = (
-        prediction.placement,
-        prediction.size,
-        prediction.memory,
-        prediction.gpu,
-    )
+def show(prediction: Prediction, on_result: Callable[[Any], None]) -> None:
+    """Print a prediction in full. `on_result` takes it as a dict."""
+    placement = prediction.placement
+    size = prediction.size
+    memory = prediction.memory
+    gpu = prediction.gpu
     console = Console(soft_wrap=True, highlight=False)
     console.print(_table(memory, size, placement))
     for line in (*placement.run.notes, *_fsdp_notes(placement), *placement.notes):
@@ -123,7 +121,7 @@ def show(prediction: Prediction, give: Callable[[Any], None]) -> None:
     ways = [] if prediction.fits else ways_out(placement, size)
     for line in ways:
         console.print(f"  {line}")
-    give(
+    on_result(
         {
             "fits": prediction.fits,
             "needed_bytes": memory.total,
@@ -157,7 +155,8 @@ def _fsdp_notes(placement: Placement) -> tuple[str, ...]:
 
 def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     """Return settings that would fit, the cheapest first."""
-    config, asked = placement.run.config, placement.recomputation.value
+    config = placement.run.config
+    recomputation = placement.recomputation.value
     limit = FITS * placement.memory
     if (
         config.batch.use_gradient_cache is False
@@ -167,7 +166,7 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
             "fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"
         ]
     # Smaller micro-batches cost less time than recomputation, so all of them are tried first.
-    for recomputes in (asked, True):
+    for recomputes in (recomputation, True):
         for budget in BUDGETS:
             if (
                 placement.predict(
@@ -175,7 +174,11 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
                 ).total
                 <= limit
             ):
-                more = "" if recomputes == asked else "gradient_checkpointing: true, "
+                more = (
+                    ""
+                    if recomputes == recomputation
+                    else "gradient_checkpointing: true, "
+                )
                 more += (
                     "use_gradient_cache: auto, "
                     if config.batch.use_gradient_cache is False

@@ -7,10 +7,8 @@ from pathlib import Path
 from vembed.config.options import all_options
 from vembed.training.checkpoint.resume import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
 
-BEGIN, END = (
-    "<!-- options: written by python -m vembed.cli.commands.resume_table -->",
-    "<!-- end of options -->",
-)
+BEGIN = "<!-- options: written by python -m vembed.cli.commands.resume_table -->"
+END = "<!-- end of options -->"
 
 
 def resume_table() -> str:

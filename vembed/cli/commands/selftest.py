@@ -55,7 +55,8 @@ def main() -> int:
 
 
 def _run(session: Session, path: Path) -> None:
-    rank, world_size = session.rank, session.world_size
+    rank = session.rank
+    world_size = session.world_size
     _say(rank, "Loading model with FSDP...")
     with check("shard", rank) as lines:
         whole = small_model().to(session.device)
@@ -88,10 +89,8 @@ def _run(session: Session, path: Path) -> None:
             collectives.all_reduce_gradients(model.parameters())
         for other in range(world_size):
             whole(_inputs(other, session.device))[0].square().sum().backward()
-        ours, theirs = (
-            parameters.global_grad_norm(model),
-            parameters.global_grad_norm(whole),
-        )
+        ours = parameters.global_grad_norm(model)
+        theirs = parameters.global_grad_norm(whole)
         _compare(ours, theirs, "gradient norms")
         lines.append(
             f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs"

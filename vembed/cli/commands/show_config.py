@@ -15,10 +15,10 @@ from vembed.config.schema import json_schema
 
 
 def show_config(
-    arguments: TrainArguments, *, give: Callable[[Any], None] = lambda _: None
+    arguments: TrainArguments, *, on_result: Callable[[Any], None] = lambda _: None
 ) -> int:
     """Print the resolved config as YAML, with the origin of each value, what was translated and what has no effect.
-    Raise UserError, after that, if a file that the config names is missing. `give` takes the same as a dict."""
+    Raise UserError, after that, if a file that the config names is missing. `on_result` takes the same as a dict."""
     resolved = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     lines = [f"# translated: {line}" for line in resolved.translated] + [
         f"# note: {line}" for line in resolved.notes
@@ -29,7 +29,7 @@ def show_config(
     )
     sys.stdout.write("\n" if lines else "")
     sys.stdout.flush()
-    give(
+    on_result(
         {
             "options": resolved.config.to_dict(),
             "origins": resolved.origins,

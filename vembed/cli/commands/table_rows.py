@@ -37,11 +37,11 @@ def open_table(path: Path) -> Format:
     return open_reader(str(path), None, "train", cache_folder())
 
 
-def table_rows(path: Path, wanted: Collection[str]) -> Iterator[bytes]:
+def table_rows(path: Path, names: Collection[str]) -> Iterator[bytes]:
     """Yield every row as its line and an object, and a row that cannot be read as its line and a string, the reason.
     Only the wanted columns are read, if there are any."""
     reader = open_table(path)
-    columns = [name for name in reader.columns or () if name in wanted]
+    columns = [name for name in reader.columns or () if name in names]
     if columns:
         reader.select(columns)
     for _, line, record in reader.rows():

@@ -60,9 +60,9 @@ def run_train(
     env: Mapping[str, str] = os.environ,
     *,
     starts_processes: bool = True,
-    give: Callable[[dict[str, Any]], object] | None = None,
+    on_result: Callable[[dict[str, Any]], object] | None = None,
 ) -> int:
-    """Train on as many processes as the config and the machine say; return the exit code. `give` gets the result.
+    """Train on as many processes as the config and the machine say; return the exit code. `on_result` gets the result.
 
     Training runs in this process, and raises its exceptions here, if a launcher has started it (torchrun, accelerate
     launch, vembed itself) or if one process is all there is. `starts_processes=False`: without a requested number, a
@@ -91,8 +91,8 @@ def run_train(
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(resolved, launch, arguments))
         sys.stdout.write(_described_data(config))
-        if give is not None:
-            give(
+        if on_result is not None:
+            on_result(
                 {
                     "is_dry_run": True,
                     "processes": launch.world_size,
@@ -111,8 +111,8 @@ def run_train(
         code = _train_here(resolved)
     else:
         code = run_ranks(_command(arguments), _environments(launch, env))
-    if code == 0 and give is not None:
-        give(result_of(config.run.output_dir))
+    if code == 0 and on_result is not None:
+        on_result(result_of(config.run.output_dir))
     return code
 
 
@@ -172,7 +172,8 @@ def resolve_launch(
 
 def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) -> str:
     """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
-    config, strategy = run.config, run.strategy.value
+    config = run.config
+    strategy = run.strategy.value
     lines = [render(config, run.origins, only_given=not arguments.shows_all).rstrip()]
     lines += (
         []
@@ -186,12 +187,12 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
         for line in (*run.notes, *(run.fsdp_notes if strategy != "auto" else ()))
     ]
     if launch.world_size == 1:
-        asked = (
+        reason_suffix = (
             ""
             if strategy in ("auto", "single")
             else f", although {strategy} was asked for"
         )
-        lines.append(f"strategy: single (one process{asked})")
+        lines.append(f"strategy: single (one process{reason_suffix})")
     elif strategy == "auto":
         lines.append(f"strategy: auto ({run.strategy.reason})")
     else:
@@ -249,13 +250,13 @@ def _rank_info(
                 "`vembed train CONFIG --nproc N` or `torchrun --nproc_per_node N vembed/entrypoints/train.py CONFIG`"
             )
         return None
-    asked = (
+    requested = (
         arguments.machine_rank is not None
         or arguments.main_process_ip is not None
         or run.machines.value > 1
     )
     # Cluster systems set some of these variables per machine with other meanings, so explicit flags are required.
-    if asked or env.get("WORLD_SIZE", "1") == "1":
+    if requested or env.get("WORLD_SIZE", "1") == "1":
         return None
     if env.get("LOCAL_RANK") is None:
         raise UserError(
@@ -274,20 +275,20 @@ def _device_changes(file: AccelerateFile | None) -> dict[str, str]:
     return {} if file.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": file.gpu_ids}
 
 
-def _precision_reason(asked: Decision[AskedPrecision]) -> str:
+def _precision_reason(precision: Decision[AskedPrecision]) -> str:
     return (
         "as the device allows: bf16 on GPUs that have it"
-        if asked.value == "auto"
-        else asked.reason
+        if precision.value == "auto"
+        else precision.reason
     )
 
 
 def _processes_here(
     run: ResolvedRun, num_devices: int, starts_processes: bool
 ) -> tuple[int, str]:
-    asked = run.processes
-    if asked.value != "auto":
-        return asked.value, asked.reason
+    requested = run.processes
+    if requested.value != "auto":
+        return requested.value, requested.reason
     if run.strategy.value == "single":
         return 1, "strategy: single"
     if not starts_processes:

@@ -12,7 +12,9 @@ from vembed.config.schema import TrainConfig
 from vembed.data.example_store import open_examples
 from vembed.errors import UserError
 
-END, PAD, MASK = "<|end|>", "<|pad|>", "<|mask|>"
+END = "<|end|>"
+PAD = "<|pad|>"
+MASK = "<|mask|>"
 VOCAB_SIZE = 8192
 
 

@@ -60,7 +60,7 @@ class VectorWriter(Protocol):
         self,
         embeddings_ND: np.ndarray,
         ids: list[str | None],
-        kept: Mapping[str, list[Any]],
+        arrays: Mapping[str, list[Any]],
     ) -> None:
         """Append rows, with their ids and the columns that are kept."""
         ...
@@ -77,7 +77,7 @@ class _NoWriter:
         self,
         embeddings_ND: np.ndarray,
         ids: list[str | None],
-        kept: Mapping[str, list[Any]],
+        arrays: Mapping[str, list[Any]],
     ) -> None:
         """Let the first process write."""
 
@@ -107,15 +107,15 @@ class _NpyWriter:
         self,
         embeddings_ND: np.ndarray,
         ids: list[str | None],  # noqa: ARG002
-        kept: Mapping[str, list[Any]],
+        arrays: Mapping[str, list[Any]],
     ) -> None:
         """Append rows."""
         self.num_rows += len(embeddings_ND)
         self.file.write(np.ascontiguousarray(embeddings_ND, self.dtype).tobytes())
         if self.beside is not None:
-            for values in zip(*kept.values(), strict=True):
+            for values in zip(*arrays.values(), strict=True):
                 line = json.dumps(
-                    dict(zip(kept, values, strict=True)), ensure_ascii=False
+                    dict(zip(arrays, values, strict=True)), ensure_ascii=False
                 )
                 self.beside.write(line.encode() + b"\n")
 
@@ -150,23 +150,23 @@ class _ParquetWriter:
         self,
         embeddings_ND: np.ndarray,
         ids: list[str | None],
-        kept: Mapping[str, list[Any]],
+        columns: Mapping[str, list[Any]],
     ) -> None:
         """Append rows."""
         if self.writer is None:
             # The first chunk decides on the columns: a Parquet file has one schema, which is written before the first
             # row group.
             self.has_ids = ids[0] is not None and "id" not in self.keep
-            self._open({name: _type_of(values) for name, values in kept.items()})
+            self._open({name: _type_of(values) for name, values in columns.items()})
         assert self.writer is not None
         schema = self.writer.schema
         flat = pa.array(np.ascontiguousarray(embeddings_ND, self.dtype).reshape(-1))
-        columns = [pa.array(ids, pa.string())] if self.has_ids else []
-        columns += [
-            _column(name, kept[name], schema.field(name).type) for name in self.keep
+        arrays = [pa.array(ids, pa.string())] if self.has_ids else []
+        arrays += [
+            _column(name, columns[name], schema.field(name).type) for name in self.keep
         ]
-        columns.append(pa.FixedSizeListArray.from_arrays(flat, self.num_dims))
-        self.writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+        arrays.append(pa.FixedSizeListArray.from_arrays(flat, self.num_dims))
+        self.writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
     def close(self) -> None:
         """Write the footer."""
@@ -175,9 +175,9 @@ class _ParquetWriter:
         assert self.writer is not None
         self.writer.close()
 
-    def _open(self, kept: Mapping[str, pa.DataType]) -> None:
+    def _open(self, columns: Mapping[str, pa.DataType]) -> None:
         fields = [pa.field("id", pa.string())] if self.has_ids else []
-        fields += [pa.field(name, kind) for name, kind in kept.items()]
+        fields += [pa.field(name, kind) for name, kind in columns.items()]
         fields.append(
             pa.field(
                 "embedding", pa.list_(pa.from_numpy_dtype(self.dtype), self.num_dims)
@@ -237,7 +237,7 @@ def vector_writer(
     is_array = target.suffix == ".npy"
     targets = [target, kept_path(target)] if is_array and keep else [target]
     with ExitStack() as stack:
-        partials = [stack.enter_context(replaced_file(one)) for one in targets]
+        partials = [stack.enter_context(replaced_file(path)) for path in targets]
         file, *beside = [
             stack.enter_context(partial.open("wb")) for partial in partials
         ]  # closed before they are renamed

@@ -48,13 +48,13 @@ def unpacked_copy(path: Path, cache: Path) -> Path:
     title = f"unpacking {path}"
     with (
         partial_copy(target, str(path)) as partial,
-        ProgressReport(title, say=log.info) as say,
+        ProgressReport(title, log=log.info) as progress,
     ):
         try:
             with pa.CompressedInputStream(
                 pa.OSFile(str(path)), CODECS[path.suffix.lower()]
             ) as source:
-                _copy(source, partial, say, str(path), most)
+                _copy(source, partial, progress, str(path), most)
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -112,10 +112,10 @@ def _fetched(files: Any, place: str, cache: Path) -> Path:
     if not target.exists():
         with (
             partial_copy(target, address) as partial,
-            ProgressReport(f"fetching {address}", say=log.info) as say,
+            ProgressReport(f"fetching {address}", log=log.info) as progress,
             files.open(place, "rb") as source,
         ):
-            _copy(source, partial, say, address, None)
+            _copy(source, partial, progress, address, None)
         remove_older(target)
     return target
 
@@ -128,7 +128,7 @@ def is_pattern(path: str) -> bool:
 def _copy(
     source: Any,
     target: Path,
-    say: Callable[[int, int | None], None],
+    progress: Callable[[int, int | None], None],
     name: str,
     most: int | None,
 ) -> None:
@@ -141,7 +141,7 @@ def _copy(
                 raise UserError(
                     f"{name} unpacks to more than {most:,d} bytes, which no texts do"
                 )
-            say(done, None)
+            progress(done, None)
 
 
 @contextmanager

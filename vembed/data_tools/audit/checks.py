@@ -37,7 +37,7 @@ class Finding:
     count: int
     share: float
     """Of the rows, or of what the text says."""
-    mend: str = ""
+    fix: str = ""
     """The command that fixes it."""
     examples: list[dict[str, str]] = field(default_factory=list)
 
@@ -103,13 +103,13 @@ class AuditedRows:
         )
         return dict(zip(self.names, counts.tolist(), strict=True))
 
-    def shown(self, row: int) -> dict[str, str]:
+    def preview(self, row: int) -> dict[str, str]:
         """A row for the page."""
         example = self.examples[row]
         return {
             "row": str(row + 1),
-            "query": shown(example.query),
-            "positive": shown(example.positives[0]),
+            "query": preview(example.query),
+            "positive": preview(example.positives[0]),
         }
 
 
@@ -163,7 +163,7 @@ class DataChecks:
             "Query and positives are equal, apart from case and spaces. Each copy is trained on again.",
             drop=copies,
             examples=[
-                self.train.shown(row) | {"the same as row": str(first + 1)}
+                self.train.preview(row) | {"the same as row": str(first + 1)}
                 for row, first in self._sample(copies.items())
             ],
         )
@@ -188,8 +188,8 @@ class DataChecks:
         examples = []
         for row, earlier in self._sample(near.items()):
             other = self.train.examples[earlier]
-            text = f"{earlier + 1}: {shown(other.query)} -> {shown(other.positives[0])}"
-            examples.append(self.train.shown(row) | {"near row": text})
+            text = f"{earlier + 1}: {preview(other.query)} -> {preview(other.positives[0])}"
+            examples.append(self.train.preview(row) | {"near row": text})
         return self._finding(
             "near_duplicates",
             "note",
@@ -228,7 +228,7 @@ class DataChecks:
             f"{len(equal):,d} are equal and {len(near):,d} nearly so. Scores on these say what was memorised.",
             drop=rows,
             examples=[
-                self.train.shown(row)
+                self.train.preview(row)
                 | {"in validation": near.get(row, "the same query")}
                 for row in self._sample(rows)
             ],
@@ -255,10 +255,10 @@ class DataChecks:
             f"More than {limit:,.0f} rows share one positive. Inside one batch they are no negatives of each other.",
             count=len(popular),
             examples=[
-                {"document": shown(items[key]), "rows": f"{count:,d}"}
+                {"document": preview(items[key]), "rows": f"{count:,d}"}
                 for key, count in self._sample(popular)
             ],
-            mend="vembed train cfg.yaml no_duplicates=true",
+            fix="vembed train cfg.yaml no_duplicates=true",
         )
 
     def _contradictions(self) -> Finding | None:
@@ -282,8 +282,8 @@ class DataChecks:
                 by_source[" and ".join(dict.fromkeys((positive_in, negative_in)))] += 1
                 examples.append(
                     {
-                        "query": shown(example.query),
-                        "document": shown(item),
+                        "query": preview(example.query),
+                        "document": preview(item),
                         "positive in": positive_in,
                         "negative in": negative_in,
                     }
@@ -327,7 +327,7 @@ class DataChecks:
                 }
                 for digest in self._sample(copies)
             ],
-            mend="vembed train cfg.yaml no_duplicates=true",
+            fix="vembed train cfg.yaml no_duplicates=true",
         )
 
     def _sample(self, values: Any) -> list[Any]:
@@ -343,17 +343,17 @@ class DataChecks:
         examples: Sequence[dict[str, str]],
         drop: Any = None,
         count: int = 0,
-        mend: str = "",
+        fix: str = "",
     ) -> Finding | None:
         """Return a finding of rows that `drop` holds, or of `count` things; None if there are none."""
         if drop is not None:
             self.rows_to_drop[kind] = set(drop)
             count = len(self.rows_to_drop[kind])
-            mend = cleaning_command(self.arguments, kind)
+            fix = cleaning_command(self.arguments, kind)
         if not count:
             return None
         share = count / max(len(self.train), 1)
-        return Finding(kind, severity, title, text, count, share, mend, list(examples))
+        return Finding(kind, severity, title, text, count, share, fix, list(examples))
 
 
 def cleaning_command(arguments: str, kind: str) -> str:
@@ -361,7 +361,7 @@ def cleaning_command(arguments: str, kind: str) -> str:
     return f"vembed audit {arguments} cleaned_path=cleaned.jsonl drop=[{kind}]"
 
 
-def shown(item: Item) -> str:
+def preview(item: Item) -> str:
     """An item for the page: its text, cut, and the names of its images."""
     parts = [f"[{image.path or 'image'}]" for image in item.images]
     text = item.text or ""

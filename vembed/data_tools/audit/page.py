@@ -58,7 +58,7 @@ def _finding_values(finding: Finding) -> dict[str, Any]:
         "severity": finding.severity,
         "count": f"{finding.count:,d} ({finding.share:.1%})",
         "text": finding.text,
-        "fix": finding.mend,
+        "fix": finding.fix,
         "columns": list(columns),
         "examples": rows,
     }

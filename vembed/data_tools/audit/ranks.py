@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vembed.data_tools.audit.checks import AuditedRows, Finding, cleaning_command, shown
+from vembed.data_tools.audit.checks import (
+    AuditedRows,
+    Finding,
+    cleaning_command,
+    preview,
+)
 from vembed.errors import UserError
 from vembed.mining.candidates import Candidates, CandidateStore
 from vembed.mining.choice import calibrate
@@ -132,7 +137,7 @@ class RankChecks:
             len(rows),
             len(rows) / max(len(self._data), 1),
             cleaning_command(self._arguments, kind),
-            [self._row_shown(int(row)) for row in rows[: self._num_examples]],
+            [self._row_preview(int(row)) for row in rows[: self._num_examples]],
         )
 
     def _false_negatives(self) -> Finding | None:
@@ -158,10 +163,10 @@ class RankChecks:
             document = self._inputs.documents.item(int(ranks.first[query]))
             examples.append(
                 {
-                    "query": shown(self._inputs.known.item(int(query))),
+                    "query": preview(self._inputs.known.item(int(query))),
                     "known positive scores": f"{ranks.best_score[query]:.3f}",
                     "candidate scores": f"{ranks.first_score[query]:.3f}",
-                    "candidate": shown(document),
+                    "candidate": preview(document),
                 }
             )
         data_path = self._config.data_path
@@ -181,12 +186,12 @@ class RankChecks:
             examples,
         )
 
-    def _row_shown(self, row: int) -> dict[str, str]:
+    def _row_preview(self, row: int) -> dict[str, str]:
         query = self._inputs.known.query_of_row[row]
         first = int(self._ranks.first[query])
-        return self._data.shown(row) | {
+        return self._data.preview(row) | {
             "documents above it": f"{self._above[row]:,d}",
-            "the first of them": shown(self._inputs.documents.item(first))
+            "the first of them": preview(self._inputs.documents.item(first))
             if first >= 0
             else "",
         }

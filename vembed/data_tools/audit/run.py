@@ -59,19 +59,19 @@ def audit(
     overrides: Sequence[str] = (),
     *,
     session: Session | None = None,
-    say: Log | None = None,
+    log: Log | None = None,
 ) -> AuditResult:
     """Check training data with the options of a YAML file, a dict or an `AuditConfig`. Collective, as `mine`."""
     config = load_options(AuditConfig, source, overrides)
     page = check_audit(config)
     json_path = page.with_suffix(".json")
     began = time.monotonic()
-    with open_session(session, say) as (running, log):
+    with open_session(session, log) as (running, log_line):
         inputs = read_inputs(mining_config(config))
         rows = inputs.rows
         data = AuditedRows.of(rows)
         for line in inputs.summary():
-            log(line)
+            log_line(line)
         validation = None
         if config.val_data_path is not None:
             changes = {"data_path": config.val_data_path, "on_bad_record": "skip"}
@@ -110,7 +110,7 @@ def audit(
                     for row in range(len(rows)):
                         if row not in dropped:
                             writer.write(rows.record(row))
-            log(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
+            log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         report = _report(config, inputs, data, findings, sources)
         if running.is_main:
             beginning = data_sections(config, inputs, data, validation)
@@ -118,11 +118,11 @@ def audit(
             replace_text(page, render(report["name"], report, beginning, findings))
             replace_text(json_path, json.dumps(report, indent=2) + "\n")
         for finding in findings:
-            log(
+            log_line(
                 f"{finding.severity}: {finding.title}: {finding.count:,d} ({finding.share:.1%})"
             )
         seconds = duration(time.monotonic() - began)
-        log(f"{page} and {json_path.name}: {len(findings)} findings, in {seconds}")
+        log_line(f"{page} and {json_path.name}: {len(findings)} findings, in {seconds}")
         running.barrier()
     return AuditResult(page, tuple(findings), report, num_cleaned)
 

@@ -72,22 +72,22 @@ def generate(
     overrides: Sequence[str] = (),
     *,
     session: Session | None = None,
-    say: Log | None = None,
+    log: Log | None = None,
 ) -> GenerateResult:
     """Make pairs from documents with the options of a YAML file, a dict or a `GenerateConfig`. Collective, as `mine`."""
     config = load_options(GenerateConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
-    with open_session(session, say) as (running, tell):
+    with open_session(session, log) as (running, log_line):
         made = _Generator(config, running)
-        tell(f"documents: {len(made.places):,d}")
+        log_line(f"documents: {len(made.places):,d}")
         made.write_blocks()
         left_out: Counter[str] = Counter()
         rows = list(_distinct(made.rows(), left_out))
-        tell(f"pairs: {len(rows):,d} made" + _reasons(left_out))
+        log_line(f"pairs: {len(rows):,d} made" + _reasons(left_out))
         if config.model_name is not None and rows:
             rows = _round_trip(config, rows, made.folder, running, left_out)
-            tell(f"round trip: {len(rows):,d} pairs kept" + _reasons(left_out))
+            log_line(f"round trip: {len(rows):,d} pairs kept" + _reasons(left_out))
         if running.is_main:
             with row_writer(target) as writer:
                 for row in rows:
@@ -96,20 +96,21 @@ def generate(
         if running.is_main and not config.keep_work:
             shutil.rmtree(made.folder, ignore_errors=True)
         running.barrier()
-        kept = dict(Counter(str(row["kind"]) for row in rows))
+        num_by_kind = dict(Counter(str(row["kind"]) for row in rows))
         seconds = time.monotonic() - began
         by_kind = ", ".join(
-            f"{kind} {count:,d}" for kind, count in sorted(kept.items())
+            f"{kind} {count:,d}" for kind, count in sorted(num_by_kind.items())
         )
-        tell(f"{target}: {len(rows):,d} rows ({by_kind}), in {duration(seconds)}")
-    return GenerateResult(target, len(rows), kept, dict(left_out), seconds)
+        log_line(f"{target}: {len(rows):,d} rows ({by_kind}), in {duration(seconds)}")
+    return GenerateResult(target, len(rows), num_by_kind, dict(left_out), seconds)
 
 
 class _Generator:
     """Makes the pairs of all documents, block by block; the ranks share the blocks."""
 
     def __init__(self, config: GenerateConfig, session: Session) -> None:
-        self._config, self._session = config, session
+        self._config = config
+        self._session = session
         paths = (
             [config.corpus_path]
             if isinstance(config.corpus_path, str)
@@ -183,22 +184,24 @@ class _Generator:
         for number in range(block * BLOCK, min((block + 1) * BLOCK, len(self.places))):
             record, item = self._read(self.places[number])
             identity = document_id(record)
-            own: dict[str, Any] = {} if identity is None else {"document_id": identity}
+            id_field: dict[str, Any] = (
+                {} if identity is None else {"document_id": identity}
+            )
             if self._free or not self._written:
                 # By content: a document gets the same pairs wherever it stands in the files.
                 random = np.random.default_rng(
                     [self._config.seed, self.places[number].key]
                 )
-                found = pairs_of(record, item, self._free, random)
+                pairs = pairs_of(record, item, self._free, random)
                 rows += [
-                    {"query": query, "positive": positive, "kind": kind, **own}
-                    for kind, (query, positive) in found
+                    {"query": query, "positive": positive, "kind": kind, **id_field}
+                    for kind, (query, positive) in pairs
                 ]
-                if not found:
-                    rows.append({"kind": "no kind fits", **own})
+                if not pairs:
+                    rows.append({"kind": "no kind fits", **id_field})
             if item.text:
                 for kind in self._written:
-                    row = {"positive": item.text, "kind": kind, **own}
+                    row = {"positive": item.text, "kind": kind, **id_field}
                     prompts.append(
                         (
                             prompt_for(
@@ -228,13 +231,13 @@ class _Generator:
         if not places:
             return known
         # The seed of a block, so that its text does not depend on the rank that writes it.
-        found = self._writer().write(
+        answers = self._writer().write(
             [prompts[place] for place in places], self._config.seed + block
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write("\n")  # the last line may be half of one
-            for number, text in found:
+            for number, text in answers:
                 known[places[number]] = text
                 file.write(json.dumps([places[number], text]) + "\n")
                 file.flush()
@@ -248,15 +251,15 @@ class _Generator:
 
 def _kept_answers(path: Path) -> dict[int, str]:
     """Return the answers of an earlier run to prompts of a block, by the place of the prompt."""
-    found: dict[int, str] = {}
+    answers: dict[int, str] = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 place, text = json.loads(line)
             except ValueError:  # the last line of a process that was killed
                 continue
-            found[int(place)] = str(text)
-    return found
+            answers[int(place)] = str(text)
+    return answers
 
 
 def _data_options(config: GenerateConfig) -> DataOptions:
@@ -270,7 +273,7 @@ def _data_options(config: GenerateConfig) -> DataOptions:
 
 def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]:
     """Distinct documents, in the order of the files."""
-    found: dict[int, _Place] = {}
+    by_content: dict[int, _Place] = {}
     problems: list[str] = []
     for number, file in enumerate(files):
         for place, line, record in file.reader.rows():
@@ -279,13 +282,13 @@ def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]
             except UserError as error:
                 problems.append(f"{file.reader.where(line)}: {error}")
                 continue
-            found.setdefault(key, _Place(number, place, key))
+            by_content.setdefault(key, _Place(number, place, key))
     if problems and config.on_bad_record == "stop":
         raise UserError(
             f"{len(problems):,d} documents cannot be used, fix them, or set on_bad_record: skip to leave them out:\n  "
             + "\n  ".join(problems[:10])
         )
-    places = list(found.values())
+    places = list(by_content.values())
     if not places:
         raise UserError(
             f"{', '.join(file.reader.name for file in files)} holds no documents"
@@ -305,9 +308,9 @@ def _examples(config: GenerateConfig) -> list[tuple[str, str]]:
     rows = open_rows(DataOptions(data_path=config.examples_path))
     examples = [rows.example(row) for row in range(min(len(rows), 1000))]
     return [
-        (one.query.text, one.positives[0].text)
-        for one in examples
-        if one.query.text and one.positives[0].text
+        (example.query.text, example.positives[0].text)
+        for example in examples
+        if example.query.text and example.positives[0].text
     ]
 
 
@@ -320,7 +323,8 @@ def _distinct(
         if "query" not in row:
             left_out[str(row["kind"])] += 1
             continue
-        query, positive = casefolded(str(row["query"])), json.dumps(row["positive"])
+        query = casefolded(str(row["query"]))
+        positive = json.dumps(row["positive"])
         if query == casefolded(str(row["positive"])):
             left_out["the query is the document"] += 1
         elif (query, positive) in seen:
@@ -373,24 +377,25 @@ def _round_trip(
     inputs = read_inputs(mining)
     store = CandidateStore(mining, inputs.documents, inputs.known, folder, session)
     store.find_all()
-    positives, known = store.scores_of(inputs.known.positives), inputs.known
+    positives = store.scores_of(inputs.known.positives)
+    known = inputs.known
     codes = known.positives.queries << 32 | known.positives.documents
-    scores = np.concatenate([one.scores for one in store.chunks()])
-    kept = []
+    scores = np.concatenate([chunk.scores for chunk in store.chunks()])
+    kept_rows = []
     for number, row in enumerate(rows):
         query = int(known.query_of_row[number])
         document = inputs.documents.find_contents(
             [content_key(inputs.rows.example(number).positives[0])]
         )[0]
         # `codes` is ascending, as pairs are, and holds every positive of the rows.
-        own = positives[np.searchsorted(codes, query << 32 | int(document))]
+        score = positives[np.searchsorted(codes, query << 32 | int(document))]
         # The candidates leave out the known positives, so that those above it are counted by score.
-        if int((scores[query] > own).sum()) < config.round_trip_top_k:
-            kept.append(row)
+        if int((scores[query] > score).sum()) < config.round_trip_top_k:
+            kept_rows.append(row)
         else:
             left_out[f"round trip: not among the first {config.round_trip_top_k}"] += 1
     collectives.barrier()
-    return kept
+    return kept_rows
 
 
 def _reasons(left_out: Counter[str]) -> str:

@@ -47,7 +47,8 @@ class EndpointWriter:
     """A model behind an OpenAI-compatible endpoint."""
 
     def __init__(self, writer: Writer) -> None:
-        self._writer, self._client = writer, ChatClient(writer, writer.model)
+        self._writer = writer
+        self._client = ChatClient(writer, writer.model)
 
     def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:  # noqa: ARG002
         """The number of each prompt, and what was written, as answers come in."""
@@ -62,7 +63,8 @@ class LocalWriter:
     def __init__(
         self, writer: Writer, config: GenerateConfig, device: torch.device
     ) -> None:
-        self._writer, self._device = writer, device
+        self._writer = writer
+        self._device = device
         folder = whole_model_folder(writer.model, option="writer")
         self._tokenizer = open_tokenizer(
             folder, padding_side="left", trust_remote_code=config.trust_remote_code
@@ -99,7 +101,7 @@ class LocalWriter:
                 max_length=self._writer.max_length,
             ).to(self._device)
             with torch.inference_mode():
-                found = self._model.generate(
+                tokens = self._model.generate(
                     input_ids=inputs["input_ids"],
                     attention_mask=inputs["attention_mask"],
                     max_new_tokens=self._writer.max_new_tokens,
@@ -107,7 +109,7 @@ class LocalWriter:
                     **sampling,
                 )
             written = self._tokenizer.batch_decode(
-                found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+                tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
             )
             yield from enumerate(written, start)
 
@@ -168,28 +170,28 @@ def prompt_for(
     assert config.writer is not None, "the config asks for it"
     persona = config.personas[number % len(config.personas)] if config.personas else ""
     language = config.language or "the language of the document"
-    shown = ""
+    example_text = ""
     if examples and config.num_examples:
         draw = np.random.default_rng([config.seed, 2, number])
         chosen = draw.choice(
             len(examples), min(config.num_examples, len(examples)), replace=False
         )
-        shown = "\n\n".join(
-            f"Document: {examples[one][1]}\n{NOUNS[kind]}: {examples[one][0]}"
-            for one in chosen
+        example_text = "\n\n".join(
+            f"Document: {examples[index][1]}\n{NOUNS[kind]}: {examples[index][0]}"
+            for index in chosen
         )
     # About four characters to a token; a local writer is cut exactly, by its tokenizer.
     cut = document[: 4 * config.writer.max_length]
     if kind in config.prompts:
         return config.prompts[kind].format(
-            document=cut, language=language, persona=persona, examples=shown
+            document=cut, language=language, persona=persona, examples=example_text
         )
     parts = [PROMPTS[kind]]
     if persona:
         parts.append(f"Write it as {persona} would.")
     parts += [f"Write in {language}.", RULES.format(noun=NOUNS[kind])]
-    if shown:
-        parts.append(f"Examples:\n\n{shown}\n")
+    if example_text:
+        parts.append(f"Examples:\n\n{example_text}\n")
     parts.append(f"Document: {cut}\n{NOUNS[kind]}:")
     return "\n".join(parts)
 

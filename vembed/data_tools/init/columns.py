@@ -217,7 +217,7 @@ def guess(
     reasons: dict[str, str] = {}
     longest = max((column.mean_length for column in free), default=1.0) or 1.0
     # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
-    while left := [
+    while unassigned := [
         role
         for role in missing
         if not any(target.startswith(role) for target in mapping.values())
@@ -228,7 +228,7 @@ def guess(
         scored = [
             (_score(column, role, longest), -place, role, column)
             for place, column in enumerate(open_columns)
-            for role in left
+            for role in unassigned
         ]
         # Of equal scores the earlier column.
         _, _, role, best = max(scored, key=lambda entry: entry[:2])

@@ -75,11 +75,11 @@ def data_facts(config: TrainConfig) -> DataFacts:
     """Return the page and the figures on it."""
     with unlogged():
         sets = open_sets(config, compares=True)
-    read = [*sets.examples.summary()]
+    read_lines = [*sets.examples.summary()]
     if sets.evaluation is not None:
-        read.append(f"validation: {sets.evaluation.summary()}")
-    read += [f"warning: {one}" for one in sets.warnings]
-    page = sections(sets.examples, read, config.model)
+        read_lines.append(f"validation: {sets.evaluation.summary()}")
+    read_lines += [f"warning: {warning}" for warning in sets.warnings]
+    page = sections(sets.examples, read_lines, config.model)
     sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
     figures: dict[str, Any] = {
         "num_examples": len(sets.examples),
@@ -87,15 +87,16 @@ def data_facts(config: TrainConfig) -> DataFacts:
         "validation": None if sets.evaluation is None else sets.evaluation.summary(),
         "warnings": list(sets.warnings),
     }
-    for one in page:
-        figures |= one.figures
+    for section in page:
+        figures |= section.figures
     return DataFacts(as_text(page), figures)
 
 
 @contextmanager
 def unlogged() -> Iterator[None]:
     """Keep the log's lines from the console: the page has the same ones. Without a handler Python prints warnings."""
-    log, silent = logging.getLogger("vembed"), logging.NullHandler()
+    log = logging.getLogger("vembed")
+    silent = logging.NullHandler()
     log.addHandler(silent)
     try:
         yield
@@ -108,38 +109,38 @@ def sections(
 ) -> list[Section]:
     """Return the parts of the page. `read`: lines on what was read, left out and found in the validation data too.
     `model`: None where no model is named."""
-    some = [examples[index] for index in spread(len(examples), MOST_READ)]
-    found = [
+    sample = [examples[index] for index in spread(len(examples), MOST_READ)]
+    page = [
         Section("what was read", tuple(read)),
-        _repetitions(some, len(examples)),
-        _negatives(some),
+        _repetitions(sample, len(examples)),
+        _negatives(sample),
     ]
     if len(examples.names) > 1:
-        found.append(Section("sources side by side", (), _side_by_side(examples)))
+        page.append(Section("sources side by side", (), _side_by_side(examples)))
     if model is not None and local_model(model.model_name) is not None:
         from vembed.data_tools.init.model_inputs import (
             lengths_and_samples,  # imports torch, which takes seconds
         )
 
-        return [*found, *lengths_and_samples(model, some)]
+        return [*page, *lengths_and_samples(model, sample)]
     why = (
         "no model is named"
         if model is None
         else f"{model.model_name} is not on this machine yet"
     )
-    return [*found, _words(some, why), _raw_samples(some, why)]
+    return [*page, _words(sample, why), _raw_samples(sample, why)]
 
 
 def as_text(page: Sequence[Section]) -> str:
     """Return the page for a console."""
     blocks = []
-    for one in page:
-        lines = [*one.lines, *_aligned(one.table)]
-        short = len(lines) == 1 and len(lines[0]) + len(one.title) < SHORT
+    for section in page:
+        lines = [*section.lines, *_aligned(section.table)]
+        short = len(lines) == 1 and len(lines[0]) + len(section.title) < SHORT
         blocks.append(
-            f"{one.title}: {lines[0]}"
+            f"{section.title}: {lines[0]}"
             if short
-            else "\n  ".join([f"{one.title}:", *lines])
+            else "\n  ".join([f"{section.title}:", *lines])
         )
     return "\n\n".join(blocks) + "\n"
 
@@ -161,41 +162,37 @@ def _aligned(table: Sequence[Row]) -> list[str]:
 
 
 def _repetitions(examples: Sequence[Example], total: int) -> Section:
-    queries = Counter(normal_key(one.query) for one in examples)
-    positives = Counter(normal_key(item) for one in examples for item in one.positives)
-    pairs = Counter(
-        (normal_key(one.query), normal_key(item))
-        for one in examples
-        for item in one.positives
-    )
-    named: list[tuple[str, Counter[Any]]] = [
-        ("queries", queries),
-        ("positives", positives),
-        ("pairs", pairs),
-    ]
-    found = {
-        name: {"different": len(each), "repeated": sum(each.values()) - len(each)}
-        for name, each in named
-    }
-    own = sum(
-        normal_key(one.query) in {normal_key(item) for item in one.positives}
-        for one in examples
-    )
+    queries: Counter[Any] = Counter()
+    positives: Counter[Any] = Counter()
+    pairs: Counter[Any] = Counter()
+    num_self_positive = 0
+    for example in examples:
+        query_key = normal_key(example.query)
+        positive_keys = [normal_key(item) for item in example.positives]
+        queries[query_key] += 1
+        positives.update(positive_keys)
+        pairs.update((query_key, key) for key in positive_keys)
+        num_self_positive += query_key in positive_keys
+    counters = {"queries": queries, "positives": positives, "pairs": pairs}
+    repetitions: dict[str, dict[str, int]] = {}
+    lines = []
+    for name, counter in counters.items():
+        different = len(counter)
+        repeated = counter.total() - different
+        repetitions[name] = {"different": different, "repeated": repeated}
+        noun = "repetition" if repeated == 1 else "repetitions"
+        lines.append(f"{name}: {different:,d} different, {repeated:,d} {noun}")
     of = (
         f" (of {len(examples):,d} examples spread over all {total:,d})"
         if len(examples) < total
         else ""
     )
-    lines = [
-        f"{name}: {one['different']:,d} different, {one['repeated']:,d} repetition{'' if one['repeated'] == 1 else 's'}"
-        for name, one in found.items()
-    ]
-    if own:
-        lines.append(f"{own:,d} examples have their own query as a positive")
-    figures = {
-        "num_counted": len(examples),
-        "repetitions": {**found, "queries_that_are_their_positive": {"examples": own}},
-    }
+    if num_self_positive:
+        lines.append(
+            f"{num_self_positive:,d} examples have their own query as a positive"
+        )
+    repetitions["queries_that_are_their_positive"] = {"examples": num_self_positive}
+    figures = {"num_counted": len(examples), "repetitions": repetitions}
     return Section(
         f"repetitions{of}, where case, spaces and punctuation do not count",
         tuple(lines),
@@ -209,8 +206,8 @@ def _side_by_side(examples: Examples) -> tuple[Row, ...]:
     for index in spread(len(examples), MOST_READ):
         groups[examples.source_of(index)].append(examples[index])
     columns = [
-        _column(*one)
-        for one in zip(examples.names, examples.sizes, groups, strict=True)
+        _column(*source)
+        for source in zip(examples.names, examples.sizes, groups, strict=True)
     ]
     heads = (
         "source",
@@ -228,20 +225,20 @@ def _column(name: str, size: int, examples: Sequence[Example]) -> tuple[str, ...
     """Return the figures of one source."""
     if not examples:
         return (name, f"{size:,d}", "", "", "", "", "")
-    documents = [item for one in examples for item in one.positives]
+    documents = [item for example in examples for item in example.positives]
     return (
         name,
         f"{size:,d}",
-        f"{1 - len({normal_key(one.query) for one in examples}) / len(examples):.0%}",
+        f"{1 - len({normal_key(example.query) for example in examples}) / len(examples):.0%}",
         f"{1 - len({normal_key(item) for item in documents}) / len(documents):.0%}",
-        f"{sum(len(one.negatives) for one in examples) / len(examples):.1f}",
-        f"{np.median([len(one.query.text or '') for one in examples]):,.0f}",
+        f"{sum(len(example.negatives) for example in examples) / len(examples):.1f}",
+        f"{np.median([len(example.query.text or '') for example in examples]):,.0f}",
         f"{np.median([len(item.text or '') for item in documents]):,.0f}",
     )
 
 
 def _negatives(examples: Sequence[Example]) -> Section:
-    counts = Counter(len(one.negatives) for one in examples)
+    counts = Counter(len(example.negatives) for example in examples)
     if set(counts) == {0}:
         lines = [
             "none given; the other documents of the batch serve (vembed mine finds hard ones)"
@@ -253,13 +250,10 @@ def _negatives(examples: Sequence[Example]) -> Section:
                 for number, count in sorted(counts.items())[:8]
             )
         ]
-    wrong = sum(
-        bool(
-            {normal_key(item) for item in one.negatives}
-            & {normal_key(item) for item in one.positives}
-        )
-        for one in examples
-    )
+    wrong = 0
+    for example in examples:
+        negative_keys = {normal_key(item) for item in example.negatives}
+        wrong += any(normal_key(item) in negative_keys for item in example.positives)
     if wrong:
         lines.append(
             f"warning: {wrong:,d} examples have one of their positives among their negatives"

@@ -41,8 +41,8 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     store = open_examples(config, config.data.data_path)
     for line in store.summary():
         log.info(line)
-    doubts = store.warnings()
-    for line in doubts:
+    source_warnings = store.warnings()
+    for line in source_warnings:
         log.warning(line)
     evaluation: EvalData | None = None
     by_task = given_by_task(config, store)
@@ -65,30 +65,32 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     elif config.data.val_data_path:
         evaluation = open_eval_data(config, config.data.val_data_path)
     if evaluation is None:
-        return Sets(store, None, tuple(doubts))
+        return Sets(store, None, tuple(source_warnings))
     log.info(evaluation.summary())
     for name, data in by_task.items():
         log.info("task %s: %s", name, data.summary())
     # On one rank: all would find the same, and it reads all data.
-    found = warnings_of(find_overlap(store, eval_pairs(evaluation))) if compares else []
-    for line in found:
+    overlaps = (
+        warnings_of(find_overlap(store, eval_pairs(evaluation))) if compares else []
+    )
+    for line in overlaps:
         log.warning(line)
-    return Sets(store, evaluation, (*doubts, *found), by_task)
+    return Sets(store, evaluation, (*source_warnings, *overlaps), by_task)
 
 
 def given_by_task(config: TrainConfig, store: ExampleStore) -> dict[str, EvalData]:
     """Return the validation data that sources name, with the prompts of their sources."""
     names = task_names(config, store.names)
-    found: dict[str, EvalData] = {}
+    by_task: dict[str, EvalData] = {}
     for name, source in zip(names, config.data.sources(), strict=True):
         if source.val_data_path is not None:
             read_as = ReadAs(
                 source.query_prompt, source.document_prompt, source.max_length
             )
-            found[_free_name(name, found)] = open_eval_data(
+            by_task[_free_name(name, by_task)] = open_eval_data(
                 config, source.val_data_path
             ).read_as(read_as)
-    return found
+    return by_task
 
 
 def held_by_task(config: TrainConfig, parts: HeldOut) -> dict[str, EvalData]:

@@ -38,35 +38,41 @@ def lengths_and_samples(
 def _lengths(
     examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription
 ) -> Section:
-    found = {}
+    stats_of = {}
     for name, items in kinds_of(examples):
-        texts = [one for one in featuriser.features(items) if one.modality == "text"]
-        if not texts:
+        lengths = np.asarray(
+            [
+                feature.length
+                for feature in featuriser.features(items)
+                if feature.modality == "text"
+            ]
+        )
+        if not len(lengths):
             continue
-        lengths = np.asarray([one.length for one in texts])
         middle, most = np.quantile(lengths, [0.5, 0.99])
         full = (
             int((lengths >= description.max_length).sum())
             if not description.traits.has_fixed_length
             else 0
         )
-        found[name] = {
+        stats_of[name] = {
             "median": round(middle),
             "at_most_99_percent": round(most),
             "longest": int(lengths.max()),
             "fill_max_length": full,
-            "measured": len(texts),
+            "measured": len(lengths),
         }
     lines = [
-        f"{name}: median {one['median']:,d}, 99 % at most {one['at_most_99_percent']:,d}, longest {one['longest']:,d}; "
-        f"{one['fill_max_length']:,d} of {one['measured']:,d} fill max_length, and what is longer is cut there"
-        for name, one in found.items()
+        f"{name}: median {stats['median']:,d}, 99 % at most {stats['at_most_99_percent']:,d}, "
+        f"longest {stats['longest']:,d}; {stats['fill_max_length']:,d} of {stats['measured']:,d} fill max_length, "
+        "and what is longer is cut there"
+        for name, stats in stats_of.items()
     ]
     title = f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d})"
     return Section(
         title,
         tuple(lines),
-        figures={"lengths": found, "max_length": description.max_length},
+        figures={"lengths": stats_of, "max_length": description.max_length},
     )
 
 

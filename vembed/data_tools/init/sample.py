@@ -85,13 +85,14 @@ def _num_records(reader: Format) -> tuple[int, bool]:
 def texts_of(value: Any) -> list[str | None]:
     """Return the texts of a field, which may be a list and have objects; None for each entry that is not text alone."""
     entries: list[Any] = value if isinstance(value, list) else [value]
-    return [_text_of(one) for one in entries if one is not None]
+    return [_text_of(entry) for entry in entries if entry is not None]
 
 
 def _text_of(entry: Any) -> str | None:
     if not isinstance(entry, dict):
         return entry if isinstance(entry, str) else None
-    text, title = entry.get("text"), entry.get("title")
+    text = entry.get("text")
+    title = entry.get("title")
     if not isinstance(text, str) or any(
         entry.get(name) is not None for name in ("image", "images", "bytes", "path")
     ):
@@ -135,8 +136,8 @@ def _decoded(path: Path, raw: bytes) -> tuple[str, str | None]:
         line = raw.count(b"\n", 0, error.start) + 1
     # In UTF-8 with a damaged place the other letters beyond ASCII are whole; text in Windows-1252 has hardly any such.
     read = raw.decode("utf-8", "surrogateescape")
-    broken = sum("\udc80" <= one <= "\udcff" for one in read)
-    whole = sum(not one.isascii() for one in read) - broken
+    broken = sum("\udc80" <= letter <= "\udcff" for letter in read)
+    whole = sum(not letter.isascii() for letter in read) - broken
     if whole <= broken:
         try:
             return raw.decode("cp1252"), "cp1252"

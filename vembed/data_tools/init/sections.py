@@ -36,13 +36,13 @@ def kinds_of(examples: Sequence[Example]) -> list[tuple[str, list[tuple[Item, Ki
     """Return the queries and the documents of some examples, with how the model reads them."""
     chosen = [examples[index] for index in spread(len(examples), MOST_MEASURED)]
     return [
-        ("queries", [(one.query, "query") for one in chosen]),
+        ("queries", [(example.query, "query") for example in chosen]),
         (
             "documents",
             [
                 (item, "document")
-                for one in chosen
-                for item in (*one.positives, *one.negatives)
+                for example in chosen
+                for item in (*example.positives, *example.negatives)
             ],
         ),
     ]

@@ -66,9 +66,9 @@ def run_tune(
     *,
     nproc: int = 0,
     is_dry_run: bool = False,
-    give: Callable[[dict[str, Any]], object] = lambda _: None,
+    on_result: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> int:
-    """Search, or go on with a search; write the best config and the picture. Return the exit code. `give` gets the
+    """Search, or go on with a search; write the best config and the picture. Return the exit code. `on_result` gets the
     result."""
     _optuna()
     if WORKER in os.environ:
@@ -107,7 +107,7 @@ def run_tune(
         raise RunError(f"no trial came to its end; the logs are in {search.folder}")
     outcome = write_outcome(search.folder, search.config, search.overrides, study)
     sys.stdout.write("".join(f"{line}\n" for line in outcome.lines))
-    give(outcome.to_dict())
+    on_result(outcome.to_dict())
     return 0
 
 

@@ -16,7 +16,7 @@ from vembed.config.negatives import EpochMining
 from vembed.data.examples import Example, Item, Kind
 from vembed.errors import UserError
 from vembed.inference.encoding import encode_rank_items
-from vembed.mining.own_model import OwnMiner
+from vembed.mining.example_miner import ExampleMiner
 from vembed.progress import duration
 from vembed.training.hooks.base import Hook, Run, StepReport
 
@@ -29,7 +29,7 @@ FOLDER = "mining"
 class MinedExamples:
     """The examples of a run with the negatives of the newest mining."""
 
-    def __init__(self, miner: OwnMiner, numbers_EN: Tensor) -> None:
+    def __init__(self, miner: ExampleMiner, numbers_EN: Tensor) -> None:
         """`numbers_EN`: documents of each example, -1 where there are fewer. It is read anew for each example."""
         self._miner, self._numbers = miner, numbers_EN
 
@@ -55,7 +55,7 @@ class EpochMiner(Hook):
                 "mine needs pairs of queries and documents, and the data are texts or images with labels"
             )
         self._run = run
-        self._miner = OwnMiner(
+        self._miner = ExampleMiner(
             self._options,
             run.config.data,
             examples,

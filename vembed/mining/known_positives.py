@@ -76,27 +76,31 @@ class Pairs:
         return Pairs(pairs.queries - first, pairs.documents)
 
 
-class Known:
+class KnownPositives:
     """The distinct queries, which query each row has, and what is known of them."""
 
     def __init__(
         self, rows: RowSource, documents: Documents, options: DataOptions
     ) -> None:
         self._rows = rows
-        queries, first_rows, place = array("q"), array("q"), dict[int, int]()
+        queries = array("q")
+        first_rows = array("q")
+        numbers = dict[int, int]()
         exact = array("q")
-        positives, negatives, own = _PairList(), _PairList(), _PairList()
+        positives = _PairList()
+        negatives = _PairList()
+        texts = _PairList()
         ids = _Ids(options)
         for row in range(len(rows)):
             example = rows.example(row)
             key = content_key(example.query)
             # Queries are numbered by first occurrence: the same on every rank.
-            query = place.setdefault(key, len(place))
+            query = numbers.setdefault(key, len(numbers))
             queries.append(query)
             if query == len(first_rows):
                 first_rows.append(row)
                 exact.append(example.query.key())
-                own.add(query, key)
+                texts.add(query, key)
             for item in example.positives:
                 positives.add(query, content_key(item))
             for item in example.negatives:
@@ -111,7 +115,7 @@ class Known:
         """Known positives of each query: of all its rows, by content, and by id."""
         self.negatives = negatives.pairs(documents)
         """Negatives that the rows already have."""
-        self.own = own.pairs(documents)
+        self.own = texts.pairs(documents)
         """Documents with the content of the query itself."""
 
     @property
@@ -136,7 +140,8 @@ class _PairList:
     """(query, content) pairs that are being collected."""
 
     def __init__(self) -> None:
-        self.queries, self.keys = array("q"), array("q")
+        self.queries = array("q")
+        self.keys = array("q")
 
     def add(self, query: int, key: int) -> None:
         self.queries.append(query)
@@ -145,8 +150,10 @@ class _PairList:
     def pairs(self, documents: Documents) -> Pairs:
         """Those whose content is a document."""
         numbers = documents.find_contents(np.array(self.keys, np.int64))
-        there = numbers >= 0
-        return Pairs.of(np.array(self.queries, np.int64)[there], numbers[there])
+        is_document = numbers >= 0
+        return Pairs.of(
+            np.array(self.queries, np.int64)[is_document], numbers[is_document]
+        )
 
 
 class _Ids:
@@ -167,72 +174,69 @@ class _Ids:
         self.has_field = {"query_id_field": False, "positive_id_field": False}
 
     def add(self, query: int, record: dict[str, Any]) -> None:
-        name = next(
-            (name for name in self.query_fields if record.get(name) is not None), None
-        )
+        name = _first_present(self.query_fields, record)
         if name is not None:
             self.queries[str(record[name])] = query
             self.has_field["query_id_field"] = True
-        name = next(
-            (name for name in self.positive_fields if record.get(name) is not None),
-            None,
-        )
+        name = _first_present(self.positive_fields, record)
         if name is not None:
-            given = record[name] if isinstance(record[name], list) else [record[name]]
-            self.positives += [(query, str(one)) for one in given]
+            values = record[name] if isinstance(record[name], list) else [record[name]]
+            self.positives += [(query, str(identity)) for identity in values]
             self.has_field["positive_id_field"] = True
 
     def pairs(
         self, documents: Documents, qrels: dict[str, list[str]]
     ) -> tuple[Pairs, list[str]]:
-        for option, given in (
+        for option, field in (
             ("query_id_field", self.options.query_id_field),
             ("positive_id_field", self.options.positive_id_field),
         ):
-            if given and not self.has_field[option]:
-                raise UserError(f"{option}: {given} is a field that no row has")
-        found = self.positives + [
-            (self.queries[identity], one)
-            for identity, many in qrels.items()
-            if identity in self.queries
-            for one in many
-        ]
+            if field and not self.has_field[option]:
+                raise UserError(f"{option}: {field} is a field that no row has")
+        pairs = list(self.positives)
+        has_query = False
+        for query_id, document_ids in qrels.items():
+            query = self.queries.get(query_id)
+            if query is not None:
+                has_query = True
+                pairs += [(query, identity) for identity in document_ids]
         notes = []
-        if qrels and not any(identity in self.queries for identity in qrels):
+        if qrels and not has_query:
             notes.append(
                 "qrels: no row has the id of a query in them, so they add no known positive"
             )
-        numbers = documents.find_ids([identity for _, identity in found])
-        there = numbers >= 0
-        if documents.has_ids and len(found) and not there.all():
-            missing = next(
-                identity
-                for (_, identity), is_there in zip(found, there, strict=True)
-                if not is_there
-            )
+        identities = [identity for _, identity in pairs]
+        numbers = documents.find_ids(identities)
+        is_document = numbers >= 0
+        missing = np.flatnonzero(~is_document)
+        if documents.has_ids and len(missing):
             notes.append(
-                f"ids: {int((~there).sum()):,d} ids of positives are not in the corpus, the first: {missing}"
+                f"ids: {len(missing):,d} ids of positives are not in the corpus, "
+                f"the first: {identities[missing[0]]}"
             )
-        return Pairs.of(
-            np.array([query for query, _ in found], np.int64)[there], numbers[there]
-        ), notes
+        queries = np.array([query for query, _ in pairs], np.int64)
+        return Pairs.of(queries[is_document], numbers[is_document]), notes
+
+
+def _first_present(names: Sequence[str], record: dict[str, Any]) -> str | None:
+    for name in names:
+        if record.get(name) is not None:
+            return name
+    return None
 
 
 def _qrels(options: DataOptions) -> dict[str, list[str]]:
     """Return relevant pairs from qrels: the file that is given, or those of the corpus's BEIR-style folders."""
     if options.qrels_path is not None:
         return read_qrels(Path(options.qrels_path))
-    given: Sequence[str] = (
-        [options.corpus_path]
-        if isinstance(options.corpus_path, str)
-        else options.corpus_path or []
-    )
+    corpus_paths = options.corpus_path or []
+    if isinstance(corpus_paths, str):
+        corpus_paths = [corpus_paths]
     relevant: dict[str, list[str]] = {}
-    for path in given:
+    for path in corpus_paths:
         folder = Path(path).expanduser()
         if is_beir_folder(folder) and qrels_files(folder):
-            for identity, found in read_qrels(
-                qrels_file(folder, options.split)
-            ).items():
-                relevant.setdefault(identity, []).extend(found)
+            judged = read_qrels(qrels_file(folder, options.split))
+            for identity, documents in judged.items():
+                relevant.setdefault(identity, []).extend(documents)
     return relevant

@@ -1,4 +1,4 @@
-"""OwnMiner: hard negatives for the examples of a training run, found by the run's own model."""
+"""ExampleMiner: hard negatives for the examples of a training run, found by the run's own model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vembed.mining.candidates import CHUNK, Candidates, ClaimFinder, with_claims
 from vembed.mining.choice import Chooser, Limits, calibrate, of_turn
 from vembed.mining.config import DataOptions, MineConfig
 from vembed.mining.documents import array_identity, open_documents
-from vembed.mining.known import Known, Pairs
+from vembed.mining.known_positives import KnownPositives, Pairs
 from vembed.mining.record_tables import Table
 from vembed.mining.search import pair_scores, search
 from vembed.mining.vectors import VectorStore, encode_together
@@ -50,7 +50,8 @@ class _ExampleRows:
     tables: Sequence[Table] = ()
 
     def __init__(self, examples: TrainingExamples, *, has_ids: bool) -> None:
-        self._examples, self._has_ids = examples, has_ids
+        self._examples = examples
+        self._has_ids = has_ids
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -77,7 +78,7 @@ class Mined:
     """Result of `threshold: auto`, or nothing."""
 
 
-class OwnMiner:
+class ExampleMiner:
     """Miner for the examples of one run. All ranks make one and call its methods together."""
 
     def __init__(
@@ -91,7 +92,8 @@ class OwnMiner:
         normalize: bool,
     ) -> None:
         """Read all examples, and the corpus if there is one. `normalize`: vectors get length 1."""
-        self._examples, self._session = examples, session
+        self._examples = examples
+        self._session = session
         self._options = MineConfig.model_validate(
             options.model_dump(
                 exclude={"every_epochs", "at_start", "corpus_path"}, exclude_unset=True
@@ -108,7 +110,7 @@ class OwnMiner:
         )
         rows = _ExampleRows(examples, has_ids=options.corpus_path is not None)
         self.documents = open_documents(data_options, rows)
-        self._known = Known(rows, self.documents, data_options)
+        self._known = KnownPositives(rows, self.documents, data_options)
         self._excluded = self._known.excluded(with_negatives=True)
         self._unit = normalize
         self.fingerprint = short_hash(array_identity(self.documents.exact))
@@ -141,28 +143,27 @@ class OwnMiner:
         ):
             encode_together(store, item, encode, self._session, unit=self._unit)
         options = self._options.model_copy(update={"seed": self._options.seed + epoch})
-        limits, note = Limits.of(options), ""
+        limits = Limits.of(options)
+        note = ""
         if options.threshold == "auto":
             calibration = calibrate(self._candidates(*stores), options)
-            limits, note = (
-                calibration.limits,
-                calibration.summary(options.max_false_negative_rate),
-            )
+            limits = calibration.limits
+            note = calibration.summary(options.max_false_negative_rate)
         chooser = Chooser(options, limits, self.documents, self._session)
-        found = [
+        chunks = [
             chooser.choose(candidates, options.budget)
             for candidates in self._candidates(*stores)
         ]
-        documents = np.concatenate([one.documents for one in found])
-        scores = np.concatenate([one.scores for one in found])
+        documents = np.concatenate([chunk.documents for chunk in chunks])
+        scores = np.concatenate([chunk.scores for chunk in chunks])
         # A rank may still read vectors that rank 0 is about to remove.
         self._session.barrier()
         self._clear(folder)
-        there = documents >= 0
+        is_document = documents >= 0
         by_example = self._in_turns(documents)
         return Mined(
             by_example,
-            float(scores[there].mean()) if there.any() else float("nan"),
+            float(scores[is_document].mean()) if is_document.any() else float("nan"),
             int((by_example < 0).any(axis=1).sum()),
             note,
         )
@@ -198,7 +199,7 @@ class OwnMiner:
             vectors = queries.between(first, last)
             among = self._excluded.among(first, last)
             excluded = Pairs(among.queries - first, among.documents)
-            found, scores = search(
+            nearest, scores = search(
                 vectors,
                 documents,
                 self.documents.num_candidates,
@@ -208,23 +209,26 @@ class OwnMiner:
             )
             known = self._known.positives.among(first, last)
             positives = Pairs(known.queries - first, known.documents)
-            own = pair_scores(vectors, documents, positives, self._session)
+            positive_scores = pair_scores(vectors, documents, positives, self._session)
             yield with_claims(
-                Candidates.unclaimed(first, found, scores, positives, own), claims
+                Candidates.unclaimed(
+                    first, nearest, scores, positives, positive_scores
+                ),
+                claims,
             )
 
     def _in_turns(self, chosen: np.ndarray) -> np.ndarray:
         """[num_examples, num_negatives]: examples with the same query take turns through what it got."""
         number = self._options.num_negatives
-        found = np.full((len(self._examples), number), -1, np.int64)
+        by_example = np.full((len(self._examples), number), -1, np.int64)
         turns = np.zeros(self.num_queries, np.int64)
         for row, query in enumerate(self._known.query_of_row):
-            there = of_turn(
+            numbers = of_turn(
                 chosen[query][chosen[query] >= 0], int(turns[query]), number
             )
             turns[query] += 1
-            found[row, : len(there)] = there
-        return found
+            by_example[row, : len(numbers)] = numbers
+        return by_example
 
     def _clear(self, folder: Path) -> None:
         if self._session.is_main:
