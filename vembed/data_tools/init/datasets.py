@@ -45,15 +45,7 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     for line in source_warnings:
         log.warning(line)
     evaluation: EvalData | None = None
-    # Of sources that name validation data, with the prompts of the source.
-    by_task: dict[str, EvalData] = {}
-    tasks = task_names(config.data, store.names)
-    for name, source in zip(tasks, config.data.sources(), strict=True):
-        if source.val_data_path is not None:
-            data = open_eval_data(config, source.val_data_path)
-            by_task[_free_name(name, by_task)] = data.read_as(
-                ReadAs(source.query_prompt, source.document_prompt, source.max_length)
-            )
+    by_task = given_by_task(config, store)
     if config.data.val_split is not None:
         names = store.names
         parts = hold_out(store, config.data.val_split, config.run.seed)
@@ -84,6 +76,21 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     for line in overlaps:
         log.warning(line)
     return Sets(store, evaluation, (*source_warnings, *overlaps), by_task)
+
+
+def given_by_task(config: TrainConfig, store: ExampleStore) -> dict[str, EvalData]:
+    """Return the validation data that sources name, with the prompts of their sources."""
+    names = task_names(config, store.names)
+    by_task: dict[str, EvalData] = {}
+    for name, source in zip(names, config.data.sources(), strict=True):
+        if source.val_data_path is not None:
+            read_as = ReadAs(
+                source.query_prompt, source.document_prompt, source.max_length
+            )
+            by_task[_free_name(name, by_task)] = open_eval_data(
+                config, source.val_data_path
+            ).read_as(read_as)
+    return by_task
 
 
 def held_by_task(config: TrainConfig, parts: HeldOut) -> dict[str, EvalData]:
