@@ -170,12 +170,9 @@ class _RowMaker:
         self._starts = starts
         self.relevant = relevant_N
         self.undecided = judged_N == UNDECIDED
-        keeps_all = config.false_negatives == "keep"
-        self.kept = (
-            np.ones(len(judged_N), bool)
-            if keeps_all
-            else ~(self.relevant | self.undecided)
-        )
+        self.kept = np.ones(len(judged_N), bool)
+        if config.false_negatives != "keep":
+            self.kept = ~(self.relevant | self.undecided)
         self.num_relabelled = 0
         """Negatives of the rows so far that became positives."""
 
@@ -186,15 +183,15 @@ class _RowMaker:
             if negatives.start == negatives.stop:
                 yield self._rows.record(row)
                 continue
-            made = (
-                self._row(row, negatives)
-                if not self.kept[negatives].all()
-                else dict(self._rows.record(row))
-            )
+            is_kept = self.kept[negatives]
+            if is_kept.all():
+                made = dict(self._rows.record(row))
+            else:
+                made = self._row(row, negatives)
             if self._config.scores:
                 made[JUDGEMENTS_NAME] = [
                     None if judgement == UNDECIDED else round(float(judgement), 6)
-                    for judgement in self._judged[negatives][self.kept[negatives]]
+                    for judgement in self._judged[negatives][is_kept]
                 ]
             yield made
 

@@ -313,13 +313,11 @@ class _RetrievalTable:
 
 
 def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
-    pairs = [
-        (example.query, positive, score)
-        for example in examples
-        for positive, score in zip(
-            example.positives, example.scores or (), strict=bool(example.scores)
-        )
-    ]
+    pairs: list[tuple[Item, Item, float]] = []
+    for example in examples:
+        if example.scores:
+            for positive, score in zip(example.positives, example.scores, strict=True):
+                pairs.append((example.query, positive, score))
     num_different = len({score for _, _, score in pairs})
     if num_different < 2:
         raise UserError(

@@ -36,27 +36,26 @@ class QueryResults:
         """Return the metrics of all queries and the texts of the first MOST_TEXTS ones, as JSON values."""
         chosen = [name for name in metrics if name in self.names]
         columns = [self.names.index(name) for name in chosen]
-        texts = [
-            {
-                "query": item_content(data.queries[number], f"query {number}"),
-                # One relevant document is enough to read what was asked for; some queries have hundreds.
-                "relevant": [
-                    item_content(data.documents[document], f"document {document}")
-                    for document in list(data.relevance[number])[:1]
-                ],
-                "found": [
-                    item_content(data.documents[document], f"document {document}")
-                    for document in row
-                    if document >= 0
-                ],
-                "is_relevant": [
-                    int(document) in data.relevance[number]
-                    for document in row
-                    if document >= 0
-                ],
-            }
-            for number, row in enumerate(self.found[:MOST_TEXTS])
-        ]
+
+        def contents(documents: Sequence[int]) -> list[dict[str, Any]]:
+            return [
+                item_content(data.documents[document], f"document {document}")
+                for document in documents
+            ]
+
+        texts = []
+        for number, row in enumerate(self.found[:MOST_TEXTS]):
+            relevant = data.relevance[number]
+            documents = [int(document) for document in row if document >= 0]
+            texts.append(
+                {
+                    "query": item_content(data.queries[number], f"query {number}"),
+                    # One relevant document is enough to read what was asked for. Some queries have hundreds.
+                    "relevant": contents(list(relevant)[:1]),
+                    "found": contents(documents),
+                    "is_relevant": [document in relevant for document in documents],
+                }
+            )
         return {
             "metrics": chosen,
             "values": np.round(self.values[:, columns], 6).tolist(),

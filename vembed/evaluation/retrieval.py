@@ -85,8 +85,9 @@ class RetrievalSearch:
         self._own = self._owners[rank]
         excluded = own_documents(data)[self._own]
         self._full = queries_QD.shape[1]
-        self._found = {
-            dim: TopK(
+        self._best: dict[int, TopK] = {}
+        for dim in dict.fromkeys([self._full, *dims]):
+            self._best[dim] = TopK(
                 first_dims(queries_QD[self._own], dim, normalize),
                 max(ks),
                 len(data.documents),
@@ -95,12 +96,10 @@ class RetrievalSearch:
                 in_step_with=max(map(len, self._owners)),
                 between=between,
             )
-            for dim in dict.fromkeys([self._full, *dims])
-        }
 
     def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
         """Search in some documents, which have these numbers in the data."""
-        for dim, best in self._found.items():
+        for dim, best in self._best.items():
             # By tile, so that the normalised copy of a size is as small as a tile.
             for start in range(0, len(documents_ND), DOCUMENT_TILE):
                 tile = slice(start, start + DOCUMENT_TILE)
@@ -114,7 +113,7 @@ class RetrievalSearch:
         sizes. `queries` gets the results of each query, for the whole embeddings."""
         means = {
             dim: self._mean(best.rankings(), queries if dim == self._full else None)
-            for dim, best in self._found.items()
+            for dim, best in self._best.items()
         }
         scores = dict(means[self._full])
         for dim in self._dims:

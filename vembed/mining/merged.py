@@ -104,15 +104,11 @@ class RowMaker:
                     row_value(item, folder) for item in example.negatives
                 ]
         # Scores of the negatives that were there would not fit those that come.
-        made = {
-            name: value for name, value in record.items() if name not in SCORE_NAMES
-        }
-        if not self._config.keep_negatives:
-            made = {
-                name: value
-                for name, value in made.items()
-                if not self._is_negative(name)
-            }
+        made = {}
+        for name, value in record.items():
+            is_dropped = not self._config.keep_negatives and self._is_negative(name)
+            if name not in SCORE_NAMES and not is_dropped:
+                made[name] = value
         if made.get(QUERY_NAME) is None:
             made[QUERY_NAME] = row_value(example.query, folder)
         if made.get(POSITIVE_NAME) is None:
@@ -120,14 +116,11 @@ class RowMaker:
             made[POSITIVE_NAME] = values if len(values) > 1 else values[0]
         added = self._added_positives(query, example)
         if added:
-            positives = (
-                made[POSITIVE_NAME]
-                if isinstance(made[POSITIVE_NAME], list)
-                else [made[POSITIVE_NAME]]
-            )
-            made[POSITIVE_NAME] = positives + [
-                row_value(item, folder) for item in added
-            ]
+            positives = made[POSITIVE_NAME]
+            if not isinstance(positives, list):
+                positives = [positives]
+            new_positives = [row_value(item, folder) for item in added]
+            made[POSITIVE_NAME] = positives + new_positives
             self.num_relabelled += len(added)
         kept_values = self._kept_negatives(made, example, folder)
         numbers = [int(self._chosen.documents[query, column]) for column in columns]
@@ -157,9 +150,9 @@ class RowMaker:
                 del made[name]
             return [row_value(item, folder) for item in example.negatives]
         before = made.get(NEGATIVES_NAME)
-        return (
-            before if isinstance(before, list) else [] if before is None else [before]
-        )
+        if before is None:
+            return []
+        return before if isinstance(before, list) else [before]
 
     def _add_scores(
         self,
@@ -182,14 +175,13 @@ class RowMaker:
             round(float(self._chosen.scores[query, column]), 6) for column in columns
         ]
         if self._config.judges:
-            judgements = [
-                float(self._judged.judgements[query, column]) for column in columns
-            ]
-            judged = [
-                None if judgement == UNDECIDED else round(judgement, 6)
-                for judgement in judgements
-            ]
-            made["negative_judge_scores"] = [None] * len(kept_scores) + judged
+            judge_scores: list[float | None] = [None] * len(kept_scores)
+            for column in columns:
+                judgement = float(self._judged.judgements[query, column])
+                judge_scores.append(
+                    None if judgement == UNDECIDED else round(judgement, 6)
+                )
+            made["negative_judge_scores"] = judge_scores
 
     def _added_positives(self, query: int, example: Example) -> list[Item]:
         """Return documents that judges made positives of this query; none for a row with scores of its own."""

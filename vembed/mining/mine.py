@@ -198,15 +198,12 @@ def _known_scores(
     documents = inputs.documents
     if not config.scores:
         return PairScores(documents, Pairs.of(np.zeros(0), np.zeros(0)), np.zeros(0))
-    added = [
-        (query, document)
-        for query, relevant in judged.relabelled.items()
-        for document in relevant
-    ]
-    relabelled = Pairs.of(
-        np.array([query for query, _ in added]),
-        np.array([document for _, document in added]),
-    )
+    queries: list[int] = []
+    relevant: list[int] = []
+    for query, query_documents in judged.relabelled.items():
+        queries += [query] * len(query_documents)
+        relevant += query_documents
+    relabelled = Pairs.of(np.array(queries), np.array(relevant))
     # Every document that a row may hold in the output, so that each gets its score.
     pairs = Pairs.union([known.positives, known.negatives, relabelled])
     return PairScores(documents, pairs, store.scores_of(pairs))

@@ -70,22 +70,19 @@ class BeirTable:
         self._corpus = open_texts(folder, "corpus")
         relevant = read_qrels(qrels_file(folder, split))
         # Only judged documents are kept in memory, by position; the corpus may be large.
-        judged = {identity for documents in relevant.values() for identity in documents}
-        places = {
-            str(document_id(record)): number
-            for number, record in _objects(self._corpus)
-        }
-        self._documents = {
-            identity: places[identity] for identity in judged if identity in places
-        }
-        self._rows = [
-            (str(document_id(record)), number)
-            for number, record in _objects(self._queries)
-            if any(
-                identity in self._documents
-                for identity in relevant.get(str(document_id(record)), ())
-            )
-        ]
+        judged: set[str] = set()
+        for documents in relevant.values():
+            judged.update(documents)
+        self._documents: dict[str, int] = {}
+        for number, record in _objects(self._corpus):
+            identity = str(document_id(record))
+            if identity in judged:
+                self._documents[identity] = number
+        self._rows: list[tuple[str, int]] = []
+        for number, record in _objects(self._queries):
+            identity = str(document_id(record))
+            if not self._documents.keys().isdisjoint(relevant.get(identity, ())):
+                self._rows.append((identity, number))
         self._relevant = relevant
         self._form = RecordFormat(Columns(), ImageRoot(str(folder), allow_urls=False))
         if not self._rows:
@@ -99,15 +96,14 @@ class BeirTable:
     def record(self, number: int) -> dict[str, Any]:
         """The query, the texts of its relevant documents, and the ids."""
         identity, place = self._rows[number]
-        ids = [
-            document
-            for document in self._relevant[identity]
-            if document in self._documents
-        ]
-        texts = [
-            document_text(self._corpus.read(self._documents[document]))
-            for document in ids
-        ]
+        ids = []
+        texts = []
+        for document in self._relevant[identity]:
+            if document in self._documents:
+                ids.append(document)
+                texts.append(
+                    document_text(self._corpus.read(self._documents[document]))
+                )
         query = document_text(self._queries.read(place))
         return {
             "query_id": identity,

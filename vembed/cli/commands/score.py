@@ -66,22 +66,18 @@ def run_score(
             session=session,
         )
         for start in range(0, len(store), CHUNK):
-            examples = [
-                (number, store[number])
-                for number in range(start, min(start + CHUNK, len(store)))
-            ]
-            rows = [
-                (number, role, example.query, item)
-                for number, example in examples
-                for role, items in (
-                    ("positive", example.positives),
-                    ("negative", example.negatives),
-                )
-                for item in items
-            ]
-            scores = embedder.score([(query, item) for _, _, query, item in rows])
-            write([(number, role) for number, role, _, _ in rows], scores)
-            total += len(rows)
+            query_items = []
+            roles = []
+            for number in range(start, min(start + CHUNK, len(store))):
+                example = store[number]
+                for item in example.positives:
+                    query_items.append((example.query, item))
+                    roles.append((number, "positive"))
+                for item in example.negatives:
+                    query_items.append((example.query, item))
+                    roles.append((number, "negative"))
+            write(roles, embedder.score(query_items))
+            total += len(query_items)
     return total
 
 

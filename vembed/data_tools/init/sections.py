@@ -35,17 +35,13 @@ def spread(count: int, most: int) -> range:
 def kinds_of(examples: Sequence[Example]) -> list[tuple[str, list[tuple[Item, Kind]]]]:
     """Return the queries and the documents of some examples, with how the model reads them."""
     chosen = [examples[index] for index in spread(len(examples), MOST_MEASURED)]
-    return [
-        ("queries", [(example.query, "query") for example in chosen]),
-        (
-            "documents",
-            [
-                (item, "document")
-                for example in chosen
-                for item in (*example.positives, *example.negatives)
-            ],
-        ),
-    ]
+    queries: list[tuple[Item, Kind]] = []
+    documents: list[tuple[Item, Kind]] = []
+    for example in chosen:
+        queries.append((example.query, "query"))
+        for item in (*example.positives, *example.negatives):
+            documents.append((item, "document"))
+    return [("queries", queries), ("documents", documents)]
 
 
 def parts_of(example: Example) -> list[tuple[str, Item, Kind]]:
