@@ -170,7 +170,7 @@ class NoRows(Format):
 
 
 class NoStop(NoRows):
-    rows = JsonLines.rows
+    blocks = JsonLines.blocks
 
 
 class SameEnding(JsonLines):
