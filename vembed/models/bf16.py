@@ -89,8 +89,8 @@ class Bf16Linear(nn.Linear):
 
 def joint_linear(values: Tensor, layers: Sequence[Bf16Linear]) -> Tensor:
     """Return the outputs of layers without bias that have the same input, side by side, by one product."""
-    weights = torch.cat([one.weight for one in layers])
-    copies = torch.cat([one.copies.of(one.weight) for one in layers])
+    weights = torch.cat([layer.weight for layer in layers])
+    copies = torch.cat([layer.copies.of(layer.weight) for layer in layers])
     output: Tensor = _Linear.apply(
         values.to(torch.bfloat16), weights, None, copies, None
     )  # type: ignore[no-untyped-call]
@@ -148,8 +148,8 @@ class Bf16LayerNorm(nn.LayerNorm):
         # Kernels of GPUs take one dtype, and autocast makes that float32: the input would be widened, kept so for the
         # backward pass, and the output narrowed again. The statistics are float32 in any case.
         weight, bias = (
-            None if one is None else one.to(torch.bfloat16)
-            for one in (self.weight, self.bias)
+            None if parameter is None else parameter.to(torch.bfloat16)
+            for parameter in (self.weight, self.bias)
         )
         with torch.autocast(input.device.type, enabled=False):
             return functional.layer_norm(
@@ -234,9 +234,9 @@ def keep_copies(model: nn.Module) -> None:
 def _copies_of(model: nn.Module) -> list[WeightCopies]:
     return list(
         {
-            id(one.copies): one.copies
-            for one in model.modules()
-            if isinstance(one, Bf16Linear)
+            id(module.copies): module.copies
+            for module in model.modules()
+            if isinstance(module, Bf16Linear)
         }.values()
     )
 

@@ -201,16 +201,20 @@ class _DroppedAttention(torch.autograd.Function):
         output = value.new_empty(*query.shape[:-1], value.shape[-1])
         saved: list[Tensor] = []
         for piece in pieces:
-            taken = [piece.take(one) for one in (query, key, value)]
+            taken = [piece.take(tensor) for tensor in (query, key, value)]
             num_texts, heads, length, _ = taken[0].shape
             # Saved as the backward pass needs them: copied once, and scaled.
-            queries, keys, values = (one.flatten(0, 1).contiguous() for one in taken)
+            queries, keys, values = (
+                tensor.flatten(0, 1).contiguous() for tensor in taken
+            )
             queries = queries * scaling
             attended, signed = attend(queries, keys, values, piece.visible, heads, p)
             piece.put(output, attended.view(num_texts, heads, length, -1))
             saved += queries, keys, values, signed
         ctx.save_for_backward(*saved)
-        ctx.pieces, ctx.p, ctx.scaling = pieces, p, scaling
+        ctx.pieces = pieces
+        ctx.p = p
+        ctx.scaling = scaling
         ctx.shapes = query.shape, key.shape, value.shape
         return output
 
@@ -222,7 +226,7 @@ class _DroppedAttention(torch.autograd.Function):
             queries, keys, values, signed = saved[4 * number : 4 * number + 4]
             gradient = piece.take(gradients[0])
             num_texts, heads = gradient.shape[:2]
-            found = attend_backward(
+            grads = attend_backward(
                 queries,
                 keys,
                 values,
@@ -230,9 +234,9 @@ class _DroppedAttention(torch.autograd.Function):
                 signed,
                 ctx.p,
             )
-            found[0].mul_(ctx.scaling)
-            for result, one in zip(results, found, strict=True):
-                piece.put(result, one.view(num_texts, heads, *one.shape[1:]))
+            grads[0].mul_(ctx.scaling)
+            for result, grad in zip(results, grads, strict=True):
+                piece.put(result, grad.view(num_texts, heads, *grad.shape[1:]))
         return *results, None, None, None
 
 
@@ -256,8 +260,8 @@ def _cut(query: Tensor, key: Tensor, mask: Tensor | None) -> list[_Rows]:
     step = max(1, scores_at_once(query.dtype) // max(1, heads * length * key.shape[2]))
     rows = [slice(start, start + step) for start in range(0, num_rows, step)]
     return [
-        _Rows(one, mask[one] if mask is not None and mask.shape[0] > 1 else mask)
-        for one in rows
+        _Rows(row, mask[row] if mask is not None and mask.shape[0] > 1 else mask)
+        for row in rows
     ]
 
 
@@ -304,14 +308,14 @@ def attention(
 
 def use_cpu_kernels(backbone: nn.Module) -> int:
     """Replace every dropout of the model by CpuDropout and return their number. Attention is chosen at loading."""
-    found = [
+    dropouts = [
         module
         for module in backbone.modules()
         if type(module) is nn.Dropout and module.p > 0.0
     ]
-    for module in found:
+    for module in dropouts:
         module.__class__ = CpuDropout
-    return len(found)
+    return len(dropouts)
 
 
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> str:
@@ -333,7 +337,7 @@ def use_row_gradients(backbone: nn.Module) -> int:
 
     For models that are not sharded, on CPUs.
     """
-    found = [
+    tables = [
         module
         for module in backbone.modules()
         # Exactly this class: a subclass may compute something else.
@@ -342,10 +346,10 @@ def use_row_gradients(backbone: nn.Module) -> int:
         and module.num_embeddings >= FEWEST_ROWS
         and not module.scale_grad_by_freq
     ]
-    for module in found:
+    for module in tables:
         module.sparse = True
         module.weight.register_post_accumulate_grad_hook(_make_dense)  # type: ignore[no-untyped-call]
-    return len(found)
+    return len(tables)
 
 
 def _make_dense(weight: torch.Tensor) -> None:

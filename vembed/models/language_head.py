@@ -34,12 +34,14 @@ from vembed.models.processors import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-NEXT, MASKED = "next_token", "masked_token"
+NEXT = "next_token"
+MASKED = "masked_token"
 """Names of the losses: in `auxiliary_losses`, the log and metrics.jsonl."""
 IGNORED = -100
 AT_ONCE = 1024
 """Tokens whose logits are held at once: those of a large vocabulary would take more memory than the model."""
-KEPT, EXCHANGED = 0.1, 0.1
+KEPT = 0.1
+EXCHANGED = 0.1
 """Of the tokens to be predicted: the share that stays as it is, and the share that another token replaces."""
 
 
@@ -151,13 +153,15 @@ class LanguageHead(nn.Module):
         # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
         how = torch.rand(ids.shape, device=ids.device)
         others = torch.randint(self.tokens.count, ids.shape, device=ids.device)
-        shown = torch.where(
+        replacements = torch.where(
             how < KEPT,
             ids,
             torch.where(how < KEPT + EXCHANGED, others, int(self.tokens.mask or 0)),
         )
         targets = torch.where(chosen, ids, IGNORED)
-        return Hidden({**inputs, "input_ids": torch.where(chosen, shown, ids)}, targets)
+        return Hidden(
+            {**inputs, "input_ids": torch.where(chosen, replacements, ids)}, targets
+        )
 
     def forward(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
         """Return [2, n]: for each text the sum of the tokens' cross-entropies and their number.
@@ -173,18 +177,19 @@ class LanguageHead(nn.Module):
                 1, torch.tensor(0, device=asked.device), True
             )
         rows = asked.nonzero()[:, 0]
-        chosen, wanted = states[asked], targets[asked]
+        chosen = states[asked]
+        wanted = targets[asked]
         # Recomputed in the backward pass, so that the logits of AT_ONCE tokens are held at once and not those of all.
         entropies = [
-            checkpoint(self._entropy, some, ids, base, use_reentrant=False)
+            checkpoint(self._entropy, chunk, ids, base, use_reentrant=False)
             if torch.is_grad_enabled()
-            else self._entropy(some, ids, base)
-            for some, ids in zip(
+            else self._entropy(chunk, ids, base)
+            for chunk, ids in zip(
                 torch.split(chosen, AT_ONCE), torch.split(wanted, AT_ONCE), strict=True
             )
         ]
-        found = torch.cat(entropies)
-        sums = found.new_zeros(len(states)).index_add(0, rows, found)
+        entropy = torch.cat(entropies)
+        sums = entropy.new_zeros(len(states)).index_add(0, rows, entropy)
         return torch.stack([sums, counts.to(sums.dtype)])
 
     def _entropy(self, states: Tensor, wanted: Tensor, base: nn.Module) -> Tensor:
@@ -266,8 +271,8 @@ def save_with_head(
     with torch.device("meta"):
         whole = kind(backbone.config)
     prefix = f"{whole.base_model_prefix}."
-    weights = {f"{prefix}{name}": one for name, one in state.items()}
-    weights |= {name.removeprefix("whole."): one for name, one in head.items()}
+    weights = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+    weights |= {name.removeprefix("whole."): tensor for name, tensor in head.items()}
     whole.save_pretrained(folder, state_dict=weights)
 
 

@@ -132,18 +132,14 @@ def hidden_states(
     num_texts, longest = input_ids.shape
     device = input_ids.device
     if mask is None:
-        tokens, places = (
-            input_ids.flatten(),
-            torch.arange(longest, device=device).repeat(num_texts),
-        )
+        tokens = input_ids.flatten()
+        places = torch.arange(longest, device=device).repeat(num_texts)
         starts = torch.arange(num_texts + 1, device=device) * longest
     else:
         # Each token's position in its own text, wherever the padding stands.
         index = token_index(mask) if index is None else index
-        tokens, places = (
-            input_ids.flatten()[index],
-            (mask.cumsum(dim=1) - 1).flatten()[index],
-        )
+        tokens = input_ids.flatten()[index]
+        places = (mask.cumsum(dim=1) - 1).flatten()[index]
         # Cumulative text lengths with a leading 0: [n + 1].
         starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
     # RoBERTa and its kin count positions from the padding token's id + 1.
@@ -151,9 +147,9 @@ def hidden_states(
         places = places + backbone.config.pad_token_id + 1
     starts = starts.to(torch.int32)
     if backbone.config.model_type == OwnConfig.model_type:
-        found = backbone(input_ids=tokens[None], cu_seqlens=starts)
+        result = backbone(input_ids=tokens[None], cu_seqlens=starts)
     else:
-        found = backbone(
+        result = backbone(
             input_ids=tokens[None],
             position_ids=places[None],
             attention_mask=tokens.new_zeros(
@@ -163,8 +159,8 @@ def hidden_states(
             **({"use_cache": False} if is_decoder_only(backbone.config) else {}),
         )
     if collected is not None:
-        collected.take(found)
-    output: Tensor = found.last_hidden_state.squeeze(0)
+        collected.take(result)
+    output: Tensor = result.last_hidden_state.squeeze(0)
     if index is not None:
         # Scatter back to the padded layout, out of place for autograd.
         output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(
@@ -221,36 +217,40 @@ def attention(
     # The packed row is a batch of one: [1, heads, tokens, size]. Without its padding, lengths tell the texts apart.
     # Not `one[0]`, whose derivative is a tensor of zeros and a copy into it.
     query, key, value = (
-        one.squeeze(0).transpose(0, 1) for one in (query, key, value)
+        tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)
     )  # [tokens, heads, size]
     narrow = half_dtype(query, key, value)
     if query.device.type == "cuda" and narrow is not None:
-        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+        query = query.to(narrow)
+        key = key.to(narrow)
+        value = value.to(narrow)
         output = _by_kernel(query, key, value, packed, dropout, scaling, causal, window)
     else:
-        own = dropout > 0.0 and key.shape[1] == query.shape[1]
+        drops_here = dropout > 0.0 and key.shape[1] == query.shape[1]
         query, key, value = cpu_kernels.in_autocast_dtype(query, key, value)
         # A limit on the scores of all heads together, so that a piece stays in the caches.
         per_head = cpu_kernels.scores_at_once(query.dtype) // query.shape[1]
         pieces = cut(tuple(packed.starts.tolist()), per_head, causal, window)
-        output = (cpu_kernels.dropped_attention if own else _by_sdpa)(
+        output = (cpu_kernels.dropped_attention if drops_here else _by_sdpa)(
             query, key, value, pieces, dropout, scaling
         )
     return output[None], None
 
 
-def half_dtype(*given: Tensor) -> torch.dtype | None:
+def half_dtype(*tensors: Tensor) -> torch.dtype | None:
     """Return the 16-bit dtype in which attention of these tensors runs; None: in float32, which no kernel computes.
 
     Autocast leaves rotary positions and norms in float32 beside values in 16 bits. Without autocast its dtype on GPUs
     is float16, so it is asked for only where it is on.
     """
     narrow = [
-        one.dtype for one in given if one.dtype in (torch.bfloat16, torch.float16)
+        tensor.dtype
+        for tensor in tensors
+        if tensor.dtype in (torch.bfloat16, torch.float16)
     ]
     if narrow:
         return narrow[-1]
-    device = given[0].device.type
+    device = tensors[0].device.type
     return (
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     )
@@ -278,7 +278,8 @@ def _by_kernel(
     # A window of w tokens includes the token itself; -1 means unlimited.
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
-    starts, longest = packed.starts, packed.longest
+    starts = packed.starts
+    longest = packed.longest
     if is_flash_attn_2_available() and not uses_flash3():
         from flash_attn import flash_attn_varlen_func
 
@@ -302,10 +303,8 @@ def _by_kernel(
             grouped["enable_gqa"] = True
         else:
             times = query.shape[1] // key.shape[1]
-            key, value = (
-                key.repeat_interleave(times, dim=1),
-                value.repeat_interleave(times, dim=1),
-            )
+            key = key.repeat_interleave(times, dim=1)
+            value = value.repeat_interleave(times, dim=1)
     if dropout > 0.0:
         return _with_dropout(
             query, key, value, packed, dropout, scaling, causal, window
@@ -349,7 +348,8 @@ def _with_dropout(
             "window_size_left": window - 1,
             "window_size_right": 0 if causal else window - 1,
         }
-    starts, longest = packed.starts, packed.longest
+    starts = packed.starts
+    longest = packed.longest
     # The derivative draws the same mask again, from the random state that the operator returns.
     output: Tensor = _flash_forward()(
         query,
@@ -426,13 +426,15 @@ def cut(
     pieces = []
     first = 0
     while first < len(lengths):
-        last, longest = first + 1, lengths[first]
+        last = first + 1
+        longest = lengths[first]
         while last < len(lengths):
             # Adding a text pads all texts of the piece to the new longest.
             wider = max(longest, lengths[last])
             if (last + 1 - first) * wider**2 > scores_at_once:
                 break
-            last, longest = last + 1, wider
+            last = last + 1
+            longest = wider
         pieces.append(
             _piece(
                 slice(starts[first], starts[last]),
@@ -478,14 +480,14 @@ def _by_sdpa(
     times = query.shape[1] // key.shape[1]
     attended = []
     for piece, *parts in zip(
-        pieces, *(torch.split(one, sizes) for one in (query, key, value)), strict=True
+        pieces,
+        *(torch.split(tensor, sizes) for tensor in (query, key, value)),
+        strict=True,
     ):
         queries, keys, values = (piece.pad(part) for part in parts)
         if times > 1:
-            keys, values = (
-                keys.repeat_interleave(times, dim=1),
-                values.repeat_interleave(times, dim=1),
-            )
+            keys = keys.repeat_interleave(times, dim=1)
+            values = values.repeat_interleave(times, dim=1)
         scores = functional.scaled_dot_product_attention(
             queries,
             keys,
