@@ -199,42 +199,21 @@ def encode_chunks(
             take(chunk.numbers, vectors.float().cpu().numpy())
 
 
-def encode_rank_items(
-    model: nn.Module,
-    featuriser: Featuriser,
-    items: Sequence[tuple[Item, Kind]],
-    *,
-    session: Session,
-    between: Between | None = None,
-    kept: KeptFeatures | None = None,
-) -> np.ndarray:
-    """Return [n, d] float32 embeddings of this rank's items, as the model gives them.
-
-    Collective: each rank passes items of its own, one rank at least has some, and all run equally many micro-batches.
-    """
-    with _evaluating(model), holding_copies(model):
-        vectors = _encode_rank_batch(
-            model,
-            Feeder(featuriser, session.device),
-            featuriser.features(items),
-            budget=default_budget(session.device),
-            max_rows=None,
-            world_size=session.world_size,
-            reporter=_Reporter(None, len(items), len(items), 1),
-            between=between,
-            kept=kept,
-        )
-    embeddings: np.ndarray = vectors.float().cpu().numpy()
-    return embeddings
-
-
 def encode_features(
     model: nn.Module,
     featuriser: Featuriser,
     features: Sequence[Features],
     device: torch.device,
+    *,
+    world_size: int = 1,
+    between: Between | None = None,
+    kept: KeptFeatures | None = None,
 ) -> np.ndarray:
-    """Return [n, d] float32 embeddings of inputs that are tokenized, as the model gives them, by this process alone."""
+    """Return [n, d] float32 embeddings of this rank's tokenized inputs, as the model gives them.
+
+    With `world_size` > 1 it is collective: each rank passes inputs of its own, at least one rank has some, and all run
+    equally many micro-batches.
+    """
     with _evaluating(model), holding_copies(model):
         embeddings = _encode_rank_batch(
             model,
@@ -242,10 +221,10 @@ def encode_features(
             features,
             budget=default_budget(device),
             max_rows=None,
-            world_size=1,
+            world_size=world_size,
             reporter=_Reporter(None, len(features), len(features), 1),
-            between=None,
-            kept=None,
+            between=between,
+            kept=kept,
         )
     result: np.ndarray = embeddings.float().cpu().numpy()
     return result

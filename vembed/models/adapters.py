@@ -340,7 +340,7 @@ def _scaling(settings: Mapping[str, Any], name: str, *, rank: int) -> float:
 # ---- adapters of layers with one input: one product ----------------------------------
 
 
-TOGETHER = (
+SHARED_INPUT_LAYERS = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("q_lin", "k_lin", "v_lin"),
@@ -379,7 +379,7 @@ class _Seen:
         )
 
 
-_NOTHING = _Seen(None, 0, False)
+_NO_INPUT = _Seen(None, 0, False)
 
 
 class _Group:
@@ -390,21 +390,21 @@ class _Group:
         self.widths = [member.out_features for member in members]
         self.waiting: dict[int, Tensor] = {}
         """Products that their layers have not asked for yet, by the number of the layer."""
-        self._given = self._multiplied = _NOTHING
+        self._given = self._multiplied = _NO_INPUT
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, which have seen no input."""
         return {
             **self.__dict__,
             "waiting": {},
-            "_given": _NOTHING,
-            "_multiplied": _NOTHING,
+            "_given": _NO_INPUT,
+            "_multiplied": _NO_INPUT,
         }
 
     def see(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Note the input of a layer, before it runs. What its adapter gets may be a copy of it in another dtype."""
         del layer
-        self._given = _Seen.of(arguments[0]) if arguments else _NOTHING
+        self._given = _Seen.of(arguments[0]) if arguments else _NO_INPUT
 
     def product(self, number: int, values: Tensor) -> Tensor:
         """Return the product of a member's weight with its input."""
@@ -433,7 +433,7 @@ def join_adapters(backbone: nn.Module, adapter: str) -> int:
     count = 0
     for module in backbone.modules():
         children = dict(module.named_children())
-        for names in TOGETHER:
+        for names in SHARED_INPUT_LAYERS:
             matrices = {
                 name: matrix
                 for name in names

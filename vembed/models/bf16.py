@@ -49,6 +49,7 @@ class WeightCopies:
         copy = self._copies.get(name)
         if copy is None:
             copy = weight.detach().to(torch.bfloat16)
+            # Outside `holding` weights may change at any time, and old copies would pile up.
             if self._holders and self.may_keep:
                 self._copies[name] = copy
         return copy
@@ -89,6 +90,7 @@ class Bf16Linear(nn.Linear):
 
 def joint_linear(values: Tensor, layers: Sequence[Bf16Linear]) -> Tensor:
     """Return the outputs of layers without bias that have the same input, side by side, by one product."""
+    # [sum of out_features, in_features]. Autograd splits the gradient back to the layers through this cat.
     weights = torch.cat([layer.weight for layer in layers])
     copies = torch.cat([layer.copies.of(layer.weight) for layer in layers])
     output: Tensor = _Linear.apply(
@@ -112,7 +114,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, weight = ctx.saved_tensors
-        gradient = gradients[0].flatten(0, -2)
+        gradient = gradients[0].flatten(0, -2)  # [all tokens, out_features]
         # Each product is rounded to bfloat16 once. What adds up over micro-batches and ranks is float32.
         of_values, of_weight, of_bias, *_ = ctx.needs_input_grad
         return (
@@ -232,6 +234,7 @@ def keep_copies(model: nn.Module) -> None:
 
 
 def _copies_of(model: nn.Module) -> list[WeightCopies]:
+    # By identity: all layers of a backbone share one WeightCopies.
     return list(
         {
             id(module.copies): module.copies

@@ -37,7 +37,7 @@ MODEL_TYPES = (
     "xlm-roberta",
 )
 """Model types whose layers pass extra arguments on to attention and use the given positions; each is tested."""
-_LONGEST_HEAD = 256
+_MAX_HEAD_SIZE = 256
 
 
 def why_padded(
@@ -82,7 +82,7 @@ def why_no_kernel_for(size: int, device: torch.device) -> str | None:
         return "no CUDA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than flash attention allows"
-    if size > _LONGEST_HEAD:
+    if size > _MAX_HEAD_SIZE:
         return f"flash attention does not support a head size of {size}"
     if is_flash_attn_2_available():
         return None
@@ -102,7 +102,7 @@ def _torch_has_varlen() -> bool:
     return "window_size" in inspect.signature(varlen_attn).parameters
 
 
-def leave_to_kernels() -> None:
+def exclude_attention_from_compilation() -> None:
     """Let compiled layers call `attention` as it is: its kernels are whole already, and the lengths of the texts would
     make the compiler start again."""
     cpu_kernels.register(IMPLEMENTATION, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
@@ -171,7 +171,7 @@ def hidden_states(
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Boundaries of the texts in a packed row."""
+    """Boundaries of the texts in a packed row: with lengths 3 and 2, starts is [0, 3, 5] and longest 3."""
 
     starts: Tensor
     """int32 [n + 1]: start of each text, and the end of the last one."""
@@ -184,27 +184,32 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    packed: Packed | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for Transformers. `packed` is passed through the layers; without it, attention is as usual.
+
+    query, key, value: [n, heads, length, size], of packed texts with n = 1. Returns [n, length, heads, size].
+    """
+    if packed is None:
+        return cpu_kernels.attention(
+            module, query, key, value, attention_mask, **options
+        )
+    return _packed_attention(module, query, key, value, packed, **options), None
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    packed: Packed | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention function for Transformers. `packed` is passed through the layers; without it, attention is as usual."""
-    if packed is None:
-        return cpu_kernels.attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            sliding_window=sliding_window,
-            **others,
-        )
+    **_: Any,
+) -> Tensor:
     causal = bool(
         module.__dict__.get("is_causal", False) if is_causal is None else is_causal
     )
@@ -234,7 +239,7 @@ def attention(
         output = (cpu_kernels.dropped_attention if drops_here else _by_sdpa)(
             query, key, value, pieces, dropout, scaling
         )
-    return output[None], None
+    return output[None]
 
 
 def half_dtype(*tensors: Tensor) -> torch.dtype | None:
@@ -297,6 +302,7 @@ def _by_kernel(
             window_size=sides,
         )
         return attended
+    # Fewer heads of keys than of queries: torch's newer kernel takes them as they are, otherwise keys are repeated.
     grouped: dict[str, Any] = {}
     if query.shape[1] > key.shape[1]:
         if dropout == 0.0 and _varlen_groups():
@@ -306,9 +312,26 @@ def _by_kernel(
             key = key.repeat_interleave(times, dim=1)
             value = value.repeat_interleave(times, dim=1)
     if dropout > 0.0:
-        return _with_dropout(
-            query, key, value, packed, dropout, scaling, causal, window
-        )
+        # varlen_attn has no dropout, but the operator behind it has. Its derivative draws the same mask again, from
+        # the random state that it returns. Here -1 is not "unlimited": a window that is not set is left out.
+        limits: dict[str, int] = {}
+        if window is not None:
+            limits = {"window_size_left": sides[0], "window_size_right": sides[1]}
+        dropped: Tensor = _flash_forward()(
+            query,
+            key,
+            value,
+            starts,
+            starts,
+            longest,
+            longest,
+            dropout,
+            causal,
+            False,
+            scale=scaling,
+            **limits,
+        )[0]
+        return dropped
     from torch.nn.attention.varlen import varlen_attn
 
     output = varlen_attn(
@@ -329,43 +352,6 @@ def _by_kernel(
 
 def _flash_forward() -> Any:
     return torch.ops.aten._flash_attention_forward
-
-
-def _with_dropout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: Packed,
-    dropout: float,
-    scaling: float,
-    causal: bool,
-    window: int | None,
-) -> Tensor:
-    """Run the kernel behind torch's `varlen_attn`, which itself has no dropout. Equal heads; [tokens, heads, size]."""
-    sides: dict[str, int] = {}
-    if window is not None:
-        sides = {
-            "window_size_left": window - 1,
-            "window_size_right": 0 if causal else window - 1,
-        }
-    starts = packed.starts
-    longest = packed.longest
-    # The derivative draws the same mask again, from the random state that the operator returns.
-    output: Tensor = _flash_forward()(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        longest,
-        longest,
-        dropout,
-        causal,
-        False,
-        scale=scaling,
-        **sides,
-    )[0]
-    return output
 
 
 # ---- on CPUs -------------------------------------------------------------------------------------------------------
@@ -425,6 +411,7 @@ def cut(
     lengths = [end - start for start, end in pairwise(starts)]
     pieces = []
     first = 0
+    # Greedy, in the order of the texts: their tokens stand one behind the other, so that a piece is one slice.
     while first < len(lengths):
         last = first + 1
         longest = lengths[first]
@@ -452,6 +439,7 @@ def _piece(
     tokens: slice, lengths: list[int], longest: int, causal: bool, window: int | None
 ) -> Piece:
     place = torch.arange(longest)
+    # [texts, longest]: True where a slot holds a token. Texts start at slot 0, so the padding is on the right.
     real = place < torch.tensor(lengths)[:, None]
     slots = None if min(lengths) == longest else real.flatten().nonzero().squeeze(1)
     visible = (
@@ -478,6 +466,7 @@ def _by_sdpa(
     sizes = [piece.tokens.stop - piece.tokens.start for piece in pieces]
     # Grouped queries: each head of keys serves `times` heads of queries.
     times = query.shape[1] // key.shape[1]
+    # Joined at the end: each write into one buffer would add a copy to the graph.
     attended = []
     for piece, *parts in zip(
         pieces,

@@ -112,28 +112,18 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for Transformers, for all images of a batch in one row. Versions that do not hand over the
     lengths call it for each image."""
-    packed = None
+    options["is_causal"] = False
     if cu_seq_lens_q is not None and max_length_q is not None:
-        packed = packing.Packed(cu_seq_lens_q.to(torch.int32), int(max_length_q))
-    return packing.attention(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=False,
-        packed=packed,
-    )
+        options["packed"] = packing.Packed(
+            cu_seq_lens_q.to(torch.int32), int(max_length_q)
+        )
+    return packing.attention(module, query, key, value, attention_mask, **options)
 
 
 def why_by_image(tower: Any, device: torch.device, *, half: bool) -> str | None:
