@@ -90,9 +90,10 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
     def own_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
         return rows[: counts[0]] * world_size
 
-    def distinct(columns: dict[str, Column], device: torch.device) -> dict[str, Tensor]:
+    def distinct(columns: dict[str, Column]) -> dict[str, Tensor]:
         """Let other ranks' rows be other examples, with inputs and contents of their own."""
-        found, own = gather_columns(columns, device), world_size // 2
+        found = gather_columns(columns)
+        own = world_size // 2
         for name, one in list(found.items()):
             rank = torch.arange(world_size).repeat_interleave(
                 torch.tensor(columns[name].counts)
@@ -109,6 +110,7 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
         "world_size": lambda: world_size,
         "rank": lambda: world_size // 2,
         "all_gather_ints": gathered_ints,
+        "number_device": lambda: torch.device("cpu"),
         "all_gather_rows": gathered_rows,
         "reduce_scatter_rows": own_rows,
         "max_ints": list,

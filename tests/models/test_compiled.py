@@ -232,7 +232,7 @@ def test_checkpointed_layers_are_compiled_only_where_texts_are_padded(
     with start_session(config) as session, caplog.at_level(logging.INFO, "vembed"):
         model = model_of(config, recompute=True).train()
         loss_of(model(parts_for(model.description))).backward()
-        compiled.log_compilation(config, model, session)
+        compiled.log_compilation(model, session)
         assert session.placement.compilation.value is is_compiled
     assert bool(graph_calls) is is_compiled
     assert f"compiled layers: {str(is_compiled).lower()}" in caplog.text

@@ -28,7 +28,7 @@ def gathered() -> tuple[dict[str, torch.Tensor], int]:
         for name, counts in COUNTS.items()
     }
     collectives.reset_collective_counts()
-    found = gather_columns(columns, torch.device("cpu"))
+    found = gather_columns(columns)
     return found, sum(collectives.collective_counts().values())
 
 

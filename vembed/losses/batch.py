@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -14,6 +14,32 @@ from vembed.errors import UserError
 from vembed.losses.exchange import RingParts
 
 PAIRS_AT_ONCE = 4096
+INDEX_FIELDS = (
+    "content",
+    "query",
+    "positive",
+    "example",
+    "negative",
+    "negative_example",
+)
+"""Fields of a LossBatch that hold integers."""
+
+
+def copied_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return host tensors on a device, by one copy for each dtype, which the host does not wait for."""
+    if device.type != "cuda":
+        return [tensor.to(device) for tensor in tensors]
+    copies: list[Tensor] = list(tensors)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        numbers = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        flat = torch.cat([tensors[i].reshape(-1) for i in numbers])
+        if flat.numel():
+            flat = flat.pin_memory()
+        sizes = [tensors[i].numel() for i in numbers]
+        pieces = torch.split(flat.to(device, non_blocking=True), sizes)
+        for i, piece in zip(numbers, pieces, strict=True):
+            copies[i] = piece.view(tensors[i].shape)
+    return copies
 
 
 class ListedScores(Protocol):
@@ -134,10 +160,18 @@ class LossBatch:
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
     ring: RingParts | None = None
     """Source of other ranks' embeddings where they were not gathered."""
+    host_indices: Mapping[str, Tensor] | None = None
+    """The integer fields on the host, by name, where the batch is on a GPU: to read them there would wait for it."""
 
     def positions(self, numbers: Tensor) -> Tensor:
         """Return where in `embeddings` the inputs of these numbers are. In a ring they must be this rank's."""
         return numbers if self.ring is None else self.ring.positions(numbers)
+
+    def on_host(self) -> LossBatch:
+        """Return the batch with its integers on the host, where they are known."""
+        if self.host_indices is None:
+            return self
+        return replace(self, **self.host_indices, host_indices=None)  # type: ignore[arg-type]
 
     @property
     def num_rows(self) -> int:

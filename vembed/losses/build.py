@@ -86,7 +86,7 @@ class TermLoss(EmbeddingLoss):
             return 1.0 / self.parameter("temperature", embeddings)
         scale = 1.0 / dict(self.declared)["temperature"]
         dtype = arithmetic_dtype(embeddings)
-        return torch.tensor(scale, dtype=dtype, device=embeddings.device)
+        return embeddings.new_full((), scale, dtype=dtype)
 
     def project_parameters(self) -> None:
         """See EmbeddingLoss."""

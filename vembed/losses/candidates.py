@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from vembed.losses.batch import LossBatch
+from vembed.losses.batch import LossBatch, copied_together
 from vembed.losses.declaration import CandidateLoss
 from vembed.losses.exchange import Ring, RingParts
 
@@ -111,6 +111,14 @@ class ExplicitPairs:
     position: Tensor
     """[P] position of the hard negative in the table."""
     direction: int
+    host_row: Tensor
+    """`row`, on the host where it is known there."""
+
+    def of_rows(self, rows: slice) -> slice:
+        """Return the pairs of a range of rows, which are next to each other."""
+        first = int(torch.searchsorted(self.host_row, rows.start))
+        last = int(torch.searchsorted(self.host_row, rows.stop))
+        return slice(first, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +161,38 @@ class Candidates:
         """Number of rows whose loss terms this rank computes."""
         return int(self.queries.stop - self.queries.start)
 
+    def to(self, device: torch.device) -> Candidates:
+        """Return the candidates on a device, copied together."""
+        if self.index.device == device:
+            return self
+        tensors = [self.index, self.occurrence]
+        for pairs in self.explicit:
+            tensors += [pairs.row, pairs.position]
+        for block in self.score_blocks:
+            for mask in block.exclusion_masks:
+                tensors += [mask.row_keys, mask.column_keys]
+        distinct = {id(tensor): tensor for tensor in tensors}
+        copies = copied_together(list(distinct.values()), device)
+        copy_of = dict(zip(distinct, copies, strict=True))
+        explicit = []
+        for pairs in self.explicit:
+            row, position = copy_of[id(pairs.row)], copy_of[id(pairs.position)]
+            explicit.append(replace(pairs, row=row, position=position))
+        blocks = []
+        for block in self.score_blocks:
+            masks = []
+            for mask in block.exclusion_masks:
+                row_keys = copy_of[id(mask.row_keys)]
+                masks.append(ExclusionMask(row_keys, copy_of[id(mask.column_keys)]))
+            blocks.append(replace(block, exclusion_masks=tuple(masks)))
+        return replace(
+            self,
+            index=copy_of[id(self.index)],
+            occurrence=copy_of[id(self.occurrence)],
+            score_blocks=tuple(blocks),
+            explicit=tuple(explicit),
+        )
+
 
 def find_candidates(
     batch: LossBatch,
@@ -167,6 +207,9 @@ def find_candidates(
     `query_query`, `document_document`: queries against queries, and positives against
     documents, too. `both_directions`: positives against queries, for a reverse loss.
     """
+    device = batch.query.device
+    # On the host, where nothing waits for a GPU to tell how many there are of something.
+    batch = batch.on_host()
     own = batch.own()
     # The rows and hard negatives whose columns are in the table.
     rows = slice(0, batch.num_rows)
@@ -217,9 +260,11 @@ def find_candidates(
     explicit = []
     if explicit_row.numel():
         position = first_explicit + explicit_position
-        explicit.append(ExplicitPairs("query", explicit_row, position, FORWARD))
+        explicit.append(
+            ExplicitPairs("query", explicit_row, position, FORWARD, explicit_row)
+        )
         if document_document:
-            explicit.append(ExplicitPairs("positive", explicit_row, position, FORWARD))
+            explicit.append(replace(explicit[0], anchor="positive"))
     blocks = _BlockBuilder(
         batch,
         own,
@@ -236,7 +281,7 @@ def find_candidates(
             with_negatives=has_negative_columns,
             with_queries=has_query_columns,
         )
-    return Candidates(
+    candidates = Candidates(
         index=batch.positions(inputs[occurrence]),
         occurrence=occurrence,
         # `own` counts rows of the global batch. The table may begin at another row.
@@ -246,6 +291,7 @@ def find_candidates(
         explicit=tuple(explicit),
         foreign=foreign,
     )
+    return candidates.to(device)
 
 
 def _foreign_columns(
@@ -450,8 +496,8 @@ def _any_equal(row_keys: Tensor, column_keys: Tensor) -> Tensor:
 
 def _trimmed(keys: Tensor) -> Tensor:
     """Return the keys without slots that no row of this block uses."""
-    # The check pays only with more than two slots.
-    if keys.shape[1] <= 2 or not keys.shape[0]:
+    # The check pays only with more than two slots, and where nothing waits for it.
+    if keys.shape[1] <= 2 or not keys.shape[0] or keys.device.type != "cpu":
         return keys
     num_used = int((keys >= 0).sum(1).max())
     return keys[:, :num_used]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vembed.losses.batch import ListedScores, LossBatch
+from vembed.losses.batch import ListedScores, LossBatch, copied_together
 from vembed.losses.candidates import explicit_negatives, join_equal
 from vembed.losses.similarity import Similarity, pair_scores
 
@@ -54,17 +54,20 @@ class ListedPairs:
     def of_rank(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
         """Return a group for each row of this rank, whose own pairs come first."""
         own = batch.own()
+        device = batch.query.device
+        batch = batch.on_host()
         row, negative = explicit_negatives(
             batch, own, batch.negative_numbers(), mask_duplicates=mask_duplicates
         )
         numbers = torch.arange(batch.num_own_rows, device=row.device)
-        return cls(
-            rows=numbers + own.start,
-            negative_row=row + own.start,
-            negative=negative,
-            group=torch.cat((numbers, row)),
-            num_groups=batch.num_own_rows,
+        columns = (
+            numbers + own.start,
+            row + own.start,
+            negative,
+            torch.cat((numbers, row)),
         )
+        rows, negative_row, negative, group = copied_together(columns, device)
+        return cls(rows, negative_row, negative, group, batch.num_own_rows)
 
     @classmethod
     def of_examples(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
@@ -114,6 +117,7 @@ class ListedPairs:
 
 def num_listed_pairs(batch: LossBatch, *, mask_duplicates: bool) -> int:
     """Return the number of (row, hard negative) pairs of all ranks."""
+    batch = batch.on_host()
     row, _ = explicit_negatives(
         batch,
         slice(0, batch.num_rows),

@@ -128,6 +128,7 @@ def with_mixtures(
         negative_parts=torch.cat((twice, torch.stack((left, right), dim=1))),
         teachers=teachers,
         ring=ring,
+        host_indices=None,  # the mixtures are drawn on the device
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -50,7 +51,7 @@ class Similarity:
     def total(self, by_size: Tensor) -> Tensor:
         """Return the weighted sum of per-size losses [K]."""
         # Not a matrix product: autocast would run it in 16 bits.
-        return (by_size * by_size.new_tensor(self.weights)).sum()
+        return (by_size * _constant(self.weights, by_size.dtype, by_size.device)).sum()
 
     @property
     def parts(self) -> list[slice]:
@@ -400,3 +401,11 @@ def _add(target: Tensor, axis: int, positions: Positions, value: Tensor) -> None
         target.narrow(axis, positions.start, length).add_(value)
     else:
         target.index_add_(axis, positions, value)
+
+
+@lru_cache
+def _constant(
+    values: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a tensor of a run's constants, copied once: the host waits for each copy to a GPU."""
+    return torch.tensor(values, dtype=dtype, device=device)

@@ -78,7 +78,7 @@ def as_stored(embeddings: Tensor, form: StoredForm, *, cosine: bool) -> Tensor:
 
 def _signs(unit: Tensor) -> Tensor:
     """Return vectors of signs, of length 1."""
-    length = unit.new_tensor(float(unit.shape[1]) ** -0.5)
+    length = unit.new_full((), float(unit.shape[1]) ** -0.5)
     return torch.where(unit > 0, length, -length)
 
 

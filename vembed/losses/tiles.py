@@ -433,11 +433,9 @@ class _ScorePass:
         ceilings: Tensor | None,
         guide_ceilings: Tensor | None,
     ) -> _ScoredPairs:
-        # The rows of the pairs ascend, so that those of a block are a range.
-        first = int(torch.searchsorted(pairs.row, rows.start))
-        last = int(torch.searchsorted(pairs.row, rows.stop))
-        row = pairs.row[first:last] - rows.start
-        position = pairs.position[first:last]
+        of_rows = pairs.of_rows(rows)
+        row = pairs.row[of_rows] - rows.start
+        position = pairs.position[of_rows]
         anchor = self._positions(pairs.anchor, rows).start + row
         # Masked as scores, before the scale: an excluded pair's logit is LEFT_OUT times
         # the scale.

@@ -116,8 +116,8 @@ class Relational(TeacherLoss):
 
         num = batch.num_rows
         own = batch.own()
-        numbers = torch.arange(2 * num + batch.negative.numel())
-        numbers = numbers.to(batch.query.device)
+        num_inputs = 2 * num + batch.negative.numel()
+        numbers = torch.arange(num_inputs, device=batch.query.device)
         # Occurrences are numbered: the N queries, the N positives, the H negatives.
         queries = numbers[:num][own]
         positives = numbers[num : 2 * num][own]

@@ -63,9 +63,9 @@ def _collective(name: str) -> Iterator[None]:
         raise
 
 
-def _number_device(group: dist.ProcessGroup | None = None) -> torch.device:
+def number_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device for numbers that are not part of the model: the CPU if the group has a CPU backend."""
-    if "cpu:" in dist.get_backend_config(group):
+    if world_size() == 1 or "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -90,7 +90,7 @@ def barrier() -> None:
     if world_size() == 1:
         return
     with _collective("barrier"):
-        arrived = torch.ones(1, dtype=torch.int64, device=_number_device())
+        arrived = torch.ones(1, dtype=torch.int64, device=number_device())
         dist.all_reduce(arrived)
         arrived.item()  # on a GPU the call above is asynchronous: wait for its result
 
@@ -101,7 +101,7 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
         return [list(values)]
     with _collective("all_gather_ints"):
         local_rows = torch.tensor(
-            list(values), dtype=torch.int64, device=_number_device()
+            list(values), dtype=torch.int64, device=number_device()
         )
         gathered = local_rows.new_empty(world_size() * local_rows.numel())
         _all_gather_single(gathered, local_rows)
@@ -114,7 +114,7 @@ def max_ints(values: Sequence[int]) -> list[int]:
     if world_size() == 1:
         return list(values)
     with _collective("max_ints"):
-        largest = torch.tensor(list(values), dtype=torch.int64, device=_number_device())
+        largest = torch.tensor(list(values), dtype=torch.int64, device=number_device())
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         result: list[int] = largest.tolist()
         return result
@@ -125,7 +125,7 @@ def sum_ints(values: Sequence[int]) -> list[int]:
     if world_size() == 1:
         return list(values)
     with _collective("sum_ints"):
-        total = torch.tensor(list(values), dtype=torch.int64, device=_number_device())
+        total = torch.tensor(list(values), dtype=torch.int64, device=number_device())
         dist.all_reduce(total)
         result: list[int] = total.tolist()
         return result
@@ -136,7 +136,7 @@ def sum_scalars(values: Sequence[float]) -> list[float]:
     if world_size() == 1:
         return [float(value) for value in values]
     with _collective("sum_scalars"):
-        total = torch.tensor(list(values), dtype=torch.float64, device=_number_device())
+        total = torch.tensor(list(values), dtype=torch.float64, device=number_device())
         dist.all_reduce(total)
         result: list[float] = total.tolist()
         return result
@@ -309,7 +309,7 @@ def sum_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
     if world_size() == 1:
         return tensor
     with _collective("sum_tensor"):
-        total = tensor.to(_number_device(group))
+        total = tensor.to(number_device(group))
         dist.all_reduce(total, group=group)
         return total.to(tensor.device)
 
@@ -319,7 +319,7 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     if world_size() == 1:
         return json.loads(json.dumps(value))
     with _collective("broadcast_json"):
-        device = _number_device()
+        device = number_device()
         payload = (
             _to_bytes(value) if rank() == source else torch.empty(0, dtype=torch.uint8)
         )
@@ -339,7 +339,7 @@ def gather_objects_as_json(value: Any) -> list[Any]:
     """Return the JSON values of all ranks, by rank, on every rank."""
     if world_size() == 1:
         return [json.loads(json.dumps(value))]
-    payload = _to_bytes(value).to(_number_device())
+    payload = _to_bytes(value).to(number_device())
     sizes = [row[0] for row in all_gather_ints([payload.numel()])]
     return [
         _from_bytes(part)

@@ -124,13 +124,10 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder that replaces `target` when the block ends without an exception."""
     is_link = target.is_symlink()
     target = target.resolve()
-    new, old = (
-        target.with_name(f".{target.name}.new"),
-        target.with_name(f".{target.name}.old"),
-    )
-    if (
-        old.exists() and not target.exists()
-    ):  # an earlier process was killed between the two renames below
+    new = target.with_name(f".{target.name}.new")
+    old = target.with_name(f".{target.name}.old")
+    # An earlier process was killed between the two renames below.
+    if old.exists() and not target.exists():
         old.rename(target)
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -141,9 +138,8 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         error.add_note(str(target))  # errors of a full disk name no file
         raise
-    sync_folder(
-        new
-    )  # before the rename: after a power cut, the name implies complete files
+    # Before the rename: after a power cut, the name implies complete files.
+    sync_folder(new)
     if is_link and target.is_dir():
         _move_into(new, target)
         return
@@ -157,16 +153,16 @@ def replaced_folder(target: Path) -> Iterator[Path]:
 
 def _move_into(new: Path, target: Path) -> None:
     """Move a new model into the folder that a link names, which may hold other files: those stay."""
-    wanted = {path.name for path in new.iterdir()}
+    new_names = {path.name for path in new.iterdir()}
     for path in target.iterdir():
         # Weights and modules of an earlier model would be read with the new one.
-        if path.name not in wanted and _OF_A_MODEL.fullmatch(path.name):
+        if path.name not in new_names and _OF_A_MODEL.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in sorted(new.iterdir()):
-        place = target / path.name
-        if place.is_dir() and not place.is_symlink():
-            shutil.rmtree(place)
-        path.replace(place)
+        destination = target / path.name
+        if destination.is_dir() and not destination.is_symlink():
+            shutil.rmtree(destination)
+        path.replace(destination)
     new.rmdir()
 
 
@@ -193,25 +189,23 @@ def _write_backbone(
     # rglob: also the image tower's config.json of a composed model.
     for path in folder.rglob("config.json"):
         settings = json.loads(path.read_text(encoding="utf-8"))
-        for values in (
-            settings,
-            *(inner for inner in settings.values() if isinstance(inner, dict)),
-        ):
-            if values is settings or "dtype" in values:
-                values["dtype"] = widest
+        settings["dtype"] = widest
+        for inner in settings.values():
+            if isinstance(inner, dict) and "dtype" in inner:
+                inner["dtype"] = widest
         write_json(path, settings)
 
 
 def _changed_settings(description: ModelDescription, backbone: Any) -> dict[str, Any]:
     """Return the config settings that differ from those of the base model, which is loaded under the adapter."""
-    mine = backbone.config.to_dict()
-    below = read_config(
-        Path(description.source), trust_remote_code=description.trust_remote_code
-    ).to_dict()
+    settings = backbone.config.to_dict()
+    source = Path(description.source)
+    base = read_config(source, trust_remote_code=description.trust_remote_code)
+    base_settings = base.to_dict()
     return {
-        name: mine[name]
+        name: settings[name]
         for name in ADJUSTED_SETTINGS
-        if name in mine and mine[name] != below.get(name)
+        if name in settings and settings[name] != base_settings.get(name)
     }
 
 
@@ -227,12 +221,10 @@ def _dtype_that_holds(
     """Return the dtype to store in: float32 instead of float16 if a weight exceeds 65,504."""
     if dtype != torch.float16:
         return dtype
+    largest = torch.finfo(dtype).max
     for name, tensor in state.items():
-        if (
-            tensor.is_floating_point()
-            and tensor.numel()
-            and tensor.abs().max() > torch.finfo(dtype).max
-        ):
+        is_floating = tensor.is_floating_point() and tensor.numel() > 0
+        if is_floating and tensor.abs().max() > largest:
             log.warning(
                 "save_dtype: float16 cannot hold %s: the model is stored in float32",
                 name,

@@ -141,13 +141,13 @@ def _backbone_settings(
                 "image": _patch_options(folder),
             }
     else:
-        own = description.pooling == MODEL_POOLING
-        output = "pooler_output" if own else "last_hidden_state"
+        is_pooled = description.pooling == MODEL_POOLING
+        output = "pooler_output" if is_pooled else "last_hidden_state"
         settings["modality_config"] = {
             "image": {"method": "forward", "method_output_name": output}
         }
         settings["module_output_name"] = (
-            "sentence_embedding" if own else "token_embeddings"
+            "sentence_embedding" if is_pooled else "token_embeddings"
         )
     return settings
 
@@ -174,7 +174,7 @@ def _write_pooling(
     target = folder / "1_Pooling"
     settings: dict[str, Any] = {"word_embedding_dimension": description.hidden_dim}
     if pooling.modes:
-        known = {mode for one in POOLINGS.values() for mode in one.modes}
+        known = {mode for other in POOLINGS.values() for mode in other.modes}
         for mode, flag in MODE_FLAGS.items():
             if mode in known:
                 settings[flag] = mode in pooling.modes

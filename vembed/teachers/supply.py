@@ -14,6 +14,7 @@ from torch import Tensor
 from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import needed_teachers, run_terms
+from vembed.data.batching.feeding import to_device
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.data.examples import Example
 from vembed.errors import UserError
@@ -206,7 +207,7 @@ class Teachers:
                 place[feature, is_query] = keys[key]
         rows = self.vectors[name].answers(list(keys), questions)
         counts = [one[0] for one in collectives.all_gather_ints([len(rows)])]
-        vectors = torch.from_numpy(rows).to(self.session.device)
+        vectors = to_device(torch.from_numpy(rows), self.session.device)
         vectors = vectors if stays else collectives.all_gather_rows(vectors, counts)
         # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
         offset = sum(counts[: self.session.rank])
@@ -264,9 +265,8 @@ class Teachers:
         return scores[: len(rank_batch.query)], scores[len(rank_batch.query) :]
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
-        return collectives.all_gather_rows(
-            torch.from_numpy(values).to(self.session.device), counts
-        )
+        column = to_device(torch.from_numpy(values), self.session.device)
+        return collectives.all_gather_rows(column, counts)
 
 
 def teacher_kind(teacher: Teacher, files: Path, *, wants_vectors: bool) -> ModelKind:

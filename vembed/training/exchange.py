@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vembed.data.batching.feeding import to_device
 from vembed.losses.exchange import RingParts
 from vembed.parallel import collectives
 from vembed.parallel.ring import NeighbourRing
@@ -125,10 +124,8 @@ class Column:
     """Length of each rank's part, known to all ranks."""
 
 
-def gather_columns(
-    columns: Mapping[str, Column], device: torch.device
-) -> dict[str, Tensor]:
-    """Return the columns of all ranks, each concatenated by rank. One collective, however many columns there are.
+def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
+    """Return the columns of all ranks on the host, each concatenated by rank. One collective, however many columns there are.
 
     Every rank passes the same names, dtypes and trailing sizes.
     """
@@ -144,9 +141,9 @@ def gather_columns(
     # sizes[r, c]: numbers of rank r in column c. On the host: reading a number from the device would wait for it.
     sizes = np.stack(sizes_by_column, axis=1)
     per_rank = sizes.sum(axis=1)
-    gathered = collectives.all_gather_rows(
-        to_device(torch.cat(flat), device), per_rank.tolist()
-    )
+    # By way of the host: numbers that a GPU gathers would have to be waited for.
+    joined = torch.cat(flat).to(collectives.number_device())
+    gathered = collectives.all_gather_rows(joined, per_rank.tolist()).cpu()
     # starts[r, c]: where the numbers of rank r in column c begin. No loop over ranks: there may be a thousand.
     starts = (per_rank.cumsum() - per_rank)[:, None] + sizes.cumsum(axis=1) - sizes
     results = {}
@@ -155,7 +152,7 @@ def gather_columns(
         # The i-th number of the result lies at i + shift of its rank.
         shift = starts[:, number] - (size.cumsum() - size)
         positions = np.arange(size.sum()) + np.repeat(shift, size)
-        values = gathered[to_device(torch.from_numpy(positions), device)]
+        values = gathered[torch.from_numpy(positions)]
         shape = (-1, *column.values.shape[1:])
         results[name] = values.view(column.values.dtype).reshape(shape)
     return results

@@ -33,7 +33,12 @@ from torch import Tensor, nn
 from vembed.data.batching.feeding import MicroBatch, ModelInputs, row_index
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.batching.rank_batch import RankBatch
-from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.losses.batch import (
+    INDEX_FIELDS,
+    EmbeddingLoss,
+    LossBatch,
+    copied_together,
+)
 from vembed.models.bf16 import holding_copies
 from vembed.models.families.table import Modality
 from vembed.parallel import collectives
@@ -360,7 +365,10 @@ class ContrastiveStep:
         gathered: dict[str, Tensor | None] = dict.fromkeys(
             ("scores", "negative_scores")
         )
-        gathered |= gather_columns(columns, self.session.device)
+        on_host = gather_columns(columns)
+        copies = copied_together(list(on_host.values()), self.session.device)
+        gathered |= dict(zip(on_host, copies, strict=True))
+        ring = self.exchange.parts(counts, self.session.device)
         for name in ("scores", "negative_scores"):
             values = gathered[name]
             if values is not None:
@@ -373,7 +381,11 @@ class ContrastiveStep:
             world_size=self.session.world_size,
             number=batch.number,
             source=rank_batch.source,
-            ring=self.exchange.parts(counts, self.session.device),
+            ring=ring,
+            # A ring's numbers are on the device.
+            host_indices=None
+            if ring
+            else {name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:
             return loss_batch
@@ -424,11 +436,12 @@ class ContrastiveStep:
             for (_, input_numbers), output in zip(micro_batch, outputs, strict=True):
                 if not output.requires_grad:
                     continue
-                # A dummy gets a zero gradient: it adds nothing, but its backward takes part in the ranks' collectives.
-                output_gradient = torch.zeros_like(output)
                 if input_numbers:
                     rows = batch.output_rows(input_numbers)
                     output_gradient = gradient[row_index(rows, gradient.device)]
+                else:
+                    # A dummy's gradient adds nothing, but its backward takes part in the ranks' collectives.
+                    output_gradient = torch.zeros_like(output)
                 roots.append(output)
                 gradients.append(output_gradient)
             if self.auxiliary is not None and batch.auxiliary is not None:
