@@ -238,9 +238,8 @@ class _DroppedAttention(torch.autograd.Function):
                 signed,
                 ctx.p,
             )
-            grads[0].mul_(
-                ctx.scaling
-            )  # the saved queries are scaled, so their gradient is too
+            # The first is the gradient of the scaled queries.
+            grads[0].mul_(ctx.scaling)
             for result, grad in zip(results, grads, strict=True):
                 piece.put(result, grad.view(num_texts, heads, *grad.shape[1:]))
         return *results, None, None, None
