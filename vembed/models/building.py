@@ -271,18 +271,18 @@ def cast_frozen_towers(
             if tower == "vision" and description.image_source
             else description.source
         )
-        own = backbones.file_dtype(
+        file_dtype = backbones.file_dtype(
             backbones.read_config(
                 Path(folder), trust_remote_code=description.trust_remote_code
             )
         )
-        dtype = precision.frozen_dtype(options, own)
+        dtype = precision.frozen_dtype(options, file_dtype)
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.traits, tower).to(dtype)
     partly = [
-        one
-        for one in backbone.parameters()
-        if not one.requires_grad and one.dtype == torch.float32
+        parameter
+        for parameter in backbone.parameters()
+        if not parameter.requires_grad and parameter.dtype == torch.float32
     ]
     if (
         options.torch_dtype in ("bfloat16", "float16")
@@ -304,13 +304,13 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
     """
     if not description.traits.has_scale_and_bias:
         return None
-    found = {"logit_bias": 0.0}
+    values = {"logit_bias": 0.0}
     for path in sorted(Path(description.source).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in {"logit_scale", "logit_bias"} & set(file.keys()):
-                found[name] = float(file.get_tensor(name))
+                values[name] = float(file.get_tensor(name))
     return (
-        (math.exp(found["logit_scale"]), found["logit_bias"])
-        if "logit_scale" in found
+        (math.exp(values["logit_scale"]), values["logit_bias"])
+        if "logit_scale" in values
         else None
     )

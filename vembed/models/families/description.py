@@ -142,7 +142,7 @@ class ModelDescription:
 
 def _check_saved(path: Path, values: dict[str, Any]) -> None:
     """Raise UserError unless saved values are those of a description, with places inside of its folder."""
-    unknown = sorted(values.keys() - {one.name for one in fields(ModelDescription)})
+    unknown = sorted(values.keys() - {field.name for field in fields(ModelDescription)})
     if unknown:
         raise UserError(
             f"{path}: {unknown[0]!r} is no field of a description; it is of another version of vembed"
@@ -158,8 +158,8 @@ def _check_saved(path: Path, values: dict[str, Any]) -> None:
     for name, value in values.items():
         numbers = value if isinstance(value, list) else [value]
         if any(
-            isinstance(one, int) and not isinstance(one, bool) and one < 1
-            for one in numbers
+            isinstance(number, int) and not isinstance(number, bool) and number < 1
+            for number in numbers
         ):
             raise UserError(
                 f"{path}: {name} is {value}, and a positive number is needed"
