@@ -18,7 +18,7 @@ from vembed.data.distinct import distinct
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
 from vembed.models.bf16 import holding_copies
-from vembed.models.families.table import Modality
+from vembed.models.families.family import Modality
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 

@@ -23,7 +23,7 @@ from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.models.bf16 import Bf16Linear, joint_linear
 from vembed.models.families.backbones import linear_names, linear_names_inside_layers
-from vembed.models.families.table import Family, Tower
+from vembed.models.families.family import Family, Tower
 from vembed.models.families.weight_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

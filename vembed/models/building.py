@@ -30,7 +30,7 @@ from vembed.models.families import backbones
 from vembed.models.families.backbones import linear_names_inside_layers
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
-from vembed.models.poolings import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import TwoTowers, frozen_towers, tower_module
 

@@ -27,7 +27,7 @@ from vembed.models.custom.modeling import OwnModel
 from vembed.models.families import backbones
 from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.table import Modality
+from vembed.models.families.family import Modality
 from vembed.models.heads import Dense, Head, principal_components
 from vembed.models.language_head import LanguageHead, has_language_head
 from vembed.models.modalities import (

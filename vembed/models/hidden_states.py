@@ -14,7 +14,7 @@ from vembed.models import packing
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import ModelDescription
 from vembed.models.modalities import padding_mask, pool
-from vembed.models.poolings import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.towers import tower_module
 
 

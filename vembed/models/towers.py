@@ -21,8 +21,8 @@ from vembed.errors import UserError
 from vembed.models.backbone_loading import is_never_used
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
-from vembed.models.families.table import Family, Modality, Tower
-from vembed.models.poolings import MODEL_POOLING
+from vembed.models.families.family import Family, Modality, Tower
+from vembed.models.poolings.table import MODEL_POOLING
 from vembed.models.processors import load_image_processor
 
 log = logging.getLogger(__name__)

@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from vembed.errors import UserError
 from vembed.models.custom.classes import trusted_class
 from vembed.models.custom.modeling import OwnConfig
+from vembed.models.families.family import Family
 from vembed.models.families.model_settings import (
     LIBRARY_ERRORS,
     check_attention,
@@ -36,9 +37,8 @@ from vembed.models.families.model_settings import (
     check_fit,
     first_sentence,
 )
-from vembed.models.families.table import Family
 from vembed.models.families.weight_files import read_object, read_tensors
-from vembed.models.poolings import MODEL_POOLING
+from vembed.models.poolings.table import MODEL_POOLING
 
 ENCODER_ONLY = {
     "t5": "T5EncoderModel",

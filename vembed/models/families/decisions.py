@@ -15,6 +15,7 @@ from vembed.config.schema import MatryoshkaSection, ModelSection
 from vembed.errors import UserError
 from vembed.models.families import backbones
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.family import Evidence, Family
 from vembed.models.families.model_files import (
     SentenceTransformersFiles,
     files_of,
@@ -26,14 +27,9 @@ from vembed.models.families.model_settings import (
     read_dense,
     read_settings,
 )
-from vembed.models.families.table import (
-    FAMILIES,
-    Evidence,
-    Family,
-    recognised_by,
-)
+from vembed.models.families.table import FAMILIES, recognised_by
 from vembed.models.families.weight_files import read_object
-from vembed.models.poolings import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
 _BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
 _WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"

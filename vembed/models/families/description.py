@@ -9,8 +9,9 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from vembed.errors import UserError
+from vembed.models.families.family import Family, Modality
 from vembed.models.families.model_settings import check_inside, first_problem
-from vembed.models.families.table import FAMILIES, Family, Modality
+from vembed.models.families.table import FAMILIES
 
 DESCRIPTION_FILE = "vembed.json"
 """File with a saved model's description, in the model's folder."""

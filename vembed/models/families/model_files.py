@@ -35,10 +35,10 @@ from vembed.models.families.weight_files import (
     check_whole_weights,
     read_object,
 )
-from vembed.models.poolings import (
+from vembed.models.poolings.base import Pooling
+from vembed.models.poolings.table import (
     MODE_FLAGS,
     POOLINGS,
-    Pooling,
     pooling_of_modes,
 )
 
