@@ -125,10 +125,10 @@ class Embedder:
         return str(dtype).removeprefix("torch.")
 
     def __repr__(self) -> str:
-        one = self.description
+        description = self.description
         return (
-            f"Embedder({self._arguments['path_or_name']!r}: {one.family}, {', '.join(one.modalities)}, "
-            f"{self.truncate_dim or one.embedding_dim} dimensions, {one.max_length:,d} tokens, on {self.device})"
+            f"Embedder({self._arguments['path_or_name']!r}: {description.family}, {', '.join(description.modalities)}, "
+            f"{self.truncate_dim or description.embedding_dim} dimensions, {description.max_length:,d} tokens, on {self.device})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Embedder:
         single = _is_one(inputs)
         items = _items(inputs)
         if prompt is not None:
-            items = [replace(one, prompt=prompt) for one in items]
+            items = [replace(item, prompt=prompt) for item in items]
         with ProgressReport(
             "encoding", active=show_progress or show_progress_bar
         ) as progress:
@@ -201,11 +201,11 @@ class Embedder:
         )
         limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
         vectors = quantized(finished, precision, limits)
-        found = vectors[0] if single else vectors
+        result = vectors[0] if single else vectors
         if convert_to_tensor:
-            tensor: Any = torch.from_numpy(found).to(self.device)
+            tensor: Any = torch.from_numpy(result).to(self.device)
             return tensor  # type: ignore[no-any-return]
-        return found
+        return result
 
     def encode_query(
         self, inputs: Input | Sequence[Input], **options: Any
@@ -225,7 +225,10 @@ class Embedder:
         """Return [n] float32 similarities of given (query, document) pairs, in their order, as the model was trained:
         cosine or dot product. Equal inputs are encoded once."""
         first = self.encode(
-            [one for one, _ in pairs], "query", batch_size=batch_size, normalize=False
+            [query for query, _ in pairs],
+            "query",
+            batch_size=batch_size,
+            normalize=False,
         )
         second = self.encode(
             [other for _, other in pairs],
@@ -292,7 +295,8 @@ class Embedder:
     def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return [n, m] similarities of embeddings [n, d] and [m, d] (or of single ones) by the model's measure:
         cosine or dot product."""
-        first, second = _embeddings("a", a), _embeddings("b", b)
+        first = _embeddings("a", a)
+        second = _embeddings("b", b)
         if first.shape[1] != second.shape[1]:
             raise UserError(
                 f"a has {first.shape[1]} dimensions and b has {second.shape[1]}; encode both with one model"
@@ -322,10 +326,11 @@ def pair_similarities(
 ) -> np.ndarray:
     """[n] scalar products of rows that belong together; of unit vectors where `normalize`."""
     first, second = (
-        first_dims(one, one.shape[1], normalize) for one in (first_ND, second_ND)
+        first_dims(embeddings, embeddings.shape[1], normalize)
+        for embeddings in (first_ND, second_ND)
     )
-    found: np.ndarray = np.einsum("nd,nd->n", first, second)
-    return found
+    similarities: np.ndarray = np.einsum("nd,nd->n", first, second)
+    return similarities
 
 
 def _device(asked: str | torch.device | None) -> torch.device:
@@ -365,17 +370,17 @@ def _precision(
     )
 
 
-def _embeddings(name: str, given: Any) -> np.ndarray:
+def _embeddings(name: str, values: Any) -> np.ndarray:
     """Return embeddings as [n, d] float32."""
     try:
         array: np.ndarray = np.asarray(
-            given.cpu() if isinstance(given, Tensor) else given, dtype=np.float32
+            values.cpu() if isinstance(values, Tensor) else values, dtype=np.float32
         )
     except (TypeError, ValueError):
         array = np.zeros(0, dtype=np.float32)
     if array.ndim not in (1, 2) or not array.size:
         raise UserError(
-            f"{name} is {given!r:.60}; similarity takes embeddings, one or a matrix of them: encode texts and images "
+            f"{name} is {values!r:.60}; similarity takes embeddings, one or a matrix of them: encode texts and images "
             "first"
         )
     return np.atleast_2d(array)
@@ -398,47 +403,48 @@ def _as_inputs(inputs: Any) -> list[Any]:
 
 def _items(inputs: Any) -> list[Item]:
     """Return the items of one input or several. Raise UserError with the number of the first that is none."""
-    given, items = _as_inputs(inputs), list[Item]()
-    for number, one in enumerate(given):
+    several = _as_inputs(inputs)
+    items = list[Item]()
+    for number, input_ in enumerate(several):
         try:
-            items.append(to_item(one))
+            items.append(to_item(input_))
         except UserError as error:
             raise UserError(
-                f"inputs[{number}]: {error}" if len(given) > 1 else str(error)
+                f"inputs[{number}]: {error}" if len(several) > 1 else str(error)
             ) from error
     return items
 
 
-def to_item(given: Input) -> Item:
+def to_item(input_: Input) -> Item:
     """Convert an input to an Item."""
-    if isinstance(given, Item):
-        return given
-    if isinstance(given, str):
-        return Item(text=_whole(given))
-    if isinstance(given, Image.Image | Path):
-        return Item(images=(_image_ref(given),))
-    if isinstance(given, Mapping):
-        unknown = sorted(set(given) - {"text", "image", "images"})
-        if unknown or not given:
+    if isinstance(input_, Item):
+        return input_
+    if isinstance(input_, str):
+        return Item(text=_whole(input_))
+    if isinstance(input_, Image.Image | Path):
+        return Item(images=(_image_ref(input_),))
+    if isinstance(input_, Mapping):
+        unknown = sorted(set(input_) - {"text", "image", "images"})
+        if unknown or not input_:
             raise UserError(
-                f"an input has the keys {', '.join(map(repr, given))}; vembed knows text, image and images"
+                f"an input has the keys {', '.join(map(repr, input_))}; vembed knows text, image and images"
             )
         images = [
-            image for key in ("image", "images") for image in _as_list(given.get(key))
+            image for key in ("image", "images") for image in _as_list(input_.get(key))
         ]
-        text = given.get("text")
+        text = input_.get("text")
         if text is not None and not isinstance(text, str):
             raise UserError(
                 f"the text of an input is a {type(text).__name__}: {text!r}"
             )
         if text is None and not images:
-            raise UserError(f"an input has neither text nor image: {dict(given)!r}")
+            raise UserError(f"an input has neither text nor image: {dict(input_)!r}")
         return Item(
             text=None if text is None else _whole(text),
             images=tuple(_image_ref(image) for image in images),
         )
     raise UserError(
-        f"an input is a {type(given).__name__}; vembed encodes texts, images and {{text, image}} records"
+        f"an input is a {type(input_).__name__}; vembed encodes texts, images and {{text, image}} records"
     )
 
 

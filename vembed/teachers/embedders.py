@@ -14,7 +14,7 @@ from vembed.config.schema import ModelSection, TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import encode_rank_items
+from vembed.inference.encoding import encode_features
 from vembed.models.embedding_model import load_embedder
 from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription
@@ -56,7 +56,13 @@ class VectorTeacher:
         """Return vectors [n, dim] of length 1 of this rank's questions. Collective: ranks may ask different things,
         and at least one rank asks something."""
         model, featuriser = self._loaded()
-        found = encode_rank_items(model, featuriser, questions, session=self.session)
+        found = encode_features(
+            model,
+            featuriser,
+            featuriser.features(questions),
+            self.session.device,
+            world_size=self.session.world_size,
+        )
         unit: np.ndarray = found / np.maximum(
             np.linalg.norm(found, axis=1, keepdims=True), 1e-12
         )
