@@ -698,7 +698,7 @@ def test_micro_batches_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None
             one.trainer.components.model,
             one.trainer.components.featuriser,
             one.trainer.data.evaluation,
-            config,
+            config.evaluation,
             None,
         )
         hook.remove()

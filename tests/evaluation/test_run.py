@@ -10,7 +10,7 @@ import torch
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError, evaluate
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import EvaluationSection, TrainConfig
 from vembed.evaluation.dataset import from_examples, open_eval_data
 from vembed.evaluation.retrieval import RetrievalSearch
 from vembed.evaluation.scores import deciding_metric, evaluate_model
@@ -286,7 +286,7 @@ def test_which_metric_decides(tmp_path):
 
     def decided(**options):
         return deciding_metric(
-            TrainConfig(model_name="m", data_path="d", **options),
+            EvaluationSection(**options).eval_metric,
             data,
             {"ndcg@10": 1, "map@5": 1},
         )
@@ -303,9 +303,8 @@ def test_which_metric_decides(tmp_path):
     pairs = [
         Example(Item(text=str(i)), (Item(text="x"),), (), (float(i),)) for i in range(2)
     ]
-    config = TrainConfig(model_name="m", data_path="d")
     assert (
-        deciding_metric(config, from_examples(pairs, "test"), {"spearman": 1})
+        deciding_metric("auto", from_examples(pairs, "test"), {"spearman": 1})
         == "spearman"
     )
 
@@ -318,7 +317,7 @@ def _evaluate_on_a_rank(folder, path):
         model = Embedder(folder, device=session.device)
         data = open_eval_data(config, path)
         return evaluate_model(
-            model.model, model.featuriser, data, config, session, dims=[8]
+            model.model, model.featuriser, data, config.evaluation, session, dims=[8]
         )
 
 
@@ -346,7 +345,13 @@ def test_an_evaluation_can_be_ended_while_it_scores(tmp_path):
 
     with model.model.register_forward_pre_hook(lambda *_: forwards.append(1)):
         evaluate_model(
-            model.model, model.featuriser, data, config, None, dims=[8], between=between
+            model.model,
+            model.featuriser,
+            data,
+            config.evaluation,
+            None,
+            dims=[8],
+            between=between,
         )
     assert micro_batches == [
         *range(1, len(forwards) + 1),

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from vembed.config.options import nearest
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import EvaluationSection, TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
@@ -114,7 +114,7 @@ def evaluate(
         model.model,
         model.featuriser,
         data,
-        config,
+        config.evaluation,
         session,
         dims=dims,
         compressed=compressed,
@@ -126,7 +126,7 @@ def evaluate_model(
     model: nn.Module,
     featuriser: Featuriser,
     data: EvalData,
-    config: TrainConfig,
+    evaluation: EvaluationSection,
     session: Session | None,
     *,
     dims: Sequence[int] | None = None,
@@ -148,8 +148,8 @@ def evaluate_model(
     device = session.device if session else next(model.parameters()).device
     budget = (
         default_budget(device)
-        if config.evaluation.eval_batch_tokens == "auto"
-        else config.evaluation.eval_batch_tokens
+        if evaluation.eval_batch_tokens == "auto"
+        else evaluation.eval_batch_tokens
     )
     normalize = description.similarity == "cosine"
     full = (
@@ -192,7 +192,7 @@ def evaluate_model(
         return similarity_metrics(
             first, second, data.scores, sizes, normalize=normalize
         )
-    asked, ks = encode(data.queries, "query"), _cut_offs(config)
+    asked, ks = encode(data.queries, "query"), _cut_offs(evaluation.eval_ks)
     search = RetrievalSearch(
         asked, data, ks, sizes, normalize=normalize, session=session, between=between
     )
@@ -222,25 +222,26 @@ def evaluate_model(
     return search.scores(queries)
 
 
-def deciding_metric(
-    config: TrainConfig, data: EvalData, scores: dict[str, float]
-) -> str:
+def deciding_metric(eval_metric: str, data: EvalData, scores: dict[str, float]) -> str:
     """Return the key of the metric that decides which checkpoint is best."""
-    if config.evaluation.eval_metric == "auto":
+    if eval_metric == "auto":
         return data.metric
-    if config.evaluation.eval_metric not in scores:
+    if eval_metric not in scores:
         raise UserError(
-            f"eval_metric: {config.evaluation.eval_metric} is not among what is measured: {', '.join(scores)}"
+            f"eval_metric: {eval_metric} is not among what is measured: {', '.join(scores)}"
         )
-    return config.evaluation.eval_metric
+    return eval_metric
 
 
 def check_metric(
-    config: TrainConfig, data: EvalData, description: ModelDescription
+    evaluation: EvaluationSection,
+    quantize_embeddings: str | None,
+    data: EvalData,
+    description: ModelDescription,
 ) -> None:
     """Raise UserError if `eval_metric` is none of the scores that this evaluation will have."""
     if isinstance(data, RetrievalData):
-        names = metric_names(_cut_offs(config))
+        names = metric_names(_cut_offs(evaluation.eval_ks))
     else:
         names = ["spearman", "pearson"]
     full = description.truncate_dim or description.embedding_dim
@@ -250,24 +251,22 @@ def check_metric(
         if dim <= full
         for name in names
     ]
-    if config.objective.quantize_embeddings is not None and isinstance(
-        data, RetrievalData
-    ):
+    if quantize_embeddings is not None and isinstance(data, RetrievalData):
         names += [
             compressed_name(form, dim)
             for form in FORMS
             for dim in sorted({full, *description.mrl_dims})
         ]
-    if config.evaluation.eval_metric not in ("auto", *names):
-        near = nearest(config.evaluation.eval_metric, names)
+    if evaluation.eval_metric not in ("auto", *names):
+        near = nearest(evaluation.eval_metric, names)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(
-            f"eval_metric: {config.evaluation.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
+            f"eval_metric: {evaluation.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
         )
 
 
-def _cut_offs(config: TrainConfig) -> list[int]:
-    return sorted({*config.evaluation.eval_ks, REPORTED_K})
+def _cut_offs(eval_ks: Sequence[int]) -> list[int]:
+    return sorted({*eval_ks, REPORTED_K})
 
 
 def _checked_dims(dims: Sequence[int], full: int) -> list[int]:

@@ -78,11 +78,17 @@ class _HomeColumns(TravellingColumns):
     ) -> None:
         self.table = table
         self.counts = foreign.counts
-        self.teachers = [one for one in (guide, teacher) if one is not None]
+        self.teachers = [
+            teacher_table
+            for teacher_table in (guide, teacher)
+            if teacher_table is not None
+        ]
         self.dim = table.x.shape[1]
         num_smaller = len(table.similarity.dims) - 1
         num_scales = 0 if table.prefix_scales is None else num_smaller
-        teacher_widths = [one.vectors.shape[1] for one in self.teachers]
+        teacher_widths = [
+            teacher_table.vectors.shape[1] for teacher_table in self.teachers
+        ]
         self.widths = [self.dim, num_scales, *teacher_widths]
         self.width = sum(self.widths)
         self.gradient_width = self.dim + num_smaller

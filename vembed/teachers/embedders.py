@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from vembed.config.entries import Teacher
-from vembed.config.schema import ModelSection, TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.inference.embedder import Embedder
@@ -33,14 +33,16 @@ Question = tuple[Item, Kind]
 class VectorTeacher:
     """An embedding model as teacher. Its weights are read when the first vector is computed."""
 
-    def __init__(self, teacher: Teacher, config: TrainConfig, session: Session) -> None:
+    def __init__(
+        self, teacher: Teacher, session: Session, *, trust_remote_code: bool
+    ) -> None:
         self.teacher = teacher
         self.session = session
-        self.trust_remote_code = config.model.trust_remote_code
+        self.trust_remote_code = trust_remote_code
         described = describe(
             ModelSection(
                 model_name=teacher.model,
-                trust_remote_code=config.model.trust_remote_code,
+                trust_remote_code=trust_remote_code,
                 max_length=teacher.max_length,
                 query_prompt=teacher.query_prompt,
                 document_prompt=teacher.document_prompt,
@@ -56,21 +58,21 @@ class VectorTeacher:
         """Return vectors [n, dim] of length 1 of this rank's questions. Collective: ranks may ask different things,
         and at least one rank asks something."""
         model, featuriser = self._loaded()
-        found = encode_rank_items(model, featuriser, questions, session=self.session)
-        unit: np.ndarray = found / np.maximum(
-            np.linalg.norm(found, axis=1, keepdims=True), 1e-12
+        vectors = encode_rank_items(model, featuriser, questions, session=self.session)
+        unit: np.ndarray = vectors / np.maximum(
+            np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12
         )
         return unit
 
     def question(self, item: Item, kind: Kind) -> tuple[bytes, Question]:
         """Return the key of an input in a role, and the question. What the config gives the teacher itself comes
         before the prompt and length that the data give."""
-        given = (
+        role_prompt = (
             self.teacher.query_prompt
             if kind == "query"
             else self.teacher.document_prompt
         )
-        if given is not None and item.prompt is not None:
+        if role_prompt is not None and item.prompt is not None:
             item = replace(item, prompt=None)
         if self.teacher.max_length is not None and item.max_length is not None:
             item = replace(item, max_length=None)
@@ -97,10 +99,8 @@ class VectorTeacher:
 
     def _read(self) -> tuple[nn.Module, ModelDescription]:
         """Return the model, as a copy or as this rank's shard, and its description."""
-        session, with_run = (
-            self.session,
-            self.session.fsdp is not None and self.teacher.sharded is not False,
-        )
+        session = self.session
+        with_run = self.session.fsdp is not None and self.teacher.sharded is not False
         if not with_run and is_sharded(
             self.teacher, model_folder(self.teacher.model, option="teacher"), session
         ):

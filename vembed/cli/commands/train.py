@@ -15,9 +15,9 @@ from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.arguments import TrainArguments
 from vembed.config.fsdp import AskedPrecision
 from vembed.config.loading import render, require_earlier_stage, resolve_run
-from vembed.config.places import data_places, missing_data
+from vembed.config.places import data_paths, missing_data
 from vembed.config.resolved import Decision, ResolvedRun
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection
 from vembed.errors import UserError
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
@@ -90,7 +90,13 @@ def run_train(
         config.batch.rows_per_process(launch.world_size)
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(resolved, launch, arguments))
-        sys.stdout.write(_described_data(config))
+        # No data are fetched for a dry run.
+        if not missing_data(config.data):
+            # A mistake in the data is reported after what is known.
+            sys.stdout.flush()
+            from vembed.data_tools.init.data_page import data_facts
+
+            sys.stdout.write(f"\n==== data\n{data_facts(config).page}")
         if give is not None:
             give(
                 {
@@ -225,7 +231,9 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
     lines.append(
         f"global batch: {total:,d} = {launch.world_size} x {per_process:g} examples"
     )
-    lines += [f"{name}: {value} ({_found(value)})" for name, value in _paths(config)]
+    lines += [
+        f"{name}: {value} ({_found(value)})" for name, value in _paths(config.data)
+    ]
     lines.append("would run: " + _shown_command(launch, arguments))
     return "\n".join(lines) + "\n"
 
@@ -362,19 +370,9 @@ def _shown_command(launch: Launch, arguments: TrainArguments) -> str:
     return f"{changes}{command} ({ranks}, main process at {address}, port {port})"
 
 
-def _described_data(config: TrainConfig) -> str:
-    """Return the page of the data, if all of them are here: no data are fetched for a dry run."""
-    if missing_data(config):
-        return ""
-    sys.stdout.flush()  # a mistake in the data is reported after what is known
-    from vembed.data_tools.init.data_page import data_page
-
-    return f"\n==== data\n{data_page(config)}"
-
-
-def _paths(config: TrainConfig) -> list[tuple[str, str]]:
+def _paths(data: DataSection) -> list[tuple[str, str]]:
     names = {"data_path": "data", "val_data_path": "validation data"}
-    return [(names[option], path) for option, path in data_places(config)]
+    return [(names[option], path) for option, path in data_paths(data)]
 
 
 def _found(path: str) -> str:

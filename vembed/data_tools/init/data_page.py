@@ -66,13 +66,11 @@ class DataFacts:
     figures: dict[str, Any]
 
 
-def data_page(config: TrainConfig) -> str:
-    """Return the page as text. Reads the data; of the model only its tokenizer, if it is on this machine."""
-    return data_facts(config).page
-
-
 def data_facts(config: TrainConfig) -> DataFacts:
-    """Return the page and the figures on it."""
+    """Return the page and the figures on it.
+
+    Reads the data, and of the model only its tokenizer, if it is on this machine.
+    """
     with unlogged():
         sets = open_sets(config, compares=True)
     read = [*sets.examples.summary()]

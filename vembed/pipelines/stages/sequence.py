@@ -16,7 +16,7 @@ from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
 from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
-from vembed.config.places import require_places
+from vembed.config.places import require_paths
 from vembed.config.stages import MINED, Pipeline, Step, read_pipeline
 from vembed.errors import RunError, UserError
 from vembed.files import read_json_object
@@ -168,7 +168,7 @@ class _Stage:
                 env=self.env,
             )
             if not self.arguments.is_dry_run:
-                require_places(run.config, run.origins, made)
+                require_paths(run.config.model, run.config.data, run.origins, made)
             return
         check_options(self.pipeline, self.step, self.options(), made)
         problem = check(*self._words())

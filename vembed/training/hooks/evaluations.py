@@ -84,7 +84,7 @@ def main_scores(
                 run.components.model,
                 run.components.featuriser,
                 data,
-                run.config,
+                run.config.evaluation,
                 run.session,
                 dims=[],
             )
