@@ -446,11 +446,11 @@ def test_requests_that_wait_are_encoded_together() -> None:
 
 def test_sigterm_answers_what_has_arrived() -> None:
     command = ["-m", "vembed", "serve", str(model_folder()), "--port", "0"]
-    texts = [f"{number} red green " * 40 for number in range(2000)]
+    texts = [f"{number} red green " * 40 for number in range(500)]
     with started(command) as server, ThreadPoolExecutor(1) as pool:
         idle = server.connect()
         answer = pool.submit(server.send, "/embed", {"inputs": texts})
-        time.sleep(0.5)
+        time.sleep(1)
         server.process.send_signal(signal.SIGTERM)
         status, vectors = answer.result(120)
         assert status == 200 and len(vectors) == len(texts)
