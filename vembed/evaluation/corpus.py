@@ -124,8 +124,8 @@ def read_corpus(reader: Format, problems: list[str]) -> FoundCorpus:
             one.append(value)
     # frombuffer shares the arrays' memory, but takes no empty one.
     held = {
-        name: np.frombuffer(one, one.typecode) if one else np.empty(0, one.typecode)
-        for name, one in rows.items()
+        name: np.frombuffer(row, row.typecode) if row else np.empty(0, row.typecode)
+        for name, row in rows.items()
     }
     repeated = _repeats(held["hashes"])
     if repeated.any():  # the file is read once more for their lines

@@ -210,11 +210,11 @@ def _add_classes(
     """Add labelled data; return notes on what is left out."""
     classes: dict[str, dict[int, Item]] = {}
     num_left_out = 0
-    for one in examples:
-        members = classes.setdefault(str(one.label), {})
+    for example in examples:
+        members = classes.setdefault(str(example.label), {})
         num_left_out += len(members) >= MOST_OF_CLASS
         if len(members) < MOST_OF_CLASS:
-            members.setdefault(one.query.key(), one.query)
+            members.setdefault(example.query.key(), example.query)
     for members in classes.values():
         for item in members.values():
             for other in members.values():
@@ -340,7 +340,7 @@ def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
             return found[split]
     place = folder / "qrels"
     if not found:
-        others = listed(sorted(one.name for one in place.glob("*")))
+        others = listed(sorted(path.name for path in place.glob("*")))
         raise UserError(
             f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}"
         )

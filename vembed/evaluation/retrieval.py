@@ -83,7 +83,7 @@ class RetrievalSearch:
         excluded = own_documents(data)[self._own]
         self._full = queries_QD.shape[1]
         self._found = {
-            dim: TopK(
+            dim: RunningTopK(
                 first_dims(queries_QD[self._own], dim, normalize),
                 max(ks),
                 len(data.documents),
@@ -136,7 +136,7 @@ class RetrievalSearch:
         """Return the rows of all queries in their order, from those of each rank's queries."""
         rows = torch.from_numpy(own)
         if self._world_size > 1:
-            counts = [len(one) for one in self._owners]
+            counts = [len(owner) for owner in self._owners]
             rows = collectives.all_gather_rows(rows.to(self._device), counts).cpu()
         # Undo the deal: row i of the gathered rows is that of query order[i].
         order = np.concatenate(self._owners)
@@ -185,13 +185,13 @@ def top_k(
     *,
     excluded: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return [Q, k] indices of the documents with the highest dot products, as `TopK` finds them."""
-    found = TopK(queries_QD, k, len(documents_ND), excluded=excluded)
+    """Return [Q, k] indices of the documents with the highest dot products, as `RunningTopK` finds them."""
+    found = RunningTopK(queries_QD, k, len(documents_ND), excluded=excluded)
     found.add(documents_ND, np.arange(len(documents_ND)))
     return found.rankings()
 
 
-class TopK:
+class RunningTopK:
     """The documents with the highest dot products, best first, while documents arrive in any order; ties go to the
     lower number."""
 

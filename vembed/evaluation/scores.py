@@ -156,7 +156,7 @@ def evaluate_model(
         description.truncate_dim or description.embedding_dim
     )  # the default of `encode`
     sizes = _checked_dims(
-        [one for one in description.mrl_dims if one <= full] if dims is None else dims,
+        [dim for dim in description.mrl_dims if dim <= full] if dims is None else dims,
         full,
     )
     active = (show_progress or say is not None) and (session is None or session.is_main)

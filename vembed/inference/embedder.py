@@ -179,7 +179,7 @@ class Embedder:
         single = _is_one(inputs)
         items = _items(inputs)
         if prompt is not None:
-            items = [replace(one, prompt=prompt) for one in items]
+            items = [replace(item, prompt=prompt) for item in items]
         with ProgressReport(
             "encoding", active=show_progress or show_progress_bar
         ) as progress:

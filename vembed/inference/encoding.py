@@ -297,7 +297,7 @@ def _encode_rank_batch(
     )
     modalities = feeder.featuriser.description.modalities
     rows_of = {
-        modality: [row for row, one in enumerate(features) if one.modality == modality]
+        modality: [row for row, feature in enumerate(features) if feature.modality == modality]
         for modality in modalities
     }
     splits = split_in_step(features, rows_of, budget, max_rows, world_size)
@@ -346,7 +346,7 @@ def _chunks(
     within a chunk."""
     if lengths is None:
         lengths = np.fromiter(
-            (len(one.text or "") for one in contents), np.int64, len(contents)
+            (len(content.text or "") for content in contents), np.int64, len(contents)
         )
     order = np.argsort(-lengths, kind="stable")
     parts = [

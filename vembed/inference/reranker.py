@@ -171,7 +171,7 @@ class YesNoReranker:
             self.tokenizer.encode(word, add_special_tokens=False)
             for word in ("no", "yes")
         ]
-        if any(len(one) != 1 for one in ids):
+        if any(len(id_) != 1 for id_ in ids):
             raise UserError(
                 f"{role} has no single tokens for yes and no: give a sequence classifier, or its kind"
             )

@@ -136,7 +136,7 @@ class ForeignColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class LossCandidates:
     """All scores of this rank's share of the loss. Positions are rows of a table of N occurrences."""
 
     index: Tensor
@@ -161,7 +161,7 @@ class Candidates:
         """Number of rows whose loss terms this rank computes."""
         return int(self.queries.stop - self.queries.start)
 
-    def to(self, device: torch.device) -> Candidates:
+    def to(self, device: torch.device) -> LossCandidates:
         """Return the candidates on a device, copied together."""
         if self.index.device == device:
             return self
@@ -202,7 +202,7 @@ def find_candidates(
     query_query: bool = False,
     document_document: bool = False,
     both_directions: bool = False,
-) -> Candidates:
+) -> LossCandidates:
     """Lay out the table and the score blocks that the options ask for.
 
     `query_query`, `document_document`: queries against queries, and positives against
@@ -282,7 +282,7 @@ def find_candidates(
             with_negatives=has_negative_columns,
             with_queries=has_query_columns,
         )
-    candidates = Candidates(
+    candidates = LossCandidates(
         index=batch.positions(inputs[occurrence]),
         occurrence=occurrence,
         # `own` counts rows of the global batch. The table may begin at another row.

@@ -40,7 +40,7 @@ class TeacherTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class LossColumns:
     """C columns, with everything that a tile reads of them."""
 
     score_blocks: tuple[ScoreBlock, ...]
@@ -127,7 +127,7 @@ class StreamedColumns:
         self.has_teacher = teacher is not None
         self._last_gradient: Tensor | None = None
 
-    def scored(self, *, keeps_last: bool) -> Iterator[Columns]:
+    def scored(self, *, keeps_last: bool) -> Iterator[LossColumns]:
         """Yield all columns, without room for gradients.
 
         `keeps_last`: the last block stays, with room for its gradient. It does not come
@@ -142,13 +142,13 @@ class StreamedColumns:
             else:
                 yield self._columns(visit)
 
-    def differentiated(self) -> Iterator[Columns]:
+    def differentiated(self) -> Iterator[LossColumns]:
         """Yield all columns with room for gradients, less a block that was kept."""
         last = self._last_gradient
         for visit in self.foreign.ring.visits(self.home, with_gradient=True, held=last):
             yield self._columns(visit)
 
-    def _columns(self, visit: Visit, *, stays: bool = False) -> Columns:
+    def _columns(self, visit: Visit, *, stays: bool = False) -> LossColumns:
         """Return the columns of a block that another rank packed as this one does."""
         home = self.home
         x, scales, *teachers = torch.split(visit.values, home.widths, dim=1)
@@ -161,7 +161,7 @@ class StreamedColumns:
             dx=None if gradient is None else gradient[:, : home.dim],
             norm_grad=None if gradient is None else gradient[:, home.dim :].T,
         )
-        return Columns(
+        return LossColumns(
             score_blocks=self.foreign.score_blocks(visit.owner),
             first=visit.columns.start,
             count=x.shape[0],

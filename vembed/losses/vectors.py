@@ -210,7 +210,7 @@ def _squared_errors(
     """
     import torch
 
-    from vembed.losses.candidates import FORWARD, Candidates, ScoreBlock
+    from vembed.losses.candidates import FORWARD, LossCandidates, ScoreBlock
     from vembed.losses.row_losses import SquaredErrorRows
     from vembed.losses.similarity import arithmetic_dtype
     from vembed.losses.tiles import Scoring, tiled_loss
@@ -221,7 +221,7 @@ def _squared_errors(
     row_positions = slice(0, rows.numel())
     column_positions = slice(rows.numel(), occurrence.numel())
     inputs = torch.cat((batch.query, batch.positive, batch.negative))
-    candidates = Candidates(
+    candidates = LossCandidates(
         index=inputs[occurrence],
         occurrence=occurrence,
         queries=row_positions,

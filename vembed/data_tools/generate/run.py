@@ -305,9 +305,9 @@ def _examples(config: GenerateConfig) -> list[tuple[str, str]]:
     rows = open_rows(DataOptions(data_path=config.examples_path))
     examples = [rows.example(row) for row in range(min(len(rows), 1000))]
     return [
-        (one.query.text, one.positives[0].text)
-        for one in examples
-        if one.query.text and one.positives[0].text
+        (example.query.text, example.positives[0].text)
+        for example in examples
+        if example.query.text and example.positives[0].text
     ]
 
 
@@ -375,7 +375,7 @@ def _round_trip(
     store.find_all()
     positives, known = store.scores_of(inputs.known.positives), inputs.known
     codes = known.positives.queries << 32 | known.positives.documents
-    scores = np.concatenate([one.scores for one in store.chunks()])
+    scores = np.concatenate([chunk.scores for chunk in store.chunks()])
     kept = []
     for number, row in enumerate(rows):
         query = int(known.query_of_row[number])

@@ -21,8 +21,8 @@ from vembed.data.overlap import short_item
 from vembed.data_tools.init.datasets import open_sets
 from vembed.data_tools.init.sections import (
     NUM_SAMPLES,
+    PageSection,
     Row,
-    Section,
     kinds_of,
     parts_of,
     shortened,
@@ -76,7 +76,7 @@ def data_facts(config: TrainConfig) -> DataFacts:
     read = [*sets.examples.summary()]
     if sets.evaluation is not None:
         read.append(f"validation: {sets.evaluation.summary()}")
-    read += [f"warning: {one}" for one in sets.warnings]
+    read += [f"warning: {warning}" for warning in sets.warnings]
     page = sections(sets.examples, read, config.model)
     sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
     figures: dict[str, Any] = {
@@ -103,17 +103,17 @@ def unlogged() -> Iterator[None]:
 
 def sections(
     examples: Examples, read: Sequence[str], model: ModelSection | None
-) -> list[Section]:
+) -> list[PageSection]:
     """Return the parts of the page. `read`: lines on what was read, left out and found in the validation data too.
     `model`: None where no model is named."""
     some = [examples[index] for index in spread(len(examples), MOST_READ)]
     found = [
-        Section("what was read", tuple(read)),
+        PageSection("what was read", tuple(read)),
         _repetitions(some, len(examples)),
         _negatives(some),
     ]
     if len(examples.names) > 1:
-        found.append(Section("sources side by side", (), _side_by_side(examples)))
+        found.append(PageSection("sources side by side", (), _side_by_side(examples)))
     if model is not None and local_model(model.model_name) is not None:
         from vembed.data_tools.init.model_inputs import (
             lengths_and_samples,  # imports torch, which takes seconds
@@ -128,7 +128,7 @@ def sections(
     return [*found, _words(some, why), _raw_samples(some, why)]
 
 
-def as_text(page: Sequence[Section]) -> str:
+def as_text(page: Sequence[PageSection]) -> str:
     """Return the page for a console."""
     blocks = []
     for one in page:
@@ -158,7 +158,7 @@ def _aligned(table: Sequence[Row]) -> list[str]:
     ]
 
 
-def _repetitions(examples: Sequence[Example], total: int) -> Section:
+def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
     queries = Counter(normal_key(one.query) for one in examples)
     positives = Counter(normal_key(item) for one in examples for item in one.positives)
     pairs = Counter(
@@ -194,7 +194,7 @@ def _repetitions(examples: Sequence[Example], total: int) -> Section:
         "num_counted": len(examples),
         "repetitions": {**found, "queries_that_are_their_positive": {"examples": own}},
     }
-    return Section(
+    return PageSection(
         f"repetitions{of}, where case, spaces and punctuation do not count",
         tuple(lines),
         figures=figures,
@@ -226,7 +226,7 @@ def _column(name: str, size: int, examples: Sequence[Example]) -> tuple[str, ...
     """Return the figures of one source."""
     if not examples:
         return (name, f"{size:,d}", "", "", "", "", "")
-    documents = [item for one in examples for item in one.positives]
+    documents = [item for example in examples for item in example.positives]
     return (
         name,
         f"{size:,d}",
@@ -238,7 +238,7 @@ def _column(name: str, size: int, examples: Sequence[Example]) -> tuple[str, ...
     )
 
 
-def _negatives(examples: Sequence[Example]) -> Section:
+def _negatives(examples: Sequence[Example]) -> PageSection:
     counts = Counter(len(one.negatives) for one in examples)
     if set(counts) == {0}:
         lines = [
@@ -262,14 +262,14 @@ def _negatives(examples: Sequence[Example]) -> Section:
         lines.append(
             f"warning: {wrong:,d} examples have one of their positives among their negatives"
         )
-    return Section(
+    return PageSection(
         "negatives",
         tuple(lines),
         figures={"negatives_per_example": dict(sorted(counts.items()))},
     )
 
 
-def _words(examples: Sequence[Example], why: str) -> Section:
+def _words(examples: Sequence[Example], why: str) -> PageSection:
     lines = []
     for name, items in kinds_of(examples):
         lengths = [len(item.text.split()) for item, _ in items if item.text is not None]
@@ -278,14 +278,14 @@ def _words(examples: Sequence[Example], why: str) -> Section:
             lines.append(
                 f"{name}: median {middle:,.0f}, 99 % at most {most:,.0f}, longest {max(lengths):,d}"
             )
-    return Section(
+    return PageSection(
         f"lengths in words, not in tokens, since {why}",
         tuple(lines),
         figures={"lengths": None},
     )
 
 
-def _raw_samples(examples: Sequence[Example], why: str) -> Section:
+def _raw_samples(examples: Sequence[Example], why: str) -> PageSection:
     lines = []
     for example in examples[:NUM_SAMPLES]:
         lines.append(example.where)
@@ -293,6 +293,6 @@ def _raw_samples(examples: Sequence[Example], why: str) -> Section:
             f"{name}: {shortened(' '.join((item.text or short_item(item)).split()))}"
             for name, item, _ in parts_of(example)
         ]
-    return Section(
+    return PageSection(
         f"samples, without prompts and special tokens, since {why}", tuple(lines)
     )

@@ -13,7 +13,7 @@ from vembed.data.features import Featuriser
 from vembed.data.overlap import short_item
 from vembed.data_tools.init.sections import (
     NUM_SAMPLES,
-    Section,
+    PageSection,
     kinds_of,
     parts_of,
     shortened,
@@ -25,7 +25,7 @@ from vembed.models.processors import load_tokenizer
 
 def lengths_and_samples(
     model: ModelSection, examples: Sequence[Example]
-) -> list[Section]:
+) -> list[PageSection]:
     """Return the parts of the page that need the model's tokenizer."""
     description = describe(model)
     featuriser = Featuriser(description)
@@ -37,13 +37,13 @@ def lengths_and_samples(
 
 def _lengths(
     examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription
-) -> Section:
+) -> PageSection:
     found = {}
     for name, items in kinds_of(examples):
-        texts = [one for one in featuriser.features(items) if one.modality == "text"]
+        texts = [feature for feature in featuriser.features(items) if feature.modality == "text"]
         if not texts:
             continue
-        lengths = np.asarray([one.length for one in texts])
+        lengths = np.asarray([text.length for text in texts])
         middle, most = np.quantile(lengths, [0.5, 0.99])
         full = (
             int((lengths >= description.max_length).sum())
@@ -63,7 +63,7 @@ def _lengths(
         for name, one in found.items()
     ]
     title = f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d})"
-    return Section(
+    return PageSection(
         title,
         tuple(lines),
         figures={"lengths": found, "max_length": description.max_length},
@@ -72,7 +72,7 @@ def _lengths(
 
 def _samples(
     examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription
-) -> Section:
+) -> PageSection:
     tokenizer: Any = (
         load_tokenizer(description) if description.modalities[0] != "image" else None
     )
@@ -85,4 +85,4 @@ def _samples(
             if feature.token_ids is not None and tokenizer is not None:
                 read = tokenizer.decode(feature.token_ids, skip_special_tokens=False)
             lines.append(f"{name} ({feature.length:,d} tokens): {shortened(read)}")
-    return Section("samples, as the model reads them", tuple(lines))
+    return PageSection("samples, as the model reads them", tuple(lines))

@@ -85,7 +85,7 @@ def _num_records(reader: Format) -> tuple[int, bool]:
 def texts_of(value: Any) -> list[str | None]:
     """Return the texts of a field, which may be a list and have objects; None for each entry that is not text alone."""
     entries: list[Any] = value if isinstance(value, list) else [value]
-    return [_text_of(one) for one in entries if one is not None]
+    return [_text_of(entry) for entry in entries if entry is not None]
 
 
 def _text_of(entry: Any) -> str | None:

@@ -41,7 +41,7 @@ Train = Callable[[TrainArguments], int]
 
 
 @dataclass(frozen=True)
-class Range:
+class StageRange:
     """The steps of a pipeline that are run."""
 
     only: str | None = None
@@ -82,7 +82,8 @@ def run_stages(
     """
     prints: dict[str, str] = {}
     chosen = _chosen(
-        pipeline, Range(arguments.stage, arguments.first_stage, arguments.last_stage)
+        pipeline,
+        StageRange(arguments.stage, arguments.first_stage, arguments.last_stage),
     )
     stages = [
         _Stage(pipeline, step, arguments, verb, env, starts_processes, train)
@@ -450,7 +451,7 @@ class _Stage:
             partial.replace(path)
 
 
-def _chosen(pipeline: Pipeline, asked: Range) -> list[Step]:
+def _chosen(pipeline: Pipeline, asked: StageRange) -> list[Step]:
     names = [step.name for step in pipeline.steps]
     for flag, name in (
         ("--stage", asked.only),
