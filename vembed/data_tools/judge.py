@@ -240,7 +240,7 @@ class _RowMaker:
             name for name in made if self._reads(name, "positive", "positive_image")
         ]:
             del made[name]
-        items = [*example.positives, *(example.negatives[one] for one in added)]
+        items = [*example.positives, *(example.negatives[index] for index in added)]
         made[POSITIVE_NAME] = [row_value(item, folder) for item in items]
         self.num_relabelled += len(added)
 
@@ -257,7 +257,7 @@ class _RowMaker:
         if example.scores is not None:
             made["positive_scores"] = list(example.scores)
         if kept:
-            made["negative_scores"] = [example.negative_scores[one] for one in kept]
+            made["negative_scores"] = [example.negative_scores[index] for index in kept]
 
     def _reads(self, name: str, *roles: str) -> bool:
         """True for a field that is read as one of these parts of a record."""

@@ -39,7 +39,7 @@ def compressed_scores(
         # As packed bits are read: 0 and below are -1.
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
         query_signs = np.where(asked > 0, 1, -1).astype(np.float32)
-        found = {
+        ranked = {
             "float32": top_k(asked, documents, K, excluded=excluded),
             # The query keeps its floats: only what is stored loses precision.
             "int8": top_k(asked, _restored(documents), K, excluded=excluded),
@@ -50,7 +50,7 @@ def compressed_scores(
                 top_k(query_signs, signs, K * OVERSAMPLING, excluded=excluded),
             ),
         }
-        for form, rankings in found.items():
+        for form, rankings in ranked.items():
             _, values = score_rankings(rankings, data.relevance, [K])
             scores[compressed_name(form, dim)] = float(values[:, 0].mean())
     return scores
@@ -78,5 +78,5 @@ def _rescored(
     scores = np.where(candidates_QC >= 0, scores, -np.inf)
     # Stable: equal scores keep the order by bits, which already breaks ties by number.
     order = np.argsort(-scores, axis=1, kind="stable")[:, :K]
-    found: np.ndarray = np.take_along_axis(candidates_QC, order, axis=1)
-    return found
+    ranked: np.ndarray = np.take_along_axis(candidates_QC, order, axis=1)
+    return ranked

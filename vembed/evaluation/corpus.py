@@ -112,13 +112,13 @@ def read_corpus(reader: Format, problems: list[str]) -> FoundCorpus:
         "keys": array("q"),
         "hashes": array("q"),
     }
-    found: list[tuple[int, str]] = []
+    problem_lines: list[tuple[int, str]] = []
     for number, line, record in reader.rows():
-        given = identified_text(record)
-        if isinstance(given, str):
-            found.append((line, given))
+        identified = identified_text(record)
+        if isinstance(identified, str):
+            problem_lines.append((line, identified))
             continue
-        identity, text = given
+        identity, text = identified
         values = number, len(text), Item(text=text).key(), _hash(identity)
         for one, value in zip(rows.values(), values, strict=True):
             one.append(value)
@@ -135,8 +135,10 @@ def read_corpus(reader: Format, problems: list[str]) -> FoundCorpus:
             for number, line, record in reader.rows()
             if number in numbers
         )
-        found += [(line, f"_id {name} occurs twice") for line, name in records]
-    problems += [f"{reader.where(line)}: {reason}" for line, reason in sorted(found)]
+        problem_lines += [(line, f"_id {name} occurs twice") for line, name in records]
+    problems += [
+        f"{reader.where(line)}: {reason}" for line, reason in sorted(problem_lines)
+    ]
     held = _without(held, repeated)
     hashes, is_copy = held.pop("hashes"), _repeats(held["keys"])
     order = np.argsort(hashes)

@@ -170,31 +170,39 @@ def from_examples(
     """
     if task == "auto":
         scored = all(
-            one.scores is not None and len(one.positives) == 1 and not one.negatives
-            for one in examples
+            example.scores is not None
+            and len(example.positives) == 1
+            and not example.negatives
+            for example in examples
         )
         task = "similarity" if examples and scored else "retrieval"
     if task == "similarity":
         return _scored_pairs(examples, name)
     # Whole scores are grades already; fractions, and scores that are no grades, are spread over grades up to MAX_GRADE.
-    top = max((score for one in examples for score in one.scores or ()), default=1.0)
+    top = max(
+        (score for example in examples for score in example.scores or ()), default=1.0
+    )
     whole = top <= LARGEST_GRADE and all(
-        float(score).is_integer() for one in examples for score in one.scores or ()
+        float(score).is_integer()
+        for example in examples
+        for score in example.scores or ()
     )
     table = _RetrievalTable()
     labelled = [example for example in examples if example.label is not None]
     all_notes = [*_add_classes(table, labelled), *notes]
-    num_irrelevant = sum(score <= 0 for one in examples for score in one.scores or ())
+    num_irrelevant = sum(
+        score <= 0 for example in examples for score in example.scores or ()
+    )
     if num_irrelevant:
         all_notes.append(
             f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant"
         )
-    for one in examples:
-        if one.label is not None:
+    for example in examples:
+        if example.label is not None:
             continue
-        scores = one.scores or (1.0,) * len(one.positives)
-        for positive, score in zip(one.positives, scores, strict=True):
-            table.add(one.query, positive, _grade(score, top, whole))
+        scores = example.scores or (1.0,) * len(example.positives)
+        for positive, score in zip(example.positives, scores, strict=True):
+            table.add(example.query, positive, _grade(score, top, whole))
     for item in documents:
         table.document(item)
     return table.finish(
@@ -304,10 +312,10 @@ class _RetrievalTable:
 
 def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
     pairs = [
-        (one.query, positive, score)
-        for one in examples
+        (example.query, positive, score)
+        for example in examples
         for positive, score in zip(
-            one.positives, one.scores or (), strict=bool(one.scores)
+            example.positives, example.scores or (), strict=bool(example.scores)
         )
     ]
     num_different = len({score for _, _, score in pairs})
@@ -330,22 +338,22 @@ def _grade(score: float, top: float, whole: bool) -> int:
 
 
 def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
-    found = qrels_files(folder)
+    qrels = qrels_files(folder)
     if (
-        len(found) == 1 and len(splits) > 1
+        len(qrels) == 1 and len(splits) > 1
     ):  # a split that was asked for is never replaced by another
-        return next(iter(found.values()))
+        return next(iter(qrels.values()))
     for split in splits:
-        if split in found:
-            return found[split]
+        if split in qrels:
+            return qrels[split]
     place = folder / "qrels"
-    if not found:
+    if not qrels:
         others = listed(sorted(path.name for path in place.glob("*")))
         raise UserError(
             f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}"
         )
     raise UserError(
-        f"{place} holds {', '.join(sorted(found))}, and none of {', '.join(splits)}: give the path of the qrels file "
+        f"{place} holds {', '.join(sorted(qrels))}, and none of {', '.join(splits)}: give the path of the qrels file "
         "that is meant"
     )
 
@@ -353,13 +361,13 @@ def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
 def _read_texts(reader: Format, problems: list[str]) -> dict[str, Item]:
     items: dict[str, Item] = {}
     for _, number, record in reader.rows():
-        where, given = reader.where(number), identified_text(record)
-        if isinstance(given, str):
-            problems.append(f"{where}: {given}")
-        elif given[0] in items:
-            problems.append(f"{where}: _id {given[0]} occurs twice")
+        where, identified = reader.where(number), identified_text(record)
+        if isinstance(identified, str):
+            problems.append(f"{where}: {identified}")
+        elif identified[0] in items:
+            problems.append(f"{where}: _id {identified[0]} occurs twice")
         else:
-            items[given[0]] = Item(text=given[1])
+            items[identified[0]] = Item(text=identified[1])
     return items
 
 
@@ -367,11 +375,11 @@ def _read_qrels(
     path: Path, queries: dict[str, Item], documents: Identities, problems: list[str]
 ) -> Iterator[tuple[str, int, int]]:
     """Yield queries, the numbers of documents, and grades."""
-    for where, found in read_judgements(path):
-        if isinstance(found, str):
-            problems.append(f"{where}: {found}")
+    for where, judgement in read_judgements(path):
+        if isinstance(judgement, str):
+            problems.append(f"{where}: {judgement}")
             continue
-        query, identity, grade = found
+        query, identity, grade = judgement
         if query not in queries:
             problems.append(f"{where}: query {query} is not in the queries")
         elif (document := documents.find(identity)) is None:

@@ -54,16 +54,16 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
 def _of_records(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
     reader = open_records(path)
     for _, line, record in reader.rows():
-        given = record if isinstance(record, dict) else {}
+        judgement = record if isinstance(record, dict) else {}
         query, document, score = (
-            given.get("query-id"),
-            given.get("corpus-id"),
-            given.get("score", 1),
+            judgement.get("query-id"),
+            judgement.get("corpus-id"),
+            judgement.get("score", 1),
         )
         is_whole = isinstance(score, int) or (
             isinstance(score, float) and score.is_integer()
         )
-        grade = None if "score" in given else judgement_column(given)
+        grade = None if "score" in judgement else judgement_column(judgement)
         if grade is not None:
             yield (
                 reader.where(line),

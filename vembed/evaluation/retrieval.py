@@ -97,11 +97,11 @@ class RetrievalSearch:
 
     def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
         """Search in some documents, which have these numbers in the data."""
-        for dim, found in self._found.items():
+        for dim, top in self._found.items():
             # By tile, so that the normalised copy of a size is as small as a tile.
             for start in range(0, len(documents_ND), DOCUMENT_TILE):
                 tile = slice(start, start + DOCUMENT_TILE)
-                found.add(
+                top.add(
                     first_dims(documents_ND[tile], dim, self._normalize),
                     numbers_N[tile],
                 )
@@ -110,8 +110,8 @@ class RetrievalSearch:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
         sizes. `queries` gets the results of each query, for the whole embeddings."""
         means = {
-            dim: self._mean(found.rankings(), queries if dim == self._full else None)
-            for dim, found in self._found.items()
+            dim: self._mean(top.rankings(), queries if dim == self._full else None)
+            for dim, top in self._found.items()
         }
         scores = dict(means[self._full])
         for dim in self._dims:
@@ -132,17 +132,17 @@ class RetrievalSearch:
             keep.found = self._gathered(np.ascontiguousarray(rankings[:, :NUM_FOUND]))
         return dict(zip(names, by_query.mean(axis=0).tolist(), strict=True))
 
-    def _gathered(self, own: np.ndarray) -> np.ndarray:
+    def _gathered(self, rank_rows: np.ndarray) -> np.ndarray:
         """Return the rows of all queries in their order, from those of each rank's queries."""
-        rows = torch.from_numpy(own)
+        rows = torch.from_numpy(rank_rows)
         if self._world_size > 1:
             counts = [len(owner) for owner in self._owners]
             rows = collectives.all_gather_rows(rows.to(self._device), counts).cpu()
         # Undo the deal: row i of the gathered rows is that of query order[i].
         order = np.concatenate(self._owners)
-        found = np.empty((len(order), own.shape[1]), own.dtype)
-        found[order] = rows.numpy()
-        return found
+        gathered = np.empty((len(order), rank_rows.shape[1]), rank_rows.dtype)
+        gathered[order] = rows.numpy()
+        return gathered
 
 
 def own_documents(data: RetrievalData) -> np.ndarray:
@@ -155,11 +155,11 @@ def own_documents(data: RetrievalData) -> np.ndarray:
     wanted = np.fromiter(
         (item.key() for item in data.queries), np.int64, len(data.queries)
     )
-    found = _places(keys, wanted)
+    positions = _places(keys, wanted)
     return np.array(
         [
             -1 if index in relevant else index
-            for index, relevant in zip(found, data.relevance, strict=True)
+            for index, relevant in zip(positions, data.relevance, strict=True)
         ],
         np.int64,
     )
@@ -186,9 +186,9 @@ def top_k(
     excluded: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return [Q, k] indices of the documents with the highest dot products, as `RunningTopK` finds them."""
-    found = RunningTopK(queries_QD, k, len(documents_ND), excluded=excluded)
-    found.add(documents_ND, np.arange(len(documents_ND)))
-    return found.rankings()
+    top = RunningTopK(queries_QD, k, len(documents_ND), excluded=excluded)
+    top.add(documents_ND, np.arange(len(documents_ND)))
+    return top.rankings()
 
 
 class RunningTopK:
@@ -306,9 +306,9 @@ def score_rankings(
     }
     import pytrec_eval  # here, so that what is trained without evaluation does without it
 
-    found = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
+    by_query = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
     values = np.zeros((len(rankings), len(names)))
-    for query, figures in found.items():
+    for query, figures in by_query.items():
         reciprocal = figures["recip_rank"]
         row = [figures[f"ndcg_cut_{k}"] for k in ks]  # in the order of `metric_names`
         # trec_eval's reciprocal rank has no cut: a rank beyond k counts as 0.

@@ -18,11 +18,11 @@ def similarity_metrics(
     normalize: bool = True,
 ) -> dict[str, float]:
     """Return `spearman` and `pearson` for the embeddings, and `dim<d>/spearman` for their first d coordinates."""
-    found = _correlations(first_ND, second_ND, scores, first_ND.shape[1], normalize)
+    metrics = _correlations(first_ND, second_ND, scores, first_ND.shape[1], normalize)
     for dim in dims:
         by_dim = _correlations(first_ND, second_ND, scores, dim, normalize)
-        found.update({f"dim{dim}/{name}": value for name, value in by_dim.items()})
-    return found
+        metrics.update({f"dim{dim}/{name}": value for name, value in by_dim.items()})
+    return metrics
 
 
 def _correlations(

@@ -201,11 +201,11 @@ class Embedder:
         )
         limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
         vectors = quantized(finished, precision, limits)
-        found = vectors[0] if single else vectors
+        result = vectors[0] if single else vectors
         if convert_to_tensor:
-            tensor: Any = torch.from_numpy(found).to(self.device)
+            tensor: Any = torch.from_numpy(result).to(self.device)
             return tensor  # type: ignore[no-any-return]
-        return found
+        return result
 
     def encode_query(
         self, inputs: Input | Sequence[Input], **options: Any
@@ -324,8 +324,8 @@ def pair_similarities(
     first, second = (
         first_dims(one, one.shape[1], normalize) for one in (first_ND, second_ND)
     )
-    found: np.ndarray = np.einsum("nd,nd->n", first, second)
-    return found
+    similarities: np.ndarray = np.einsum("nd,nd->n", first, second)
+    return similarities
 
 
 def _device(asked: str | torch.device | None) -> torch.device:
@@ -365,17 +365,17 @@ def _precision(
     )
 
 
-def _embeddings(name: str, given: Any) -> np.ndarray:
+def _embeddings(name: str, value: Any) -> np.ndarray:
     """Return embeddings as [n, d] float32."""
     try:
         array: np.ndarray = np.asarray(
-            given.cpu() if isinstance(given, Tensor) else given, dtype=np.float32
+            value.cpu() if isinstance(value, Tensor) else value, dtype=np.float32
         )
     except (TypeError, ValueError):
         array = np.zeros(0, dtype=np.float32)
     if array.ndim not in (1, 2) or not array.size:
         raise UserError(
-            f"{name} is {given!r:.60}; similarity takes embeddings, one or a matrix of them: encode texts and images "
+            f"{name} is {value!r:.60}; similarity takes embeddings, one or a matrix of them: encode texts and images "
             "first"
         )
     return np.atleast_2d(array)
@@ -398,47 +398,48 @@ def _as_inputs(inputs: Any) -> list[Any]:
 
 def _items(inputs: Any) -> list[Item]:
     """Return the items of one input or several. Raise UserError with the number of the first that is none."""
-    given, items = _as_inputs(inputs), list[Item]()
-    for number, one in enumerate(given):
+    values = _as_inputs(inputs)
+    items: list[Item] = []
+    for number, value in enumerate(values):
         try:
-            items.append(to_item(one))
+            items.append(to_item(value))
         except UserError as error:
             raise UserError(
-                f"inputs[{number}]: {error}" if len(given) > 1 else str(error)
+                f"inputs[{number}]: {error}" if len(values) > 1 else str(error)
             ) from error
     return items
 
 
-def to_item(given: Input) -> Item:
+def to_item(value: Input) -> Item:
     """Convert an input to an Item."""
-    if isinstance(given, Item):
-        return given
-    if isinstance(given, str):
-        return Item(text=_whole(given))
-    if isinstance(given, Image.Image | Path):
-        return Item(images=(_image_ref(given),))
-    if isinstance(given, Mapping):
-        unknown = sorted(set(given) - {"text", "image", "images"})
-        if unknown or not given:
+    if isinstance(value, Item):
+        return value
+    if isinstance(value, str):
+        return Item(text=_whole(value))
+    if isinstance(value, Image.Image | Path):
+        return Item(images=(_image_ref(value),))
+    if isinstance(value, Mapping):
+        unknown = sorted(set(value) - {"text", "image", "images"})
+        if unknown or not value:
             raise UserError(
-                f"an input has the keys {', '.join(map(repr, given))}; vembed knows text, image and images"
+                f"an input has the keys {', '.join(map(repr, value))}; vembed knows text, image and images"
             )
         images = [
-            image for key in ("image", "images") for image in _as_list(given.get(key))
+            image for key in ("image", "images") for image in _as_list(value.get(key))
         ]
-        text = given.get("text")
+        text = value.get("text")
         if text is not None and not isinstance(text, str):
             raise UserError(
                 f"the text of an input is a {type(text).__name__}: {text!r}"
             )
         if text is None and not images:
-            raise UserError(f"an input has neither text nor image: {dict(given)!r}")
+            raise UserError(f"an input has neither text nor image: {dict(value)!r}")
         return Item(
             text=None if text is None else _whole(text),
             images=tuple(_image_ref(image) for image in images),
         )
     raise UserError(
-        f"an input is a {type(given).__name__}; vembed encodes texts, images and {{text, image}} records"
+        f"an input is a {type(value).__name__}; vembed encodes texts, images and {{text, image}} records"
     )
 
 

@@ -157,8 +157,8 @@ def encode_chunks(
     )
 
     def featurise(chunk: _Chunk) -> list[Features]:
-        own = chunk.numbers[chunk.by_rank[rank]].tolist()
-        return featuriser.features([(contents[number], kind) for number in own])
+        rank_items = chunk.numbers[chunk.by_rank[rank]].tolist()
+        return featuriser.features([(contents[number], kind) for number in rank_items])
 
     with (
         _evaluating(model),
@@ -175,7 +175,7 @@ def encode_chunks(
                 ahead.submit(featurise, later)
                 for later in chunks[number + 1 : number + 2]
             ]
-            own = _encode_rank_batch(
+            embeddings = _encode_rank_batch(
                 model,
                 feeder,
                 features,
@@ -189,14 +189,14 @@ def encode_chunks(
             if world_size > 1:
                 # The rows arrive in rank order, and go on in the order of the chunk.
                 gathered = collectives.all_gather_rows(
-                    own, [len(share) for share in chunk.by_rank]
+                    embeddings, [len(share) for share in chunk.by_rank]
                 )
-                own = gathered[
+                embeddings = gathered[
                     torch.from_numpy(np.argsort(np.concatenate(chunk.by_rank))).to(
                         gathered.device
                     )
                 ]
-            take(chunk.numbers, own.float().cpu().numpy())
+            take(chunk.numbers, embeddings.float().cpu().numpy())
 
 
 def encode_rank_items(
@@ -297,7 +297,9 @@ def _encode_rank_batch(
     )
     modalities = feeder.featuriser.description.modalities
     rows_of = {
-        modality: [row for row, feature in enumerate(features) if feature.modality == modality]
+        modality: [
+            row for row, feature in enumerate(features) if feature.modality == modality
+        ]
         for modality in modalities
     }
     splits = split_in_step(features, rows_of, budget, max_rows, world_size)

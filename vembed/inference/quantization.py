@@ -20,12 +20,12 @@ def ranges_of(vectors_ND: np.ndarray) -> np.ndarray:
 def read_ranges(path: str, dim: int) -> np.ndarray:
     """Read ranges from a .npy file. Raise UserError unless they are those of `dim` coordinates."""
     try:
-        found: np.ndarray = np.load(path, allow_pickle=False)
+        ranges: np.ndarray = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"ranges: {path} cannot be read as a .npy file: {error}"
         ) from error
-    return checked_ranges(found, dim, path)
+    return checked_ranges(ranges, dim, path)
 
 
 def checked_ranges(ranges_2D: np.ndarray, dim: int, name: str = "ranges") -> np.ndarray:

@@ -80,17 +80,17 @@ def holds_images(path: Path) -> bool:
 
 def images_in(folder: Path) -> list[str]:
     """Return the images of a folder and its subfolders, in the order of their paths. Raise UserError without any."""
-    found = sorted(
+    images = sorted(
         str(path.relative_to(folder))
         for path in folder.rglob("*")
         if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
     )
-    if not found:
+    if not images:
         endings = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(
             f"{folder} is a folder without images ({endings}); for texts give a file"
         )
-    return found
+    return images
 
 
 def check_kept(keep: Sequence[str], rows: Sequence[Row], source: str) -> None:
@@ -206,20 +206,20 @@ class BadInputs:
         self.found: list[tuple[int, str]] = []
         """Number of the line or row, and the reason, of each that is left out."""
 
-    def add(self, found: Sequence[tuple[int, str]]) -> None:
+    def add(self, refusals: Sequence[tuple[int, str]]) -> None:
         """Leave inputs out, or raise UserError with the first of them."""
-        if found and not self.skips:
+        if refusals and not self.skips:
             more = (
-                [f"and {len(found) - NUM_NAMED:,d} more"]
-                if len(found) > NUM_NAMED
+                [f"and {len(refusals) - NUM_NAMED:,d} more"]
+                if len(refusals) > NUM_NAMED
                 else []
             )
-            count = "1 input" if len(found) == 1 else f"{len(found):,d} inputs"
+            count = "1 input" if len(refusals) == 1 else f"{len(refusals):,d} inputs"
             raise UserError(
                 f"{count} cannot be encoded, fix them, or leave them out by --on-bad-record skip:\n  "
-                + "\n  ".join([reason for _, reason in found[:NUM_NAMED]] + more)
+                + "\n  ".join([reason for _, reason in refusals[:NUM_NAMED]] + more)
             )
-        self.found += found
+        self.found += refusals
 
     def images_of(self, rows: Sequence[Row]) -> list[tuple[int, str]]:
         """Return the rows whose images cannot be read. The images are decoded."""
@@ -309,20 +309,20 @@ class InputParser:
 
     def rows(self, lines: Sequence[str], first: int) -> list[Row]:
         """Return the inputs on lines, of which the first one has this number. Collective."""
-        found: list[Row] = []
+        rows_read: list[Row] = []
         problems: list[tuple[int, str]] = []
         for number, line in enumerate(lines, first):
             try:
-                found.append(self._record(line, number))
+                rows_read.append(self._record(line, number))
             except BadRecord as error:
                 problems.append((number, str(error)))
         if (
             first == 1 or self.bad.skips
         ):  # with the first lines wrong folders are found before the model is loaded
-            problems += self.bad.images_of_all(found)
+            problems += self.bad.images_of_all(rows_read)
         self.bad.add(sorted(problems))
         bad = {number for number, _ in problems}
-        return [row for row in found if row.number not in bad]
+        return [row for row in rows_read if row.number not in bad]
 
     def _record(self, line: str, number: int) -> Row:
         """Return the input on a line. Raise BadRecord if it cannot be encoded."""

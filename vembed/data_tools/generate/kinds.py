@@ -42,13 +42,13 @@ def heading_section(
 ) -> list[Pair]:
     """Each heading of a Markdown text, and its section."""
     text = item.text or ""
-    found = list(_HEADING.finditer(text))
-    if not found:
+    headings = list(_HEADING.finditer(text))
+    if not headings:
         return []
-    ends = [match.start() for match in found[1:]] + [len(text)]
+    ends = [match.start() for match in headings[1:]] + [len(text)]
     pairs = [
         (match[1].strip(), text[match.end() : end].strip())
-        for match, end in zip(found, ends, strict=True)
+        for match, end in zip(headings, ends, strict=True)
     ]
     return [
         (heading, section)
@@ -156,12 +156,12 @@ def pairs_of(
 ) -> list[tuple[str, Pair]]:
     """(kind, pair) of a document: by all of `kinds`, or without any by the first one that fits."""
     fields = record if isinstance(record, dict) else {"text": document_text(record)}
-    found: list[tuple[str, Pair]] = []
+    pairs: list[tuple[str, Pair]] = []
     for kind in kinds or KINDS:
-        found += [(kind, pair) for pair in KINDS[kind](fields, item, random)]
-        if found and not kinds:
+        pairs += [(kind, pair) for pair in KINDS[kind](fields, item, random)]
+        if pairs and not kinds:
             break
-    return found
+    return pairs
 
 
 def _is_long(text: str, num_words: int) -> bool:

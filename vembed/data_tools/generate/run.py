@@ -183,22 +183,29 @@ class _Generator:
         for number in range(block * BLOCK, min((block + 1) * BLOCK, len(self.places))):
             record, item = self._read(self.places[number])
             identity = document_id(record)
-            own: dict[str, Any] = {} if identity is None else {"document_id": identity}
+            identity_column: dict[str, Any] = (
+                {} if identity is None else {"document_id": identity}
+            )
             if self._free or not self._written:
                 # By content: a document gets the same pairs wherever it stands in the files.
                 random = np.random.default_rng(
                     [self._config.seed, self.places[number].key]
                 )
-                found = pairs_of(record, item, self._free, random)
+                pairs = pairs_of(record, item, self._free, random)
                 rows += [
-                    {"query": query, "positive": positive, "kind": kind, **own}
-                    for kind, (query, positive) in found
+                    {
+                        "query": query,
+                        "positive": positive,
+                        "kind": kind,
+                        **identity_column,
+                    }
+                    for kind, (query, positive) in pairs
                 ]
-                if not found:
-                    rows.append({"kind": "no kind fits", **own})
+                if not pairs:
+                    rows.append({"kind": "no kind fits", **identity_column})
             if item.text:
                 for kind in self._written:
-                    row = {"positive": item.text, "kind": kind, **own}
+                    row = {"positive": item.text, "kind": kind, **identity_column}
                     prompts.append(
                         (
                             prompt_for(
@@ -248,15 +255,15 @@ class _Generator:
 
 def _kept_answers(path: Path) -> dict[int, str]:
     """Return the answers of an earlier run to prompts of a block, by the place of the prompt."""
-    found: dict[int, str] = {}
+    answers: dict[int, str] = {}
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 place, text = json.loads(line)
             except ValueError:  # the last line of a process that was killed
                 continue
-            found[int(place)] = str(text)
-    return found
+            answers[int(place)] = str(text)
+    return answers
 
 
 def _data_options(config: GenerateConfig) -> DataOptions:
@@ -270,7 +277,7 @@ def _data_options(config: GenerateConfig) -> DataOptions:
 
 def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]:
     """Distinct documents, in the order of the files."""
-    found: dict[int, _Place] = {}
+    by_key: dict[int, _Place] = {}
     problems: list[str] = []
     for number, file in enumerate(files):
         for place, line, record in file.reader.rows():
@@ -279,13 +286,13 @@ def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]
             except UserError as error:
                 problems.append(f"{file.reader.where(line)}: {error}")
                 continue
-            found.setdefault(key, _Place(number, place, key))
+            by_key.setdefault(key, _Place(number, place, key))
     if problems and config.on_bad_record == "stop":
         raise UserError(
             f"{len(problems):,d} documents cannot be used, fix them, or set on_bad_record: skip to leave them out:\n  "
             + "\n  ".join(problems[:10])
         )
-    places = list(found.values())
+    places = list(by_key.values())
     if not places:
         raise UserError(
             f"{', '.join(file.reader.name for file in files)} holds no documents"
@@ -383,9 +390,9 @@ def _round_trip(
             [content_key(inputs.rows.example(number).positives[0])]
         )[0]
         # `codes` is ascending, as pairs are, and holds every positive of the rows.
-        own = positives[np.searchsorted(codes, query << 32 | int(document))]
+        positive_scores = positives[np.searchsorted(codes, query << 32 | int(document))]
         # The candidates leave out the known positives, so that those above it are counted by score.
-        if int((scores[query] > own).sum()) < config.round_trip_top_k:
+        if int((scores[query] > positive_scores).sum()) < config.round_trip_top_k:
             kept.append(row)
         else:
             left_out[f"round trip: not among the first {config.round_trip_top_k}"] += 1

@@ -99,7 +99,7 @@ class LocalWriter:
                 max_length=self._writer.max_length,
             ).to(self._device)
             with torch.inference_mode():
-                found = self._model.generate(
+                answers = self._model.generate(
                     input_ids=inputs["input_ids"],
                     attention_mask=inputs["attention_mask"],
                     max_new_tokens=self._writer.max_new_tokens,
@@ -107,7 +107,7 @@ class LocalWriter:
                     **sampling,
                 )
             written = self._tokenizer.batch_decode(
-                found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+                answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
             )
             yield from enumerate(written, start)
 

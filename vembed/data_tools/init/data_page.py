@@ -85,8 +85,8 @@ def data_facts(config: TrainConfig) -> DataFacts:
         "validation": None if sets.evaluation is None else sets.evaluation.summary(),
         "warnings": list(sets.warnings),
     }
-    for one in page:
-        figures |= one.figures
+    for section in page:
+        figures |= section.figures
     return DataFacts(as_text(page), figures)
 
 
@@ -106,38 +106,38 @@ def sections(
 ) -> list[PageSection]:
     """Return the parts of the page. `read`: lines on what was read, left out and found in the validation data too.
     `model`: None where no model is named."""
-    some = [examples[index] for index in spread(len(examples), MOST_READ)]
-    found = [
+    sample = [examples[index] for index in spread(len(examples), MOST_READ)]
+    page = [
         PageSection("what was read", tuple(read)),
-        _repetitions(some, len(examples)),
-        _negatives(some),
+        _repetitions(sample, len(examples)),
+        _negatives(sample),
     ]
     if len(examples.names) > 1:
-        found.append(PageSection("sources side by side", (), _side_by_side(examples)))
+        page.append(PageSection("sources side by side", (), _side_by_side(examples)))
     if model is not None and local_model(model.model_name) is not None:
         from vembed.data_tools.init.model_inputs import (
             lengths_and_samples,  # imports torch, which takes seconds
         )
 
-        return [*found, *lengths_and_samples(model, some)]
+        return [*page, *lengths_and_samples(model, sample)]
     why = (
         "no model is named"
         if model is None
         else f"{model.model_name} is not on this machine yet"
     )
-    return [*found, _words(some, why), _raw_samples(some, why)]
+    return [*page, _words(sample, why), _raw_samples(sample, why)]
 
 
 def as_text(page: Sequence[PageSection]) -> str:
     """Return the page for a console."""
     blocks = []
-    for one in page:
-        lines = [*one.lines, *_aligned(one.table)]
-        short = len(lines) == 1 and len(lines[0]) + len(one.title) < SHORT
+    for section in page:
+        lines = [*section.lines, *_aligned(section.table)]
+        short = len(lines) == 1 and len(lines[0]) + len(section.title) < SHORT
         blocks.append(
-            f"{one.title}: {lines[0]}"
+            f"{section.title}: {lines[0]}"
             if short
-            else "\n  ".join([f"{one.title}:", *lines])
+            else "\n  ".join([f"{section.title}:", *lines])
         )
     return "\n\n".join(blocks) + "\n"
 
@@ -159,25 +159,27 @@ def _aligned(table: Sequence[Row]) -> list[str]:
 
 
 def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
-    queries = Counter(normal_key(one.query) for one in examples)
-    positives = Counter(normal_key(item) for one in examples for item in one.positives)
+    queries = Counter(normal_key(example.query) for example in examples)
+    positives = Counter(
+        normal_key(item) for example in examples for item in example.positives
+    )
     pairs = Counter(
-        (normal_key(one.query), normal_key(item))
-        for one in examples
-        for item in one.positives
+        (normal_key(example.query), normal_key(item))
+        for example in examples
+        for item in example.positives
     )
     named: list[tuple[str, Counter[Any]]] = [
         ("queries", queries),
         ("positives", positives),
         ("pairs", pairs),
     ]
-    found = {
+    counts_by_name = {
         name: {"different": len(each), "repeated": sum(each.values()) - len(each)}
         for name, each in named
     }
-    own = sum(
-        normal_key(one.query) in {normal_key(item) for item in one.positives}
-        for one in examples
+    num_own_positive = sum(
+        normal_key(example.query) in {normal_key(item) for item in example.positives}
+        for example in examples
     )
     of = (
         f" (of {len(examples):,d} examples spread over all {total:,d})"
@@ -185,14 +187,19 @@ def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
         else ""
     )
     lines = [
-        f"{name}: {one['different']:,d} different, {one['repeated']:,d} repetition{'' if one['repeated'] == 1 else 's'}"
-        for name, one in found.items()
+        f"{name}: {example['different']:,d} different, {example['repeated']:,d} repetition{'' if example['repeated'] == 1 else 's'}"
+        for name, example in counts_by_name.items()
     ]
-    if own:
-        lines.append(f"{own:,d} examples have their own query as a positive")
+    if num_own_positive:
+        lines.append(
+            f"{num_own_positive:,d} examples have their own query as a positive"
+        )
     figures = {
         "num_counted": len(examples),
-        "repetitions": {**found, "queries_that_are_their_positive": {"examples": own}},
+        "repetitions": {
+            **counts_by_name,
+            "queries_that_are_their_positive": {"examples": num_own_positive},
+        },
     }
     return PageSection(
         f"repetitions{of}, where case, spaces and punctuation do not count",
@@ -207,8 +214,8 @@ def _side_by_side(examples: Examples) -> tuple[Row, ...]:
     for index in spread(len(examples), MOST_READ):
         groups[examples.source_of(index)].append(examples[index])
     columns = [
-        _column(*one)
-        for one in zip(examples.names, examples.sizes, groups, strict=True)
+        _column(*source)
+        for source in zip(examples.names, examples.sizes, groups, strict=True)
     ]
     heads = (
         "source",
@@ -230,16 +237,16 @@ def _column(name: str, size: int, examples: Sequence[Example]) -> tuple[str, ...
     return (
         name,
         f"{size:,d}",
-        f"{1 - len({normal_key(one.query) for one in examples}) / len(examples):.0%}",
+        f"{1 - len({normal_key(example.query) for example in examples}) / len(examples):.0%}",
         f"{1 - len({normal_key(item) for item in documents}) / len(documents):.0%}",
-        f"{sum(len(one.negatives) for one in examples) / len(examples):.1f}",
-        f"{np.median([len(one.query.text or '') for one in examples]):,.0f}",
+        f"{sum(len(example.negatives) for example in examples) / len(examples):.1f}",
+        f"{np.median([len(example.query.text or '') for example in examples]):,.0f}",
         f"{np.median([len(item.text or '') for item in documents]):,.0f}",
     )
 
 
 def _negatives(examples: Sequence[Example]) -> PageSection:
-    counts = Counter(len(one.negatives) for one in examples)
+    counts = Counter(len(example.negatives) for example in examples)
     if set(counts) == {0}:
         lines = [
             "none given; the other documents of the batch serve (vembed mine finds hard ones)"
@@ -253,10 +260,10 @@ def _negatives(examples: Sequence[Example]) -> PageSection:
         ]
     wrong = sum(
         bool(
-            {normal_key(item) for item in one.negatives}
-            & {normal_key(item) for item in one.positives}
+            {normal_key(item) for item in example.negatives}
+            & {normal_key(item) for item in example.positives}
         )
-        for one in examples
+        for example in examples
     )
     if wrong:
         lines.append(

@@ -40,7 +40,11 @@ def _lengths(
 ) -> PageSection:
     found = {}
     for name, items in kinds_of(examples):
-        texts = [feature for feature in featuriser.features(items) if feature.modality == "text"]
+        texts = [
+            feature
+            for feature in featuriser.features(items)
+            if feature.modality == "text"
+        ]
         if not texts:
             continue
         lengths = np.asarray([text.length for text in texts])
