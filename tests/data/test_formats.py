@@ -1,6 +1,6 @@
 """The contract of file formats, for all that `FORMATS` declares: order, names of rows, parts, pickling, fingerprints.
 
-A new format needs an entry in `WRITERS`; without one `test_each_format_has_a_writer` fails by its name.
+A new format in the file NAME.py needs a function `write` in tests/data/test_NAME.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import pickle
+import pydoc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,20 +19,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import vembed.data.formats
 from tests.data.files import config, open_path
+from tests.parts import from_its_test, unlisted_classes
 from vembed.data import first_pass
 from vembed.data.columns import Columns
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.first_pass import Index, build_index, index_part
-from vembed.data.formats import base, json_lines, parquet, table
+from vembed.data.formats import base, json_lines, parquet
 from vembed.data.formats.arrow import ArrowBlock
 from vembed.data.formats.base import Block, Format
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonArray, JsonLines
 from vembed.data.formats.opening import SeveralFiles, open_reader
 from vembed.data.formats.parquet import ParquetFile
-from vembed.data.formats.table import FORMATS
+from vembed.data.formats.table import FORMATS, check_formats
 from vembed.data.images.files import ImageRoot
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
@@ -79,6 +82,17 @@ WRITERS: dict[type[Format], Callable[[Path, Records], None]] = {
     TsvFile: write_delimited,
     ParquetFile: write_parquet,
 }
+
+
+def writer_of(form: type[Format]) -> Callable[[Path, Records], None]:
+    """The function that writes a file of a format."""
+    module = form.__module__.rpartition(".")[2]
+    writer: Callable[[Path, Records], None] = WRITERS.get(form) or from_its_test(
+        "data", module, "write"
+    )
+    return writer
+
+
 FIRST_LINE = {JsonArray: 2, DelimitedFile: 2, TsvFile: 2}
 LINES_OF_RECORD = {JsonArray: 5}
 
@@ -93,7 +107,7 @@ def path_of(form: type[Format], folder: Path, name: str = "data") -> Path:
 
 def written(form: type[Format], folder: Path, records: Records = RECORDS) -> Path:
     path = path_of(form, folder)
-    WRITERS[form](path, records)
+    writer_of(form)(path, records)
     return path
 
 
@@ -130,34 +144,54 @@ def as_plain(index: Any) -> dict[str, Any]:
     }
 
 
-def test_each_format_has_a_writer() -> None:
-    missing = [form.__name__ for form in FORMATS if form not in WRITERS]
-    assert not missing, f"add a sample writer to WRITERS for {missing}"
-
-
-def test_the_format_of_the_docs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = Path(__file__).parents[2] / "docs" / "data.md"
-    section = page.read_text(encoding="utf-8").partition("## Adding a format")[2]
-    code = section.partition("```python")[2].partition("```")[0]
-    namespace: dict[str, Any] = {"__name__": __name__}
-    exec(code, namespace)  # the example of our own docs
-    form = namespace["Flashcards"]
-    monkeypatch.setitem(table.ENDINGS, ".cards", form)
-    path = tmp_path / "a.cards"
-    path.write_text("one => 1\nno arrow\n\u00e4 => 3\n", encoding="utf-8")
-    store = open_path(path, on_bad_record="skip")
-    assert texts(store) == [("one", "1"), ("\u00e4", "3")]
-    assert store[1].where == f"{path}:3"
-    assert "no =>" in store.summary()[1]
-
-
 @all_formats
-def test_declarations(form: type[Format]) -> None:
-    assert form.title and form.sentence
-    others = [other for other in FORMATS if other is not form]
-    assert not set(form.endings) & {end for other in others for end in other.endings}
+def test_each_format_has_a_writer(form: type[Format]) -> None:
+    assert callable(writer_of(form))
+
+
+def test_each_format_is_in_the_table() -> None:
+    named = unlisted_classes(vembed.data.formats, Format, FORMATS)
+    missing = [name for name in named if pydoc.locate(name).endings]  # type: ignore[union-attr]
+    assert not missing, f"list these in vembed/data/formats/table.py: {missing}"
+
+
+class NoEndings(JsonLines):
+    endings = ()
+
+
+class NoTitle(JsonLines):
+    endings = (".a",)
+    title = ""
+
+
+class NoRows(Format):
+    endings = (".a",)
+    title = "A"
+
+
+class NoStop(NoRows):
+    blocks = JsonLines.blocks
+
+
+class SameEnding(JsonLines):
+    endings = (".csv",)
+
+
+@pytest.mark.parametrize(
+    ("form", "missing"),
+    [
+        (NoEndings, "endings"),
+        (NoTitle, "title"),
+        (NoRows, "rows"),
+        (NoStop, "stop"),
+        (SameEnding, "csv"),
+    ],
+)
+def test_what_a_format_does_not_declare_is_named(
+    form: type[Format], missing: str
+) -> None:
+    with pytest.raises(TypeError, match=f"{form.__name__} .*{missing}"):
+        check_formats((DelimitedFile, form))
 
 
 @all_formats
@@ -274,7 +308,7 @@ def test_several_processes_find_what_one_finds(
     records = [dict(record) for record in RECORDS]
     records[150]["positive"] = " "
     for name in ("1", "2"):
-        WRITERS[form](path_of(form, tmp_path, name), records)
+        writer_of(form)(path_of(form, tmp_path, name), records)
     pattern = str(path_of(form, tmp_path, "*"))
     results = []
     for num_cores in (1, 2):

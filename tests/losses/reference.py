@@ -1,7 +1,7 @@
 """Every loss as its formula reads: dense, float64, plain autograd, masks by Python sets.
 
-The reference of a loss is the function of its name in this file. It returns the share of
-`batch.own_rows` in L at one Matryoshka size. tests/parity uses it too.
+The reference of a loss is the function of its name in this file, or the function `reference` in
+tests/losses/test_NAME.py. It returns the share of `batch.own_rows` in L at one Matryoshka size. tests/parity uses it too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.parts import from_its_test
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import Term, source_terms
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
@@ -114,9 +115,10 @@ def _term(
 
 
 def reference_of(name: str) -> Callable[[Plain], Tensor]:
-    """The function of a loss's name in this file."""
-    function: Callable[[Plain], Tensor] | None = globals().get(name)
-    assert function is not None, f"tests/losses/reference.py has no function {name!r}"
+    """The function of a loss's name in this file, or `reference` in the test file of the loss."""
+    function: Callable[[Plain], Tensor] = globals().get(name) or from_its_test(
+        "losses", name, "reference"
+    )
     return function
 
 

@@ -48,7 +48,7 @@ def run_once(
     config = config_for(make, mixed_precision="no", **options)
     model = model_of(config).train()
     if backend is not None:
-        packing.leave_to_kernels()
+        packing.exclude_attention_from_compilation()
         precision.compile_layers(layers_of(model.backbone), backend)
     loss = loss_of(model(parts_for(model.description)))
     loss.backward()

@@ -28,7 +28,12 @@ from tests.parity.engine import (
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
-from vembed.models.language_head import IGNORED, Hidden, LanguageHead, has_language_head
+from vembed.models.language_head import (
+    IGNORED_TARGET,
+    Hidden,
+    LanguageHead,
+    has_language_head,
+)
 from vembed.parallel.session import start_session
 from vembed.training.auxiliary_losses import AuxiliaryLosses
 
@@ -80,7 +85,7 @@ def hidden_by_content(head: LanguageHead, inputs: Mapping[str, Tensor]) -> Hidde
     assert head.tokens.mask is not None
     return Hidden(
         {**inputs, "input_ids": ids.masked_fill(chosen, head.tokens.mask)},
-        ids.masked_fill(~chosen, IGNORED),
+        ids.masked_fill(~chosen, IGNORED_TARGET),
     )
 
 
@@ -121,9 +126,11 @@ def wanted(folder: Path) -> dict[str, Tensor]:
         mean = sums.sum() / counts.sum()
         mean.backward()
         return {**full_gradients(model), "loss": mean.detach()}
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORED)
+    labels = inputs["input_ids"].masked_fill(
+        inputs["attention_mask"] == 0, IGNORED_TARGET
+    )
     labels[:, 1:].masked_fill_(
-        inputs["attention_mask"][:, :-1] == 0, IGNORED
+        inputs["attention_mask"][:, :-1] == 0, IGNORED_TARGET
     )  # no token tells the first of a text
     states = model.backbone(**inputs).last_hidden_state
     assert not model.language.is_new
@@ -185,7 +192,7 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
     (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
     torch.manual_seed(4)
     hidden = model.language.hidden(inputs)
-    shown, asked = hidden.inputs["input_ids"], hidden.targets != IGNORED
+    shown, asked = hidden.inputs["input_ids"], hidden.targets != IGNORED_TARGET
     special = torch.isin(
         inputs["input_ids"], torch.tensor(model.language.tokens.special)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,15 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import vembed.models.poolings
 from tests import tiny
 from tests.built import described, model_of
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.models.families import text_inputs
+from tests.parts import unlisted_classes
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
 from vembed.models.modalities import pool
-from vembed.models.poolings import POOLINGS, Pooling
+from vembed.models.poolings.base import Pooling
+from vembed.models.poolings.table import POOLINGS, check_poolings
 from vembed.saving.files import save_model
 from vembed.training.optimizer import LearningRates, trained_parameters
 
@@ -119,6 +123,69 @@ def test_no_mask_is_a_mask_of_ones_and_16_bits_are_pooled_in_float32(name):
     vectors = pool(name, narrow, mask)
     assert vectors.dtype == torch.float32
     torch.testing.assert_close(vectors, pool(name, narrow.float(), mask))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [name for name in POOLINGS if name not in UNTRAINED])
+def test_a_trained_pooling_sees_real_tokens_alone(name, side):
+    texts, hidden, mask = padded(side)
+    module = POOLINGS[name].build(6).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    expected = torch.cat([module(text[None], None) for text in texts])
+    hidden.requires_grad_(True)
+    vectors = module(hidden, mask)
+    torch.testing.assert_close(vectors, expected, atol=1e-9, rtol=1e-9)
+    vectors.square().sum().backward()
+    assert (hidden.grad[mask == 0] == 0).all(), "padding gets no gradient"
+    assert hidden.grad.isfinite().all()
+    for parameter_name, parameter in module.named_parameters():
+        assert parameter.grad.any(), f"{parameter_name} of {name} gets no gradient"
+
+
+def test_every_pooling_is_in_the_table():
+    listed = [type(pooling) for pooling in POOLINGS.values()]
+    named = unlisted_classes(vembed.models.poolings, Pooling, listed)
+    missing = [name for name in named if hasattr(pydoc.locate(name), "name")]
+    assert not missing, f"list these in vembed/models/poolings/table.py: {missing}"
+
+
+class NoName(Pooling):
+    """A pooling."""
+
+
+class NoPool(Pooling):
+    """A pooling."""
+
+    name = "no_pool"
+
+
+class NoReference(NoPool):
+    """A pooling."""
+
+    def pool(self, hidden, mask):
+        return hidden[:, 0]
+
+
+class NoBuild(NoPool):
+    """A pooling."""
+
+    is_trained = True
+
+
+@pytest.mark.parametrize(
+    ("pooling", "missing"),
+    [
+        (NoName, "name"),
+        (NoPool, "pool"),
+        (NoReference, "reference"),
+        (NoBuild, "build"),
+    ],
+)
+def test_what_a_pooling_does_not_declare_is_named(pooling, missing):
+    with pytest.raises(TypeError, match=f"{pooling.__name__} .*`{missing}`"):
+        check_poolings((pooling,))
 
 
 def same_packed_padded_and_saved(name: str, folder: Path) -> Path:

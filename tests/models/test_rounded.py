@@ -16,7 +16,7 @@ from tests.tiny import shared, tiny_resnet
 from tests.training.test_run import settings
 from vembed.config.loading import load_config
 from vembed.errors import UserError
-from vembed.models.quantized import LEVELS, RoundedLinear, round_weights, rounded
+from vembed.models.quantized import INT8_MAX, RoundedLinear, round_weights, rounded
 
 
 def test_values_and_gradients_are_those_of_the_rounded_weight() -> None:
@@ -35,12 +35,12 @@ def test_values_and_gradients_are_those_of_the_rounded_weight() -> None:
         ).backward()
     torch.testing.assert_close(layer(values), plain(values))
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
-    scale = layer.weight.detach().abs().amax(dim=1, keepdim=True) / LEVELS
+    scale = layer.weight.detach().abs().amax(dim=1, keepdim=True) / INT8_MAX
     steps = (
         plain.weight.detach() / torch.where(scale > 0, scale, torch.ones_like(scale))
     ).numpy()
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-9)
-    assert np.abs(steps).max() == pytest.approx(LEVELS) and not steps[1].any()
+    assert np.abs(steps).max() == pytest.approx(INT8_MAX) and not steps[1].any()
     assert (layer.weight - plain.weight).abs().max() <= 0.5001 * scale.max(), (
         "the nearest level"
     )

@@ -34,7 +34,7 @@ def gradient(table: nn.Embedding, micro_batches: list[Tensor], *, tied: bool) ->
 def test_gradients_match_a_float64_reference(
     padding: int | None, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_kernels, "FEWEST_ROWS", 40)
+    monkeypatch.setattr(cpu_kernels, "MIN_TABLE_ROWS", 40)
     torch.manual_seed(0)
     table = nn.Embedding(40, 6, padding_idx=padding)
     exact = nn.Embedding(40, 6, padding_idx=padding).double()
@@ -51,7 +51,7 @@ def test_gradients_match_a_float64_reference(
 
 def test_small_and_frozen_tables_stay_as_they_are() -> None:
     large, small, frozen = (
-        nn.Embedding(rows, 2) for rows in (cpu_kernels.FEWEST_ROWS, 512, 30_000)
+        nn.Embedding(rows, 2) for rows in (cpu_kernels.MIN_TABLE_ROWS, 512, 30_000)
     )
     frozen.requires_grad_(False)
     assert use_row_gradients(nn.Sequential(large, small, frozen)) == 1
@@ -77,7 +77,7 @@ def test_a_run_is_the_run_without_them(
     monkeypatch.setattr(Update, "apply", noticed)
     runs = {}
     for fewest in (50, 2**40):
-        monkeypatch.setattr(cpu_kernels, "FEWEST_ROWS", fewest)
+        monkeypatch.setattr(cpu_kernels, "MIN_TABLE_ROWS", fewest)
         (tmp_path / str(fewest)).mkdir()
         runs[fewest] = vembed.train(
             settings(tmp_path / str(fewest), micro_batch_tokens=120, val_data_path=None)

@@ -11,15 +11,18 @@ from typing import get_args
 import numpy as np
 import pytest
 
+import vembed.models.families
 from tests import tiny
 from tests.built import described, model_of
 from tests.docs.pages import ROOT
 from tests.files.saving import save
 from tests.models.families import pictures
+from tests.parts import from_its_test, values_in
 from vembed.config.schema import TrainConfig
 from vembed.inference.embedder import Embedder
 from vembed.models.families import table
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.family import Family
 from vembed.models.families.table import FamilyName
 from vembed.saving.files import save_model
 
@@ -29,8 +32,20 @@ BOTH = f"{ROOT / 'tests/own/both.py'}:Both"
 def test_every_name_has_one_record():
     assert tuple(table.FAMILIES) == get_args(FamilyName)
     assert all(name == family.name for name, family in table.FAMILIES.items())
-    types = [kind for family in table.FAMILIES.values() for kind in family.model_types]
-    assert len(types) == len(set(types))
+    missing = []
+    for module, value in values_in(vembed.models.families):
+        if isinstance(value, Family) and value not in table.FAMILIES.values():
+            missing.append(f"{value.name} of {module}")
+    assert not missing, f"list these in vembed/models/families/table.py: {missing}"
+
+
+def test_records_that_contradict_each_other_are_named():
+    clip = table.FAMILIES["clip"]
+    same_type = replace(clip, name="other")
+    no_type = replace(clip, name="other", model_types=frozenset())
+    for records in ((clip, clip), (clip, same_type), (no_type,)):
+        with pytest.raises(TypeError, match=records[-1].name):
+            table.check_families(records)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +59,6 @@ def test_a_record_agrees_with_itself(family):
     assert set(family.projections) <= set(family.modalities) and set(
         family.adapter_targets
     ) <= set(family.towers)
-    assert bool(family.model_types) == (family.evidence == "model_type")
     assert family.pools_itself == (family.pooling == "own")
     assert (family.starter.image_model_name is not None) == family.has_two_models
 
@@ -59,13 +73,15 @@ CASES: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
     "composed": (tiny.tiny_bert, {"image_model_name": tiny.tiny_dinov2}),
     "own_text_image": (tiny.tiny_bert, {"model_class": BOTH}),
 }
-"""Family -> a tiny model of it, with further options."""
+"""Family -> a tiny model of it, with further options.
+
+A new family NAME has the function `tiny_model` in tests/models/test_NAME.py.
+"""
 
 
 @pytest.mark.parametrize("name", table.FAMILIES)
 def test_a_model_of_each_family_is_described_built_saved_and_used(name, tmp_path):
-    assert name in CASES, f"give a tiny model of the family {name}"
-    make, wanted = CASES[name]
+    make, wanted = CASES.get(name) or (from_its_test("models", name, "tiny_model"), {})
     source = tiny.shared(make)
     options = {
         key: value if isinstance(value, str) else str(tiny.shared(value))

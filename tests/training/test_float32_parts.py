@@ -22,7 +22,7 @@ from vembed.config.loading import resolve_run
 from vembed.errors import RunError
 from vembed.evaluation.retrieval import top_k
 from vembed.models.packing import half_dtype
-from vembed.models.poolings import POOLINGS
+from vembed.models.poolings.table import POOLINGS
 from vembed.parallel.devices import matmul_precision
 from vembed.parallel.session import start_session
 from vembed.training import trainer

@@ -40,7 +40,7 @@ from vembed.cli.support import option as _option
 from vembed.cli.support import share as _share
 from vembed.cli.support import word as _word
 from vembed.errors import UserError
-from vembed.models.poolings import POOLINGS
+from vembed.models.poolings.table import POOLINGS
 
 if TYPE_CHECKING:
     from vembed.config.arguments import TrainArguments

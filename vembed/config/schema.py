@@ -41,7 +41,7 @@ else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
     TrackerName = Literal[tuple(TRACKERS)]
 from vembed.models.families.table import FamilyName
-from vembed.models.poolings import PoolingName, pooling_text
+from vembed.models.poolings.table import PoolingName, pooling_text
 
 
 class Section(Frozen):

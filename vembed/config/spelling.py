@@ -8,7 +8,7 @@ from typing import Any
 
 from vembed.config.options import Option, all_options
 from vembed.config.parsing import parse_value
-from vembed.models.poolings import POOLINGS
+from vembed.models.poolings.table import POOLINGS
 from vembed.training.optimizers.table import OPTIMIZERS
 from vembed.training.trackers.table import TRACKERS
 

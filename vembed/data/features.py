@@ -16,7 +16,7 @@ from vembed.data.images.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.table import Modality
+from vembed.models.families.family import Modality
 
 _ENTRY_BYTES = 400
 """Estimated overhead of one cached entry besides its token ids, in bytes."""

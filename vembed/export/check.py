@@ -20,7 +20,7 @@ from vembed.export.onnx_format import OnnxImages, made_images
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.poolings import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
 NUM_TEXTS = 200
 NUM_IMAGES = 40

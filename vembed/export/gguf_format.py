@@ -18,7 +18,7 @@ from vembed.errors import RunError
 from vembed.export.formats import ExportFormat, ExportJob, ExportReader, FolderTexts
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.inference.embedder import Embedder
-from vembed.models.poolings import POOLINGS
+from vembed.models.poolings.table import POOLINGS
 
 GGUF_FILE = "model.gguf"
 CONVERTER = "convert_hf_to_gguf.py"

@@ -19,7 +19,7 @@ from vembed.export.exporting import evaluation_data
 from vembed.export.formats import FormatName
 from vembed.inference.embedder import Embedder
 from vembed.models.families.description import ModelDescription
-from vembed.models.poolings import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
 ServerName = Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"]
 SERVER_NAMES: tuple[ServerName, ...] = get_args(ServerName)

@@ -125,10 +125,10 @@ class Embedder:
         return str(dtype).removeprefix("torch.")
 
     def __repr__(self) -> str:
-        one = self.description
+        description = self.description
         return (
-            f"Embedder({self._arguments['path_or_name']!r}: {one.family}, {', '.join(one.modalities)}, "
-            f"{self.truncate_dim or one.embedding_dim} dimensions, {one.max_length:,d} tokens, on {self.device})"
+            f"Embedder({self._arguments['path_or_name']!r}: {description.family}, {', '.join(description.modalities)}, "
+            f"{self.truncate_dim or description.embedding_dim} dimensions, {description.max_length:,d} tokens, on {self.device})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,7 +225,10 @@ class Embedder:
         """Return [n] float32 similarities of given (query, document) pairs, in their order, as the model was trained:
         cosine or dot product. Equal inputs are encoded once."""
         first = self.encode(
-            [one for one, _ in pairs], "query", batch_size=batch_size, normalize=False
+            [query for query, _ in pairs],
+            "query",
+            batch_size=batch_size,
+            normalize=False,
         )
         second = self.encode(
             [other for _, other in pairs],
@@ -292,7 +295,8 @@ class Embedder:
     def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return [n, m] similarities of embeddings [n, d] and [m, d] (or of single ones) by the model's measure:
         cosine or dot product."""
-        first, second = _embeddings("a", a), _embeddings("b", b)
+        first = _embeddings("a", a)
+        second = _embeddings("b", b)
         if first.shape[1] != second.shape[1]:
             raise UserError(
                 f"a has {first.shape[1]} dimensions and b has {second.shape[1]}; encode both with one model"
@@ -322,7 +326,8 @@ def pair_similarities(
 ) -> np.ndarray:
     """[n] scalar products of rows that belong together; of unit vectors where `normalize`."""
     first, second = (
-        first_dims(one, one.shape[1], normalize) for one in (first_ND, second_ND)
+        first_dims(embeddings, embeddings.shape[1], normalize)
+        for embeddings in (first_ND, second_ND)
     )
     similarities: np.ndarray = np.einsum("nd,nd->n", first, second)
     return similarities
@@ -365,17 +370,17 @@ def _precision(
     )
 
 
-def _embeddings(name: str, value: Any) -> np.ndarray:
+def _embeddings(name: str, values: Any) -> np.ndarray:
     """Return embeddings as [n, d] float32."""
     try:
         array: np.ndarray = np.asarray(
-            value.cpu() if isinstance(value, Tensor) else value, dtype=np.float32
+            values.cpu() if isinstance(values, Tensor) else values, dtype=np.float32
         )
     except (TypeError, ValueError):
         array = np.zeros(0, dtype=np.float32)
     if array.ndim not in (1, 2) or not array.size:
         raise UserError(
-            f"{name} is {value!r:.60}; similarity takes embeddings, one or a matrix of them: encode texts and images "
+            f"{name} is {values!r:.60}; similarity takes embeddings, one or a matrix of them: encode texts and images "
             "first"
         )
     return np.atleast_2d(array)
@@ -398,48 +403,48 @@ def _as_inputs(inputs: Any) -> list[Any]:
 
 def _items(inputs: Any) -> list[Item]:
     """Return the items of one input or several. Raise UserError with the number of the first that is none."""
-    values = _as_inputs(inputs)
-    items: list[Item] = []
-    for number, value in enumerate(values):
+    several = _as_inputs(inputs)
+    items = list[Item]()
+    for number, input_ in enumerate(several):
         try:
-            items.append(to_item(value))
+            items.append(to_item(input_))
         except UserError as error:
             raise UserError(
-                f"inputs[{number}]: {error}" if len(values) > 1 else str(error)
+                f"inputs[{number}]: {error}" if len(several) > 1 else str(error)
             ) from error
     return items
 
 
-def to_item(value: Input) -> Item:
+def to_item(input_: Input) -> Item:
     """Convert an input to an Item."""
-    if isinstance(value, Item):
-        return value
-    if isinstance(value, str):
-        return Item(text=_whole(value))
-    if isinstance(value, Image.Image | Path):
-        return Item(images=(_image_ref(value),))
-    if isinstance(value, Mapping):
-        unknown = sorted(set(value) - {"text", "image", "images"})
-        if unknown or not value:
+    if isinstance(input_, Item):
+        return input_
+    if isinstance(input_, str):
+        return Item(text=_whole(input_))
+    if isinstance(input_, Image.Image | Path):
+        return Item(images=(_image_ref(input_),))
+    if isinstance(input_, Mapping):
+        unknown = sorted(set(input_) - {"text", "image", "images"})
+        if unknown or not input_:
             raise UserError(
-                f"an input has the keys {', '.join(map(repr, value))}; vembed knows text, image and images"
+                f"an input has the keys {', '.join(map(repr, input_))}; vembed knows text, image and images"
             )
         images = [
-            image for key in ("image", "images") for image in _as_list(value.get(key))
+            image for key in ("image", "images") for image in _as_list(input_.get(key))
         ]
-        text = value.get("text")
+        text = input_.get("text")
         if text is not None and not isinstance(text, str):
             raise UserError(
                 f"the text of an input is a {type(text).__name__}: {text!r}"
             )
         if text is None and not images:
-            raise UserError(f"an input has neither text nor image: {dict(value)!r}")
+            raise UserError(f"an input has neither text nor image: {dict(input_)!r}")
         return Item(
             text=None if text is None else _whole(text),
             images=tuple(_image_ref(image) for image in images),
         )
     raise UserError(
-        f"an input is a {type(value).__name__}; vembed encodes texts, images and {{text, image}} records"
+        f"an input is a {type(input_).__name__}; vembed encodes texts, images and {{text, image}} records"
     )
 
 

@@ -18,7 +18,7 @@ from vembed.data.distinct import distinct
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
 from vembed.models.bf16 import holding_copies
-from vembed.models.families.table import Modality
+from vembed.models.families.family import Modality
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -96,12 +96,12 @@ def encode_items(
     contents, where = distinct(
         items, key=lambda item: (item.key(), item.prompt, item.max_length)
     )
-    found: list[np.ndarray] = []
+    matrices: list[np.ndarray] = []
 
     def take(numbers: np.ndarray, rows: np.ndarray) -> None:
-        if not found:
-            found.append(np.empty((len(contents), rows.shape[1]), np.float32))
-        found[0][numbers] = rows
+        if not matrices:
+            matrices.append(np.empty((len(contents), rows.shape[1]), np.float32))
+        matrices[0][numbers] = rows
 
     encode_chunks(
         model,
@@ -118,8 +118,8 @@ def encode_items(
         kept=kept,
     )
     embeddings = (
-        found.pop()
-        if found
+        matrices.pop()
+        if matrices
         else np.empty((0, featuriser.description.embedding_dim), np.float32)
     )
     if len(contents) < len(items):
@@ -157,8 +157,8 @@ def encode_chunks(
     )
 
     def featurise(chunk: _Chunk) -> list[Features]:
-        rank_items = chunk.numbers[chunk.by_rank[rank]].tolist()
-        return featuriser.features([(contents[number], kind) for number in rank_items])
+        numbers = chunk.numbers[chunk.by_rank[rank]].tolist()
+        return featuriser.features([(contents[number], kind) for number in numbers])
 
     with (
         _evaluating(model),
@@ -175,7 +175,7 @@ def encode_chunks(
                 ahead.submit(featurise, later)
                 for later in chunks[number + 1 : number + 2]
             ]
-            embeddings = _encode_rank_batch(
+            vectors = _encode_rank_batch(
                 model,
                 feeder,
                 features,
@@ -189,43 +189,14 @@ def encode_chunks(
             if world_size > 1:
                 # The rows arrive in rank order, and go on in the order of the chunk.
                 gathered = collectives.all_gather_rows(
-                    embeddings, [len(share) for share in chunk.by_rank]
+                    vectors, [len(share) for share in chunk.by_rank]
                 )
-                embeddings = gathered[
+                vectors = gathered[
                     torch.from_numpy(np.argsort(np.concatenate(chunk.by_rank))).to(
                         gathered.device
                     )
                 ]
-            take(chunk.numbers, embeddings.float().cpu().numpy())
-
-
-def encode_rank_items(
-    model: nn.Module,
-    featuriser: Featuriser,
-    items: Sequence[tuple[Item, Kind]],
-    *,
-    session: Session,
-    between: Between | None = None,
-    kept: KeptFeatures | None = None,
-) -> np.ndarray:
-    """Return [n, d] float32 embeddings of this rank's items, as the model gives them.
-
-    Collective: each rank passes items of its own, one rank at least has some, and all run equally many micro-batches.
-    """
-    with _evaluating(model), holding_copies(model):
-        own = _encode_rank_batch(
-            model,
-            Feeder(featuriser, session.device),
-            featuriser.features(items),
-            budget=default_budget(session.device),
-            max_rows=None,
-            world_size=session.world_size,
-            reporter=_Reporter(None, len(items), len(items), 1),
-            between=between,
-            kept=kept,
-        )
-    found: np.ndarray = own.float().cpu().numpy()
-    return found
+            take(chunk.numbers, vectors.float().cpu().numpy())
 
 
 def encode_features(
@@ -233,8 +204,16 @@ def encode_features(
     featuriser: Featuriser,
     features: Sequence[Features],
     device: torch.device,
+    *,
+    world_size: int = 1,
+    between: Between | None = None,
+    kept: KeptFeatures | None = None,
 ) -> np.ndarray:
-    """Return [n, d] float32 embeddings of inputs that are tokenized, as the model gives them, by this process alone."""
+    """Return [n, d] float32 embeddings of this rank's tokenized inputs, as the model gives them.
+
+    With `world_size` > 1 it is collective: each rank passes inputs of its own, at least one rank has some, and all run
+    equally many micro-batches.
+    """
     with _evaluating(model), holding_copies(model):
         embeddings = _encode_rank_batch(
             model,
@@ -242,10 +221,10 @@ def encode_features(
             features,
             budget=default_budget(device),
             max_rows=None,
-            world_size=1,
+            world_size=world_size,
             reporter=_Reporter(None, len(features), len(features), 1),
-            between=None,
-            kept=None,
+            between=between,
+            kept=kept,
         )
     result: np.ndarray = embeddings.float().cpu().numpy()
     return result
@@ -271,11 +250,11 @@ def split_in_step(
 ) -> dict[Modality, list[list[int]]]:
     """Return micro-batches of some inputs of each modality, equally many on every rank. Collective with several
     ranks."""
-    own = LockstepSplit(
+    split = LockstepSplit(
         [feature.length for feature in features], rows_of, budget, max_rows
     )
-    return own.agreed(
-        collectives.max_ints(own.counts) if world_size > 1 else own.counts
+    return split.agreed(
+        collectives.max_ints(split.counts) if world_size > 1 else split.counts
     )
 
 
@@ -321,12 +300,12 @@ def _encode_rank_batch(
     result: Tensor | None = None
     for micro_batch, inputs in zip(micro_batches, fed, strict=True):
         ((modality, rows),) = micro_batch
-        given = (
+        inputs_of_batch = (
             inputs
             if kept is None or modality not in tables
             else [kept.inputs((modality, rows), tables)]
         )
-        (embeddings,) = model(given)
+        (embeddings,) = model(inputs_of_batch)
         if result is None:
             result = embeddings.new_empty(len(features), embeddings.shape[1])
         if rows:  # otherwise a dummy: it was run only for its collectives

@@ -30,17 +30,17 @@ def read_ranges(path: str, dim: int) -> np.ndarray:
 
 def checked_ranges(ranges_2D: np.ndarray, dim: int, name: str = "ranges") -> np.ndarray:
     """Return ranges as [2, dim] float32. Raise UserError for other shapes and for values that are no ranges."""
-    given: np.ndarray = np.asarray(ranges_2D)
-    if given.shape != (2, dim) or not np.issubdtype(given.dtype, np.floating):
+    ranges: np.ndarray = np.asarray(ranges_2D)
+    if ranges.shape != (2, dim) or not np.issubdtype(ranges.dtype, np.floating):
         raise UserError(
-            f"{name} has the shape {list(given.shape)}, and [2, {dim}] is needed: the lowest and the highest value of "
+            f"{name} has the shape {list(ranges.shape)}, and [2, {dim}] is needed: the lowest and the highest value of "
             "each coordinate, as `vembed encode --precision int8` writes them beside the vectors"
         )
-    if not np.isfinite(given).all() or (given[0] > given[1]).any():
+    if not np.isfinite(ranges).all() or (ranges[0] > ranges[1]).any():
         raise UserError(
             f"{name} has a lowest value above the highest one, or a value that is not finite"
         )
-    return given.astype(np.float32)
+    return ranges.astype(np.float32)
 
 
 def quantized(

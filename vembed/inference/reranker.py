@@ -69,10 +69,8 @@ class Reranker:
         """Yield the number of each pair of query and document, and its logits in float32 on the CPU, in any order."""
         if not pairs:
             return iter(())
-        queries, documents = (
-            [query for query, _ in pairs],
-            [document for _, document in pairs],
-        )
+        queries = [query for query, _ in pairs]
+        documents = [document for _, document in pairs]
         encoded = self.tokenizer(
             queries, documents, truncation=True, max_length=max_length
         )
@@ -175,7 +173,7 @@ class YesNoReranker:
             raise UserError(
                 f"{role} has no single tokens for yes and no: give a sequence classifier, or its kind"
             )
-        self.answers = torch.tensor([one[0] for one in ids], device=device)
+        self.answers = torch.tensor([tokens[0] for tokens in ids], device=device)
         model = read_weights(AutoModelForCausalLM, folder, dtype, trust_remote_code)
         self.name = type(model).__name__
         self.model = model.eval().requires_grad_(False).to(holds or device)
@@ -203,13 +201,13 @@ class YesNoReranker:
             texts, add_special_tokens=False, truncation=True, max_length=room
         )["input_ids"]
         ids = [[*self._begin, *body, *self._end] for body in bodies]
-        encoded = {"input_ids": ids, "attention_mask": [[1] * len(one) for one in ids]}
+        encoded = {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
         return in_batches(encoded, self.tokenizer, self._device, self._answers, agree)
 
     def _answers(self, inputs: dict[str, Tensor]) -> Tensor:
         # Padding is on the left, so the last position is the answer's in every row; logits of the whole prompt would
         # take [batch, length, vocabulary].
-        found: Tensor = self.model(**inputs, logits_to_keep=1).logits[
+        logits: Tensor = self.model(**inputs, logits_to_keep=1).logits[
             :, -1, self.answers
         ]
-        return found
+        return logits

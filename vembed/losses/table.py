@@ -1,7 +1,7 @@
 """The losses that vembed has, and what follows from their declarations. Imports no torch.
 
-A new loss needs its class in a file of this folder, its entry in the list below, and in
-tests/losses/reference.py a function of its name that computes it plainly.
+A new loss needs its class in a file of this folder, its entry in the list below, and a
+function `reference` in tests/losses/test_NAME.py that computes it plainly.
 """
 
 from __future__ import annotations

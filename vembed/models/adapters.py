@@ -23,7 +23,7 @@ from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.models.bf16 import Bf16Linear, joint_linear
 from vembed.models.families.backbones import linear_names, linear_names_inside_layers
-from vembed.models.families.table import Family, Tower
+from vembed.models.families.family import Family, Tower
 from vembed.models.families.weight_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -168,23 +168,25 @@ def _chosen_towers(family: Family, options: AdapterSection) -> tuple[str, ...]:
 
 def _named(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:
     """Return the layers whose name equals a wanted name or ends with it."""
-    for one in wanted:
-        if not any(name == one or name.endswith("." + one) for name in linear):
+    for name_end in wanted:
+        if not any(
+            name == name_end or name.endswith("." + name_end) for name in linear
+        ):
             known = sorted({name.rsplit(".", 1)[-1] for name in linear})
             raise UserError(
-                f"lora_target_modules: {one} is not a linear layer of this model; it has {', '.join(known)}"
+                f"lora_target_modules: {name_end} is not a linear layer of this model; it has {', '.join(known)}"
             )
     return [
         name
         for name in linear
-        if any(name == one or name.endswith("." + one) for one in wanted)
+        if any(name == name_end or name.endswith("." + name_end) for name_end in wanted)
     ]
 
 
 def name_pattern(names: Sequence[str], every: Sequence[str]) -> str:
     """Return a regular expression that matches exactly these names: by layer pattern if possible, else one by one."""
     general = sorted({re.sub(r"\.\d+\.", lambda _: r"\.\d+\.", name) for name in names})
-    escaped = [re.sub(r"(?<!\\)\.", r"\.", one) for one in general]
+    escaped = [re.sub(r"(?<!\\)\.", r"\.", layer) for layer in general]
     pattern = "(?:" + "|".join(escaped) + ")"
     if {name for name in every if re.fullmatch(pattern, name)} != set(names):
         pattern = "(?:" + "|".join(re.escape(name) for name in names) + ")"
@@ -325,7 +327,11 @@ def _scaling(settings: Mapping[str, Any], name: str, *, rank: int) -> float:
     own."""
     patterns = (settings.get("alpha_pattern") or {}).items()
     alpha = next(
-        (own for pattern, own in patterns if re.match(rf"(.*\.)?({pattern})$", name)),
+        (
+            alpha_of_layer
+            for pattern, alpha_of_layer in patterns
+            if re.match(rf"(.*\.)?({pattern})$", name)
+        ),
         settings["lora_alpha"],
     )
     return float(alpha / (rank**0.5 if settings.get("use_rslora") else rank))
@@ -334,7 +340,7 @@ def _scaling(settings: Mapping[str, Any], name: str, *, rank: int) -> float:
 # ---- adapters of layers with one input: one product ----------------------------------
 
 
-TOGETHER = (
+SHARED_INPUT_LAYERS = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
     ("q_lin", "k_lin", "v_lin"),
@@ -373,7 +379,7 @@ class _Seen:
         )
 
 
-_NOTHING = _Seen(None, 0, False)
+_NO_INPUT = _Seen(None, 0, False)
 
 
 class _Group:
@@ -381,40 +387,41 @@ class _Group:
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         self.members = members
-        self.widths = [one.out_features for one in members]
+        self.widths = [member.out_features for member in members]
         self.waiting: dict[int, Tensor] = {}
         """Products that their layers have not asked for yet, by the number of the layer."""
-        self._given = self._multiplied = _NOTHING
+        self._given = self._multiplied = _NO_INPUT
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies, which have seen no input."""
         return {
             **self.__dict__,
             "waiting": {},
-            "_given": _NOTHING,
-            "_multiplied": _NOTHING,
+            "_given": _NO_INPUT,
+            "_multiplied": _NO_INPUT,
         }
 
-    def see(self, layer: nn.Module, given: tuple[Any, ...]) -> None:
+    def see(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Note the input of a layer, before it runs. What its adapter gets may be a copy of it in another dtype."""
         del layer
-        self._given = _Seen.of(given[0]) if given else _NOTHING
+        self._given = _Seen.of(arguments[0]) if arguments else _NO_INPUT
 
     def product(self, number: int, values: Tensor) -> Tensor:
         """Return the product of a member's weight with its input."""
         # The first layer computes for all. Each product is given out once: a second request is another pass.
         if number not in self.waiting or not self._given.is_same(self._multiplied):
             products = torch.split(self._together(values), self.widths, dim=-1)
-            self.waiting, self._multiplied = dict(enumerate(products)), self._given
+            self.waiting = dict(enumerate(products))
+            self._multiplied = self._given
         return self.waiting.pop(number)
 
     def _together(self, values: Tensor) -> Tensor:
         # `compute_in_bf16` changes the layers' class after they were joined.
-        narrow = [one for one in self.members if isinstance(one, Bf16Linear)]
+        narrow = [member for member in self.members if isinstance(member, Bf16Linear)]
         if len(narrow) == len(self.members):
             return joint_linear(values, narrow)
         return functional.linear(
-            values, torch.cat([one.weight for one in self.members])
+            values, torch.cat([member.weight for member in self.members])
         )
 
 
@@ -426,38 +433,43 @@ def join_adapters(backbone: nn.Module, adapter: str) -> int:
     count = 0
     for module in backbone.modules():
         children = dict(module.named_children())
-        for names in TOGETHER:
-            found = {
-                name: one
+        for names in SHARED_INPUT_LAYERS:
+            matrices = {
+                name: matrix
                 for name in names
-                if (one := _first_matrix(children, name, adapter)) is not None
+                if (matrix := _first_matrix(children, name, adapter)) is not None
             }
             # One product needs one input size and one dtype.
             if (
-                len(found) < 2
-                or len({(one.in_features, one.weight.dtype) for one in found.values()})
+                len(matrices) < 2
+                or len(
+                    {
+                        (matrix.in_features, matrix.weight.dtype)
+                        for matrix in matrices.values()
+                    }
+                )
                 > 1
             ):
                 continue
-            group = _Group(list(found.values()))
-            for number, (name, one) in enumerate(found.items()):
+            group = _Group(list(matrices.values()))
+            for number, (name, matrix) in enumerate(matrices.items()):
                 children[name].register_forward_pre_hook(group.see)
                 # On the instance: class, parameters and their names stay, for checkpoints, FSDP and peft.
-                one.forward = partial(group.product, number)  # type: ignore[method-assign]
+                matrix.forward = partial(group.product, number)  # type: ignore[method-assign]
             count += 1
     return count
 
 
 def separate_adapters(modules: Iterable[nn.Module]) -> None:
     """Undo `join_adapters` inside of some modules: the compiler cannot follow an input from layer to layer."""
-    for module in (one for outer in modules for one in outer.modules()):
+    for module in (inner for outer in modules for inner in outer.modules()):
         seen = [
             key for key, hook in module._forward_pre_hooks.items() if _is_of_group(hook)
         ]
         for key in seen:
             del module._forward_pre_hooks[key]
-        own = vars(module).get("forward")
-        if isinstance(own, partial) and _is_of_group(own.func):
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and _is_of_group(forward.func):
             del module.forward
 
 

@@ -122,13 +122,13 @@ def load_backbone(
 
 
 def _with_head(config: PretrainedConfig) -> type[PreTrainedModel]:
-    found = language_class(config)
-    if found is None:
+    head_class = language_class(config)
+    if head_class is None:
         raise UserError(
             f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
             "train; give a loss, or language_modelling: false"
         )
-    return found
+    return head_class
 
 
 def _check_loading(folder: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:

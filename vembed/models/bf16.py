@@ -49,6 +49,7 @@ class WeightCopies:
         copy = self._copies.get(name)
         if copy is None:
             copy = weight.detach().to(torch.bfloat16)
+            # Outside `holding` weights may change at any time, and old copies would pile up.
             if self._holders and self.may_keep:
                 self._copies[name] = copy
         return copy
@@ -89,8 +90,9 @@ class Bf16Linear(nn.Linear):
 
 def joint_linear(values: Tensor, layers: Sequence[Bf16Linear]) -> Tensor:
     """Return the outputs of layers without bias that have the same input, side by side, by one product."""
-    weights = torch.cat([one.weight for one in layers])
-    copies = torch.cat([one.copies.of(one.weight) for one in layers])
+    # [sum of out_features, in_features]. Autograd splits the gradient back to the layers through this cat.
+    weights = torch.cat([layer.weight for layer in layers])
+    copies = torch.cat([layer.copies.of(layer.weight) for layer in layers])
     output: Tensor = _Linear.apply(
         values.to(torch.bfloat16), weights, None, copies, None
     )  # type: ignore[no-untyped-call]
@@ -112,7 +114,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, weight = ctx.saved_tensors
-        gradient = gradients[0].flatten(0, -2)
+        gradient = gradients[0].flatten(0, -2)  # [all tokens, out_features]
         # Each product is rounded to bfloat16 once. What adds up over micro-batches and ranks is float32.
         of_values, of_weight, of_bias, *_ = ctx.needs_input_grad
         return (
@@ -148,8 +150,8 @@ class Bf16LayerNorm(nn.LayerNorm):
         # Kernels of GPUs take one dtype, and autocast makes that float32: the input would be widened, kept so for the
         # backward pass, and the output narrowed again. The statistics are float32 in any case.
         weight, bias = (
-            None if one is None else one.to(torch.bfloat16)
-            for one in (self.weight, self.bias)
+            None if parameter is None else parameter.to(torch.bfloat16)
+            for parameter in (self.weight, self.bias)
         )
         with torch.autocast(input.device.type, enabled=False):
             return functional.layer_norm(
@@ -232,11 +234,12 @@ def keep_copies(model: nn.Module) -> None:
 
 
 def _copies_of(model: nn.Module) -> list[WeightCopies]:
+    # By identity: all layers of a backbone share one WeightCopies.
     return list(
         {
-            id(one.copies): one.copies
-            for one in model.modules()
-            if isinstance(one, Bf16Linear)
+            id(module.copies): module.copies
+            for module in model.modules()
+            if isinstance(module, Bf16Linear)
         }.values()
     )
 

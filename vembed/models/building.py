@@ -30,7 +30,7 @@ from vembed.models.families import backbones
 from vembed.models.families.backbones import linear_names_inside_layers
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.heads import Dense, Head, load_dense, mrl_projection
-from vembed.models.poolings import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import TwoTowers, frozen_towers, tower_module
 
@@ -271,18 +271,18 @@ def cast_frozen_towers(
             if tower == "vision" and description.image_source
             else description.source
         )
-        own = backbones.file_dtype(
+        file_dtype = backbones.file_dtype(
             backbones.read_config(
                 Path(folder), trust_remote_code=description.trust_remote_code
             )
         )
-        dtype = precision.frozen_dtype(options, own)
+        dtype = precision.frozen_dtype(options, file_dtype)
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.traits, tower).to(dtype)
     partly = [
-        one
-        for one in backbone.parameters()
-        if not one.requires_grad and one.dtype == torch.float32
+        parameter
+        for parameter in backbone.parameters()
+        if not parameter.requires_grad and parameter.dtype == torch.float32
     ]
     if (
         options.torch_dtype in ("bfloat16", "float16")
@@ -304,13 +304,13 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
     """
     if not description.traits.has_scale_and_bias:
         return None
-    found = {"logit_bias": 0.0}
+    values = {"logit_bias": 0.0}
     for path in sorted(Path(description.source).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in {"logit_scale", "logit_bias"} & set(file.keys()):
-                found[name] = float(file.get_tensor(name))
+                values[name] = float(file.get_tensor(name))
     return (
-        (math.exp(found["logit_scale"]), found["logit_bias"])
-        if "logit_scale" in found
+        (math.exp(values["logit_scale"]), values["logit_bias"])
+        if "logit_scale" in values
         else None
     )

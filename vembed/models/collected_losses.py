@@ -44,7 +44,8 @@ def _normal_form(name: str, value: Any, count: int) -> Tensor:
         sums = torch.as_tensor(value[0])
         counts = torch.as_tensor(value[1], device=sums.device)
     elif isinstance(value, Tensor) and value.ndim == 0:
-        sums, counts = value * count, torch.tensor(count, device=value.device)
+        sums = value * count
+        counts = torch.tensor(count, device=value.device)
     else:
         raise TypeError(
             f"the auxiliary loss {name} must be a scalar, or a pair (sums, counts) of numbers or of one number for "
@@ -57,5 +58,5 @@ def _normal_form(name: str, value: Any, count: int) -> Tensor:
         )
     pair = [sums, counts.detach().to(sums.dtype).expand_as(sums)]
     return torch.stack(
-        [one.reshape(-1) for one in pair]
+        [tensor.reshape(-1) for tensor in pair]
     )  # FSDP wants no view as a result

@@ -24,7 +24,7 @@ IMPLEMENTATION = "vembed_cpu"
 """Name of `attention` in Transformers' registry."""
 SCORE_BYTES = 2**21
 """Bytes of one piece's score matrices."""
-LEVELS = 2**16
+DRAW_LEVELS = 2**16
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by the number of bytes of a number."""
 
@@ -46,8 +46,10 @@ def _draws(count: int, p: float) -> Tensor:
         torch.empty(1, dtype=torch.int64).random_().numpy()
     )  # as an array: no value is read from a device
     draws = np.random.SFC64(seed).random_raw((count + 3) // 4).view(np.int16)
-    # Signed 16-bit draws are uniform on [-32768, 32767], so the threshold for "keep" is shifted by LEVELS / 2.
-    return torch.from_numpy(draws)[:count].lt_(round((1.0 - p) * LEVELS) - LEVELS // 2)
+    # Signed 16-bit draws are uniform on [-32768, 32767], so the threshold for "keep" is shifted by DRAW_LEVELS / 2.
+    return torch.from_numpy(draws)[:count].lt_(
+        round((1.0 - p) * DRAW_LEVELS) - DRAW_LEVELS // 2
+    )
 
 
 def scores_at_once(dtype: torch.dtype) -> int:
@@ -57,7 +59,7 @@ def scores_at_once(dtype: torch.dtype) -> int:
 
 def scale_of(p: float) -> float:
     """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `keep_mask`."""
-    return LEVELS / round((1.0 - p) * LEVELS)
+    return DRAW_LEVELS / round((1.0 - p) * DRAW_LEVELS)
 
 
 def masked_(values: Tensor, mask: Tensor) -> Tensor:
@@ -101,8 +103,9 @@ def attend(
     query, key, value: [n * heads, length, size]; probabilities: [n * heads, length, length], negative where dropout
     keeps them (a probability has no sign of its own).
     """
-    scores = torch.bmm(query, key.transpose(1, 2))
+    scores = torch.bmm(query, key.transpose(1, 2))  # [n * heads, length, length]
     if mask is not None:
+        # A view, so that the mask [n or 1, 1, length, length] is applied to all heads of a text in place.
         by_head = scores.view(-1, heads, *scores.shape[1:])
         if mask.dtype == torch.bool:
             # The lowest finite value, not -inf: a row of padding that sees nothing must not become NaN.
@@ -201,28 +204,33 @@ class _DroppedAttention(torch.autograd.Function):
         output = value.new_empty(*query.shape[:-1], value.shape[-1])
         saved: list[Tensor] = []
         for piece in pieces:
-            taken = [piece.take(one) for one in (query, key, value)]
+            taken = [piece.take(tensor) for tensor in (query, key, value)]
             num_texts, heads, length, _ = taken[0].shape
             # Saved as the backward pass needs them: copied once, and scaled.
-            queries, keys, values = (one.flatten(0, 1).contiguous() for one in taken)
+            queries, keys, values = (
+                tensor.flatten(0, 1).contiguous() for tensor in taken
+            )
             queries = queries * scaling
             attended, signed = attend(queries, keys, values, piece.visible, heads, p)
             piece.put(output, attended.view(num_texts, heads, length, -1))
             saved += queries, keys, values, signed
         ctx.save_for_backward(*saved)
-        ctx.pieces, ctx.p, ctx.scaling = pieces, p, scaling
+        ctx.pieces = pieces
+        ctx.p = p
+        ctx.scaling = scaling
         ctx.shapes = query.shape, key.shape, value.shape
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved: tuple[Tensor, ...] = ctx.saved_tensors
+        # One buffer for each of query, key and value. The pieces cover all their tokens, so nothing stays unset.
         results = [gradients[0].new_empty(shape) for shape in ctx.shapes]
         for number, piece in enumerate(ctx.pieces):
             queries, keys, values, signed = saved[4 * number : 4 * number + 4]
-            gradient = piece.take(gradients[0])
+            gradient = piece.take(gradients[0])  # [texts, heads, length, size]
             num_texts, heads = gradient.shape[:2]
-            found = attend_backward(
+            grads = attend_backward(
                 queries,
                 keys,
                 values,
@@ -230,9 +238,10 @@ class _DroppedAttention(torch.autograd.Function):
                 signed,
                 ctx.p,
             )
-            found[0].mul_(ctx.scaling)
-            for result, one in zip(results, found, strict=True):
-                piece.put(result, one.view(num_texts, heads, *one.shape[1:]))
+            # The first is the gradient of the scaled queries.
+            grads[0].mul_(ctx.scaling)
+            for result, grad in zip(results, grads, strict=True):
+                piece.put(result, grad.view(num_texts, heads, *grad.shape[1:]))
         return *results, None, None, None
 
 
@@ -253,11 +262,12 @@ class _Rows:
 def _cut(query: Tensor, key: Tensor, mask: Tensor | None) -> list[_Rows]:
     """Return pieces of a padded batch whose scores [rows, heads, length, keys] have at most SCORE_BYTES."""
     num_rows, heads, length, _ = query.shape
+    # At least one row, even if its scores alone exceed the limit.
     step = max(1, scores_at_once(query.dtype) // max(1, heads * length * key.shape[2]))
     rows = [slice(start, start + step) for start in range(0, num_rows, step)]
     return [
-        _Rows(one, mask[one] if mask is not None and mask.shape[0] > 1 else mask)
-        for one in rows
+        _Rows(row, mask[row] if mask is not None and mask.shape[0] > 1 else mask)
+        for row in rows
     ]
 
 
@@ -304,14 +314,14 @@ def attention(
 
 def use_cpu_kernels(backbone: nn.Module) -> int:
     """Replace every dropout of the model by CpuDropout and return their number. Attention is chosen at loading."""
-    found = [
+    dropouts = [
         module
         for module in backbone.modules()
         if type(module) is nn.Dropout and module.p > 0.0
     ]
-    for module in found:
+    for module in dropouts:
         module.__class__ = CpuDropout
-    return len(found)
+    return len(dropouts)
 
 
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> str:
@@ -324,7 +334,7 @@ def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> str:
 # ---- gradients of token embeddings ---------------------------------------------------
 
 
-FEWEST_ROWS = 8192
+MIN_TABLE_ROWS = 8192
 """Smaller tables are about as large as the rows of a micro-batch."""
 
 
@@ -333,19 +343,19 @@ def use_row_gradients(backbone: nn.Module) -> int:
 
     For models that are not sharded, on CPUs.
     """
-    found = [
+    tables = [
         module
         for module in backbone.modules()
         # Exactly this class: a subclass may compute something else.
         if type(module) is nn.Embedding
         and module.weight.requires_grad
-        and module.num_embeddings >= FEWEST_ROWS
+        and module.num_embeddings >= MIN_TABLE_ROWS
         and not module.scale_grad_by_freq
     ]
-    for module in found:
+    for module in tables:
         module.sparse = True
         module.weight.register_post_accumulate_grad_hook(_make_dense)  # type: ignore[no-untyped-call]
-    return len(found)
+    return len(tables)
 
 
 def _make_dense(weight: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ from vembed.models.custom.modeling import OwnModel
 from vembed.models.families import backbones
 from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.table import Modality
+from vembed.models.families.family import Modality
 from vembed.models.heads import Dense, Head, principal_components
 from vembed.models.language_head import LanguageHead, has_language_head
 from vembed.models.modalities import (
@@ -37,7 +37,7 @@ from vembed.models.modalities import (
     takes_image_features,
     tower_features,
 )
-from vembed.models.quantized import round_weights, settle
+from vembed.models.quantized import keep_trainable_layout, round_weights
 from vembed.models.towers import (
     freeze_parts,
     freeze_unused,
@@ -307,7 +307,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         # New weights depend on the seed only, not on earlier draws.
         torch.manual_seed(seed)
-        # Layers of 4 bits cannot be empty.
+        # Quantisation to 4 bits needs the values, so its layers cannot be built empty.
         empty = meta and not adapters.use_qlora
         has_language = objective is not None and has_language_head(
             objective, description
@@ -332,7 +332,7 @@ def build_model(
             )
         if has_adapters:
             add_adapters(backbone, description.traits, adapters, options)
-            settle(backbone)
+            keep_trainable_layout(backbone)
         if options.quantize_weights is not None:
             round_weights(backbone)
         pooling = build_pooling(description)
@@ -363,15 +363,17 @@ def build_model(
         raise UserError(
             f"freeze: {adapters.freeze} leaves nothing of {options.model_name} to train; freeze less of it"
         )
+    # After the weights are in place: only the class of dropout modules changes.
     if computes_on.type == "cpu":
         cpu_kernels.use_cpu_kernels(backbone)
+    # Checkpointing first, so that the compiler sees the checkpointed layers.
     layers = backbones.layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
     wants_compiled = options.torch_compile is True if compiles is None else compiles
     # The compiler gives up on a checkpointed layer that calls attention as it is, which packed texts do.
     if wants_compiled and not (recompute and model.packs_texts()):
-        packing.leave_to_kernels()
+        packing.exclude_attention_from_compilation()
         precision.compile_layers(layers)
     return model if meta else model.to(device)
 

@@ -54,9 +54,9 @@ class Dense(nn.Module):
 class Head(nn.Sequential):
     """Dense modules in sequence. They run outside autocast: they are small, and their output is the embedding."""
 
-    def __init__(self, own: Sequence[Dense], added: Dense | None = None) -> None:
-        """`own`: the model's modules. `added`: this run's MRL projection, which runs last."""
-        super().__init__(*own, *([] if added is None else [added]))
+    def __init__(self, modules: Sequence[Dense], added: Dense | None = None) -> None:
+        """`modules`: the model's modules. `added`: this run's MRL projection, which runs last."""
+        super().__init__(*modules, *([] if added is None else [added]))
         self._has_added = added is not None
 
     @property

@@ -14,7 +14,7 @@ from vembed.models import packing
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import ModelDescription
 from vembed.models.modalities import padding_mask, pool
-from vembed.models.poolings import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.towers import tower_module
 
 
@@ -41,14 +41,16 @@ class HiddenStates(nn.Module):
         self._stack = layers_of(tower)
         self._packs = packing.packs(tower)
         deepest = len(self._stack)
-        given = range(deepest + 1) if layers == "all" else layers
-        wrong = [one for one in given if not -deepest - 1 <= int(one) <= deepest]
+        wanted = range(deepest + 1) if layers == "all" else layers
+        wrong = [
+            number for number in wanted if not -deepest - 1 <= int(number) <= deepest
+        ]
         if wrong:
             raise UserError(
                 f"layers: this model has layers 0 (its embeddings) to {deepest}, and {wrong[0]} is asked for"
             )
         # Negative numbers count from the last layer, as in a Python list.
-        self.layers = [int(one) % (deepest + 1) for one in given]
+        self.layers = [int(number) % (deepest + 1) for number in wanted]
         of_model = description.pooling
         self.pooling = pooling or (of_model if of_model != MODEL_POOLING else "mean")
         if POOLINGS[self.pooling].is_trained:
@@ -60,7 +62,7 @@ class HiddenStates(nn.Module):
 
     def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
         """For each part, one at a time: [n, layers * width], layer by layer."""
-        found = []
+        states = []
         for part in parts:
             taken: dict[int, Tensor] = {}
             # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
@@ -79,8 +81,8 @@ class HiddenStates(nn.Module):
             finally:
                 for hook in hooks:
                     hook.remove()
-            found.append(torch.cat([taken[layer] for layer in self.layers], dim=1))
-        return found
+            states.append(torch.cat([taken[layer] for layer in self.layers], dim=1))
+        return states
 
     def none(self) -> np.ndarray:
         """Return the hidden states of no text."""

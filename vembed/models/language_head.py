@@ -34,12 +34,14 @@ from vembed.models.processors import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-NEXT, MASKED = "next_token", "masked_token"
+NEXT_TOKEN = "next_token"
+MASKED_TOKEN = "masked_token"
 """Names of the losses: in `auxiliary_losses`, the log and metrics.jsonl."""
-IGNORED = -100
-AT_ONCE = 1024
+IGNORED_TARGET = -100
+TOKENS_AT_ONCE = 1024
 """Tokens whose logits are held at once: those of a large vocabulary would take more memory than the model."""
-KEPT, EXCHANGED = 0.1, 0.1
+KEPT_SHARE = 0.1
+REPLACED_SHARE = 0.1
 """Of the tokens to be predicted: the share that stays as it is, and the share that another token replaces."""
 
 
@@ -49,7 +51,7 @@ class Hidden:
 
     inputs: dict[str, Tensor]
     targets: Tensor
-    """[n, tokens]: what the hidden state of each place must tell; IGNORED where nothing is asked."""
+    """[n, tokens]: what the hidden state of each place must tell; IGNORED_TARGET where nothing is asked."""
 
 
 def has_language_head(
@@ -101,10 +103,10 @@ class LanguageHead(nn.Module):
         prefix = f"{whole.base_model_prefix}."
         self.kind = type(whole)
         self.is_causal = is_decoder_only(whole.config)
-        self.name = NEXT if self.is_causal else MASKED
+        self.name = NEXT_TOKEN if self.is_causal else MASKED_TOKEN
         # A tied weight is one parameter under two names: it stays where its first name is, and is lent in the forward.
         self.tied: dict[str, str] = dict(whole.all_tied_weights_keys)
-        setattr(whole, whole.base_model_prefix, Given())
+        setattr(whole, whole.base_model_prefix, GivenStates())
         self.whole = whole
         for target in self.tied:
             holder, name = _holder(whole, target)
@@ -140,9 +142,9 @@ class LanguageHead(nn.Module):
         )
         if self.is_causal:
             # The state at place i predicts token i + 1; the last one, and one before padding, predicts nothing.
-            targets = torch.full_like(ids, IGNORED)
+            targets = torch.full_like(ids, IGNORED_TARGET)
             both = is_token[:, 1:] & is_token[:, :-1]
-            targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED)
+            targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED_TARGET)
             return Hidden(dict(inputs), targets)
         may = is_token & ~torch.isin(
             ids, torch.tensor(self.tokens.special, device=ids.device)
@@ -151,20 +153,24 @@ class LanguageHead(nn.Module):
         # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
         how = torch.rand(ids.shape, device=ids.device)
         others = torch.randint(self.tokens.count, ids.shape, device=ids.device)
-        shown = torch.where(
-            how < KEPT,
+        replacements = torch.where(
+            how < KEPT_SHARE,
             ids,
-            torch.where(how < KEPT + EXCHANGED, others, int(self.tokens.mask or 0)),
+            torch.where(
+                how < KEPT_SHARE + REPLACED_SHARE, others, int(self.tokens.mask or 0)
+            ),
         )
-        targets = torch.where(chosen, ids, IGNORED)
-        return Hidden({**inputs, "input_ids": torch.where(chosen, shown, ids)}, targets)
+        targets = torch.where(chosen, ids, IGNORED_TARGET)
+        return Hidden(
+            {**inputs, "input_ids": torch.where(chosen, replacements, ids)}, targets
+        )
 
     def forward(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
         """Return [2, n]: for each text the sum of the tokens' cross-entropies and their number.
 
         `states` [n, tokens, dim]: hidden states of the base model `base`.
         """
-        asked = targets != IGNORED
+        asked = targets != IGNORED_TARGET
         counts = asked.sum(1)
         if not bool(
             asked.any()
@@ -173,18 +179,21 @@ class LanguageHead(nn.Module):
                 1, torch.tensor(0, device=asked.device), True
             )
         rows = asked.nonzero()[:, 0]
-        chosen, wanted = states[asked], targets[asked]
-        # Recomputed in the backward pass, so that the logits of AT_ONCE tokens are held at once and not those of all.
+        chosen = states[asked]
+        wanted = targets[asked]
+        # Recomputed in the backward pass, so that the logits of TOKENS_AT_ONCE tokens are held at once and not those of all.
         entropies = [
-            checkpoint(self._entropy, some, ids, base, use_reentrant=False)
+            checkpoint(self._entropy, chunk, ids, base, use_reentrant=False)
             if torch.is_grad_enabled()
-            else self._entropy(some, ids, base)
-            for some, ids in zip(
-                torch.split(chosen, AT_ONCE), torch.split(wanted, AT_ONCE), strict=True
+            else self._entropy(chunk, ids, base)
+            for chunk, ids in zip(
+                torch.split(chosen, TOKENS_AT_ONCE),
+                torch.split(wanted, TOKENS_AT_ONCE),
+                strict=True,
             )
         ]
-        found = torch.cat(entropies)
-        sums = found.new_zeros(len(states)).index_add(0, rows, found)
+        entropy = torch.cat(entropies)
+        sums = entropy.new_zeros(len(states)).index_add(0, rows, entropy)
         return torch.stack([sums, counts.to(sums.dtype)])
 
     def _entropy(self, states: Tensor, wanted: Tensor, base: nn.Module) -> Tensor:
@@ -196,7 +205,7 @@ class LanguageHead(nn.Module):
             stand_in.states = None
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return functional.cross_entropy(
-            logits, wanted, ignore_index=IGNORED, reduction="none"
+            logits, wanted, ignore_index=IGNORED_TARGET, reduction="none"
         )
 
     @contextmanager
@@ -230,7 +239,7 @@ class LanguageHead(nn.Module):
         return any(name not in stored for name, _ in self.whole.named_parameters())
 
 
-class Given(nn.Module):
+class GivenStates(nn.Module):
     """Stands in the place of the base model and gives the hidden states that it was handed."""
 
     states: Tensor | None = None
@@ -266,8 +275,8 @@ def save_with_head(
     with torch.device("meta"):
         whole = kind(backbone.config)
     prefix = f"{whole.base_model_prefix}."
-    weights = {f"{prefix}{name}": one for name, one in state.items()}
-    weights |= {name.removeprefix("whole."): one for name, one in head.items()}
+    weights = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+    weights |= {name.removeprefix("whole."): tensor for name, tensor in head.items()}
     whole.save_pretrained(folder, state_dict=weights)
 
 

@@ -18,8 +18,8 @@ from vembed.models import packing
 from vembed.models.collected_losses import Collected
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.table import Forward, Modality
-from vembed.models.poolings import MODEL_POOLING, POOLINGS
+from vembed.models.families.family import Forward, Modality
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.towers import tower_module, towers_of_modality
 from vembed.models.vision import LONGEST, VISION, in_one_piece, tower_output
 

@@ -37,7 +37,7 @@ MODEL_TYPES = (
     "xlm-roberta",
 )
 """Model types whose layers pass extra arguments on to attention and use the given positions; each is tested."""
-_LONGEST_HEAD = 256
+_MAX_HEAD_SIZE = 256
 
 
 def why_padded(
@@ -82,7 +82,7 @@ def why_no_kernel_for(size: int, device: torch.device) -> str | None:
         return "no CUDA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than flash attention allows"
-    if size > _LONGEST_HEAD:
+    if size > _MAX_HEAD_SIZE:
         return f"flash attention does not support a head size of {size}"
     if is_flash_attn_2_available():
         return None
@@ -102,7 +102,7 @@ def _torch_has_varlen() -> bool:
     return "window_size" in inspect.signature(varlen_attn).parameters
 
 
-def leave_to_kernels() -> None:
+def exclude_attention_from_compilation() -> None:
     """Let compiled layers call `attention` as it is: its kernels are whole already, and the lengths of the texts would
     make the compiler start again."""
     cpu_kernels.register(IMPLEMENTATION, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
@@ -132,18 +132,14 @@ def hidden_states(
     num_texts, longest = input_ids.shape
     device = input_ids.device
     if mask is None:
-        tokens, places = (
-            input_ids.flatten(),
-            torch.arange(longest, device=device).repeat(num_texts),
-        )
+        tokens = input_ids.flatten()
+        places = torch.arange(longest, device=device).repeat(num_texts)
         starts = torch.arange(num_texts + 1, device=device) * longest
     else:
         # Each token's position in its own text, wherever the padding stands.
         index = token_index(mask) if index is None else index
-        tokens, places = (
-            input_ids.flatten()[index],
-            (mask.cumsum(dim=1) - 1).flatten()[index],
-        )
+        tokens = input_ids.flatten()[index]
+        places = (mask.cumsum(dim=1) - 1).flatten()[index]
         # Cumulative text lengths with a leading 0: [n + 1].
         starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
     # RoBERTa and its kin count positions from the padding token's id + 1.
@@ -151,9 +147,9 @@ def hidden_states(
         places = places + backbone.config.pad_token_id + 1
     starts = starts.to(torch.int32)
     if backbone.config.model_type == OwnConfig.model_type:
-        found = backbone(input_ids=tokens[None], cu_seqlens=starts)
+        result = backbone(input_ids=tokens[None], cu_seqlens=starts)
     else:
-        found = backbone(
+        result = backbone(
             input_ids=tokens[None],
             position_ids=places[None],
             attention_mask=tokens.new_zeros(
@@ -163,8 +159,8 @@ def hidden_states(
             **({"use_cache": False} if is_decoder_only(backbone.config) else {}),
         )
     if collected is not None:
-        collected.take(found)
-    output: Tensor = found.last_hidden_state.squeeze(0)
+        collected.take(result)
+    output: Tensor = result.last_hidden_state.squeeze(0)
     if index is not None:
         # Scatter back to the padded layout, out of place for autograd.
         output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(
@@ -175,7 +171,7 @@ def hidden_states(
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Boundaries of the texts in a packed row."""
+    """Boundaries of the texts in a packed row: with lengths 3 and 2, starts is [0, 3, 5] and longest 3."""
 
     starts: Tensor
     """int32 [n + 1]: start of each text, and the end of the last one."""
@@ -188,27 +184,32 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    packed: Packed | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for Transformers. `packed` is passed through the layers; without it, attention is as usual.
+
+    query, key, value: [n, heads, length, size], of packed texts with n = 1. Returns [n, length, heads, size].
+    """
+    if packed is None:
+        return cpu_kernels.attention(
+            module, query, key, value, attention_mask, **options
+        )
+    return _packed_attention(module, query, key, value, packed, **options), None
+
+
+def _packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    packed: Packed | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention function for Transformers. `packed` is passed through the layers; without it, attention is as usual."""
-    if packed is None:
-        return cpu_kernels.attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            sliding_window=sliding_window,
-            **others,
-        )
+    **_: Any,
+) -> Tensor:
     causal = bool(
         module.__dict__.get("is_causal", False) if is_causal is None else is_causal
     )
@@ -221,36 +222,40 @@ def attention(
     # The packed row is a batch of one: [1, heads, tokens, size]. Without its padding, lengths tell the texts apart.
     # Not `one[0]`, whose derivative is a tensor of zeros and a copy into it.
     query, key, value = (
-        one.squeeze(0).transpose(0, 1) for one in (query, key, value)
+        tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)
     )  # [tokens, heads, size]
     narrow = half_dtype(query, key, value)
     if query.device.type == "cuda" and narrow is not None:
-        query, key, value = query.to(narrow), key.to(narrow), value.to(narrow)
+        query = query.to(narrow)
+        key = key.to(narrow)
+        value = value.to(narrow)
         output = _by_kernel(query, key, value, packed, dropout, scaling, causal, window)
     else:
-        own = dropout > 0.0 and key.shape[1] == query.shape[1]
+        drops_here = dropout > 0.0 and key.shape[1] == query.shape[1]
         query, key, value = cpu_kernels.in_autocast_dtype(query, key, value)
         # A limit on the scores of all heads together, so that a piece stays in the caches.
         per_head = cpu_kernels.scores_at_once(query.dtype) // query.shape[1]
         pieces = cut(tuple(packed.starts.tolist()), per_head, causal, window)
-        output = (cpu_kernels.dropped_attention if own else _by_sdpa)(
+        output = (cpu_kernels.dropped_attention if drops_here else _by_sdpa)(
             query, key, value, pieces, dropout, scaling
         )
-    return output[None], None
+    return output[None]
 
 
-def half_dtype(*given: Tensor) -> torch.dtype | None:
+def half_dtype(*tensors: Tensor) -> torch.dtype | None:
     """Return the 16-bit dtype in which attention of these tensors runs; None: in float32, which no kernel computes.
 
     Autocast leaves rotary positions and norms in float32 beside values in 16 bits. Without autocast its dtype on GPUs
     is float16, so it is asked for only where it is on.
     """
     narrow = [
-        one.dtype for one in given if one.dtype in (torch.bfloat16, torch.float16)
+        tensor.dtype
+        for tensor in tensors
+        if tensor.dtype in (torch.bfloat16, torch.float16)
     ]
     if narrow:
         return narrow[-1]
-    device = given[0].device.type
+    device = tensors[0].device.type
     return (
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     )
@@ -278,7 +283,8 @@ def _by_kernel(
     # A window of w tokens includes the token itself; -1 means unlimited.
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
-    starts, longest = packed.starts, packed.longest
+    starts = packed.starts
+    longest = packed.longest
     if is_flash_attn_2_available() and not uses_flash3():
         from flash_attn import flash_attn_varlen_func
 
@@ -296,20 +302,36 @@ def _by_kernel(
             window_size=sides,
         )
         return attended
+    # Fewer heads of keys than of queries: torch's newer kernel takes them as they are, otherwise keys are repeated.
     grouped: dict[str, Any] = {}
     if query.shape[1] > key.shape[1]:
         if dropout == 0.0 and _varlen_groups():
             grouped["enable_gqa"] = True
         else:
             times = query.shape[1] // key.shape[1]
-            key, value = (
-                key.repeat_interleave(times, dim=1),
-                value.repeat_interleave(times, dim=1),
-            )
+            key = key.repeat_interleave(times, dim=1)
+            value = value.repeat_interleave(times, dim=1)
     if dropout > 0.0:
-        return _with_dropout(
-            query, key, value, packed, dropout, scaling, causal, window
-        )
+        # varlen_attn has no dropout, but the operator behind it has. Its derivative draws the same mask again, from
+        # the random state that it returns. Here -1 is not "unlimited": a window that is not set is left out.
+        limits: dict[str, int] = {}
+        if window is not None:
+            limits = {"window_size_left": sides[0], "window_size_right": sides[1]}
+        dropped: Tensor = _flash_forward()(
+            query,
+            key,
+            value,
+            starts,
+            starts,
+            longest,
+            longest,
+            dropout,
+            causal,
+            False,
+            scale=scaling,
+            **limits,
+        )[0]
+        return dropped
     from torch.nn.attention.varlen import varlen_attn
 
     output = varlen_attn(
@@ -330,42 +352,6 @@ def _by_kernel(
 
 def _flash_forward() -> Any:
     return torch.ops.aten._flash_attention_forward
-
-
-def _with_dropout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: Packed,
-    dropout: float,
-    scaling: float,
-    causal: bool,
-    window: int | None,
-) -> Tensor:
-    """Run the kernel behind torch's `varlen_attn`, which itself has no dropout. Equal heads; [tokens, heads, size]."""
-    sides: dict[str, int] = {}
-    if window is not None:
-        sides = {
-            "window_size_left": window - 1,
-            "window_size_right": 0 if causal else window - 1,
-        }
-    starts, longest = packed.starts, packed.longest
-    # The derivative draws the same mask again, from the random state that the operator returns.
-    output: Tensor = _flash_forward()(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        longest,
-        longest,
-        dropout,
-        causal,
-        False,
-        scale=scaling,
-        **sides,
-    )[0]
-    return output
 
 
 # ---- on CPUs -------------------------------------------------------------------------------------------------------
@@ -425,14 +411,17 @@ def cut(
     lengths = [end - start for start, end in pairwise(starts)]
     pieces = []
     first = 0
+    # Greedy, in the order of the texts: their tokens stand one behind the other, so that a piece is one slice.
     while first < len(lengths):
-        last, longest = first + 1, lengths[first]
+        last = first + 1
+        longest = lengths[first]
         while last < len(lengths):
             # Adding a text pads all texts of the piece to the new longest.
             wider = max(longest, lengths[last])
             if (last + 1 - first) * wider**2 > scores_at_once:
                 break
-            last, longest = last + 1, wider
+            last = last + 1
+            longest = wider
         pieces.append(
             _piece(
                 slice(starts[first], starts[last]),
@@ -450,6 +439,7 @@ def _piece(
     tokens: slice, lengths: list[int], longest: int, causal: bool, window: int | None
 ) -> Piece:
     place = torch.arange(longest)
+    # [texts, longest]: True where a slot holds a token. Texts start at slot 0, so the padding is on the right.
     real = place < torch.tensor(lengths)[:, None]
     slots = None if min(lengths) == longest else real.flatten().nonzero().squeeze(1)
     visible = (
@@ -476,16 +466,17 @@ def _by_sdpa(
     sizes = [piece.tokens.stop - piece.tokens.start for piece in pieces]
     # Grouped queries: each head of keys serves `times` heads of queries.
     times = query.shape[1] // key.shape[1]
+    # Joined at the end: each write into one buffer would add a copy to the graph.
     attended = []
     for piece, *parts in zip(
-        pieces, *(torch.split(one, sizes) for one in (query, key, value)), strict=True
+        pieces,
+        *(torch.split(tensor, sizes) for tensor in (query, key, value)),
+        strict=True,
     ):
         queries, keys, values = (piece.pad(part) for part in parts)
         if times > 1:
-            keys, values = (
-                keys.repeat_interleave(times, dim=1),
-                values.repeat_interleave(times, dim=1),
-            )
+            keys = keys.repeat_interleave(times, dim=1)
+            values = values.repeat_interleave(times, dim=1)
         scores = functional.scaled_dot_product_attention(
             queries,
             keys,

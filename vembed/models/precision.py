@@ -56,12 +56,12 @@ def saved_dtype(save_dtype: str, description: ModelDescription) -> torch.dtype |
     if save_dtype != "auto":
         return _DTYPES[save_dtype]
     folders = [
-        Path(one)
-        for one in (description.source, description.image_source)
-        if one is not None
+        Path(source)
+        for source in (description.source, description.image_source)
+        if source is not None
     ]
-    found = {dtype_in_files(folder) for folder in folders}
-    return found.pop() if len(found) == 1 and torch.float32 not in found else None
+    dtypes = {dtype_in_files(folder) for folder in folders}
+    return dtypes.pop() if len(dtypes) == 1 and torch.float32 not in dtypes else None
 
 
 def dtype_in_files(folder: Path) -> torch.dtype:
@@ -93,10 +93,8 @@ def attention_kernel(
 
     `asked`: the option attn_implementation. `half`: attention runs in 16 bits.
     """
-    has_sdpa, has_flash = (
-        bool(backbone._supports_sdpa),
-        bool(backbone._supports_flash_attn),
-    )
+    has_sdpa = bool(backbone._supports_sdpa)
+    has_flash = bool(backbone._supports_flash_attn)
     if asked == "flash_attention_2":
         if not has_flash:
             raise UserError(

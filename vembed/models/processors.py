@@ -189,10 +189,8 @@ def load_image_processor(description: ModelDescription) -> Any:
             "shortest_edge": description.min_pixels or processor.size["shortest_edge"],
             "longest_edge": description.max_pixels or processor.size["longest_edge"],
         }
-        smallest, largest = (
-            processor.size["shortest_edge"],
-            processor.size["longest_edge"],
-        )
+        smallest = processor.size["shortest_edge"]
+        largest = processor.size["longest_edge"]
         if smallest > largest:
             raise UserError(
                 f"min_pixels is {smallest:,d} and max_pixels {largest:,d}: set min_pixels to at most max_pixels"

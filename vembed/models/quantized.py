@@ -38,7 +38,7 @@ def four_bit(dtype: torch.dtype, skip: list[str]) -> BitsAndBytesConfig:
     )
 
 
-def settle(model: nn.Module) -> None:
+def keep_trainable_layout(model: nn.Module) -> None:
     """Keep the layout of 4-bit weights on CPUs: evaluation would repack them into a layout that cannot be trained."""
     for module in model.modules():
         if is_quantized(module):
@@ -73,7 +73,7 @@ def rounded_to_four_bits(weight: Tensor) -> Tensor:
 
 log = logging.getLogger(__name__)
 
-LEVELS = 127
+INT8_MAX = 127
 """Largest absolute value of the integers, which are symmetric about 0."""
 
 
@@ -105,7 +105,7 @@ def rounded(weight: Tensor) -> Tensor:
     values = weight.detach()
     # Scales of 16-bit weights are computed in float32: their quotients decide the rounding.
     values = values if values.dtype == torch.float64 else values.float()
-    scale = values.abs().amax(dim=1, keepdim=True) / LEVELS
+    scale = values.abs().amax(dim=1, keepdim=True) / INT8_MAX
     # A row of zeros would be 0 / 0.
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return (torch.round(values / scale) * scale).to(weight.dtype)

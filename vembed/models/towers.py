@@ -21,8 +21,8 @@ from vembed.errors import UserError
 from vembed.models.backbone_loading import is_never_used
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
-from vembed.models.families.table import Family, Modality, Tower
-from vembed.models.poolings import MODEL_POOLING
+from vembed.models.families.family import Family, Modality, Tower
+from vembed.models.poolings.table import MODEL_POOLING
 from vembed.models.processors import load_image_processor
 
 log = logging.getLogger(__name__)
@@ -149,14 +149,14 @@ def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
     kind, _, count = part.rpartition("=")
     tower, _, word = kind.rpartition(".")
     if word == "first_n_layers" or part.startswith("first_n_layers"):
-        chosen = (
-            layers
-            if not tower
-            else {name: own for name, own in layers.items() if name == tower}
-        )
+        chosen = layers
+        if tower:
+            chosen = {tower: layers[tower]} if tower in layers else {}
         deepest = max((len(prefixes) for prefixes in chosen.values()), default=0)
         if not count.isdecimal() or not chosen or int(count) > deepest:
-            named = ", ".join(f"{name} {len(own)}" for name, own in layers.items())
+            named = ", ".join(
+                f"{name} {len(prefixes)}" for name, prefixes in layers.items()
+            )
             raise UserError(
                 f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
                 f"TOWER.first_n_layers=N; the number of layers: {named}"
@@ -165,8 +165,10 @@ def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
             prefix for prefixes in chosen.values() for prefix in prefixes[: int(count)]
         )
         return {name for name in every if first and name.startswith(first)}
-    found = {name for name in every if name.startswith(part.removeprefix("backbone."))}
-    if not found:
+    chosen_names = {
+        name for name in every if name.startswith(part.removeprefix("backbone."))
+    }
+    if not chosen_names:
         near = difflib.get_close_matches(
             part.removeprefix("backbone."), every, n=1, cutoff=0.0
         )[0]
@@ -174,7 +176,7 @@ def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
             f"freeze: no parameter's name begins with {part}; the nearest is {near} "
             "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
         )
-    return found
+    return chosen_names
 
 
 def _layer_prefixes(backbone: nn.Module, family: Family) -> dict[str, list[str]]:

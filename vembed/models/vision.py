@@ -112,28 +112,18 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for Transformers, for all images of a batch in one row. Versions that do not hand over the
     lengths call it for each image."""
-    packed = None
+    options["is_causal"] = False
     if cu_seq_lens_q is not None and max_length_q is not None:
-        packed = packing.Packed(cu_seq_lens_q.to(torch.int32), int(max_length_q))
-    return packing.attention(
-        module,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout=dropout,
-        scaling=scaling,
-        is_causal=False,
-        packed=packed,
-    )
+        options["packed"] = packing.Packed(
+            cu_seq_lens_q.to(torch.int32), int(max_length_q)
+        )
+    return packing.attention(module, query, key, value, attention_mask, **options)
 
 
 def why_by_image(tower: Any, device: torch.device, *, half: bool) -> str | None:
@@ -156,21 +146,21 @@ def pack_images(tower: Any) -> None:
 def tower_output(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
     """Return what the image tower gives for all images of a batch: `pooler_output` and `deepstack_features`, each as a
     tuple of one tensor for all images."""
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name.removeprefix(VISION): value
         for name, value in inputs.items()
         if name.startswith(VISION)
     }
-    if not given:
+    if not arguments:
         return backbone.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         )
-    given["max_seqlen"] = inputs[LONGEST].shape[0]
+    arguments["max_seqlen"] = inputs[LONGEST].shape[0]
     output = backbone.visual(
         inputs["pixel_values"].type(backbone.visual.dtype),
         grid_thw=inputs["image_grid_thw"],
         return_dict=True,
-        **given,
+        **arguments,
     )
     return in_one_piece(output.pooler_output, output.deepstack_features)
 
@@ -179,5 +169,6 @@ def in_one_piece(pooled: Tensor, on_the_way: list[Tensor] | Tensor) -> SimpleNam
     """Return features of all images in the form of get_image_features' output: one tensor for all images, and one for
     each inner layer."""
     return SimpleNamespace(
-        pooler_output=(pooled,), deepstack_features=[(one,) for one in on_the_way]
+        pooler_output=(pooled,),
+        deepstack_features=[(feature,) for feature in on_the_way],
     )

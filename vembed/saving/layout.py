@@ -15,7 +15,7 @@ from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC
 from vembed.models.families.weight_files import read_object
 from vembed.models.heads import Dense, Head
-from vembed.models.poolings import MODE_FLAGS, MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
 from vembed.models.processors import ChatTemplate
 
 MODULE = "sentence_transformers.models."

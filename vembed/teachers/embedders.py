@@ -14,7 +14,7 @@ from vembed.config.schema import ModelSection
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import encode_rank_items
+from vembed.inference.encoding import encode_features
 from vembed.models.embedding_model import load_embedder
 from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription
@@ -58,7 +58,13 @@ class VectorTeacher:
         """Return vectors [n, dim] of length 1 of this rank's questions. Collective: ranks may ask different things,
         and at least one rank asks something."""
         model, featuriser = self._loaded()
-        vectors = encode_rank_items(model, featuriser, questions, session=self.session)
+        vectors = encode_features(
+            model,
+            featuriser,
+            featuriser.features(questions),
+            self.session.device,
+            world_size=self.session.world_size,
+        )
         unit: np.ndarray = vectors / np.maximum(
             np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12
         )
@@ -99,8 +105,10 @@ class VectorTeacher:
 
     def _read(self) -> tuple[nn.Module, ModelDescription]:
         """Return the model, as a copy or as this rank's shard, and its description."""
-        session = self.session
-        with_run = self.session.fsdp is not None and self.teacher.sharded is not False
+        session, with_run = (
+            self.session,
+            self.session.fsdp is not None and self.teacher.sharded is not False,
+        )
         if not with_run and is_sharded(
             self.teacher, model_folder(self.teacher.model, option="teacher"), session
         ):

@@ -14,7 +14,7 @@ from vembed.config.schema import BatchSection
 from vembed.data.features import Features, Featuriser
 from vembed.errors import RunError
 from vembed.models.adapters import wants_adapters
-from vembed.models.families.table import Modality
+from vembed.models.families.family import Modality
 from vembed.parallel import collectives
 from vembed.parallel.devices import seed_draws
 from vembed.parallel.estimate import (

@@ -15,7 +15,7 @@ from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
-from vembed.models.families.table import Modality
+from vembed.models.families.family import Modality
 from vembed.parallel import collectives
 from vembed.parallel.estimate import measure
 from vembed.parallel.parameters import discard_passes, set_gradient_sync

@@ -40,7 +40,7 @@ from vembed.losses.batch import (
     copied_together,
 )
 from vembed.models.bf16 import holding_copies
-from vembed.models.families.table import Modality
+from vembed.models.families.family import Modality
 from vembed.parallel import collectives
 from vembed.parallel.devices import matmul_precision, seed_draws
 from vembed.parallel.memory import is_shortage

@@ -32,7 +32,8 @@ from vembed.data_tools.init.columns import (
 from vembed.data_tools.init.data_page import unlogged
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
-from vembed.models.families.table import FAMILIES, Family
+from vembed.models.families.family import Family
+from vembed.models.families.table import FAMILIES
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vembed.data.features import Features, Featuriser
-from vembed.models.families.table import Modality
+from vembed.models.families.family import Modality
 from vembed.models.packing import TOKENS, token_index
 
 ModalitySlice = tuple[Modality, list[int]]

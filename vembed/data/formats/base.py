@@ -92,7 +92,7 @@ class Block:
 class Format:
     """A file of records in one format. Records are found in order by `rows`, and read again by number from any thread.
 
-    A format declares its endings and a sentence for the docs, and defines `stop`, and `rows` or `blocks`. All else
+    A format declares its endings and its title, and defines `stop`, and `rows` or `blocks`. All else
     has a default here. A format that is a table sets `columns`.
     """
 
@@ -100,8 +100,6 @@ class Format:
     """Endings of the files, such as `.csv`."""
     title: ClassVar[str] = ""
     """Name of the format in messages and docs."""
-    sentence: ClassVar[str] = ""
-    """What the docs say of the format."""
     numbers_are_text: ClassVar[bool] = False
     """True if numbers are represented as text (CSV)."""
     start = 0

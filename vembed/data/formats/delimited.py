@@ -25,7 +25,6 @@ class DelimitedFile(TextFormat):
 
     endings: ClassVar[tuple[str, ...]] = (".csv",)
     title = "CSV"
-    sentence = "A header, then one record on each line; the delimiter is found out."
     numbers_are_text = True
     expected_delimiter = ","
 
@@ -173,7 +172,6 @@ class TsvFile(DelimitedFile):
 
     endings: ClassVar[tuple[str, ...]] = (".tsv",)
     title = "TSV"
-    sentence = "CSV with tabs; quotes may be ordinary characters."
     expected_delimiter = "\t"
 
 

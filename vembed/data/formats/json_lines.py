@@ -41,7 +41,6 @@ class JsonLines(TextFormat):
 
     endings: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json")
     title = "JSON Lines"
-    sentence = "One JSON object on each line, or one JSON array of objects."
 
     @classmethod
     def open(cls, path: Path) -> Format:

@@ -48,7 +48,6 @@ class ParquetFile(ArrowRows):
 
     endings: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
     title = "Parquet"
-    sentence = "Rows, also with images; large files are unpacked into the cache folder."
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

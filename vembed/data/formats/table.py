@@ -1,4 +1,7 @@
-"""The file formats that vembed reads. A format is added by its file and a line here."""
+"""The file formats that vembed reads.
+
+A new format needs its class in a file of this folder and its entry in the list below.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,36 @@ from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonLines
 from vembed.data.formats.parquet import ParquetFile
 
-FORMATS: tuple[type[Format], ...] = (JsonLines, DelimitedFile, TsvFile, ParquetFile)
+FORMATS: tuple[type[Format], ...] = (
+    JsonLines,
+    DelimitedFile,
+    TsvFile,
+    ParquetFile,
+)
 
-ENDINGS = {ending: form for form in FORMATS for ending in form.endings}
+
+def check_formats(formats: tuple[type[Format], ...]) -> dict[str, type[Format]]:
+    """Return the formats by ending. Raise TypeError for a class that lacks something."""
+    by_ending: dict[str, type[Format]] = {}
+    for form in formats:
+        where = f"format {form.__name__} of {form.__module__}"
+        for declaration in ("endings", "title"):
+            if not getattr(form, declaration):
+                raise TypeError(f"{where} declares no `{declaration}`")
+        if form.rows is Format.rows and form.blocks is Format.blocks:
+            raise TypeError(f"{where} has no method `rows`")
+        if form.stop is Format.stop:
+            raise TypeError(f"{where} has no property `stop`")
+        for ending in form.endings:
+            if not ending.startswith(".") or ending != ending.lower():
+                raise TypeError(f"{where}: write the ending {ending!r} as '.name'")
+            other = by_ending.setdefault(ending, form)
+            if other is not form:
+                raise TypeError(f"{where} has the ending {ending} of {other.__name__}")
+    return by_ending
+
+
+ENDINGS = check_formats(FORMATS)
 """Format by the ending of the file."""
 PACKED_ENDINGS = (".gz", ".zst", ".bz2")
 """Endings of packed files, which may follow each of the others."""

@@ -49,8 +49,8 @@ def find(named: str, option: str) -> OwnCode:
     )
     if name not in vars(module):
         known = [
-            one
-            for one, value in vars(module).items()
+            name_in_module
+            for name_in_module, value in vars(module).items()
             if inspect.isclass(value) or inspect.isfunction(value)
         ]
         raise UserError(
@@ -61,9 +61,9 @@ def find(named: str, option: str) -> OwnCode:
 
 def find_class(named: str) -> OwnCode:
     """Return the backbone class that `model_class` names. Raise UserError if it cannot be one."""
-    found = find(named, "model_class")
-    check_class(found.value, named)
-    return found
+    code = find(named, "model_class")
+    check_class(code.value, named)
+    return code
 
 
 def check_class(value: Any, named: str) -> None:

@@ -130,14 +130,14 @@ def store_weights(module: nn.Module) -> str:
     """Write the weights of a module that was given in Python to the cache; return their folder."""
     shared = set(modeling.tied_names(module))
     state = {
-        f"own.{name}": one.detach().cpu().contiguous()
-        for name, one in module.state_dict().items()
+        f"own.{name}": tensor.detach().cpu().contiguous()
+        for name, tensor in module.state_dict().items()
         if name not in shared
     }
     digest = hashlib.blake2b(digest_size=8)
-    for name, one in state.items():
+    for name, tensor in state.items():
         digest.update(name.encode())
-        digest.update(one.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     folder = _cache() / f"weights-{digest.hexdigest()}"
     if not (folder / WEIGHTS).is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -178,11 +178,12 @@ def save_code(source: Path, folder: Path) -> None:
 
 def code_files(code: OwnCode) -> list[Path]:
     """Return the user's file and those beside it that it imports with a dot (`from .layers import Block`)."""
-    found, waiting = dict[Path, None](), [code.file]
+    files = dict[Path, None]()
+    waiting = [code.file]
     while waiting:
         path = waiting.pop()
-        if path.is_file() and path not in found:
-            found[path] = None
+        if path.is_file() and path not in files:
+            files[path] = None
             if _OF_THE_PACKAGE.search(path.read_text(encoding="utf-8")):
                 raise UserError(
                     f"model_class: {path} imports a file as `from . import name`, which Transformers does not find "
@@ -191,7 +192,7 @@ def code_files(code: OwnCode) -> list[Path]:
             waiting += [
                 path.parent / f"{name}.py" for name in get_relative_imports(path)
             ]
-    return list(found)
+    return list(files)
 
 
 # ---- facts about the class -----------------------------------------------------------------------------------------
@@ -218,10 +219,10 @@ def settings_of(code: OwnCode, arguments: Mapping[str, Any]) -> dict[str, Any]:
         "reads_causally": bool(vars(code.value).get("is_causal", False)),
     }
     for name in ("max_positions", "image_size"):
-        found = vars(module).get(name, vars(code.value).get(name, arguments.get(name)))
-        if isinstance(found, int):
+        value = vars(module).get(name, vars(code.value).get(name, arguments.get(name)))
+        if isinstance(value, int):
             values["max_position_embeddings" if name == "max_positions" else name] = (
-                found
+                value
             )
     return values
 
@@ -251,17 +252,17 @@ def forward_of(
 ) -> Tensor:
     """Return what a module gives for two texts of three tokens, or two images, on a device."""
     accepted = accepted_inputs(backbone_class)
-    given: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     if "input_ids" in accepted:
-        given["input_ids"] = torch.ones(2, 3, dtype=torch.int64, device=device)
+        inputs["input_ids"] = torch.ones(2, 3, dtype=torch.int64, device=device)
         if "attention_mask" in accepted:
-            given["attention_mask"] = torch.ones_like(given["input_ids"])
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     else:
         size = vars(module).get("image_size")
         side = size if isinstance(size, int) else 32
-        given["pixel_values"] = torch.zeros(2, 3, side, side, device=device)
+        inputs["pixel_values"] = torch.zeros(2, 3, side, side, device=device)
     with torch.no_grad():
-        return read_output(module.eval()(**given))[0]
+        return read_output(module.eval()(**inputs))[0]
 
 
 def _check_same(options: ModelSection, source: Path) -> None:
@@ -278,19 +279,19 @@ def _check_same(options: ModelSection, source: Path) -> None:
 def _tokenizer_files(
     folder: Path | None, options: ModelSection, *, needed: bool
 ) -> list[Path]:
-    found = (
+    files = (
         []
         if folder is None
         else [folder / name for name in TOKENIZER if (folder / name).is_file()]
     )
     if needed and not any(
-        path.name.startswith(("tokenizer", "vocab", "spiece")) for path in found
+        path.name.startswith(("tokenizer", "vocab", "spiece")) for path in files
     ):
         raise UserError(
             f"model_class: {options.model_class} reads texts and needs a tokenizer: give tokenizer_name a folder or a "
             "Hub name (`vembed init --tokenizer FOLDER --data FILE` trains one on your data)"
         )
-    return found
+    return files
 
 
 def _write_image_processor(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -341,55 +342,55 @@ def as_options(
 ) -> dict[str, Any]:
     """Return a config of plain values. `model`: a class or a module to train."""
     values: dict[str, Any] = {}
-    given = model
+    trained = model
     for key, value in config.items():
         if key in MODEL and isinstance(value, nn.Module | type):
-            if given is not None:
+            if trained is not None:
                 raise UserError(f"{key}: a second model is given; keep one of them")
-            given = value
+            trained = value
         elif key in BLOCKS and isinstance(value, Mapping):
             values[key] = _without_objects(value)
         else:
             values |= _without_objects({key: value})
-    return values if given is None else values | _model_options(given)
+    return values if trained is None else values | _model_options(trained)
 
 
-def _model_options(given: nn.Module | type[nn.Module]) -> dict[str, Any]:
-    kind = given if isinstance(given, type) else type(given)
+def _model_options(model: nn.Module | type[nn.Module]) -> dict[str, Any]:
+    kind = model if isinstance(model, type) else type(model)
     check_class(kind, kind.__qualname__)
     options = {"model_class": name_of(kind)}
-    if isinstance(given, nn.Module):
-        options["model_name"] = store_weights(given)
+    if isinstance(model, nn.Module):
+        options["model_name"] = store_weights(model)
     return options
 
 
 def _without_objects(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with torch's FSDP objects as the options that they stand for."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in values.items():
         match value:
             case ModuleWrapPolicy():
-                found[key] = "TRANSFORMER_BASED_WRAP"
-                found["fsdp_transformer_layer_cls_to_wrap"] = sorted(
-                    one.__name__ for one in value._module_classes
+                options[key] = "TRANSFORMER_BASED_WRAP"
+                options["fsdp_transformer_layer_cls_to_wrap"] = sorted(
+                    class_.__name__ for class_ in value._module_classes
                 )
             case CPUOffload():
-                found["fsdp_offload_params"] = bool(value.offload_params)
+                options["fsdp_offload_params"] = bool(value.offload_params)
             case ShardingStrategy() | BackwardPrefetch():
-                found[key] = value.name
+                options[key] = value.name
             case MixedPrecision():
                 dtypes = {
                     "param": value.param_dtype,
                     "reduce": value.reduce_dtype,
                     "buffer": value.buffer_dtype,
                 }
-                found |= {
-                    f"fsdp_{name}_dtype": _DTYPES[one]
-                    for name, one in dtypes.items()
-                    if one is not None
+                options |= {
+                    f"fsdp_{name}_dtype": _DTYPES[dtype]
+                    for name, dtype in dtypes.items()
+                    if dtype is not None
                 }
             case _ if key == "device_id":
                 pass  # each process takes the device of its LOCAL_RANK
             case _:
-                found[key] = value
-    return found
+                options[key] = value
+    return options

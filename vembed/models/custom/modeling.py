@@ -114,10 +114,10 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
             "pixel_values": pixel_values,
             PACKED: cu_seqlens,
         }
-        given = {
+        arguments = {
             name: values[name] for name in self.accepted if values[name] is not None
         }
-        hidden, auxiliary = read_output(self.own(**given))
+        hidden, auxiliary = read_output(self.own(**arguments))
         if hidden.ndim == 2 and cu_seqlens is not None:
             hidden = hidden.repeat_interleave(
                 cu_seqlens.diff().long(), dim=0
@@ -164,7 +164,9 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
         state = self.state_dict() if state_dict is None else state_dict
         shared = set(tied_names(self))
         weights = {
-            name: one.contiguous() for name, one in state.items() if name not in shared
+            name: tensor.contiguous()
+            for name, tensor in state.items()
+            if name not in shared
         }
         save_file(weights, Path(folder) / WEIGHTS, metadata={"format": "pt"})
 
@@ -207,28 +209,28 @@ def read_output(output: Any) -> tuple[Tensor, dict[str, Any]]:
             f"the forward of an own model must return a tensor, a tuple that begins with one, or a dictionary with "
             f"{' or '.join(HIDDEN)}, and it has returned {type(output).__name__}"
         )
-    found: Mapping[str, Any] = next(
+    auxiliary: Mapping[str, Any] = next(
         (values[name] for name in AUXILIARY if values.get(name)), {}
     )
-    return hidden, dict(found)
+    return hidden, dict(auxiliary)
 
 
 def tied_names(module: nn.Module) -> list[str]:
     """Return the names of parameters that have an earlier name too."""
     first: dict[int, str] = {}
-    found = []
+    repeated = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
-            found.append(name)
-    return found
+            repeated.append(name)
+    return repeated
 
 
 def load_weights(model: nn.Module, folder: Path) -> dict[str, list[str]]:
     """Fill a model from a folder's files; return names that are missing and names that are not used."""
     state = {
-        name: one
+        name: tensor
         for path in sorted(folder.glob("*.safetensors"))
-        for name, one in load_file(path).items()
+        for name, tensor in load_file(path).items()
     }
     result = model.load_state_dict(state, strict=False)
     tied = set(tied_names(model))

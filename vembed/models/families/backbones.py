@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from vembed.errors import UserError
 from vembed.models.custom.classes import trusted_class
 from vembed.models.custom.modeling import OwnConfig
+from vembed.models.families.family import Family
 from vembed.models.families.model_settings import (
     LIBRARY_ERRORS,
     check_attention,
@@ -36,9 +37,8 @@ from vembed.models.families.model_settings import (
     check_fit,
     first_sentence,
 )
-from vembed.models.families.table import Family
 from vembed.models.families.weight_files import read_object, read_tensors
-from vembed.models.poolings import MODEL_POOLING
+from vembed.models.poolings.table import MODEL_POOLING
 
 ENCODER_ONLY = {
     "t5": "T5EncoderModel",
@@ -87,12 +87,12 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
             f"{folder} has no config.json; give the folder of a Transformers model"
         )
     check_attention(folder, trust_remote_code=trust_remote_code)
-    own = read_own_config(folder, trust_remote_code=trust_remote_code)
-    if own is not None:
-        return own
+    own_config = read_own_config(folder, trust_remote_code=trust_remote_code)
+    if own_config is not None:
+        return own_config
     if (read_object(folder / "config.json") or {}).get("model_type") == STATIC_TYPE:
-        found: PretrainedConfig = StaticConfig.from_pretrained(folder)
-        return found
+        static_config: PretrainedConfig = StaticConfig.from_pretrained(folder)
+        return static_config
     check_config(folder / "config.json", len(read_tensors(folder)) or None)
     try:
         return cast(
@@ -132,9 +132,9 @@ def model_class(
     kind = str(config.model_type)
     if (
         isinstance(config, OwnConfig)
-        and (own := trusted_class(str(config.name_or_path))) is not None
+        and (trusted := trusted_class(str(config.name_or_path))) is not None
     ):
-        return own
+        return trusted
     if isinstance(config, StaticConfig):
         return StaticModel
     if kind in ENCODER_ONLY:
@@ -152,9 +152,9 @@ def model_class(
         raise UserError(
             f"Transformers has no model for model_type {kind!r}, so vembed cannot use it"
         )
-    found = AutoModel._model_mapping[type(config)]
+    classes = AutoModel._model_mapping[type(config)]
     # Several classes for one config: the first is the plain model.
-    chosen = found[0] if isinstance(found, tuple) else found
+    chosen = classes[0] if isinstance(classes, tuple) else classes
     if config.to_dict().get("is_encoder_decoder"):
         raise UserError(
             f"model_type {kind!r} is an encoder-decoder, which vembed does not support"
@@ -212,7 +212,7 @@ def is_decoder_only(config: PretrainedConfig) -> bool:
         heads = {
             name
             for name in ("ForCausalLM", "ForMaskedLM")
-            if any(one.endswith(name) for one in classes)
+            if any(class_.endswith(name) for class_ in classes)
         }
         return heads == {"ForCausalLM"}
     return (
@@ -273,9 +273,11 @@ def shape_of(
 
 def _files_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Return path, size and modification time of each file of a folder."""
-    found = [(one.path, one.stat()) for one in os.scandir(folder) if one.is_file()]
+    files = [
+        (entry.path, entry.stat()) for entry in os.scandir(folder) if entry.is_file()
+    ]
     return tuple(
-        sorted((path, status.st_size, status.st_mtime_ns) for path, status in found)
+        sorted((path, status.st_size, status.st_mtime_ns) for path, status in files)
     )
 
 
@@ -330,35 +332,35 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     Most models of Transformers mark layers by the base class GradientCheckpointingLayer. Otherwise the layers are the
     repeated modules named in `_no_split_modules`, and without such names the longest list of equal modules.
     """
-    found = [
+    layers = [
         module
         for module in model.modules()
         if isinstance(module, GradientCheckpointingLayer)
     ]
-    if not found:
+    if not layers:
         named = {name for module in model.modules() for name in _unsplit_names(module)}
         repeated = [child for group in _repeated(model) for child in group]
-        found = [module for module in repeated if type(module).__name__ in named]
-    if not found:
-        found = max(_repeated(model), key=len, default=[])
+        layers = [module for module in repeated if type(module).__name__ in named]
+    if not layers:
+        layers = max(_repeated(model), key=len, default=[])
     # Of nested candidates keep the inner ones: a layer that contains other layers is a container.
     inner = {
         id(below)
-        for module in found
+        for module in layers
         for below in module.modules()
         if below is not module
     }
     outermost_of_nested = {
         id(module)
-        for module in found
-        if any(id(m) in inner for m in _below(module, found))
+        for module in layers
+        if any(id(m) in inner for m in _below(module, layers))
     }
-    return [module for module in found if id(module) not in outermost_of_nested]
+    return [module for module in layers if id(module) not in outermost_of_nested]
 
 
-def _below(module: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
+def _below(module: nn.Module, candidates: list[nn.Module]) -> list[nn.Module]:
     below = {id(inner) for inner in module.modules() if inner is not module}
-    return [other for other in found if id(other) in below]
+    return [other for other in candidates if id(other) in below]
 
 
 def _unsplit_names(module: nn.Module) -> set[str]:
@@ -389,7 +391,7 @@ def file_dtype(config: PretrainedConfig) -> torch.dtype:
 
 def linear_names(backbone: nn.Module) -> list[str]:
     """Return the names of all linear layers, except those in nn.MultiheadAttention, which bypasses their forward."""
-    own = tuple(
+    attentions = tuple(
         f"{name}."
         for name, module in backbone.named_modules()
         if isinstance(module, nn.MultiheadAttention)
@@ -397,7 +399,8 @@ def linear_names(backbone: nn.Module) -> list[str]:
     return [
         name
         for name, module in backbone.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and not (own and name.startswith(own))
+        if isinstance(module, nn.Linear | Conv1D)
+        and not (attentions and name.startswith(attentions))
     ]
 
 

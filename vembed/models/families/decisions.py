@@ -15,6 +15,7 @@ from vembed.config.schema import MatryoshkaSection, ModelSection
 from vembed.errors import UserError
 from vembed.models.families import backbones
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.family import Evidence, Family
 from vembed.models.families.model_files import (
     SentenceTransformersFiles,
     files_of,
@@ -26,14 +27,9 @@ from vembed.models.families.model_settings import (
     read_dense,
     read_settings,
 )
-from vembed.models.families.table import (
-    FAMILIES,
-    Evidence,
-    Family,
-    recognised_by,
-)
+from vembed.models.families.table import FAMILIES, recognised_by
 from vembed.models.families.weight_files import read_object
-from vembed.models.poolings import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
 _BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
 _WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
@@ -69,7 +65,8 @@ PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
     ),
 )
 """Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
-OF_QUERIES, OF_DOCUMENTS = ("query",), ("document", "passage", "corpus")
+OF_QUERIES = ("query",)
+OF_DOCUMENTS = ("document", "passage", "corpus")
 """Names of the prompts of queries and documents in a model's files."""
 
 
@@ -106,23 +103,23 @@ class Facts:
 
 def gather(options: ModelSection, *, use_qlora: bool) -> Facts:
     """Locate the model's files and read the small ones."""
-    found = files_of(options)
-    saved = read_object(found.folder / DESCRIPTION_FILE)
-    if found.adapter is not None and use_qlora:
+    files = files_of(options)
+    saved = read_object(files.folder / DESCRIPTION_FILE)
+    if files.adapter is not None and use_qlora:
         raise UserError(
             f"use_qlora: {options.model_name} is an adapter without the weights below it; "
             "merge it first with `vembed export --merge`, and train the result"
         )
     return Facts(
         options=options,
-        files=found.sentence_transformers,
+        files=files.sentence_transformers,
         saved=None
         if saved is None
-        else ModelDescription.from_dict(saved, found.folder),
-        backbone=found.backbone,
-        adapter=found.adapter,
+        else ModelDescription.from_dict(saved, files.folder),
+        backbone=files.backbone,
+        adapter=files.adapter,
         model_config=backbones.read_config(
-            found.backbone, trust_remote_code=options.trust_remote_code
+            files.backbone, trust_remote_code=options.trust_remote_code
         ),
     )
 
@@ -160,9 +157,9 @@ def default_prompt_name(facts: Facts) -> str | None:
     """Return the name under which the saved model has the default prompt of the model's files, if they name one."""
     if facts.saved is not None:
         return facts.saved.default_prompt_name
-    own = facts.files.default_prompt_name if facts.files is not None else None
+    name = facts.files.default_prompt_name if facts.files is not None else None
     # Other names for the prompt of documents are not saved.
-    return "document" if own in OF_DOCUMENTS else own
+    return "document" if name in OF_DOCUMENTS else name
 
 
 def _prompt(
@@ -243,9 +240,11 @@ def max_length(facts: Facts, family: Family, *, for_use: bool) -> int:
     if facts.saved is not None:
         limits = {f"from {DESCRIPTION_FILE}": facts.saved.max_length}
     elif facts.files is not None and facts.files.max_length is not None:
-        own = {"sentence_bert_config.json": facts.files.max_length}
+        of_files = {"sentence_bert_config.json": facts.files.max_length}
         limits = (
-            {"positions in config.json": positions, **own} if for_use else limits | own
+            {"positions in config.json": positions, **of_files}
+            if for_use
+            else limits | of_files
         )
     else:
         limits["model_max_length in tokenizer_config.json"] = facts.of_tokenizer(
@@ -529,7 +528,7 @@ def _shared_dim(facts: Facts, text_dim: int, image_dim: int) -> int:
 def _bidirectional(facts: Facts, family: Family) -> bool:
     asked = facts.options.bidirectional_attention
     causal = is_causal(facts, family)
-    own = causal and (
+    is_bidirectional = causal and (
         backbones.is_bidirectional(facts.model_config)
         or bool(facts.of_saved("bidirectional_attention"))
     )
@@ -543,22 +542,22 @@ def _bidirectional(facts: Facts, family: Family) -> bool:
             "bidirectional_attention: true"
             if asked
             else "the model's own files"
-            if own
+            if is_bidirectional
             else "a causal decoder"
         )
-    return asked or own
+    return asked or is_bidirectional
 
 
 def _pooling(
     facts: Facts, family: Family, shape: backbones.Shape, *, causal: bool
 ) -> str:
-    own, own_reason = _own_pooling(facts, family, shape, causal=causal)
+    pooling, reason = _own_pooling(facts, family, shape, causal=causal)
     asked = facts.options.pooling
     if asked == "auto":
-        if own is None:
-            raise UserError(own_reason)
-        facts.reasons["pooling"] = own_reason
-        return own
+        if pooling is None:
+            raise UserError(reason)
+        facts.reasons["pooling"] = reason
+        return pooling
     if backbones.gives_vectors(facts.model_config):
         raise UserError(
             f"pooling: {asked} is not available for {facts.options.model_name}, whose module gives one vector for each "
@@ -576,11 +575,11 @@ def _pooling(
     )
     if refusal is not None:
         raise UserError(f"pooling: {asked} on {facts.options.model_name}: {refusal}")
-    if own is None or own == asked:
+    if pooling is None or pooling == asked:
         facts.reasons["pooling"] = f"pooling: {asked}"
     else:
         facts.reasons["pooling"] = (
-            f"pooling: {asked}, although {own} is the model's own: {own_reason}"
+            f"pooling: {asked}, although {pooling} is the model's own: {reason}"
         )
     return asked
 
@@ -709,23 +708,23 @@ def _has_projection(
 
 
 def _similarity(facts: Facts, of_loss: Similarity, *, for_use: bool) -> Similarity:
-    own = (
+    of_files = (
         facts.files.similarity
         if facts.files is not None
         else facts.of_saved("similarity")
     )
-    if for_use and own is not None:
-        if own in get_args(Similarity):
+    if for_use and of_files is not None:
+        if of_files in get_args(Similarity):
             facts.reasons["similarity"] = "from the model's files"
-            return cast(Similarity, own)
+            return cast(Similarity, of_files)
         log.warning(
             "%s: its files name the similarity %s, which vembed does not have: cosine is used",
             facts.options.model_name,
-            own,
+            of_files,
         )
-    if own is not None and own != of_loss:
+    if of_files is not None and of_files != of_loss:
         facts.reasons["similarity"] = (
-            f"similarity in the config, although the model's files say {own}"
+            f"similarity in the config, although the model's files say {of_files}"
         )
     return of_loss
 
@@ -742,9 +741,9 @@ def _normalize(facts: Facts, similarity: Similarity) -> bool:
 
 
 def _truncate_dim(facts: Facts, embedding_dim: int) -> int | None:
-    own = facts.files.truncate_dim if facts.files is not None else None
+    dim = facts.files.truncate_dim if facts.files is not None else None
     # A size that cuts nothing is no cut.
-    if own is None or own >= embedding_dim:
+    if dim is None or dim >= embedding_dim:
         return None
     facts.reasons["truncate_dim"] = "from config_sentence_transformers.json"
-    return own
+    return dim

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from vembed.errors import UserError
+from vembed.models.families.family import Family, Modality
 from vembed.models.families.model_settings import check_inside, first_problem
-from vembed.models.families.table import FAMILIES, Family, Modality
+from vembed.models.families.table import FAMILIES
 
 DESCRIPTION_FILE = "vembed.json"
 """File with a saved model's description, in the model's folder."""
@@ -141,7 +142,7 @@ class ModelDescription:
 
 def _check_saved(path: Path, values: dict[str, Any]) -> None:
     """Raise UserError unless saved values are those of a description, with places inside of its folder."""
-    unknown = sorted(values.keys() - {one.name for one in fields(ModelDescription)})
+    unknown = sorted(values.keys() - {field.name for field in fields(ModelDescription)})
     if unknown:
         raise UserError(
             f"{path}: {unknown[0]!r} is no field of a description; it is of another version of vembed"
@@ -157,8 +158,8 @@ def _check_saved(path: Path, values: dict[str, Any]) -> None:
     for name, value in values.items():
         numbers = value if isinstance(value, list) else [value]
         if any(
-            isinstance(one, int) and not isinstance(one, bool) and one < 1
-            for one in numbers
+            isinstance(number, int) and not isinstance(number, bool) and number < 1
+            for number in numbers
         ):
             raise UserError(
                 f"{path}: {name} is {value}, and a positive number is needed"

@@ -35,14 +35,15 @@ from vembed.models.families.weight_files import (
     check_whole_weights,
     read_object,
 )
-from vembed.models.poolings import (
+from vembed.models.poolings.base import Pooling
+from vembed.models.poolings.table import (
     MODE_FLAGS,
     POOLINGS,
-    Pooling,
     pooling_of_modes,
 )
 
-RUN_CONFIG, CHECKPOINT_STATE = "config.yaml", "state.json"
+RUN_CONFIG = "config.yaml"
+CHECKPOINT_STATE = "state.json"
 """Files that tell a run's folder and a checkpoint from a model."""
 # No pickled weights, and no exports to other runtimes, which would double the download.
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
@@ -146,11 +147,11 @@ def _inside_a_run(path: Path, option: str) -> Path:
         return path / "final"
     checkpoints = sorted(
         (
-            one
-            for one in path.glob("checkpoint-*")
-            if one.name.removeprefix("checkpoint-").isdecimal()
+            checkpoint
+            for checkpoint in path.glob("checkpoint-*")
+            if checkpoint.name.removeprefix("checkpoint-").isdecimal()
         ),
-        key=lambda one: int(one.name.removeprefix("checkpoint-")),
+        key=lambda checkpoint: int(checkpoint.name.removeprefix("checkpoint-")),
     )
     way = (
         f"; `vembed export {checkpoints[-1]} FOLDER` makes a model of its newest checkpoint"
@@ -254,7 +255,9 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
     pooling: Pooling | None = None
     pooling_folder: Path | None = None
     dense: list[Path] = []
-    backbone, include_prompt, normalize = folder, True, False
+    backbone = folder
+    include_prompt = True
+    normalize = False
     for position, module in enumerate(modules):
         kind = module.type.rsplit(".", 1)[-1]
         path = folder / module.path
@@ -267,7 +270,8 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
                     f"{path} is a table of token vectors without a config.json: vembed reads those that it has written "
                     "(`vembed export --format static`), and Sentence Transformers reads this one"
                 )
-            backbone, modes = path, ("mean",)
+            backbone = path
+            modes = ("mean",)
             pooling = pooling_of_modes(modes)
             continue
         if position == 0 and (known or (_is_own_code(module) and _reads_chats(path))):
@@ -446,7 +450,8 @@ def _reads_chats(folder: Path) -> bool:
 
 def _pooling_modes(settings: PoolingSettings) -> tuple[str, ...]:
     """Return the modes of a Pooling module. Old files have one flag per mode, new files a name or a list of names."""
-    modes, flags = settings.pooling_mode, settings.model_extra or {}
+    modes = settings.pooling_mode
+    flags = settings.model_extra or {}
     if modes is None:
         chosen = tuple(mode for mode, flag in MODE_FLAGS.items() if flags.get(flag))
         return chosen or ("mean",)

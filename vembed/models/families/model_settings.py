@@ -201,14 +201,14 @@ def read_dense(folder: Path) -> DenseSettings:
     }
     if settings.bias:
         wanted["linear.bias"] = (settings.out_features,)
-    found = {
-        name: one.shape
-        for name, one in read_header(folder / "model.safetensors")[0].items()
+    shapes = {
+        name: tensor.shape
+        for name, tensor in read_header(folder / "model.safetensors")[0].items()
     }
-    if found != wanted:
+    if shapes != wanted:
         raise UserError(
             f"{folder / 'config.json'} makes a Dense module of {_shapes(wanted)}, and its model.safetensors holds "
-            f"{_shapes(found)}"
+            f"{_shapes(shapes)}"
         )
     return settings
 
@@ -223,7 +223,11 @@ def check_config(path: Path, tensors: int | None) -> None:
     most = MOST_LAYERS if tensors is None else max(tensors, 128)
     for place, settings in (
         ("", values),
-        *((f"{key}.", one) for key, one in values.items() if isinstance(one, dict)),
+        *(
+            (f"{key}.", value)
+            for key, value in values.items()
+            if isinstance(value, dict)
+        ),
     ):
         for name in sorted(SIZES & settings.keys()):
             _check_size(
@@ -271,7 +275,7 @@ def check_fit(
     if not tensors:
         return
     path = folder / "config.json"
-    is_packed = any(one.dtype in PACKED for one in tensors.values())
+    is_packed = any(tensor.dtype in PACKED for tensor in tensors.values())
     if values.get("quantization_config") is not None:
         if not is_packed:
             raise UserError(
@@ -287,10 +291,8 @@ def check_fit(
                 f"{path} does not fit the weights: {name} has the shape {list(stored.shape)} in {stored.path.name}, "
                 f"and config.json makes it {list(parameter.shape)}"
             )
-    built, held = (
-        sum(one.numel() for one in model.parameters()),
-        sum(one.size for one in tensors.values()),
-    )
+    built = sum(weight.numel() for weight in model.parameters())
+    held = sum(entry.size for entry in tensors.values())
     if built > 2 * held + MOST_BUILT:
         raise UserError(
             f"{path} does not fit the weights: it makes a model of {built:,d} values, and they are {held:,d}"
@@ -300,10 +302,10 @@ def check_fit(
 def first_problem(error: ValidationError) -> str:
     """Return the first problem that pydantic found: where it is, what is wrong, and the value."""
     first = error.errors()[0]
-    place = ".".join(str(one) for one in first["loc"])
+    place = ".".join(str(part) for part in first["loc"])
     value = first["input"]
-    shown = f" ({value!r:.60})" if isinstance(value, str | int | float) else ""
-    message = f"{first['msg'][:1].lower()}{first['msg'][1:]}{shown}"
+    value_note = f" ({value!r:.60})" if isinstance(value, str | int | float) else ""
+    message = f"{first['msg'][:1].lower()}{first['msg'][1:]}{value_note}"
     return f"{place}: {message}" if place else message
 
 
@@ -338,12 +340,12 @@ def _check_size(path: Path, name: str, value: Any, most: int | None) -> None:
 def _check_dtype(path: Path, name: str, value: Any) -> None:
     if value is None or isinstance(value, dict) or value == "auto":
         return
-    found = (
+    dtype = (
         vars(torch).get(value.removeprefix("torch."))
         if isinstance(value, str)
         else None
     )
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UserError(
             f"{path}: {name} {value!r:.60} is not a floating point type, such as float32 or bfloat16"
         )

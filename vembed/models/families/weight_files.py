@@ -119,7 +119,8 @@ def check_no_pickles(folder: Path) -> None:
 def read_tensors(folder: Path) -> dict[str, Stored]:
     """Return the tensors that a model is loaded from, by name: of the index, or of the folder's safetensors files."""
     check_weight_files(folder)
-    whole, index = folder / "model.safetensors", folder / ("model" + INDEX)
+    whole = folder / "model.safetensors"
+    index = folder / ("model" + INDEX)
     if whole.exists():
         paths = [whole]
     elif index.exists():
@@ -159,7 +160,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
         name: _stored(path, name, entry, 8 + length) for name, entry in header.items()
     }
     # Tensors follow each other without gaps, so the file ends where the last one does.
-    needed = max((one.end for one in tensors.values()), default=8 + length)
+    needed = max((tensor.end for tensor in tensors.values()), default=8 + length)
     if needed != size:
         raise UserError(
             f"{path} has {size:,d} bytes, and its header describes {needed:,d}: copy the file again"
@@ -219,13 +220,14 @@ def _check_name(path: Path, key: str, name: Any) -> None:
 
 def _stored(path: Path, name: str, entry: Any, start: int) -> Stored:
     try:
-        dtype, shape, (begin, end) = (
-            str(entry["dtype"]),
-            tuple(entry["shape"]),
-            entry["data_offsets"],
-        )
+        dtype = str(entry["dtype"])
+        shape = tuple(entry["shape"])
+        (begin, end) = entry["data_offsets"]
         is_sound = (
-            all(isinstance(one, int) and one >= 0 for one in (*shape, begin, end))
+            all(
+                isinstance(number, int) and number >= 0
+                for number in (*shape, begin, end)
+            )
             and begin <= end
         )
     except (KeyError, TypeError, ValueError):

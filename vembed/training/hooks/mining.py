@@ -15,7 +15,7 @@ from typing_extensions import override
 from vembed.config.negatives import EpochMining
 from vembed.data.examples import Example, Item, Kind
 from vembed.errors import UserError
-from vembed.inference.encoding import encode_rank_items
+from vembed.inference.encoding import encode_features
 from vembed.mining.own_model import OwnMiner
 from vembed.progress import duration
 from vembed.training.hooks.base import Hook, Run, StepReport
@@ -141,11 +141,13 @@ class EpochMiner(Hook):
     def _encode(self, items: Sequence[tuple[Item, Kind]]) -> np.ndarray:
         run = self._run
         towers = run.components.source.towers
-        return encode_rank_items(
+        featuriser = run.components.featuriser
+        return encode_features(
             run.components.model,
-            run.components.featuriser,
-            items,
-            session=run.session,
+            featuriser,
+            featuriser.features(items),
+            run.session.device,
+            world_size=run.session.world_size,
             between=run.interrupts.check,
             kept=towers if towers.stores else None,
         )

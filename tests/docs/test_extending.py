@@ -1,0 +1,255 @@
+"""docs/extending.md: its files and entries in a copy of the package train, pass the contract tests, and are missed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import tiny
+from tests.docs.pages import ROOT, blocks
+
+PAGE = ROOT / "docs" / "extending.md"
+BLOCKS = [block for block in blocks("python", "diff", "console") if block.page == PAGE]
+FILES: dict[str, str] = {}
+ENTRIES: dict[str, str] = {}
+COMMANDS: list[str] = []
+for block in BLOCKS:
+    head, _, text = block.text.partition("\n")
+    if block.language == "python":
+        FILES[head.removeprefix("# ")] = text
+    elif block.language == "diff":
+        ENTRIES[head.removeprefix("--- ")] = text
+    else:
+        COMMANDS += block.text.splitlines()
+
+CONTRACTS = {
+    "losses": "tests/losses/test_contract.py",
+    "poolings": "tests/models/test_pooling.py",
+    "families": "tests/models/test_table.py",
+    "formats": "tests/data/test_formats.py",
+}
+
+
+def with_entries(text: str, patch: str) -> str:
+    """A file with the lines of a patch. Each `+` line stands after or before a line of the file."""
+    lines = text.splitlines()
+    place = 0
+    waiting: list[str] = []
+    for line in patch.splitlines():
+        if line.startswith("+"):
+            waiting.append(line[1:])
+            continue
+        found = lines.index(line[1:], place)
+        # Lines in front of the first known line stand before it, others after the last.
+        start = found if place == 0 else place
+        lines[start:start] = waiting
+        place = found + len(waiting) + 1
+        waiting = []
+    lines[place:place] = waiting
+    return "\n".join(lines) + "\n"
+
+
+def write_parts(folder: Path, *, left_out: str = "") -> None:
+    for path, text in FILES.items():
+        if path != left_out:
+            (folder / path).write_text(text)
+    for path, patch in ENTRIES.items():
+        if path != left_out:
+            text = (ROOT / path).read_text()
+            (folder / path).write_text(with_entries(text, patch))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("extended")
+    unwanted = shutil.ignore_patterns("__pycache__", "images")
+    for name in ("vembed", "tests", "docs"):
+        ignore = None if name == "vembed" else unwanted
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    write_parts(folder)
+    return folder
+
+
+def run(copy: Path, *arguments: str, cwd: Path | None = None) -> tuple[int, str]:
+    """Exit code and output of a Python command that imports the copy."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd or copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_page_has_the_four_parts() -> None:
+    assert list(ENTRIES) == [
+        "vembed/losses/table.py",
+        "vembed/models/poolings/table.py",
+        "vembed/models/families/table.py",
+        "vembed/data/formats/table.py",
+    ]
+    assert len(FILES) == 8
+    for path in FILES:
+        assert not (ROOT / path).exists(), path
+
+
+@pytest.fixture(scope="module")
+def workplace(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the config, the models and the data of the page's commands."""
+    folder = tmp_path_factory.mktemp("work")
+    records = [
+        {"query": text, "positive": f"found {text}", "neg_1": "none"}
+        for text in tiny.texts(16)
+    ]
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "train.jsonl").write_text("".join(lines))
+    (folder / "pairs.jsonl").write_text('{"query": "a", "positive": "b"}\n' * 8)
+    make = (
+        "import sys; from pathlib import Path\n"
+        "from tests.data.test_ltsv import write\n"
+        "from tests.models.test_electra import tiny_model\n"
+        "tiny_model(Path('electra'))\n"
+        f"write(Path('train.ltsv'), {records!r})\n"
+    )
+    code, output = run(copy, "-c", make, cwd=folder)
+    assert code == 0, output
+    config = {
+        "model_name": str(tiny.shared(tiny.tiny_bert)),
+        "data_path": "train.jsonl",
+        "batch_size": 8,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+    }
+    (folder / "cfg.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def options_of_page() -> list[list[str]]:
+    trainings = [line.split() for line in COMMANDS if line.startswith("vembed train")]
+    return [words[3:] for words in trainings]
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 4), (2, 3)], ids=str)
+def test_the_parts_train_together(
+    copy: Path, workplace: Path, numbers: tuple[int, ...]
+) -> None:
+    """Loss, pooling and format in one run, a trained pooling and the family in another."""
+    options = options_of_page()
+    assert len(options) == 5
+    arguments = [word for number in numbers for word in options[number]]
+    output_dir = workplace / f"run{numbers[0]}"
+    code, output = run(
+        copy,
+        *("-m", "vembed", "train", "cfg.yaml", *arguments),
+        f"output_dir={output_dir}",
+        cwd=workplace,
+    )
+    assert code == 0, output
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    values = [json.loads(line) for line in lines]
+    losses = [value["loss"] for value in values if "loss" in value]
+    assert len(losses) == 2 and all(loss > 0 for loss in losses)
+    description = json.loads((output_dir / "final" / "vembed.json").read_text())
+    assert description["pooling"] == ("max_mean" if 1 in numbers else "attention")
+    assert description["family"] == ("electra" if 3 in numbers else "text_encoder")
+
+
+def test_data_that_the_loss_cannot_use_are_refused(copy: Path, workplace: Path) -> None:
+    code, output = run(
+        copy,
+        *("-m", "vembed", "train", "cfg.yaml", "loss=logistic"),
+        *("data_path=pairs.jsonl", "output_dir=refused"),
+        cwd=workplace,
+    )
+    assert code != 0
+    assert "pairs.jsonl" in output and "loss: logistic" in output
+
+
+def test_the_parts_pass_the_contract_tests(copy: Path) -> None:
+    wanted = []
+    files = []
+    for line in COMMANDS:
+        match = re.fullmatch(r'pytest (\S+) -k "(.+)"', line)
+        if match:
+            files.append(match[1])
+            wanted.append(match[2])
+    assert files == list(CONTRACTS.values())
+    code, output = run(
+        copy,
+        *("-m", "pytest", "-x", "-p", "no:cacheprovider"),
+        *(*files, "-k", " or ".join(wanted)),
+    )
+    assert code == 0, output[-3000:]
+    assert int(re.findall(r"(\d+) passed", output)[-1]) > 60
+
+
+def test_the_page_of_options_has_the_parts(copy: Path) -> None:
+    code, output = run(copy, "-m", "vembed", "schema", "--format", "markdown")
+    assert code == 0, output
+    for name in ("`logistic_temperature`", "logistic: ", "max_mean", "electra"):
+        assert name in output
+
+
+FORGOTTEN = {
+    "tests/losses/test_logistic.py": "logistic has no `reference`",
+    "vembed/models/poolings/table.py": "vembed.models.poolings.max_mean.MaxMean",
+    "vembed/models/families/table.py": "electra of vembed.models.families.electra",
+    "tests/data/test_ltsv.py": "ltsv has no `write`",
+}
+"""A reference or an entry that is left out, for each part -> what the contract test names."""
+
+
+def test_what_is_forgotten_is_named(copy: Path) -> None:
+    complete = {path: (copy / path).read_text() for path in FORGOTTEN}
+    for path in FORGOTTEN:
+        if path.startswith("tests/"):
+            (copy / path).unlink()
+        else:
+            shutil.copy(ROOT / path, copy / path)
+    code, output = run(
+        copy,
+        *("-m", "pytest", "-p", "no:cacheprovider", *CONTRACTS.values()),
+        *("-k", "has_a or in_the_table or one_record"),
+    )
+    for path, text in complete.items():
+        (copy / path).write_text(text)
+    assert code == 1, output[-3000:]
+    for message in FORGOTTEN.values():
+        assert message in output, output[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "message"),
+    [
+        ("vembed/losses/logistic.py", "    negatives =", "Logistic .*`negatives`"),
+        ("vembed/models/poolings/max_mean.py", "    name =", "MaxMean .*`name`"),
+        ("vembed/models/families/electra.py", "    model_types=", "electra .*model_ty"),
+        ("vembed/data/formats/ltsv.py", "    endings =", "LabelledFile .*`endings`"),
+    ],
+)
+def test_a_declaration_that_is_missing_is_named(
+    copy: Path, path: str, line: str, message: str
+) -> None:
+    text = FILES[path]
+    lines = [each for each in text.splitlines() if not each.startswith(line)]
+    (copy / path).write_text("\n".join(lines) + "\n")
+    table = next(
+        name for name in ENTRIES if name.rpartition("/")[0] == path.rpartition("/")[0]
+    )
+    module = table.removesuffix(".py").replace("/", ".")
+    code, output = run(copy, "-c", f"import {module}")
+    (copy / path).write_text(text)
+    assert code == 1 and re.search(f"TypeError: .*{message}", output), output

@@ -1,0 +1,126 @@
+"""Family: the record of a model family, with everything that differs between families.
+
+Other modules read traits from the record (`description.traits`) and compare no names.
+This module imports no torch, because the config reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Modality = Literal["text", "image", "multimodal"]
+Tower = Literal["text", "vision"]
+Forward = Literal["text", "image", "chat", "pooled_towers"]
+"""Forward pass of one modality: token vectors of texts, of an image or of a conversation, to be pooled; or the pooled
+output of a tower."""
+Evidence = Literal[
+    "model_type",
+    "pixel_input",
+    "decoder_only",
+    "text_input",
+    "image_model_name",
+    "both_inputs",
+]
+"""Predicate that recognises a family."""
+
+TEXT_LENGTH = 512
+CHAT_LENGTH = 8192
+"""Default for conversations. Image tokens count too and must not be truncated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Starter:
+    """Settings of the starter config that `vembed init` writes."""
+
+    model_name: str
+    about: str
+    multilingual: str | None = None
+    """Model for texts that are not English."""
+    max_length: int | None = 512
+    batch_size: int = 64
+    learning_rate: float | None = None
+    """None: auto."""
+    use_lora: bool = False
+    image_model_name: str | None = None
+    temperature: float = 0.05
+    """The learned one of the model that is named, where it has learned one."""
+    retrieval_mode: str | None = None
+    """Mode in which plain strings of the data are paths of images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Traits of one model family."""
+
+    name: str
+    evidence: Evidence
+    model_types: frozenset[str] = frozenset()
+    """Values of `model_type` in config.json, for a family that is recognised by them."""
+
+    # ---- forward pass -------------------------------------------------------------------------------------------
+    forwards: Mapping[Modality, Forward]
+    """Modality of the inputs -> its forward pass."""
+    towers: Mapping[Tower, str]
+    """Tower -> prefix of its parameter names in the backbone. The prefix is empty if the backbone is the tower."""
+    projections: Mapping[Modality, str] = field(default_factory=dict)
+    """Modality -> name of the linear layer behind its tower, applied after pooling."""
+    pools_itself: bool = False
+    """True: the embedding is the model's own pooled and projected output, so pooling cannot be chosen."""
+    pooling: str = "mean"
+    """Default pooling of texts for a model that defines none; a causal decoder gets `last`."""
+    pooling_reason: str = "default of the family (the model defines no pooling)"
+    is_causal: bool | None = False
+    """Attention of the text tower; None: its config tells."""
+    has_two_models: bool = False
+    """True: a text model and an image model of their own, with new projections (TwoTowers)."""
+
+    # ---- text ---------------------------------------------------------------------------------------------------
+    longest_by_default: int = TEXT_LENGTH
+    has_fixed_length: bool = False
+    """True: trained without an attention mask, on texts that are padded to the number of positions."""
+
+    # ---- sizes, training and files --------------------------------------------------------------------------------
+    embedding_size: tuple[str, ...] | None = None
+    """Path of the embedding's size in config.json; None: the size of the hidden states."""
+    has_scale_and_bias: bool = False
+    """True: the weights contain the loss's learned scale (and bias), with which training starts and ends."""
+    adapter_targets: Mapping[Tower, tuple[str, ...]] = field(default_factory=dict)
+    """Linear layers behind the towers that get an adapter together with their tower."""
+    sentence_transformers: str | None = "Transformer"
+    """Class that loads a saved model in Sentence Transformers; None: it has none for this family.
+
+    Versions before 5.4 have a class for CLIP; later ones read it as a Transformer.
+    """
+    starter: Starter
+
+    @property
+    def modalities(self) -> tuple[Modality, ...]:
+        """Modalities of the inputs."""
+        return tuple(self.forwards)
+
+    @property
+    def reads_text(self) -> bool:
+        """True for all models but image encoders."""
+        return "text" in self.forwards
+
+    @property
+    def reads_only_text(self) -> bool:
+        """True for models without images."""
+        return self.modalities == ("text",)
+
+    @property
+    def reads_chats(self) -> bool:
+        """True for language models with images inside their token sequence, which need a chat template."""
+        return "multimodal" in self.forwards
+
+    @property
+    def has_image_encoder(self) -> bool:
+        """True if a tower is a plain image encoder, whose output is pooled here."""
+        return self.forwards.get("image") == "image"
+
+    @property
+    def has_untouched_adapters(self) -> bool:
+        """True if a run with adapters trains nothing else, so that the adapter alone is the whole result."""
+        return not (self.has_scale_and_bias or self.has_two_models)

@@ -1,0 +1,1 @@
+"""Poolings: from the vectors of tokens to one embedding."""

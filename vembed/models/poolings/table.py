@@ -1,0 +1,85 @@
+"""The poolings that vembed has: how the vectors of a text's tokens become one embedding.
+
+A new pooling needs its class in a file of this folder and its entry in the list below.
+The values of the option `pooling`, the files of Sentence Transformers, exports, servers,
+docs and tests are derived from the classes. This module imports no torch, because the
+config reads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from vembed.models.poolings.base import Pooling
+from vembed.models.poolings.simple import Cls, Last, Max, Mean, WeightedMean
+
+MODEL_POOLING = "own"
+"""Pooling of models that give one vector per input themselves (CLIP, SigLIP)."""
+MODE_FLAGS = {
+    "cls": "pooling_mode_cls_token",
+    "max": "pooling_mode_max_tokens",
+    "mean": "pooling_mode_mean_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
+    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "lasttoken": "pooling_mode_lasttoken",
+}
+"""Mode of Sentence Transformers' Pooling module -> its flag in the config.json that
+versions 3 to 6 read."""
+
+_CLASSES: tuple[type[Pooling], ...] = (
+    Cls,
+    Mean,
+    Last,
+    WeightedMean,
+    Max,
+)
+
+
+def check_poolings(classes: tuple[type[Pooling], ...]) -> dict[str, Pooling]:
+    """Return the poolings by name. Raise TypeError for a class that lacks something."""
+    poolings: dict[str, Pooling] = {}
+    for pooling in classes:
+        where = f"pooling {pooling.__name__} of {pooling.__module__}"
+        if not hasattr(pooling, "name"):
+            raise TypeError(f"{where} declares no `name`")
+        if pooling.name in poolings or pooling.name in ("auto", MODEL_POOLING):
+            raise TypeError(f"{where} has a name that is taken: {pooling.name}")
+        if not pooling.__doc__:
+            raise TypeError(
+                f"{where} has no docstring, whose first sentence is its text"
+            )
+        needed = ("build",) if pooling.is_trained else ("pool", "reference")
+        for method in needed:
+            if getattr(pooling, method) is getattr(Pooling, method):
+                raise TypeError(f"{where} has no method `{method}`")
+        poolings[pooling.name] = pooling()
+    return poolings
+
+
+POOLINGS = check_poolings(_CLASSES)
+"""Name, as in the option `pooling` -> its pooling, in the order of this file."""
+if TYPE_CHECKING:
+    PoolingName = str
+else:
+    PoolingName = Literal[tuple(POOLINGS)]
+
+
+def pooling_text() -> str:
+    """Return the text of the option `pooling`, with a sentence for each value."""
+    lines = [
+        f"{name}: {(type(pooling).__doc__ or '').split('. ')[0].rstrip('.')}."
+        for name, pooling in POOLINGS.items()
+    ]
+    return (
+        "Pooling of token vectors into one embedding. `auto`: from the model's own files, "
+        "otherwise by family. " + " ".join(lines)
+    )
+
+
+def pooling_of_modes(modes: tuple[str, ...]) -> Pooling | None:
+    """Return the pooling that does what these modes of Sentence Transformers do
+    together; None: there is none."""
+    for pooling in POOLINGS.values():
+        if pooling.modes and set(pooling.modes) == set(modes):
+            return pooling
+    return None
