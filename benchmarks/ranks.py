@@ -31,7 +31,7 @@ from vembed.data.batching.rank_batch import RankBatchStream
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
-from vembed.losses import infonce
+from vembed.losses import candidates
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model
 from vembed.models.families.decisions import describe
@@ -128,7 +128,9 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
         stack.enter_context(mock.patch.object(step, "gather_columns", distinct))
         stack.enter_context(
             mock.patch.object(
-                infonce, "find_candidates", timed("candidates", infonce.find_candidates)
+                candidates,
+                "find_candidates",
+                timed("candidates", candidates.find_candidates),
             )
         )
         yield

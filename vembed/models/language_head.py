@@ -211,7 +211,7 @@ class LanguageHead(nn.Module):
     @contextmanager
     def _lent(self, base: nn.Module) -> Iterator[None]:
         """Put the tied weights where the head's code looks for them."""
-        places = []
+        holders = []
         for target, source in self.tied.items():
             inside = source.startswith(self.prefix)
             holder, name = (
@@ -219,13 +219,13 @@ class LanguageHead(nn.Module):
                 if inside
                 else _holder(self.whole, source)
             )
-            places.append((*_holder(self.whole, target), holder._parameters[name]))
-        for holder, name, weight in places:
+            holders.append((*_holder(self.whole, target), holder._parameters[name]))
+        for holder, name, weight in holders:
             holder._parameters[name] = weight
         try:
             yield
         finally:
-            for holder, name, _ in places:
+            for holder, name, _ in holders:
                 holder._parameters[name] = None
 
     def lends(self, module: nn.Module, base: nn.Module) -> bool:

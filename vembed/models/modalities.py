@@ -21,7 +21,7 @@ from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Forward, Modality
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.towers import tower_module, towers_of_modality
-from vembed.models.vision import LONGEST, VISION, in_one_piece, tower_output
+from vembed.models.vision import LONGEST, VISION, image_tower_output, tower_output
 
 IMAGE_FEATURES = "image_features"
 """Input key of the modality vision: precomputed output of the image tower, in place of the pixels."""
@@ -112,9 +112,9 @@ def image_features(backbone: Backbone, inputs: Inputs) -> Tensor:
     The inner layers are those of Qwen3-VL's deepstack; m is 0 for other models.
     """
     output = tower_output(backbone, inputs)
-    on_the_way = vars(output).get("deepstack_features") or []
+    inner_outputs = vars(output).get("deepstack_features") or []
     return torch.stack(
-        [torch.cat(list(images)) for images in (output.pooler_output, *on_the_way)]
+        [torch.cat(list(images)) for images in (output.pooler_output, *inner_outputs)]
     )
 
 
@@ -185,7 +185,7 @@ def _chat(
     features = inputs.get(IMAGE_FEATURES)
     if features is not None:
         arguments["mm_encoder_outputs"] = {
-            "image": in_one_piece(features[0], features[1:])
+            "image": image_tower_output(features[0], features[1:])
         }
     elif LONGEST in inputs:
         del arguments["pixel_values"]

@@ -133,25 +133,25 @@ def hidden_states(
     device = input_ids.device
     if mask is None:
         tokens = input_ids.flatten()
-        places = torch.arange(longest, device=device).repeat(num_texts)
+        positions = torch.arange(longest, device=device).repeat(num_texts)
         starts = torch.arange(num_texts + 1, device=device) * longest
     else:
         # Each token's position in its own text, wherever the padding stands.
         index = token_index(mask) if index is None else index
         tokens = input_ids.flatten()[index]
-        places = (mask.cumsum(dim=1) - 1).flatten()[index]
+        positions = (mask.cumsum(dim=1) - 1).flatten()[index]
         # Cumulative text lengths with a leading 0: [n + 1].
         starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
     # RoBERTa and its kin count positions from the padding token's id + 1.
     if backbone.config.model_type in POSITIONS_AFTER_PADDING:
-        places = places + backbone.config.pad_token_id + 1
+        positions = positions + backbone.config.pad_token_id + 1
     starts = starts.to(torch.int32)
     if backbone.config.model_type == OwnConfig.model_type:
         result = backbone(input_ids=tokens[None], cu_seqlens=starts)
     else:
         result = backbone(
             input_ids=tokens[None],
-            position_ids=places[None],
+            position_ids=positions[None],
             attention_mask=tokens.new_zeros(
                 1, 1, 1, 1
             ),  # a 4D mask is passed through unchanged, and not used
@@ -438,16 +438,16 @@ def cut(
 def _piece(
     tokens: slice, lengths: list[int], longest: int, causal: bool, window: int | None
 ) -> Piece:
-    place = torch.arange(longest)
+    slot = torch.arange(longest)
     # [texts, longest]: True where a slot holds a token. Texts start at slot 0, so the padding is on the right.
-    real = place < torch.tensor(lengths)[:, None]
+    real = slot < torch.tensor(lengths)[:, None]
     slots = None if min(lengths) == longest else real.flatten().nonzero().squeeze(1)
     visible = (
         None if slots is None else real[:, None, None, :].expand(-1, 1, longest, -1)
     )
     if causal or window is not None:
         # [longest, longest]: key position less query position; positive lies in the future.
-        ahead = place[None, :] - place[:, None]
+        ahead = slot[None, :] - slot[:, None]
         allowed = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
         if window is not None:
             allowed = allowed & (ahead > -window) & (ahead < window)

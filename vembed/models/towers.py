@@ -236,7 +236,7 @@ class TwoTowers(nn.Module):
     ) -> None:
         """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
         folder = Path(folder)
-        for tower, name, place in (
+        for tower, name, target in (
             (self.text_model, "text_model.", folder),
             (self.vision_model, "vision_model.", folder / IMAGE_TOWER_FOLDER),
         ):
@@ -246,7 +246,7 @@ class TwoTowers(nn.Module):
                 for key, value in state_dict.items()
                 if key.startswith(name)
             }
-            tower.save_pretrained(place, state_dict=part)
+            tower.save_pretrained(target, state_dict=part)
         # Whatever belongs to no tower: the projections.
         projections = {
             key: value.contiguous()

@@ -162,13 +162,15 @@ def tower_output(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
         return_dict=True,
         **arguments,
     )
-    return in_one_piece(output.pooler_output, output.deepstack_features)
+    return image_tower_output(output.pooler_output, output.deepstack_features)
 
 
-def in_one_piece(pooled: Tensor, on_the_way: list[Tensor] | Tensor) -> SimpleNamespace:
+def image_tower_output(
+    pooled: Tensor, inner_outputs: list[Tensor] | Tensor
+) -> SimpleNamespace:
     """Return features of all images in the form of get_image_features' output: one tensor for all images, and one for
     each inner layer."""
     return SimpleNamespace(
         pooler_output=(pooled,),
-        deepstack_features=[(feature,) for feature in on_the_way],
+        deepstack_features=[(feature,) for feature in inner_outputs],
     )
