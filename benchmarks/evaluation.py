@@ -99,7 +99,9 @@ def result(folder: Path) -> dict[str, float]:
     vocabulary = json.loads((folder / "model" / "config.json").read_text())[
         "vocab_size"
     ]
-    scores = evaluate_model(TokenVectors(vocabulary), featuriser, data, config, None)
+    scores = evaluate_model(
+        TokenVectors(vocabulary), featuriser, data, config.evaluation, None
+    )
     return {
         "open": opened - began,
         "evaluate": time.perf_counter() - opened,

@@ -13,7 +13,7 @@ from vembed.data.examples import Item
 from vembed.evaluation import retrieval
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.retrieval import (
-    TopK,
+    RunningTopK,
     own_documents,
     retrieval_metrics,
     score_rankings,
@@ -108,7 +108,7 @@ def test_documents_may_arrive_in_any_order_and_in_pieces(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval, "QUERY_TILE", 3)
         patch.setattr(retrieval, "DOCUMENT_TILE", 4)
-        found = TopK(queries, 5, num_documents, excluded=excluded)
+        found = RunningTopK(queries, 5, num_documents, excluded=excluded)
         for numbers in (order[:cut], order[cut:]):
             found.add(documents[numbers], numbers)
     assert found.rankings().tolist() == plain_top_k(queries, documents, 5, excluded)

@@ -286,7 +286,7 @@ def test_which_metric_decides(tmp_path):
 
     def decided(**options):
         return deciding_metric(
-            EvaluationSection(**options),
+            EvaluationSection(**options).eval_metric,
             data,
             {"ndcg@10": 1, "map@5": 1},
         )
@@ -304,9 +304,7 @@ def test_which_metric_decides(tmp_path):
         Example(Item(text=str(i)), (Item(text="x"),), (), (float(i),)) for i in range(2)
     ]
     assert (
-        deciding_metric(
-            EvaluationSection(), from_examples(pairs, "test"), {"spearman": 1}
-        )
+        deciding_metric("auto", from_examples(pairs, "test"), {"spearman": 1})
         == "spearman"
     )
 

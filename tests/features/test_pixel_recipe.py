@@ -26,7 +26,7 @@ from vembed.data.batching.feeding import Feeder
 from vembed.data.features import Featuriser
 from vembed.data.images import decoders
 from vembed.data.images.files import load_image
-from vembed.data.images.picture_bytes import PIXELS, OwnCode, Patching, Resizing
+from vembed.data.images.picture_bytes import PIXELS, Patching, ProcessorCode, Resizing
 from vembed.data.images.pixel_recipe import find_recipe
 from vembed.models.processors import load_image_processor
 
@@ -97,7 +97,7 @@ class Brighter:
 def test_a_processor_of_another_kind_keeps_its_own_code() -> None:
     processor = processor_of(tiny.tiny_vit)
     recipe = find_recipe(Brighter(processor, late=False))
-    assert recipe is not None and isinstance(recipe.first, OwnCode), (
+    assert recipe is not None and isinstance(recipe.first, ProcessorCode), (
         "the first half by the processor, the numbers on the device"
     )
     picture = load_image(image(50, 20))

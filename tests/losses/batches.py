@@ -153,7 +153,9 @@ def term_sizes(
     """
     parameters = {name: one.detach() for name, one in loss.named_parameters()}
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
-    for number, term in enumerate(source_terms(config)[0]):
+    for number, term in enumerate(
+        source_terms(config.objective, config.data, config.model.model_name)[0]
+    ):
         prefix = "" if term.is_alone else f"terms.{number}."
         learned = {
             name.removeprefix(prefix): value

@@ -67,7 +67,9 @@ def reference_loss(
     `parameters`: the loss's learned parameters by name.
     """
     total = batch.embeddings.double().sum() * 0.0
-    for number, term in enumerate(source_terms(config)[0]):
+    for number, term in enumerate(
+        source_terms(config.objective, config.data, config.model.model_name)[0]
+    ):
         prefix = "" if term.is_alone else f"terms.{number}."
         learned = {
             name.removeprefix(prefix): value

@@ -158,7 +158,9 @@ def test_it_declares_the_negatives_without_which_it_is_zero(name: str) -> None:
     batch = without_negatives(make_batch(7, max_positives=2))
     for case in cases_of(LOSSES[name]):
         config = config_of(**case)
-        (term,) = source_terms(config)[0]
+        (term,) = source_terms(config.objective, config.data, config.model.model_name)[
+            0
+        ]
         value = float(build_loss(config, **SIZES).double()(batch).detach())
         is_needed = term.loss.needed_negatives() in ("some", "each")
         assert (value == 0.0) is is_needed, (case, value)
@@ -304,6 +306,9 @@ def test_options_of_losses_are_options_of_the_config(tmp_path: Path) -> None:
     path.write_text(
         "model_name: m\ndata_path: d\nlosses: [{loss: triplet, triplet_margin: 0.3}, {loss: circle}]\ncircle_margin: 0.4\n"
     )
-    triplet, circle = source_terms(load_config(path))[0]
+    loaded = load_config(path)
+    triplet, circle = source_terms(
+        loaded.objective, loaded.data, loaded.model.model_name
+    )[0]
     assert dict(triplet.loss)["triplet_margin"] == 0.3
     assert dict(circle.loss)["circle_margin"] == 0.4

@@ -137,7 +137,10 @@ def on_ranks(
     with start_session(first.config(folder, strategy=strategy, **more)) as session:
         for number, (case, folder) in enumerate(cases):
             config = case.config(folder, strategy=strategy, **more)
-            teachers, rows = Teachers(config, session, cache), examples(case)
+            teachers, rows = (
+                Teachers(config.objective, config.data, config.model, session, cache),
+                examples(case),
+            )
             if number:
                 teachers.prepare(Data(rows, f"data-{case.data}"))
             found, _ = step_on_rank(case, config, session, teachers=teachers)

@@ -4,7 +4,7 @@ import json
 import sys
 
 from vembed.inference.serve.encoder import open_encoder
-from vembed.inference.serve.protocol import Limits
+from vembed.inference.serve.protocol import RequestLimits
 from vembed.inference.serve.server import serve
 
 if __name__ == "__main__":
@@ -13,6 +13,6 @@ if __name__ == "__main__":
         "tiny",
         host="127.0.0.1",
         port=0,
-        limits=Limits(**json.loads(sys.argv[2])),
+        limits=RequestLimits(**json.loads(sys.argv[2])),
         on_ready=lambda port: print(f"http://127.0.0.1:{port}:", flush=True),
     )

@@ -70,7 +70,7 @@ def prepare(
 ) -> dict[str, int]:
     """Called on every rank: the answers that were added to the stores."""
     with start_session(config) as session:
-        teachers = Teachers(config, session, cache)
+        teachers = Teachers(config.objective, config.data, config.model, session, cache)
         teachers.prepare(Data(examples, fingerprint))
         return {
             name: one.store.num_added
@@ -160,7 +160,7 @@ def test_the_answers_change_with_the_model_and_its_settings(
 def vectors_of(config: TrainConfig, cache: Path, items: list[Item]) -> np.ndarray:
     """The vectors of a teacher for items as queries, asked for one after the other."""
     with start_session(config) as session:
-        teachers = Teachers(config, session, cache)
+        teachers = Teachers(config.objective, config.data, config.model, session, cache)
         asked = []
         for item in items:
             key, question = teachers._models["bert"].question(item, "query")
@@ -230,7 +230,7 @@ def test_a_reranker_gives_no_vectors(config: TrainConfig) -> None:
         start_session(asked) as session,
         pytest.raises(UserError, match="teacher reranker is a reranker"),
     ):
-        Teachers(asked, session)
+        Teachers(asked.objective, asked.data, asked.model, session)
 
 
 def test_own_prompts_and_length_of_a_teacher_come_before_those_of_a_source(

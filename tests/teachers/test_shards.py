@@ -68,7 +68,7 @@ def config_of(judge: Path, **settings: Any) -> TrainConfig:
 def answer(config: TrainConfig, cache: Path, data: list[list[Example]]) -> list[type]:
     """Called on every rank: fill the cache with the answers for some data, and return the classes of the models."""
     with start_session(config) as session:
-        teachers = Teachers(config, session, cache)
+        teachers = Teachers(config.objective, config.data, config.model, session, cache)
         for number, examples in enumerate(data):
             teachers.prepare(Data(examples, str(number)))
         pairs = list(teachers.pairs.values())
@@ -136,7 +136,9 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
         **{"teachers": [teacher], "losses": None, "loss": "margin_mse"}
     )
     with start_session(config) as session:
-        teachers = Teachers(config, session, tmp_path / "cache")
+        teachers = Teachers(
+            config.objective, config.data, config.model, session, tmp_path / "cache"
+        )
         teachers.prepare(Data([example], "data"))
         found = teachers.pairs[str(folder)].model.compute(
             [(example.query, example.negatives[0])]
@@ -170,7 +172,7 @@ def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an
     teacher = Teacher(model=str(tmp_path))
     config = config_of(shared(tiny_qwen3))
     with start_session(config) as session:
-        judge = PairTeacher(teacher, tmp_path, config, session)
+        judge = PairTeacher(teacher, tmp_path, session, trust_remote_code=False)
         assert judge._loaded().tokenizer("", "")["input_ids"] == []
         judge._agree = lambda num_batches: max(
             num_batches, 2

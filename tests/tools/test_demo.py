@@ -25,7 +25,7 @@ from vembed.cli.commands.demo_data import (
 )
 from vembed.config.schema import TrainConfig
 from vembed.data.normal_form import normal_text
-from vembed.evaluation.report.record import Evaluation, RunRecord
+from vembed.evaluation.report.record import RecordedEvaluation, RunRecord
 from vembed.evaluation.report.summary import RunSummary
 
 
@@ -182,7 +182,9 @@ def rendered(table):
 
 def test_table_without_matryoshka_and_without_a_first_evaluation(tmp_path):
     scores = {"ndcg@10": 0.625, "mrr@10": 0.5, "recall@10": 0.75}
-    record = RunRecord(tmp_path, {}, [], [Evaluation(1, 1.0, scores)], RunSummary())
+    record = RunRecord(
+        tmp_path, {}, [], [RecordedEvaluation(1, 1.0, scores)], RunSummary()
+    )
     assert rendered(before_and_after(record)).splitlines()[-1].split() == [
         "all",
         "0.625",

@@ -14,7 +14,12 @@ import yaml
 import vembed
 from tests import tiny
 from vembed.config.rate import Trained, peak_rate
-from vembed.config.run_intervals import RunSize, decide_epochs, run_intervals
+from vembed.config.run_intervals import (
+    RunIntervals,
+    RunSize,
+    decide_epochs,
+    run_intervals,
+)
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import run_temperature
 from vembed.training.checkpoint.resume import kept_decisions
@@ -98,7 +103,8 @@ def test_weights_of_narrow_models_get_higher_rates_below_those_of_initial_ones()
 
 def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None:
     def temperature(**options: Any) -> float:
-        return run_temperature(TrainConfig(**BASE, **options))
+        config = TrainConfig(**BASE, **options)
+        return run_temperature(config.objective, config.data, "m")
 
     assert temperature(loss="cosent") == temperature(loss="angle") == 0.1
     assert temperature() == temperature(losses=[{"loss": "cosent"}]) == 0.05
@@ -113,7 +119,8 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own() -> None
 
 def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
     def temperature(own: float | None, **options: Any) -> float:
-        return run_temperature(TrainConfig(**BASE, **options), own)
+        config = TrainConfig(**BASE, **options)
+        return run_temperature(config.objective, config.data, "m", own)
 
     assert temperature(0.01) == 0.01
     assert (
@@ -205,8 +212,19 @@ def test_few_examples_are_seen_more_often(
     )
 
 
+def intervals_of(config: TrainConfig, size: RunSize) -> RunIntervals:
+    return run_intervals(
+        config.evaluation,
+        config.run,
+        config.logging.logging_steps,
+        size,
+        has_validation=config.data.val_data_path is not None,
+        is_length_given=config.optimizer.gives_length(),
+    )
+
+
 def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not() -> None:
-    found = run_intervals(TrainConfig(**SCORED), SIZE)
+    found = intervals_of(TrainConfig(**SCORED), SIZE)
     assert (
         found.eval_steps,
         found.save_steps,
@@ -218,13 +236,13 @@ def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not() -> None:
         True,
         4,
     )
-    dear = run_intervals(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 6_000, 10**8))
+    dear = intervals_of(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 6_000, 10**8))
     assert dear.eval_steps is not None and 3 <= 1000 // dear.eval_steps < 10
-    dearest = run_intervals(TrainConfig(**SCORED), RunSize(100, 32, 2.0, 60_000, 10**8))
+    dearest = intervals_of(TrainConfig(**SCORED), RunSize(100, 32, 2.0, 60_000, 10**8))
     assert (dearest.eval_steps, dearest.load_best_model_at_end) == (None, False)
     assert "before and after" in dearest.reasons["eval_steps"]
     for steps in range(20, 3000, 7):
-        every = run_intervals(
+        every = intervals_of(
             TrainConfig(**SCORED), RunSize(steps, 32, 2.0, 5, 10**8)
         ).eval_steps
         assert every is not None and steps // every >= 10
@@ -238,7 +256,7 @@ def test_what_the_config_gives_stays() -> None:
         "patience": 2,
         "load_best_model_at_end": False,
     }
-    found = run_intervals(TrainConfig(**SCORED, **given), SIZE)
+    found = intervals_of(TrainConfig(**SCORED, **given), SIZE)
     assert (
         found.eval_steps,
         found.save_steps,
@@ -246,16 +264,14 @@ def test_what_the_config_gives_stays() -> None:
         found.patience,
     ) == (7, None, 3, 2)
     assert not found.load_best_model_at_end and found.reasons == {}
-    assert (
-        run_intervals(TrainConfig(**SCORED, eval_steps=None), SIZE).eval_steps is None
-    )
-    assert run_intervals(TrainConfig(**SCORED, epochs=2), SIZE).patience is None, (
+    assert intervals_of(TrainConfig(**SCORED, eval_steps=None), SIZE).eval_steps is None
+    assert intervals_of(TrainConfig(**SCORED, epochs=2), SIZE).patience is None, (
         "the config says how long the run is"
     )
-    assert run_intervals(TrainConfig(**SCORED, save_steps=70), SIZE).eval_steps == 70, (
+    assert intervals_of(TrainConfig(**SCORED, save_steps=70), SIZE).eval_steps == 70, (
         "every checkpoint has a score"
     )
-    uneven = run_intervals(TrainConfig(**SCORED, eval_steps=4, save_steps=6), SIZE)
+    uneven = intervals_of(TrainConfig(**SCORED, eval_steps=4, save_steps=6), SIZE)
     assert (
         not uneven.load_best_model_at_end
         and "no multiple" in uneven.reasons["load_best_model_at_end"]
@@ -264,16 +280,16 @@ def test_what_the_config_gives_stays() -> None:
 
 def test_checkpoints_suit_the_run() -> None:
     none = RunSize(1000, 32, 2.0, 0, 10**8)
-    assert run_intervals(TrainConfig(**BASE), none).save_steps == 100
+    assert intervals_of(TrainConfig(**BASE), none).save_steps == 100
     assert (
-        run_intervals(TrainConfig(**BASE), RunSize(50, 32, 2.0, 0, 10**8)).save_steps
+        intervals_of(TrainConfig(**BASE), RunSize(50, 32, 2.0, 0, 10**8)).save_steps
         is None
     )
-    assert run_intervals(TrainConfig(**BASE), none).eval_steps is None
-    large = run_intervals(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 400, 10**11))
+    assert intervals_of(TrainConfig(**BASE), none).eval_steps is None
+    large = intervals_of(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 400, 10**11))
     assert large.save_steps is None and "100 GB" in large.reasons["save_steps"]
     asked = TrainConfig(**SCORED, load_best_model_at_end=True)
-    assert run_intervals(asked, RunSize(8, 32, 2.0, 400, 10**11)).save_steps is not None
+    assert intervals_of(asked, RunSize(8, 32, 2.0, 400, 10**11)).save_steps is not None
 
 
 def test_patience_counts_evaluations_without_a_better_score() -> None:

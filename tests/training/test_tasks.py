@@ -387,11 +387,16 @@ def test_sources_of_one_task_share_batches() -> None:
     config = config_of(homogeneous_batches="task").changed(
         **{"data_path": [DataSource(**one) for one in entries]}
     )
-    assert task_numbers(config) == [0, 1, 0, 3]
-    assert task_names(config, ["a", "b", "c", "d"]) == ["a and c", "b", "a and c", "d"]
-    assert source_batch_sizes(config, 2) == [64, 64, 64, 4]
+    assert task_numbers(config.data) == [0, 1, 0, 3]
+    assert task_names(config.data, ["a", "b", "c", "d"]) == [
+        "a and c",
+        "b",
+        "a and c",
+        "d",
+    ]
+    assert source_batch_sizes(config.data, config.batch, 2) == [64, 64, 64, 4]
     resumed = config.changed(**{"global_batch_size": 64})  # on one process, from two
-    assert source_batch_sizes(resumed, 1) == [64, 64, 64, 4]
+    assert source_batch_sizes(resumed.data, resumed.batch, 1) == [64, 64, 64, 4]
     loss = build_loss(config)
     assert len(loss.sources) == 3
 

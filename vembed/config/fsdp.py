@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from vembed.config.options import quoted
-from vembed.config.schema import TrainConfig, option_fields
+from vembed.config.schema import option_fields
 from vembed.errors import UserError
 
 DEFAULT_MIN_NUM_PARAMS = 1_000_000
@@ -85,7 +85,12 @@ FSDP_OPTIONS = tuple(name for name in option_fields() if name.startswith("fsdp_"
 
 
 def resolve_fsdp(
-    config: TrainConfig, values: Mapping[str, Any], source: str
+    mixed_precision: AskedPrecision,
+    wrap_policy: str | None,
+    values: Mapping[str, Any],
+    source: str,
+    *,
+    trains_adapters: bool,
 ) -> tuple[FsdpConfig, list[str]]:
     """Return the settings that hold if the model is sharded, and notes for the log.
 
@@ -94,15 +99,15 @@ def resolve_fsdp(
     version: Literal[1, 2] = values.get("fsdp_version", 2)
     offload = bool(values.get("fsdp_offload_params"))
     sharding, reshard = _sharding(values, version)
-    precision, why = _precision(config, values)
-    _check(config, values, version)
+    precision, why = _precision(mixed_precision, values)
+    _check(values, version, trains_adapters=trains_adapters)
     settings = FsdpConfig(
         version=version,
         sharding_strategy=sharding,
         offload=offload,
         wrap_policy=values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
         layer_classes=_layer_classes(values.get("fsdp_transformer_layer_cls_to_wrap")),
-        wrap_function=config.parallel.wrap_policy,
+        wrap_function=wrap_policy,
         # One option with two meanings: SIZE_BASED_WRAP cannot do without a size; layers are all units unless one is
         # given.
         min_num_params=values.get("fsdp_min_num_params") or DEFAULT_MIN_NUM_PARAMS,
@@ -125,7 +130,7 @@ def resolve_fsdp(
         output_dtype=values.get("fsdp_output_dtype", "float32"),
         source=source,
     )
-    return settings, _without_effect(config, values, version)
+    return settings, _without_effect(mixed_precision, values, version)
 
 
 def _sharding(values: Mapping[str, Any], version: int) -> tuple[Sharding, bool]:
@@ -145,17 +150,13 @@ def _sharding(values: Mapping[str, Any], version: int) -> tuple[Sharding, bool]:
     return strategy or ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"), bool(reshard)
 
 
-def _check(config: TrainConfig, values: Mapping[str, Any], version: int) -> None:
+def _check(values: Mapping[str, Any], version: int, *, trains_adapters: bool) -> None:
     if version == 2 and values.get("fsdp_state_dict_type") == "LOCAL_STATE_DICT":
         raise UserError(
             "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP2: use SHARDED_STATE_DICT (each process "
             "writes its own part, and any number of processes can read them), or fsdp_version: 1"
         )
-    if (
-        version == 1
-        and values.get("fsdp_use_orig_params") is False
-        and (config.adapters.use_lora or config.adapters.use_qlora)
-    ):
+    if version == 1 and values.get("fsdp_use_orig_params") is False and trains_adapters:
         raise UserError(
             "fsdp_use_orig_params: false with use_lora: true cannot work under fsdp_version: 1, which would flatten "
             "trained and frozen weights together: set fsdp_use_orig_params: true, or use fsdp_version: 2"
@@ -172,7 +173,7 @@ def _check(config: TrainConfig, values: Mapping[str, Any], version: int) -> None
 
 
 def _without_effect(
-    config: TrainConfig, values: Mapping[str, Any], version: int
+    mixed_precision: AskedPrecision, values: Mapping[str, Any], version: int
 ) -> list[str]:
     """Return one note for each option that these settings do not look at."""
 
@@ -207,27 +208,27 @@ def _without_effect(
             f"{DEFAULT_MIN_NUM_PARAMS:,d} (without a size nothing would be wrapped as it should)"
         )
     dtype = values.get("fsdp_param_dtype")
-    if dtype and config.model.mixed_precision not in (
+    if dtype and mixed_precision not in (
         "auto",
         PRECISION_OF_DTYPE[dtype],
     ):
         notes.append(
-            f"mixed_precision: {config.model.mixed_precision} has no effect: fsdp_param_dtype: {dtype} is the dtype of the "
+            f"mixed_precision: {mixed_precision} has no effect: fsdp_param_dtype: {dtype} is the dtype of the "
             "arithmetic"
         )
     return notes
 
 
 def _precision(
-    config: TrainConfig, values: Mapping[str, Any]
+    mixed_precision: AskedPrecision, values: Mapping[str, Any]
 ) -> tuple[AskedPrecision, str]:
     """Return the precision of a sharded model's arithmetic, and why: the most specific option first."""
     if dtype := values.get("fsdp_param_dtype"):
         return PRECISION_OF_DTYPE[dtype], f"fsdp_param_dtype: {dtype}"
-    if config.model.mixed_precision != "auto":
+    if mixed_precision != "auto":
         return (
-            config.model.mixed_precision,
-            f"mixed_precision: {config.model.mixed_precision}",
+            mixed_precision,
+            f"mixed_precision: {mixed_precision}",
         )
     return "auto", "auto"
 

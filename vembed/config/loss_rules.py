@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from vembed.config.schema import TrainConfig
+from collections.abc import Mapping
+from typing import Any
+
+from vembed.config.schema import (
+    BatchSection,
+    DataSection,
+    MatryoshkaSection,
+    ModelSection,
+    ObjectiveSection,
+)
 from vembed.config.terms import (
     Term,
     has_tasks,
     listed_teachers,
-    losses_of,
+    loss_names,
+    loss_terms,
     needed_teachers,
     needs_whole_batch,
     run_terms,
 )
-from vembed.config.violation import Rule, Violation, word
+from vembed.config.violation import Violation, word
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from vembed.losses.table import LOSSES, loss_options, read_options
 from vembed.losses.teacher_scores import SCORES
 
 
-def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
-    objective = config.objective
+def _one_loss_or_a_list(objective: ObjectiveSection) -> Violation | None:
     if objective.losses is None:
         return None
     if not objective.losses:
@@ -35,19 +44,22 @@ def _one_loss_or_a_list(config: TrainConfig) -> Violation | None:
     )
 
 
-def _each_loss_accepts_its_options(config: TrainConfig) -> Violation | None:
-    sizes = config.matryoshka.mrl_dims or []
-    for term in run_terms(config):
-        refusal = term.loss.refusal(sizes)
+def _each_loss_accepts_its_options(
+    terms: list[Term], mrl_dims: list[int]
+) -> Violation | None:
+    for term in terms:
+        refusal = term.loss.refusal(mrl_dims)
         if refusal is not None:
             return Violation(*refusal)
     return None
 
 
-def _losses_have_negatives(config: TrainConfig) -> Violation | None:
-    if config.data.max_negatives != 0:
+def _losses_have_negatives(
+    losses: tuple[str, ...], max_negatives: int | None
+) -> Violation | None:
+    if max_negatives != 0:
         return None
-    for name in losses_of(config):
+    for name in losses:
         if LOSSES[name].negatives == "each":
             return Violation(
                 ("loss", "max_negatives"),
@@ -56,8 +68,8 @@ def _losses_have_negatives(config: TrainConfig) -> Violation | None:
     return None
 
 
-def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
-    for term in run_terms(config):
+def _learned_temperature_in_range(terms: list[Term]) -> Violation | None:
+    for term in terms:
         start = term.temperature
         if start is None or not term.loss.learns_temperature():
             continue
@@ -70,8 +82,8 @@ def _learned_temperature_in_range(config: TrainConfig) -> Violation | None:
     return None
 
 
-def _teachers_have_different_names(config: TrainConfig) -> Violation | None:
-    labels = [teacher.label for teacher in listed_teachers(config.objective)]
+def _teachers_have_different_names(objective: ObjectiveSection) -> Violation | None:
+    labels = [teacher.label for teacher in listed_teachers(objective)]
     for label in labels:
         if labels.count(label) > 1:
             return Violation(
@@ -86,8 +98,8 @@ def _teachers_have_different_names(config: TrainConfig) -> Violation | None:
     return None
 
 
-def _losses_have_teachers(config: TrainConfig) -> Violation | None:
-    for term in run_terms(config):
+def _losses_have_teachers(terms: list[Term]) -> Violation | None:
+    for term in terms:
         loss = f"loss: {term.loss.name}"
         if term.loss.follows in ("teacher", "vectors") and term.teacher is None:
             return Violation(
@@ -110,29 +122,32 @@ def _losses_have_teachers(config: TrainConfig) -> Violation | None:
     return None
 
 
-def _tasks_have_separate_batches(config: TrainConfig) -> Violation | None:
-    if config.data.homogeneous_batches:
+def _tasks_have_separate_batches(data: DataSection) -> Violation | None:
+    if data.homogeneous_batches:
         return None
-    sources = config.data.sources()
+    sources = data.sources()
     is_sized = any(
         source.batch_size is not None or source.global_batch_size is not None
         for source in sources
     )
-    if not has_tasks(config) and not is_sized:
+    if not has_tasks(data) and not is_sized:
         return None
-    what = "losses or a temperature" if has_tasks(config) else "a batch size"
+    what = "losses or a temperature" if has_tasks(data) else "a batch size"
     return Violation(
         ("data_path", "homogeneous_batches"),
         f"data_path: a source with {what} of its own needs batches of its own: set homogeneous_batches: true",
     )
 
 
-def _batches_are_counted_alike(config: TrainConfig) -> Violation | None:
+def _batches_are_counted_alike(
+    data: DataSection, batch: BatchSection
+) -> Violation | None:
     wrong_option = "global_batch_size"
     run_option = "batch_size"
-    if config.batch.global_batch_size is not None:
-        wrong_option, run_option = run_option, wrong_option
-    for source in config.data.sources():
+    if batch.global_batch_size is not None:
+        wrong_option = "batch_size"
+        run_option = "global_batch_size"
+    for source in data.sources():
         size = dict(source)[wrong_option]
         if size is not None:
             return Violation(
@@ -143,10 +158,10 @@ def _batches_are_counted_alike(config: TrainConfig) -> Violation | None:
     return None
 
 
-def _turns_need_batches_of_one_source(config: TrainConfig) -> Violation | None:
-    if config.data.sampling != "round_robin" or config.data.homogeneous_batches:
+def _turns_need_batches_of_one_source(data: DataSection) -> Violation | None:
+    if data.sampling != "round_robin" or data.homogeneous_batches:
         return None
-    if len(config.data.sources()) < 2:
+    if len(data.sources()) < 2:
         return None
     return Violation(
         ("sampling", "homogeneous_batches"),
@@ -154,11 +169,10 @@ def _turns_need_batches_of_one_source(config: TrainConfig) -> Violation | None:
     )
 
 
-def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
-    data = config.data
+def _tasks_are_scored_beside_the_run(data: DataSection) -> Violation | None:
     if data.val_data_path is not None or data.val_split is not None:
         return None
-    for source in config.data.sources():
+    for source in data.sources():
         if source.val_data_path is not None:
             return Violation(
                 ("data_path", "val_data_path"),
@@ -168,17 +182,19 @@ def _tasks_are_scored_beside_the_run(config: TrainConfig) -> Violation | None:
     return None
 
 
-def _ring_has_what_losses_read(config: TrainConfig) -> Violation | None:
-    if config.objective.loss_exchange != "ring":
+def _ring_has_what_losses_read(
+    objective: ObjectiveSection, terms: list[Term]
+) -> Violation | None:
+    if objective.loss_exchange != "ring":
         return None
-    loss = needs_whole_batch(config)
+    loss = needs_whole_batch(terms)
     if loss is not None:
         return Violation(
             ("loss_exchange", "loss", "losses"),
             f"loss_exchange: ring passes embeddings on block by block, and loss: {loss} compares those of the whole "
             "batch at once: use loss_exchange: gather, or auto",
         )
-    form = config.objective.quantize_embeddings
+    form = objective.quantize_embeddings
     if form is None:
         return None
     return Violation(
@@ -188,14 +204,15 @@ def _ring_has_what_losses_read(config: TrainConfig) -> Violation | None:
     )
 
 
-def _mined_negatives_are_read(config: TrainConfig) -> Violation | None:
-    if config.data.mine is None:
+def _mined_negatives_are_read(
+    data: DataSection, losses: tuple[str, ...], terms: list[Term]
+) -> Violation | None:
+    if data.mine is None:
         return None
-    terms = run_terms(config)
     if all(term.loss.negatives == "unread" for term in terms):
         return Violation(
             ("mine", "loss", "losses"),
-            f"mine adds hard negatives, and loss: {', '.join(losses_of(config))} reads none: use loss: infonce, or "
+            f"mine adds hard negatives, and loss: {', '.join(losses)} reads none: use loss: infonce, or "
             "leave mine out",
         )
     if any(term.teacher == SCORES for term in terms):
@@ -207,34 +224,49 @@ def _mined_negatives_are_read(config: TrainConfig) -> Violation | None:
     return None
 
 
-LOSS_RULES: tuple[Rule, ...] = (
-    _losses_have_negatives,
-    _learned_temperature_in_range,
-    _one_loss_or_a_list,
-    _teachers_have_different_names,
-    _losses_have_teachers,
-    _tasks_have_separate_batches,
-    _batches_are_counted_alike,
-    _turns_need_batches_of_one_source,
-    _tasks_are_scored_beside_the_run,
-    _each_loss_accepts_its_options,
-    _ring_has_what_losses_read,
-    _mined_negatives_are_read,
-)
+def loss_violations(
+    objective: ObjectiveSection,
+    matryoshka: MatryoshkaSection,
+    data: DataSection,
+    batch: BatchSection,
+    start_model: str,
+) -> list[Violation]:
+    """Return the violations of rules on losses, teachers and tasks."""
+    terms = run_terms(objective, data, start_model)
+    # Without those of single sources.
+    losses = loss_names(loss_terms(objective, start_model))
+    results = [
+        _losses_have_negatives(losses, data.max_negatives),
+        _learned_temperature_in_range(terms),
+        _one_loss_or_a_list(objective),
+        _teachers_have_different_names(objective),
+        _losses_have_teachers(terms),
+        _tasks_have_separate_batches(data),
+        _batches_are_counted_alike(data, batch),
+        _turns_need_batches_of_one_source(data),
+        _tasks_are_scored_beside_the_run(data),
+        _each_loss_accepts_its_options(terms, matryoshka.mrl_dims or []),
+        _ring_has_what_losses_read(objective, terms),
+        _mined_negatives_are_read(data, losses, terms),
+    ]
+    return [violation for violation in results if violation is not None]
 
 
-def loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
+def loss_remarks(
+    objective: ObjectiveSection,
+    data: DataSection,
+    model: ModelSection,
+    changed: Mapping[str, Any],
+) -> list[str]:
     """Return remarks on options that no loss of the run, or of an entry of `losses`, reads.
 
-    `set_apart`: the options whose value is not their default.
+    `changed`: the options whose value is not their default, with that value.
     """
-    terms = run_terms(config)
-    objective = config.objective
-    values = config.options()
+    terms = run_terms(objective, data, model.model_name)
     remarks = []
-    for name in sorted(_unread_options(terms) & set_apart):
+    for name in sorted(_unread_options(terms) & set(changed)):
         remarks.append(
-            f"{name}: {word(values[name])} has no effect with {_names(config, terms)}"
+            f"{name}: {word(changed[name])} has no effect with {_names(objective, terms)}"
         )
     for number, entry in enumerate(objective.losses or [], 1):
         read = read_options(entry.loss)
@@ -246,11 +278,11 @@ def loss_remarks(config: TrainConfig, set_apart: set[str]) -> list[str]:
                 )
     if all(term.guide is None for term in terms):
         for name in ("guide_margin", "guide_margin_kind"):
-            if name in set_apart:
+            if name in changed:
                 remarks.append(
-                    f"{name}: {word(values[name])} has no effect without guide"
+                    f"{name}: {word(changed[name])} has no effect without guide"
                 )
-    needed = {teacher.label for teacher in needed_teachers(config)}
+    needed = {teacher.label for teacher in needed_teachers(objective, data, model)}
     for teacher in listed_teachers(objective):
         if teacher.label not in needed:
             remarks.append(
@@ -268,8 +300,8 @@ def _unread_options(terms: list[Term]) -> set[str]:
     return unread
 
 
-def _names(config: TrainConfig, terms: list[Term]) -> str:
-    names = list(dict.fromkeys(term.loss.name for term in terms))
-    if len(names) == 1 and config.objective.losses is None:
+def _names(objective: ObjectiveSection, terms: list[Term]) -> str:
+    names = loss_names(terms)
+    if len(names) == 1 and objective.losses is None:
         return f"loss: {names[0]}"
     return f"losses: {', '.join(names)}"

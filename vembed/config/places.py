@@ -6,11 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vembed.config.entries import DataSource
 from vembed.config.layers import RESULT_OF
 from vembed.config.options import nearest
-from vembed.config.schema import TrainConfig
-from vembed.config.terms import data_sources
+from vembed.config.schema import DataSection, ModelSection
 from vembed.errors import UserError
 
 # user/name:config:split, where the user, the config and the split may be missing.
@@ -42,28 +40,21 @@ def is_pattern_or_address(path: str) -> bool:
     return "://" in path or any(character in path for character in "*?[")
 
 
-def data_places(config: TrainConfig) -> list[tuple[str, str]]:
+def data_paths(data: DataSection) -> list[tuple[str, str]]:
     """Return the option and the path of each source of data."""
-    sources = data_sources(config)
-    places = [
-        ("data_path", source if isinstance(source, str) else source.path)
-        for source in sources
-    ]
-    places += [
-        ("val_data_path", source.val_data_path)
-        for source in sources
-        if isinstance(source, DataSource) and source.val_data_path is not None
-    ]
-    return places + (
-        [("val_data_path", config.data.val_data_path)]
-        if config.data.val_data_path
-        else []
-    )
+    sources = data.sources()
+    paths = [("data_path", source.path) for source in sources]
+    for source in sources:
+        if source.val_data_path is not None:
+            paths.append(("val_data_path", source.val_data_path))
+    if data.val_data_path:
+        paths.append(("val_data_path", data.val_data_path))
+    return paths
 
 
-def missing_data(config: TrainConfig) -> list[tuple[str, str]]:
+def missing_data(data: DataSection) -> list[tuple[str, str]]:
     """Return the sources of data that are not on this machine: missing files and names on the Hub."""
-    return [(option, path) for option, path in data_places(config) if not _exists(path)]
+    return [(option, path) for option, path in data_paths(data) if not _exists(path)]
 
 
 def missing_path(option: str, path: str) -> str | None:
@@ -80,20 +71,23 @@ def is_inside(path: str, folders: Sequence[Path]) -> bool:
     )
 
 
-def missing_places(
-    config: TrainConfig, origins: Mapping[str, str], made: Sequence[Path] = ()
+def missing_paths(
+    model: ModelSection,
+    data: DataSection,
+    origins: Mapping[str, str],
+    made: Sequence[Path] = (),
 ) -> list[str]:
     """Return a sentence for each file and folder that a run would look for and not find. `made`: folders that will be
     there when the run begins."""
     sentences = [
         missing_path(option, path)
-        for option, path in data_places(config)
+        for option, path in data_paths(data)
         if not is_inside(path, made)
     ]
     problems = [sentence for sentence in sentences if sentence is not None]
-    folder = config.model.model_name
+    folder = model.model_name
     is_given_elsewhere = (
-        folder == config.model.model_class
+        folder == model.model_class
         or RESULT_OF in origins["model_name"]
         or is_inside(folder, made)
     )
@@ -102,18 +96,21 @@ def missing_places(
             f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
             f"such as org/model{similar_path(folder)}"
         )
-    if config.data.image_root is not None and not _exists(config.data.image_root):
+    if data.image_root is not None and not _exists(data.image_root):
         problems.append(
-            f"image_root: {config.data.image_root} does not exist (looked from {Path.cwd()})"
+            f"image_root: {data.image_root} does not exist (looked from {Path.cwd()})"
         )
     return problems
 
 
-def require_places(
-    config: TrainConfig, origins: Mapping[str, str], made: Sequence[Path] = ()
+def require_paths(
+    model: ModelSection,
+    data: DataSection,
+    origins: Mapping[str, str],
+    made: Sequence[Path] = (),
 ) -> None:
     """Raise UserError if a file or folder is missing that a run would look for, and that is in none of `made`."""
-    if missing := missing_places(config, origins, made):
+    if missing := missing_paths(model, data, origins, made):
         raise UserError(
             "\n".join([missing[0], *(f"also: {sentence}" for sentence in missing[1:])])
         )

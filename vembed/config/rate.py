@@ -23,7 +23,8 @@ ADAPTERS = 15.0
 """Ratio of the peak of adapters with alpha 32 to that of the weights that they change; in models narrower than those
 below, to the geometric mean of that and of the peak at their widths."""
 ALPHA = 32
-SHORT, SHORTEST = 48, 16
+SHORT = 48
+SHORTEST = 16
 """Steps of a run below which adapters get a higher rate still, by the root of the ratio, and the end of that: B begins
 at zero, so a short run ends before A and B have grown together."""
 HEAD = 1e-3
@@ -38,10 +39,12 @@ TWO_TOWERS = 1e-5
 """Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
 WIDTH_OF_TOWERS = 512
 """Hidden size of the text tower of CLIP ViT-B, for which TWO_TOWERS is."""
-LONG, LONGEST = 100, 400
+LONG = 100
+LONGEST = 400
 """Steps of a run above which the peak for all weights of models of texts falls, by the fourth root of the ratio, and
 the end of that, at 0.71 times it."""
-LOWEST, HIGHEST = 5e-6, 1e-4
+LOWEST = 5e-6
+HIGHEST = 1e-4
 """Limits of the peak for weights that are trained further, in models at least as wide as these."""
 NARROW = 3
 """Power of the width by which the peak rises in models narrower than those."""

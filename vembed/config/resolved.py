@@ -140,7 +140,14 @@ def decide(
     lines = list(notes)
     # Also for `auto`: the placement may choose FSDP, and needs its settings then.
     if strategy.value in ("auto", "fsdp"):
-        fsdp, fsdp_notes = resolve_fsdp(config, fsdp_values, base)
+        adapters = config.adapters
+        fsdp, fsdp_notes = resolve_fsdp(
+            config.model.mixed_precision,
+            config.parallel.wrap_policy,
+            fsdp_values,
+            base,
+            trains_adapters=adapters.use_lora or adapters.use_qlora,
+        )
     elif config.parallel.strategy == "fsdp":
         fsdp_notes = [
             "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy "

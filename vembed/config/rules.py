@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from vembed.config.entries import DataSource
-from vembed.config.loss_rules import LOSS_RULES, loss_remarks
+from vembed.config.loss_rules import loss_remarks, loss_violations
 from vembed.config.schema import (
     AdapterSection,
     BatchSection,
@@ -20,6 +20,7 @@ from vembed.config.schema import (
     LoggingSection,
     MatryoshkaSection,
     ModelSection,
+    OptimizerSection,
     RunSection,
     TrainConfig,
 )
@@ -79,15 +80,20 @@ def violations(config: TrainConfig) -> list[Violation]:
     broken += _matryoshka_rules(config.matryoshka)
     broken += _model_rules(config.model)
     broken += _adapter_rules(config.adapters)
-    for rule in LOSS_RULES:
-        violation = rule(config)
-        if violation is not None:
-            broken.append(violation)
+    broken += loss_violations(
+        config.objective,
+        config.matryoshka,
+        config.data,
+        config.batch,
+        config.model.model_name,
+    )
     broken += _evaluation_rules(config.evaluation, config.run, config.data)
     broken += _logging_rules(config.logging)
     broken += _run_rules(config.run)
     broken += _data_rules(config.data, config.run, config.logging)
-    broken += _rules_between_sections(config)
+    broken += _rules_between_sections(
+        config.optimizer, config.adapters, config.batch, config.model
+    )
     return broken
 
 
@@ -315,9 +321,12 @@ def _data_rules(
                 )
 
 
-def _rules_between_sections(config: TrainConfig) -> Iterator[Violation]:
-    optimizer = config.optimizer
-    adapters = config.adapters
+def _rules_between_sections(
+    optimizer: OptimizerSection,
+    adapters: AdapterSection,
+    batch: BatchSection,
+    model: ModelSection,
+) -> Iterator[Violation]:
     steps = optimizer.warmup_steps
     is_number = isinstance(steps, int)
     if is_number and steps > (optimizer.max_steps or steps):
@@ -329,18 +338,18 @@ def _rules_between_sections(config: TrainConfig) -> Iterator[Violation]:
         )
     trains_adapters = adapters.use_lora or adapters.use_qlora
     leaves_a_tower = trains_adapters and adapters.lora_towers != "all"
-    if config.batch.cache_frozen_features and not (adapters.freeze or leaves_a_tower):
+    if batch.cache_frozen_features and not (adapters.freeze or leaves_a_tower):
         yield Violation(
             ("cache_frozen_features",),
             "cache_frozen_features: true needs a tower of which nothing is trained, "
             "and this run trains all: freeze one (freeze: [vision] or [text], or "
             "lora_towers: text with use_lora: true), or set it to false",
         )
-    if config.model.quantize_weights is not None and trains_adapters:
+    if model.quantize_weights is not None and trains_adapters:
         switch = "use_lora" if adapters.use_lora else "use_qlora"
         yield Violation(
             ("quantize_weights", switch),
-            f"quantize_weights: {config.model.quantize_weights} rounds the weights "
+            f"quantize_weights: {model.quantize_weights} rounds the weights "
             f"that are trained, and {switch}: true trains adapters beside weights "
             "that are not: keep one of them",
         )
@@ -354,8 +363,11 @@ def remarks(config: TrainConfig) -> list[str]:
     values = config.options()
     defaults = TrainConfig(model_name="-", data_path="-").options()
     # By value: an option that is given as its default changes nothing.
-    changed = {name for name, value in values.items() if value != defaults[name]}
-    lines = loss_remarks(config, changed)
+    changed = {}
+    for name, value in values.items():
+        if value != defaults[name]:
+            changed[name] = value
+    lines = loss_remarks(config.objective, config.data, config.model, changed)
 
     def without_effect(names: tuple[str, ...], reason: str) -> None:
         for name in names:

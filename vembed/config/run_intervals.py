@@ -8,10 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from vembed.config.resolved import Decision
-from vembed.config.schema import ModelSection, OptimizerSection, TrainConfig
+from vembed.config.schema import (
+    EvaluationSection,
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+)
 
 EPOCHS_PER_ROOT = 200.0
 """n examples are seen 200 / sqrt(n) times: 6 times for 300, 4 times for 3,000, once for 30,000."""
@@ -138,39 +143,42 @@ def epochs_for(
 
 
 def run_intervals(
-    config: TrainConfig, size: RunSize, kept: Mapping[str, Any] | None = None
+    evaluation: EvaluationSection,
+    run: RunSection,
+    logging_steps: int | Literal["auto"],
+    size: RunSize,
+    kept: Mapping[str, Any] | None = None,
+    *,
+    has_validation: bool,
+    is_length_given: bool,
 ) -> RunIntervals:
     """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run.
 
-    `kept`: values that the run that is resumed had for options left to `auto`.
+    `has_validation`: there are validation data. `is_length_given`: the config says how
+    many epochs or steps the run has. `kept`: values that the run that is resumed had for options left to `auto`.
     """
     reasons: dict[str, str] = {}
     kept = kept or {}
     steps = size.total_steps
-    has_validation = (
-        config.data.val_data_path is not None or config.data.val_split is not None
-    )
-    needs_checkpoints = (
-        bool(config.evaluation.guards) or config.run.load_best_model_at_end is True
-    )
+    needs_checkpoints = bool(evaluation.guards) or run.load_best_model_at_end is True
 
-    eval_steps = kept.get("eval_steps", config.evaluation.eval_steps)
+    eval_steps = kept.get("eval_steps", evaluation.eval_steps)
     if eval_steps == "auto":
         eval_steps = _auto_eval_steps(
-            size, config.run.save_steps, reasons, is_needed=needs_checkpoints
+            size, run.save_steps, reasons, is_needed=needs_checkpoints
         )
 
-    save_steps = kept.get("save_steps", config.run.save_steps)
+    save_steps = kept.get("save_steps", run.save_steps)
     if save_steps == "auto":
         save_steps = _auto_save_steps(
             size, eval_steps, reasons, is_needed=needs_checkpoints
         )
 
-    keeps_best = config.run.load_best_model_at_end
+    keeps_best = run.load_best_model_at_end
     if keeps_best == "auto":
         keeps_best = False
         if has_validation and eval_steps is not None and save_steps is not None:
-            if config.evaluation.guards:
+            if evaluation.guards:
                 reason = "the guards decide which checkpoint final/ gets"
             elif save_steps % eval_steps:
                 reason = (
@@ -182,21 +190,17 @@ def run_intervals(
                 reason = "there are validation data: final/ gets the checkpoint with the best score"
             reasons["load_best_model_at_end"] = reason
 
-    logging_steps = kept.get("logging_steps", config.logging.logging_steps)
+    logging_steps = kept.get("logging_steps", logging_steps)
     if logging_steps == "auto":
         interval = min(max(steps // LOG_LINES_PER_RUN, 1), MAX_STEPS_PER_LOG_LINE)
         logging_steps = _round_down(interval)
         num_lines = math.ceil(steps / logging_steps)
         reasons["logging_steps"] = f"{num_lines:,d} lines for {steps:,d} steps"
 
-    patience = config.evaluation.patience
+    patience = evaluation.patience
     if patience == "auto":
         patience = None
         if eval_steps is not None and has_validation:
-            is_length_given = (
-                config.optimizer.epochs != "auto"
-                or config.optimizer.max_steps is not None
-            )
             if is_length_given:
                 reasons["patience"] = "the config says how long the run is"
             else:

@@ -344,6 +344,10 @@ class OptimizerSection(Section, title="optimizer"):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Non-finite loss or gradient: stop and name the examples, or skip the step and count it."""
 
+    def gives_length(self) -> bool:
+        """Return whether the length of the run is given, rather than left to `auto`."""
+        return self.epochs != "auto" or self.max_steps is not None
+
 
 class ParallelSection(Section, title="parallel"):
     """Processes, devices and sharding."""

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vembed.config.entries import DataSource, Guard, LossTerm, Teacher
-from vembed.config.schema import ObjectiveSection, TrainConfig
+from vembed.config.entries import DataSource, LossTerm, Teacher
+from vembed.config.schema import (
+    BatchSection,
+    DataSection,
+    ModelSection,
+    ObjectiveSection,
+)
 from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
 from vembed.losses.teacher_scores import SCORES
@@ -100,9 +105,9 @@ def _temperature(
 ) -> tuple[float, str]:
     """Return the temperature of a term, and where it comes from."""
     loss_class = LOSSES[entry.loss]
-    own_temperature = dict(entry)["temperature"]
-    if own_temperature is not None:
-        return own_temperature, "given"
+    term_temperature = dict(entry)["temperature"]
+    if term_temperature is not None:
+        return term_temperature, "given"
     if source is not None and source.temperature is not None:
         return source.temperature, "given"
     run_temperature: float = dict(objective)["temperature"]
@@ -116,112 +121,111 @@ def _temperature(
 
 
 def run_temperature(
-    config: TrainConfig, model_temperature: float | None = None
+    objective: ObjectiveSection,
+    data: DataSection,
+    start_model: str,
+    model_temperature: float | None = None,
 ) -> float:
     """Return the value of the option `temperature` for the files of the run.
 
     Where no option named it, it is that of the run's one loss, so that a resumed run
     keeps it. A learned temperature and those of several losses are not in the files.
     """
-    default: float = dict(config.objective)["temperature"]
-    if not leaves_temperature(config):
+    default: float = dict(objective)["temperature"]
+    if not leaves_temperature(objective, data, start_model):
         return default
-    term = loss_terms(
-        config.objective, config.model.model_name, None, model_temperature
-    )[0]
+    term = loss_terms(objective, start_model, None, model_temperature)[0]
     return default if term.temperature is None else term.temperature
 
 
-def leaves_temperature(config: TrainConfig) -> bool:
+def leaves_temperature(
+    objective: ObjectiveSection, data: DataSection, start_model: str
+) -> bool:
     """Return whether the run has one fixed temperature, which no option names."""
-    if "temperature" in config.given or config.objective.losses is not None:
+    if "temperature" in objective.model_fields_set or objective.losses is not None:
         return False
-    term = loss_terms(config.objective, config.model.model_name)[0]
-    return not term.loss.learns_temperature() and not has_tasks(config)
+    term = loss_terms(objective, start_model)[0]
+    return not term.loss.learns_temperature() and not has_tasks(data)
 
 
-def compares_own_rank(config: TrainConfig) -> bool:
+def compares_own_rank(terms: Sequence[Term]) -> bool:
     """Return whether a loss takes candidates from a process's own part of the batch alone."""
-    return any(
-        getattr(term.loss, "negatives_from", None) == "own_rank"
-        for term in run_terms(config)
-    )
+    origins = [getattr(term.loss, "negatives_from", None) for term in terms]
+    return "own_rank" in origins
 
 
 def source_terms(
-    config: TrainConfig, model_temperature: float | None = None
+    objective: ObjectiveSection,
+    data: DataSection,
+    start_model: str,
+    model_temperature: float | None = None,
 ) -> list[list[Term]]:
     """Return the terms of the loss of each source."""
-    sources: list[DataSource | None] = list(config.data.sources())
     terms = []
-    for source in sources or [None]:
-        terms.append(
-            loss_terms(
-                config.objective, config.model.model_name, source, model_temperature
-            )
-        )
+    for source in data.sources():
+        terms.append(loss_terms(objective, start_model, source, model_temperature))
     return terms
 
 
-def run_terms(config: TrainConfig) -> list[Term]:
+def run_terms(
+    objective: ObjectiveSection, data: DataSection, start_model: str
+) -> list[Term]:
     """Return the terms of all sources."""
-    return [term for terms in source_terms(config) for term in terms]
+    all_terms = []
+    for terms in source_terms(objective, data, start_model):
+        all_terms += terms
+    return all_terms
 
 
-def data_sources(config: TrainConfig) -> list[str | DataSource]:
-    """Return `data_path` as a list, of one source too."""
-    return (
-        config.data.data_path
-        if isinstance(config.data.data_path, list)
-        else [config.data.data_path]
-    )
-
-
-def has_tasks(config: TrainConfig) -> bool:
+def has_tasks(data: DataSection) -> bool:
     """Return whether sources differ in their losses."""
     return any(
-        one.losses is not None or one.temperature is not None
-        for one in config.data.sources()
+        source.losses is not None or source.temperature is not None
+        for source in data.sources()
     )
 
 
-def task_numbers(config: TrainConfig) -> list[int]:
-    """Return the number of each source's task: its own, or with `homogeneous_batches: task` that of the first source
-    with the same losses, temperature and batch size."""
-    entries = config.data.sources()
-    if config.data.homogeneous_batches != "task":
-        return list(range(len(entries)))
-    tasks = [
-        (one.losses, one.temperature, one.batch_size, one.global_batch_size)
-        for one in entries
-    ]
-    return [tasks.index(one) for one in tasks]
+def task_numbers(data: DataSection) -> list[int]:
+    """Return the number of each source's task.
+
+    Every source is a task of its own. With `homogeneous_batches: task`, sources with the
+    same losses, temperature and batch size share the number of the first of them.
+    """
+    sources = data.sources()
+    if data.homogeneous_batches != "task":
+        return list(range(len(sources)))
+    tasks = []
+    for source in sources:
+        sizes = (source.batch_size, source.global_batch_size)
+        tasks.append((source.losses, source.temperature, sizes))
+    return [tasks.index(task) for task in tasks]
 
 
-def task_names(config: TrainConfig, names: Sequence[str]) -> list[str]:
+def task_names(data: DataSection, names: Sequence[str]) -> list[str]:
     """Return the name of the task of each source, from the names of the sources."""
-    numbers = task_numbers(config)
-    return [
-        " and ".join(
-            name for name, one in zip(names, numbers, strict=True) if one == number
-        )
-        for number in numbers
-    ]
+    numbers = task_numbers(data)
+    members: dict[int, list[str]] = {}
+    for name, number in zip(names, numbers, strict=True):
+        members.setdefault(number, []).append(name)
+    return [" and ".join(members[number]) for number in numbers]
 
 
-def source_batch_sizes(config: TrainConfig, world_size: int) -> list[int]:
+def source_batch_sizes(
+    data: DataSection, batch: BatchSection, world_size: int
+) -> list[int]:
     """Return the examples per step of each source, over all processes."""
-    # A resumed run on another number of processes keeps its global batch; the sources keep their share of it.
-    size = config.batch.global_batch_size or config.batch.batch_size * world_size
-    return [
-        one.global_batch_size
-        or (
-            one.batch_size * size // config.batch.batch_size
-            if one.batch_size is not None
-            else size
-        )
-        for one in config.data.sources()
-    ]
+    # A resumed run on another number of processes keeps its global batch. The sources
+    # keep their share of it.
+    run_size = batch.global_batch_size or batch.batch_size * world_size
+    sizes = []
+    for source in data.sources():
+        size = run_size
+        if source.global_batch_size:
+            size = source.global_batch_size
+        elif source.batch_size is not None:
+            size = source.batch_size * run_size // batch.batch_size
+        sizes.append(size)
+    return sizes
 
 
 def lacks_comparisons(terms: Sequence[Term]) -> bool:
@@ -245,14 +249,9 @@ def loss_names(terms: Sequence[Term]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(term.loss.name for term in terms))
 
 
-def losses_of(config: TrainConfig) -> tuple[str, ...]:
-    """Return the names of the losses of a run, without those of single sources."""
-    return loss_names(loss_terms(config.objective, config.model.model_name))
-
-
-def needs_whole_batch(config: TrainConfig) -> str | None:
-    """Return the run's first loss that needs all embeddings on every process, or None."""
-    for term in run_terms(config):
+def needs_whole_batch(terms: Sequence[Term]) -> str | None:
+    """Return the first loss that needs all embeddings on every process, or None."""
+    for term in terms:
         if term.loss.needs_whole_batch:
             return term.loss.name
     return None
@@ -266,34 +265,28 @@ def listed_teachers(objective: ObjectiveSection) -> list[Teacher]:
     return teachers
 
 
-def listed_guards(config: TrainConfig) -> list[Guard]:
-    """Return the entries of `guards`."""
-    guards = []
-    for entry in config.evaluation.guards or []:
-        guards.append(Guard(path=entry) if isinstance(entry, str) else entry)
-    return guards
-
-
-def needed_teachers(config: TrainConfig) -> list[Teacher]:
+def needed_teachers(
+    objective: ObjectiveSection, data: DataSection, model: ModelSection
+) -> list[Teacher]:
     """Return the models that losses follow or are guided by, in the order of the terms."""
-    by_label = {teacher.label: teacher for teacher in listed_teachers(config.objective)}
+    by_label = {teacher.label: teacher for teacher in listed_teachers(objective)}
     needed: dict[str, Teacher] = {}
-    for term in run_terms(config):
+    for term in run_terms(objective, data, model.model_name):
         for name in (term.teacher, term.guide):
             if name is not None and name != SCORES:
-                needed[name] = by_label.get(name) or _teacher_by_model(config, name)
+                needed[name] = by_label.get(name) or _teacher_by_model(model, name)
     return list(needed.values())
 
 
-def _teacher_by_model(config: TrainConfig, name: str) -> Teacher:
+def _teacher_by_model(model: ModelSection, name: str) -> Teacher:
     """Return a teacher that only its model names. The start model reads what the run reads."""
-    if name != config.model.model_name:
+    if name != model.model_name:
         return Teacher(model=name)
     return Teacher(
         model=name,
-        query_prompt=config.model.query_prompt,
-        document_prompt=config.model.document_prompt,
-        max_length=config.model.max_length,
+        query_prompt=model.query_prompt,
+        document_prompt=model.document_prompt,
+        max_length=model.max_length,
     )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from vembed.config.schema import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +19,6 @@ class Violation:
             f"{name}: {places[name]}" for name in self.options if name in places
         )
         return f"{self.sentence} ({said})" if said else self.sentence
-
-
-Rule = Callable[[TrainConfig], Violation | None]
 
 
 def word(value: object) -> str:

@@ -390,7 +390,7 @@ def open_examples(
         sources.append(replace(source, reads_scores=reads_scores(terms)))
     for source in sources:
         _refuse_missing_negatives(source)
-    terms = run_terms(config)
+    terms = run_terms(config.objective, config.data, config.model.model_name)
     if is_training and config.data.mine is None and lacks_comparisons(terms):
         _refuse_nothing_to_compare(sources, loss_names(terms))
     refuse_bad_records(

@@ -61,7 +61,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass
-class Counts:
+class RecordCounts:
     """Statistics of the good records of a source."""
 
     positives: int = 0
@@ -75,13 +75,13 @@ class Counts:
     text_documents: int = 0
     image_documents: int = 0
 
-    def plus(self, other: Counts) -> Counts:
+    def plus(self, other: RecordCounts) -> RecordCounts:
         """Return the sum of both."""
         pairs = zip(astuple(self), astuple(other), strict=True)
-        return Counts(*(first + second for first, second in pairs))
+        return RecordCounts(*(first + second for first, second in pairs))
 
     @classmethod
-    def of_texts(cls, num_records: int, num_negatives: int) -> Counts:
+    def of_texts(cls, num_records: int, num_negatives: int) -> RecordCounts:
         """Return the statistics of pairs of texts with so many negatives each."""
         return cls(
             positives=num_records,
@@ -120,7 +120,7 @@ class Index:
     numbers: np.ndarray
     lines: np.ndarray
     keys: ContentKeys | None
-    counts: Counts
+    counts: RecordCounts
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
     num_bad: int = 0
@@ -157,7 +157,7 @@ class Index:
             numbers=self.numbers[chosen],
             lines=self.lines[chosen],
             keys=keys,
-            counts=Counts(**scaled),
+            counts=RecordCounts(**scaled),
             labels=None if self.labels is None else self.labels[chosen],
         )
 
@@ -175,7 +175,7 @@ class PartIndex:
     """Number of keys of each record."""
     members: np.ndarray
     """[n, 2] hash of the class, and key of the item, of each labelled record."""
-    counts: Counts
+    counts: RecordCounts
     num_bad: int
     num_without_negatives: int
     problems: list[tuple[int, str]]
@@ -243,7 +243,7 @@ def build_index(reader: Format, form: RecordFormat, *, with_keys: bool) -> Index
     all_lines = np.concatenate(lines)
     if not len(all_lines) or all_lines[-1] < 2**32:
         all_lines = all_lines.astype(np.uint32)
-    counts = Counts()
+    counts = RecordCounts()
     images: dict[str, str | None] = {}
     for result in results:
         counts = counts.plus(result.counts)
@@ -273,7 +273,7 @@ def index_part(
     keys = array("q")
     num_keys = array("q")
     members = array("q")
-    counts = Counts()
+    counts = RecordCounts()
     num_plain: Counter[int] = Counter()  # pairs of texts, by their number of negatives
     num_bad = 0
     num_without_negatives = 0
@@ -304,7 +304,7 @@ def index_part(
                     keys.extend(contents)
                     num_keys.append(len(contents))
     for num_negatives, num_records in num_plain.items():
-        counts = counts.plus(Counts.of_texts(num_records, num_negatives))
+        counts = counts.plus(RecordCounts.of_texts(num_records, num_negatives))
     return PartIndex(
         numbers=np.array(numbers),
         lines=np.array(lines),
@@ -633,7 +633,7 @@ class IndexCache:
             keys=ContentKeys(arrays["key_values"], arrays["key_starts"])
             if "key_values" in arrays
             else None,
-            counts=Counts(**facts["counts"]),
+            counts=RecordCounts(**facts["counts"]),
             labels=arrays.get("labels"),
             **facts["others"],
         )

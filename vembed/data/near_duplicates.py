@@ -55,10 +55,10 @@ def _word_pattern() -> re.Pattern[str]:
 
 def ngrams(text: str) -> frozenset[int]:
     """Return the word 3-grams of a text, as numbers that are the same within one process."""
-    found = words(text)
-    if len(found) < NGRAM_WORDS:
-        return frozenset({hash(tuple(found))} if found else ())
-    shifted = (found[start:] for start in range(NGRAM_WORDS))
+    text_words = words(text)
+    if len(text_words) < NGRAM_WORDS:
+        return frozenset({hash(tuple(text_words))} if text_words else ())
+    shifted = (text_words[start:] for start in range(NGRAM_WORDS))
     return frozenset(map(hash, zip(*shifted, strict=False)))
 
 
@@ -140,13 +140,17 @@ class NearIndex:
         values: np.ndarray,
         is_wanted: Callable[[int], bool] | None,
     ) -> Iterator[int]:
-        found = [postings[value] for value in values.tolist() if value in postings]
-        groups = Counter(chain.from_iterable(found))
+        buckets_of_values = [
+            postings[value] for value in values.tolist() if value in postings
+        ]
+        groups = Counter(chain.from_iterable(buckets_of_values))
         for group, count in groups.items():
             if count < self._num_shared:
                 continue
             # In a large group of copies the first comparison settles it.
-            leader = next(buckets[group][0] for buckets in found if group in buckets)
+            leader = next(
+                buckets[group][0] for buckets in buckets_of_values if group in buckets
+            )
             if is_wanted is not None and not is_wanted(leader):
                 continue
             if self._is_near(text, leader):
@@ -154,7 +158,9 @@ class NearIndex:
                 if is_wanted is not None and not is_wanted(leader):
                     continue
             members = Counter(
-                chain.from_iterable(buckets.get(group, ()) for buckets in found)
+                chain.from_iterable(
+                    buckets.get(group, ()) for buckets in buckets_of_values
+                )
             )
             for other, shared in members.items():
                 if shared < self._num_shared or other == leader:

@@ -170,44 +170,47 @@ class _RowMaker:
         self._starts = starts
         self.relevant = relevant_N
         self.undecided = judged_N == UNDECIDED
-        self.kept = np.ones(len(judged_N), bool)
-        if config.false_negatives != "keep":
-            self.kept = ~(self.relevant | self.undecided)
+        keeps_all = config.false_negatives == "keep"
+        self.kept = (
+            np.ones(len(judged_N), bool)
+            if keeps_all
+            else ~(self.relevant | self.undecided)
+        )
         self.num_relabelled = 0
         """Negatives of the rows so far that became positives."""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows to write, in the order of the input."""
         for row in range(len(self._rows)):
-            negatives = slice(int(self._starts[row]), int(self._starts[row + 1]))
-            if negatives.start == negatives.stop:
+            own = slice(int(self._starts[row]), int(self._starts[row + 1]))
+            if own.start == own.stop:
                 yield self._rows.record(row)
                 continue
-            is_kept = self.kept[negatives]
-            if is_kept.all():
-                made = dict(self._rows.record(row))
-            else:
-                made = self._row(row, negatives)
+            made = (
+                self._row(row, own)
+                if not self.kept[own].all()
+                else dict(self._rows.record(row))
+            )
             if self._config.scores:
                 made[JUDGEMENTS_NAME] = [
-                    None if judgement == UNDECIDED else round(float(judgement), 6)
-                    for judgement in self._judged[negatives][is_kept]
+                    None if one == UNDECIDED else round(float(one), 6)
+                    for one in self._judged[own][self.kept[own]]
                 ]
             yield made
 
-    def _row(self, row: int, negatives: slice) -> dict[str, Any]:
+    def _row(self, row: int, own: slice) -> dict[str, Any]:
         """A row that loses a negative: one list of those that stay, and what stands beside them in their order."""
         table, number = self._rows.locate(row)
         record = table.record(number)
         example = table.example(number)
         made = as_fields(record) if is_conversation(record) else dict(record)
-        kept_indices = np.flatnonzero(self.kept[negatives]).tolist()
+        kept = np.flatnonzero(self.kept[own]).tolist()
         for name in BESIDE:
             # Only lists with one entry per negative: anything else of that name is the user's own.
             if isinstance(made.get(name), list) and len(made[name]) == len(
                 example.negatives
             ):
-                made[name] = [made[name][index] for index in kept_indices]
+                made[name] = [made[name][one] for one in kept]
         read = [
             name
             for name in made
@@ -216,15 +219,14 @@ class _RowMaker:
         for name in read:
             del made[name]
         made[NEGATIVES_NAME] = [
-            row_value(example.negatives[index], table.image_folder)
-            for index in kept_indices
+            row_value(example.negatives[one], table.image_folder) for one in kept
         ]
-        self._keep_scores(made, example, kept_indices)
+        self._keep_scores(made, example, kept)
         if self._config.false_negatives == "relabel" and example.scores is None:
             self._relabel(
                 made,
                 example,
-                np.flatnonzero(self.relevant[negatives]).tolist(),
+                np.flatnonzero(self.relevant[own]).tolist(),
                 table.image_folder,
             )
         return made
@@ -244,7 +246,7 @@ class _RowMaker:
         self.num_relabelled += len(added)
 
     def _keep_scores(
-        self, made: dict[str, Any], example: Example, kept_indices: Sequence[int]
+        self, made: dict[str, Any], example: Example, kept: Sequence[int]
     ) -> None:
         """Leave out the scores of the negatives that go. One column may hold those of the positives too."""
         if example.negative_scores is None:
@@ -255,10 +257,8 @@ class _RowMaker:
             del made[name]
         if example.scores is not None:
             made["positive_scores"] = list(example.scores)
-        if kept_indices:
-            made["negative_scores"] = [
-                example.negative_scores[index] for index in kept_indices
-            ]
+        if kept:
+            made["negative_scores"] = [example.negative_scores[index] for index in kept]
 
     def _reads(self, name: str, *roles: str) -> bool:
         """True for a field that is read as one of these parts of a record."""

@@ -25,10 +25,10 @@ def is_beir_folder(folder: Path) -> bool:
 def texts_path(folder: Path, part: TextPart) -> Path | None:
     """Return the file of the documents or queries, or the folder of such files; None if there is none."""
     files = [folder / f"{part}.jsonl", folder / f"{part}.parquet"]
-    file = next((path for path in files if path.is_file()), None)
-    if file is None and (folder / part).is_dir() and data_files(folder / part):
+    paths = next((path for path in files if path.is_file()), None)
+    if paths is None and (folder / part).is_dir() and data_files(folder / part):
         return folder / part
-    return file
+    return paths
 
 
 def open_texts(folder: Path, part: TextPart) -> Format:
@@ -54,12 +54,12 @@ def open_records(path: Path) -> Format:
 
 def qrels_files(folder: Path) -> dict[str, Path]:
     """Return the files of judgements by split. A shard such as test-00000-of-00001.parquet is that of its split."""
-    paths = [
+    files = [
         path
         for path in sorted((folder / "qrels").glob("*"))
         if path.suffix in QRELS_ENDINGS
     ]
-    return {path.stem.partition(_SHARD)[0]: path for path in paths}
+    return {path.stem.partition(_SHARD)[0]: path for path in files}
 
 
 def folder_of_qrels(path: Path) -> Path | None:

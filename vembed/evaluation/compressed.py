@@ -33,23 +33,24 @@ def compressed_scores(
     excluded = own_documents(data)
     scores: dict[str, float] = {}
     for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
-        queries = first_dims(queries_QD, dim, normalize)
-        documents = first_dims(documents_ND, dim, normalize)
+        asked, documents = (
+            first_dims(one, dim, normalize) for one in (queries_QD, documents_ND)
+        )
         # As packed bits are read: 0 and below are -1.
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
-        query_signs = np.where(queries > 0, 1, -1).astype(np.float32)
-        rankings_of = {
-            "float32": top_k(queries, documents, K, excluded=excluded),
+        query_signs = np.where(asked > 0, 1, -1).astype(np.float32)
+        ranked = {
+            "float32": top_k(asked, documents, K, excluded=excluded),
             # The query keeps its floats: only what is stored loses precision.
-            "int8": top_k(queries, _restored(documents), K, excluded=excluded),
+            "int8": top_k(asked, _restored(documents), K, excluded=excluded),
             "binary": top_k(query_signs, signs, K, excluded=excluded),
             "binary_rescored": _rescored(
-                queries,
+                asked,
                 signs,
                 top_k(query_signs, signs, K * OVERSAMPLING, excluded=excluded),
             ),
         }
-        for form, rankings in rankings_of.items():
+        for form, rankings in ranked.items():
             _, values = score_rankings(rankings, data.relevance, [K])
             scores[compressed_name(form, dim)] = float(values[:, 0].mean())
     return scores
@@ -77,5 +78,5 @@ def _rescored(
     scores = np.where(candidates_QC >= 0, scores, -np.inf)
     # Stable: equal scores keep the order by bits, which already breaks ties by number.
     order = np.argsort(-scores, axis=1, kind="stable")[:, :K]
-    reordered: np.ndarray = np.take_along_axis(candidates_QC, order, axis=1)
-    return reordered
+    ranked: np.ndarray = np.take_along_axis(candidates_QC, order, axis=1)
+    return ranked

@@ -84,11 +84,11 @@ class Identities:
 
     def find(self, identity: str) -> int | None:
         """Return the number of a document; None: there is none of this name."""
-        key = _hash(identity)
-        at = int(np.searchsorted(self.hashes, key))
+        wanted = _hash(identity)
+        at = int(np.searchsorted(self.hashes, wanted))
         return (
             int(self.numbers[at])
-            if at < len(self.hashes) and self.hashes[at] == key
+            if at < len(self.hashes) and self.hashes[at] == wanted
             else None
         )
 
@@ -112,23 +112,20 @@ def read_corpus(reader: Format, problems: list[str]) -> FoundCorpus:
         "keys": array("q"),
         "hashes": array("q"),
     }
-    bad_lines: list[tuple[int, str]] = []
+    problem_lines: list[tuple[int, str]] = []
     for number, line, record in reader.rows():
-        document = identified_text(record)
-        if isinstance(document, str):
-            bad_lines.append((line, document))
+        identified = identified_text(record)
+        if isinstance(identified, str):
+            problem_lines.append((line, identified))
             continue
-        identity, text = document
-        rows["numbers"].append(number)
-        rows["lengths"].append(len(text))
-        rows["keys"].append(Item(text=text).key())
-        rows["hashes"].append(_hash(identity))
+        identity, text = identified
+        values = number, len(text), Item(text=text).key(), _hash(identity)
+        for one, value in zip(rows.values(), values, strict=True):
+            one.append(value)
     # frombuffer shares the arrays' memory, but takes no empty one.
     held = {
-        name: np.frombuffer(column, column.typecode)
-        if column
-        else np.empty(0, column.typecode)
-        for name, column in rows.items()
+        name: np.frombuffer(row, row.typecode) if row else np.empty(0, row.typecode)
+        for name, row in rows.items()
     }
     repeated = _repeats(held["hashes"])
     if repeated.any():  # the file is read once more for their lines
@@ -138,9 +135,9 @@ def read_corpus(reader: Format, problems: list[str]) -> FoundCorpus:
             for number, line, record in reader.rows()
             if number in numbers
         )
-        bad_lines += [(line, f"_id {name} occurs twice") for line, name in records]
+        problem_lines += [(line, f"_id {name} occurs twice") for line, name in records]
     problems += [
-        f"{reader.where(line)}: {reason}" for line, reason in sorted(bad_lines)
+        f"{reader.where(line)}: {reason}" for line, reason in sorted(problem_lines)
     ]
     held = _without(held, repeated)
     hashes = held.pop("hashes")

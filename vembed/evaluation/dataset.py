@@ -186,11 +186,7 @@ def from_examples(
         for score in example.scores or ()
     )
     table = _RetrievalTable()
-    labelled = [
-        labelled_example
-        for labelled_example in examples
-        if labelled_example.label is not None
-    ]
+    labelled = [example for example in examples if example.label is not None]
     all_notes = [*_add_classes(table, labelled), *notes]
     num_irrelevant = sum(
         score <= 0 for example in examples for score in example.scores or ()
@@ -313,11 +309,13 @@ class _RetrievalTable:
 
 
 def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
-    pairs: list[tuple[Item, Item, float]] = []
-    for example in examples:
-        if example.scores:
-            for positive, score in zip(example.positives, example.scores, strict=True):
-                pairs.append((example.query, positive, score))
+    pairs = [
+        (example.query, positive, score)
+        for example in examples
+        for positive, score in zip(
+            example.positives, example.scores or (), strict=bool(example.scores)
+        )
+    ]
     num_different = len({score for _, _, score in pairs})
     if num_different < 2:
         raise UserError(
@@ -338,21 +336,22 @@ def _grade(score: float, top: float, whole: bool) -> int:
 
 
 def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
-    files = qrels_files(folder)
-    # A split that was asked for is never replaced by another.
-    if len(files) == 1 and len(splits) > 1:
-        return next(iter(files.values()))
+    qrels = qrels_files(folder)
+    if (
+        len(qrels) == 1 and len(splits) > 1
+    ):  # a split that was asked for is never replaced by another
+        return next(iter(qrels.values()))
     for split in splits:
-        if split in files:
-            return files[split]
+        if split in qrels:
+            return qrels[split]
     place = folder / "qrels"
-    if not files:
+    if not qrels:
         others = listed(sorted(path.name for path in place.glob("*")))
         raise UserError(
             f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}"
         )
     raise UserError(
-        f"{place} holds {', '.join(sorted(files))}, and none of {', '.join(splits)}: give the path of the qrels file "
+        f"{place} holds {', '.join(sorted(qrels))}, and none of {', '.join(splits)}: give the path of the qrels file "
         "that is meant"
     )
 
@@ -361,15 +360,13 @@ def _read_texts(reader: Format, problems: list[str]) -> dict[str, Item]:
     items: dict[str, Item] = {}
     for _, number, record in reader.rows():
         where = reader.where(number)
-        text = identified_text(record)
-        if isinstance(text, str):
-            problems.append(f"{where}: {text}")
-            continue
-        identity, content = text
-        if identity in items:
-            problems.append(f"{where}: _id {identity} occurs twice")
+        identified = identified_text(record)
+        if isinstance(identified, str):
+            problems.append(f"{where}: {identified}")
+        elif identified[0] in items:
+            problems.append(f"{where}: _id {identified[0]} occurs twice")
         else:
-            items[identity] = Item(text=content)
+            items[identified[0]] = Item(text=identified[1])
     return items
 
 

@@ -54,14 +54,14 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
 def _of_records(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
     reader = open_records(path)
     for _, line, record in reader.rows():
-        fields = record if isinstance(record, dict) else {}
-        query = fields.get("query-id")
-        document = fields.get("corpus-id")
-        score = fields.get("score", 1)
+        judgement = record if isinstance(record, dict) else {}
+        query = judgement.get("query-id")
+        document = judgement.get("corpus-id")
+        score = judgement.get("score", 1)
         is_whole = isinstance(score, int) or (
             isinstance(score, float) and score.is_integer()
         )
-        grade = None if "score" in fields else judgement_column(fields)
+        grade = None if "score" in judgement else judgement_column(judgement)
         if grade is not None:
             yield (
                 reader.where(line),

@@ -79,15 +79,14 @@ class RetrievalSearch:
         tiles = np.arange(len(queries_QD)) // QUERY_TILE
         # Whole tiles of queries, dealt in turn: a product of the same shape gives the same bits on any number of ranks.
         self._owners = [
-            np.flatnonzero(tiles % self._world_size == owner)
-            for owner in range(self._world_size)
+            np.flatnonzero(tiles % self._world_size == one)
+            for one in range(self._world_size)
         ]
         self._own = self._owners[rank]
         excluded = own_documents(data)[self._own]
         self._full = queries_QD.shape[1]
-        self._best: dict[int, TopK] = {}
-        for dim in dict.fromkeys([self._full, *dims]):
-            self._best[dim] = TopK(
+        self._found = {
+            dim: RunningTopK(
                 first_dims(queries_QD[self._own], dim, normalize),
                 max(ks),
                 len(data.documents),
@@ -96,14 +95,16 @@ class RetrievalSearch:
                 in_step_with=max(map(len, self._owners)),
                 between=between,
             )
+            for dim in dict.fromkeys([self._full, *dims])
+        }
 
     def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
         """Search in some documents, which have these numbers in the data."""
-        for dim, best in self._best.items():
+        for dim, top in self._found.items():
             # By tile, so that the normalised copy of a size is as small as a tile.
             for start in range(0, len(documents_ND), DOCUMENT_TILE):
                 tile = slice(start, start + DOCUMENT_TILE)
-                best.add(
+                top.add(
                     first_dims(documents_ND[tile], dim, self._normalize),
                     numbers_N[tile],
                 )
@@ -112,8 +113,8 @@ class RetrievalSearch:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
         sizes. `queries` gets the results of each query, for the whole embeddings."""
         means = {
-            dim: self._mean(best.rankings(), queries if dim == self._full else None)
-            for dim, best in self._best.items()
+            dim: self._mean(top.rankings(), queries if dim == self._full else None)
+            for dim, top in self._found.items()
         }
         scores = dict(means[self._full])
         for dim in self._dims:
@@ -139,13 +140,13 @@ class RetrievalSearch:
         """Return the rows of all queries in their order, from those of each rank's queries."""
         rows = torch.from_numpy(rank_rows)
         if self._world_size > 1:
-            counts = [len(queries) for queries in self._owners]
+            counts = [len(owner) for owner in self._owners]
             rows = collectives.all_gather_rows(rows.to(self._device), counts).cpu()
         # Undo the deal: row i of the gathered rows is that of query order[i].
         order = np.concatenate(self._owners)
-        ordered = np.empty((len(order), rank_rows.shape[1]), rank_rows.dtype)
-        ordered[order] = rows.numpy()
-        return ordered
+        gathered = np.empty((len(order), rank_rows.shape[1]), rank_rows.dtype)
+        gathered[order] = rows.numpy()
+        return gathered
 
 
 def own_documents(data: RetrievalData) -> np.ndarray:
@@ -155,10 +156,10 @@ def own_documents(data: RetrievalData) -> np.ndarray:
         keys = documents.keys
     else:
         keys = np.fromiter((item.key() for item in documents), np.int64, len(documents))
-    query_keys = np.fromiter(
+    wanted = np.fromiter(
         (item.key() for item in data.queries), np.int64, len(data.queries)
     )
-    positions = _places(keys, query_keys)
+    positions = _places(keys, wanted)
     return np.array(
         [
             -1 if index in relevant else index
@@ -168,14 +169,16 @@ def own_documents(data: RetrievalData) -> np.ndarray:
     )
 
 
-def _places(values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _places(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return the position of each wanted value among distinct ones, -1 where it is not there."""
     if not len(values):
-        return np.full(len(keys), -1)
+        return np.full(len(wanted), -1)
     order = np.argsort(values)
     # searchsorted gives len(values) for what is larger than all; the comparison below tells it from a hit.
-    at = order[np.minimum(np.searchsorted(values, keys, sorter=order), len(values) - 1)]
-    places: np.ndarray = np.where(values[at] == keys, at, -1)
+    at = order[
+        np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)
+    ]
+    places: np.ndarray = np.where(values[at] == wanted, at, -1)
     return places
 
 
@@ -186,13 +189,13 @@ def top_k(
     *,
     excluded: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return [Q, k] indices of the documents with the highest dot products, as `TopK` finds them."""
-    best = TopK(queries_QD, k, len(documents_ND), excluded=excluded)
-    best.add(documents_ND, np.arange(len(documents_ND)))
-    return best.rankings()
+    """Return [Q, k] indices of the documents with the highest dot products, as `RunningTopK` finds them."""
+    top = RunningTopK(queries_QD, k, len(documents_ND), excluded=excluded)
+    top.add(documents_ND, np.arange(len(documents_ND)))
+    return top.rankings()
 
 
-class TopK:
+class RunningTopK:
     """The documents with the highest dot products, best first, while documents arrive in any order; ties go to the
     lower number."""
 
@@ -312,13 +315,13 @@ def score_rankings(
 
     by_query = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
     values = np.zeros((len(rankings), len(names)))
-    for query, metrics in by_query.items():
-        reciprocal = metrics["recip_rank"]
-        row = [metrics[f"ndcg_cut_{k}"] for k in ks]  # in the order of `metric_names`
+    for query, figures in by_query.items():
+        reciprocal = figures["recip_rank"]
+        row = [figures[f"ndcg_cut_{k}"] for k in ks]  # in the order of `metric_names`
         # trec_eval's reciprocal rank has no cut: a rank beyond k counts as 0.
         row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
-        row += [metrics[f"recall_{k}"] for k in ks] + [
-            metrics[f"map_cut_{k}"] for k in ks
+        row += [figures[f"recall_{k}"] for k in ks] + [
+            figures[f"map_cut_{k}"] for k in ks
         ]
         values[int(query)] = row
     return names, values

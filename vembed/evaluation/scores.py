@@ -126,7 +126,7 @@ def evaluate_model(
     model: nn.Module,
     featuriser: Featuriser,
     data: EvalData,
-    options: EvaluationSection,
+    evaluation: EvaluationSection,
     session: Session | None,
     *,
     dims: Sequence[int] | None = None,
@@ -134,13 +134,13 @@ def evaluate_model(
     show_progress: bool = False,
     log: Callable[[str], object] | None = None,
     between: Between | None = None,
-    kept_features: KeptFeatures | None = None,
+    kept: KeptFeatures | None = None,
     queries: QueryResults | None = None,
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
 
     `log` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `between` is called after
-    each micro-batch and each score tile on all ranks, and may raise to end it. `kept_features`: cached features of frozen
+    each micro-batch and each score tile on all ranks, and may raise to end it. `kept`: cached features of frozen
     towers. `queries` gets the results of each query of retrieval data. `compressed`: also score int8 and binary
     documents.
     """
@@ -148,8 +148,8 @@ def evaluate_model(
     device = session.device if session else next(model.parameters()).device
     budget = (
         default_budget(device)
-        if options.eval_batch_tokens == "auto"
-        else options.eval_batch_tokens
+        if evaluation.eval_batch_tokens == "auto"
+        else evaluation.eval_batch_tokens
     )
     normalize = description.similarity == "cosine"
     full = (
@@ -161,11 +161,11 @@ def evaluate_model(
     )
     active = (show_progress or log is not None) and (session is None or session.is_main)
 
-    encoding: dict[str, Any] = {
+    options: dict[str, Any] = {
         "budget_tokens": budget,
         "session": session,
         "between": between,
-        "kept": kept_features,
+        "kept": kept,
     }
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
@@ -177,7 +177,7 @@ def evaluate_model(
                 kind,
                 normalize=False,
                 progress=progress,
-                **encoding,
+                **options,
             )
         _check_finite(embeddings, kind)
         # Cut without normalising: scores normalise after the cut themselves (`first_dims`).
@@ -193,22 +193,16 @@ def evaluate_model(
         return similarity_metrics(
             first, second, data.scores, sizes, normalize=normalize
         )
-    query_embeddings = encode(data.queries, "query")
-    ks = _cut_offs(options)
+    asked = encode(data.queries, "query")
+    ks = _cut_offs(evaluation.eval_ks)
     search = RetrievalSearch(
-        query_embeddings,
-        data,
-        ks,
-        sizes,
-        normalize=normalize,
-        session=session,
-        between=between,
+        asked, data, ks, sizes, normalize=normalize, session=session, between=between
     )
     if compressed:  # its ranges and levels are of all documents
         documents = encode(data.documents, "document")
         search.add(documents, np.arange(len(documents)))
         return search.scores(queries) | compressed_scores(
-            query_embeddings, documents, data, sizes, normalize=normalize
+            asked, documents, data, sizes, normalize=normalize
         )
 
     def take(numbers: np.ndarray, embeddings: np.ndarray) -> None:
@@ -225,37 +219,31 @@ def evaluate_model(
             take,
             lengths=lengths,
             progress=progress,
-            **encoding,
+            **options,
         )
     return search.scores(queries)
 
 
-def deciding_metric(
-    options: EvaluationSection, data: EvalData, scores: dict[str, float]
-) -> str:
+def deciding_metric(eval_metric: str, data: EvalData, scores: dict[str, float]) -> str:
     """Return the key of the metric that decides which checkpoint is best."""
-    if options.eval_metric == "auto":
+    if eval_metric == "auto":
         return data.metric
-    if options.eval_metric not in scores:
+    if eval_metric not in scores:
         raise UserError(
-            f"eval_metric: {options.eval_metric} is not among what is measured: {', '.join(scores)}"
+            f"eval_metric: {eval_metric} is not among what is measured: {', '.join(scores)}"
         )
-    return options.eval_metric
+    return eval_metric
 
 
 def check_metric(
-    options: EvaluationSection,
+    evaluation: EvaluationSection,
+    quantize_embeddings: str | None,
     data: EvalData,
     description: ModelDescription,
-    *,
-    compressed: bool,
 ) -> None:
-    """Raise UserError if `eval_metric` is none of the scores that this evaluation will have.
-
-    `compressed`: scores of int8 and binary documents are among them.
-    """
+    """Raise UserError if `eval_metric` is none of the scores that this evaluation will have."""
     if isinstance(data, RetrievalData):
-        names = metric_names(_cut_offs(options))
+        names = metric_names(_cut_offs(evaluation.eval_ks))
     else:
         names = ["spearman", "pearson"]
     full = description.truncate_dim or description.embedding_dim
@@ -265,22 +253,22 @@ def check_metric(
         if dim <= full
         for name in names
     ]
-    if compressed and isinstance(data, RetrievalData):
+    if quantize_embeddings is not None and isinstance(data, RetrievalData):
         names += [
             compressed_name(form, dim)
             for form in FORMS
             for dim in sorted({full, *description.mrl_dims})
         ]
-    if options.eval_metric not in ("auto", *names):
-        near = nearest(options.eval_metric, names)
+    if evaluation.eval_metric not in ("auto", *names):
+        near = nearest(evaluation.eval_metric, names)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(
-            f"eval_metric: {options.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
+            f"eval_metric: {evaluation.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
         )
 
 
-def _cut_offs(options: EvaluationSection) -> list[int]:
-    return sorted({*options.eval_ks, REPORTED_K})
+def _cut_offs(eval_ks: Sequence[int]) -> list[int]:
+    return sorted({*eval_ks, REPORTED_K})
 
 
 def _checked_dims(dims: Sequence[int], full: int) -> list[int]:

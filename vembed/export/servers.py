@@ -116,7 +116,7 @@ def write_server_files(
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServerEndpoint:
     """A running server of embeddings."""
 
     url: str
@@ -165,16 +165,16 @@ def check_address(url: str, model: str) -> None:
     raise UserError(f"{url} is no address; give it as http://localhost:8080")
 
 
-def find_endpoint(url: str, model: str) -> Endpoint:
+def find_endpoint(url: str, model: str) -> ServerEndpoint:
     """Return the route of a server: the URL itself if it names one, otherwise the first that answers."""
     check_address(url, model)
     url = url.rstrip("/")
     if url.endswith(("/embeddings", TEI_ROUTE)):
-        return Endpoint(url, model)
+        return ServerEndpoint(url, model)
     # A route that the server lacks answers 404: each is tried with one short text.
     problems = []
     for route in (url.removesuffix("/v1") + OPENAI_ROUTE, url + TEI_ROUTE):
-        endpoint = Endpoint(route, model)
+        endpoint = ServerEndpoint(route, model)
         try:
             endpoint.embed(["a"])
         except UserError as error:

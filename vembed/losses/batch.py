@@ -186,8 +186,8 @@ class LossBatch:
     @property
     def num_own_rows(self) -> int:
         """Number of rows in `own_rows`."""
-        own = self.own()
-        return int(own.stop - own.start)
+        rank_rows = self.own()
+        return int(rank_rows.stop - rank_rows.start)
 
     def own_hard_negatives(self) -> slice:
         """Return `own_negatives` with plain bounds: 0 <= start <= stop <= H."""

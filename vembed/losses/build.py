@@ -198,14 +198,16 @@ def build_loss(
         start_scale, start_bias, embedding_dim, None, seed=config.run.seed
     )
     model_temperature = None if start_scale is None else 1.0 / start_scale
-    terms = source_terms(config, model_temperature)
-    numbers = task_numbers(config) if has_tasks(config) else [0]
+    terms = source_terms(
+        config.objective, config.data, config.model.model_name, model_temperature
+    )
+    numbers = task_numbers(config.data) if has_tasks(config.data) else [0]
     tasks: dict[int, EmbeddingLoss] = {}
     for number in numbers:
         if number not in tasks:
             tasks[number] = _sum(terms[number], sizes, start, teacher_dims or {})
     loss = tasks[0]
-    if has_tasks(config):
+    if has_tasks(config.data):
         loss = LossBySource([tasks[number] for number in numbers])
     form = config.objective.quantize_embeddings
     return loss if form is None else StoredVectors(loss, form, cosine=cosine)

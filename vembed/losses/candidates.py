@@ -136,7 +136,7 @@ class ForeignColumns:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class LossCandidates:
     """All scores of this rank's share of the loss. Positions are rows of a table of N occurrences."""
 
     index: Tensor
@@ -161,7 +161,7 @@ class Candidates:
         """Number of rows whose loss terms this rank computes."""
         return int(self.queries.stop - self.queries.start)
 
-    def to(self, device: torch.device) -> Candidates:
+    def to(self, device: torch.device) -> LossCandidates:
         """Return the candidates on a device, copied together."""
         if self.index.device == device:
             return self
@@ -176,7 +176,8 @@ class Candidates:
         copy_of = dict(zip(distinct, copies, strict=True))
         explicit = []
         for pairs in self.explicit:
-            row, position = copy_of[id(pairs.row)], copy_of[id(pairs.position)]
+            row = copy_of[id(pairs.row)]
+            position = copy_of[id(pairs.position)]
             explicit.append(replace(pairs, row=row, position=position))
         blocks = []
         for block in self.score_blocks:
@@ -201,7 +202,7 @@ def find_candidates(
     query_query: bool = False,
     document_document: bool = False,
     both_directions: bool = False,
-) -> Candidates:
+) -> LossCandidates:
     """Lay out the table and the score blocks that the options ask for.
 
     `query_query`, `document_document`: queries against queries, and positives against
@@ -210,14 +211,14 @@ def find_candidates(
     device = batch.query.device
     # On the host, where nothing waits for a GPU to tell how many there are of something.
     batch = batch.on_host()
-    own = batch.own()
+    rank_rows = batch.own()
     # The rows and hard negatives whose columns are in the table.
     rows = slice(0, batch.num_rows)
     negatives = batch.negative_numbers()
     all_ranks = options.negatives_from == "all_ranks"
     if not all_ranks:
         # Fewer candidates. The loss still divides by the rows of the global batch.
-        rows = own
+        rows = rank_rows
         own_negatives = batch.own_hard_negatives()
         negatives = negatives[own_negatives]
     elif batch.ring is not None:
@@ -227,7 +228,7 @@ def find_candidates(
     # Queries of other rows are needed only as columns. Otherwise the queries of this
     # rank's rows are enough, as anchors.
     has_query_columns = query_query or both_directions
-    query_rows = rows if has_query_columns else own
+    query_rows = rows if has_query_columns else rank_rows
 
     has_negative_columns = options.hard_negatives_scope == "all"
     explicit_row = batch.negative[:0]
@@ -235,7 +236,7 @@ def find_candidates(
     explicit_negative = batch.negative[:0]
     if not has_negative_columns:
         explicit_row, negative = explicit_negatives(
-            batch, own, negatives, mask_duplicates=options.mask_duplicates
+            batch, rank_rows, negatives, mask_duplicates=options.mask_duplicates
         )
         explicit_negative, explicit_position = torch.unique(
             negative, return_inverse=True
@@ -267,7 +268,7 @@ def find_candidates(
             explicit.append(replace(explicit[0], anchor="positive"))
     blocks = _BlockBuilder(
         batch,
-        own,
+        rank_rows,
         by_content=options.mask_duplicates,
         query_query=query_query,
         document_document=document_document,
@@ -281,12 +282,12 @@ def find_candidates(
             with_negatives=has_negative_columns,
             with_queries=has_query_columns,
         )
-    candidates = Candidates(
+    candidates = LossCandidates(
         index=batch.positions(inputs[occurrence]),
         occurrence=occurrence,
         # `own` counts rows of the global batch. The table may begin at another row.
-        queries=_shifted(own, num_documents - query_rows.start),
-        positives=_shifted(own, negatives.numel() - rows.start),
+        queries=_shifted(rank_rows, num_documents - query_rows.start),
+        positives=_shifted(rank_rows, negatives.numel() - rows.start),
         score_blocks=blocks.build(rows, negatives),
         explicit=tuple(explicit),
         foreign=foreign,
@@ -355,7 +356,7 @@ class _BlockBuilder:
     def __init__(
         self,
         batch: LossBatch,
-        own: slice,
+        rank_rows: slice,
         *,
         by_content: bool,
         query_query: bool,
@@ -381,9 +382,9 @@ class _BlockBuilder:
             self.negative = torch.full_like(
                 batch.negative[:, None], NO_KEY_COLUMN, dtype=torch.int32
             )
-        self.row_excluded = self.excluded[own]
-        self.row_query = self.query[own]
-        self.row_positive = self.positive[own]
+        self.row_excluded = self.excluded[rank_rows]
+        self.row_query = self.query[rank_rows]
+        self.row_positive = self.positive[rank_rows]
 
     def build(self, rows: slice, negatives: Tensor) -> tuple[ScoreBlock, ...]:
         """Return the score blocks against [negatives, positives, queries].

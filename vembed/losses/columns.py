@@ -40,7 +40,7 @@ class TeacherTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class LossColumns:
     """C columns, with everything that a tile reads of them."""
 
     score_blocks: tuple[ScoreBlock, ...]
@@ -78,11 +78,17 @@ class _HomeColumns(TravellingColumns):
     ) -> None:
         self.table = table
         self.counts = foreign.counts
-        self.teachers = [one for one in (guide, teacher) if one is not None]
+        self.teachers = [
+            teacher_table
+            for teacher_table in (guide, teacher)
+            if teacher_table is not None
+        ]
         self.dim = table.x.shape[1]
         num_smaller = len(table.similarity.dims) - 1
         num_scales = 0 if table.prefix_scales is None else num_smaller
-        teacher_widths = [one.vectors.shape[1] for one in self.teachers]
+        teacher_widths = [
+            teacher_table.vectors.shape[1] for teacher_table in self.teachers
+        ]
         self.widths = [self.dim, num_scales, *teacher_widths]
         self.width = sum(self.widths)
         self.gradient_width = self.dim + num_smaller
@@ -121,7 +127,7 @@ class StreamedColumns:
         self.has_teacher = teacher is not None
         self._last_gradient: Tensor | None = None
 
-    def scored(self, *, keeps_last: bool) -> Iterator[Columns]:
+    def scored(self, *, keeps_last: bool) -> Iterator[LossColumns]:
         """Yield all columns, without room for gradients.
 
         `keeps_last`: the last block stays, with room for its gradient. It does not come
@@ -136,13 +142,13 @@ class StreamedColumns:
             else:
                 yield self._columns(visit)
 
-    def differentiated(self) -> Iterator[Columns]:
+    def differentiated(self) -> Iterator[LossColumns]:
         """Yield all columns with room for gradients, less a block that was kept."""
         last = self._last_gradient
         for visit in self.foreign.ring.visits(self.home, with_gradient=True, held=last):
             yield self._columns(visit)
 
-    def _columns(self, visit: Visit, *, stays: bool = False) -> Columns:
+    def _columns(self, visit: Visit, *, stays: bool = False) -> LossColumns:
         """Return the columns of a block that another rank packed as this one does."""
         home = self.home
         x, scales, *teachers = torch.split(visit.values, home.widths, dim=1)
@@ -155,7 +161,7 @@ class StreamedColumns:
             dx=None if gradient is None else gradient[:, : home.dim],
             norm_grad=None if gradient is None else gradient[:, home.dim :].T,
         )
-        return Columns(
+        return LossColumns(
             score_blocks=self.foreign.score_blocks(visit.owner),
             first=visit.columns.start,
             count=x.shape[0],

@@ -53,16 +53,16 @@ class ListedPairs:
     @classmethod
     def of_rank(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
         """Return a group for each row of this rank, whose own pairs come first."""
-        own = batch.own()
+        rank_rows = batch.own()
         device = batch.query.device
         batch = batch.on_host()
         row, negative = explicit_negatives(
-            batch, own, batch.negative_numbers(), mask_duplicates=mask_duplicates
+            batch, rank_rows, batch.negative_numbers(), mask_duplicates=mask_duplicates
         )
         numbers = torch.arange(batch.num_own_rows, device=row.device)
         columns = (
-            numbers + own.start,
-            row + own.start,
+            numbers + rank_rows.start,
+            row + rank_rows.start,
             negative,
             torch.cat((numbers, row)),
         )
@@ -98,9 +98,9 @@ class ListedPairs:
         A list belongs to one rank, also where its rows lie on two: otherwise it would
         count twice.
         """
-        own = batch.own()
+        rank_rows = batch.own()
         first_row = _first_rows(batch)[self.group]
-        is_own = (first_row >= own.start) & (first_row < own.stop)
+        is_own = (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
         num_rows = self.rows.numel()
         return ListedPairs(
             rows=self.rows[is_own[:num_rows]],

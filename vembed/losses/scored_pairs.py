@@ -50,8 +50,8 @@ class CoSENT(Temperature):
         has_lower = num_lower > 0
         below = logits.logcumsumexp(dim=1)[:, num_lower[has_lower] - 1]
         # The zero column is the "1 +" of the formula. [K, 1 + rows with lower ones]
-        one = logits.new_zeros(len(logits), 1)
-        terms = torch.cat((one, below - logits[:, has_lower]), dim=1)
+        zero_column = logits.new_zeros(len(logits), 1)
+        terms = torch.cat((zero_column, below - logits[:, has_lower]), dim=1)
         share = batch.num_own_rows / max(1, batch.num_rows)
         return similarity.total(terms.logsumexp(dim=1)) * share
 
@@ -126,9 +126,9 @@ class Cosine(Loss):
         """See Loss."""
         from vembed.losses.similarity import arithmetic_dtype, pair_scores
 
-        own = batch.own()
+        rank_rows = batch.own()
         embeddings = batch.embeddings
-        labels = batch.required_scores(self.name)[own]
+        labels = batch.required_scores(self.name)[rank_rows]
         labels = labels.to(embeddings.device, arithmetic_dtype(embeddings))
         similarity = term.similarity(embeddings)
         if similarity.cosine and labels.numel() and not bool((labels.abs() <= 1).all()):
@@ -136,8 +136,8 @@ class Cosine(Loss):
                 f"loss: cosine compares similarities with unscaled scores, and the data have scores from "
                 f"{float(labels.min()):g} to {float(labels.max()):g}: scale them into [-1, 1], or use loss: cosent."
             )
-        left = batch.positions(batch.query[own])
-        right = batch.positions(batch.positive[own])
+        left = batch.positions(batch.query[rank_rows])
+        right = batch.positions(batch.positive[rank_rows])
         scores = pair_scores(embeddings, left, right, similarity)  # [K, n]
         errors = (scores - labels).square().sum(1)
         return similarity.total(errors) / max(1, batch.num_rows)

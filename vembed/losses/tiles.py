@@ -46,12 +46,12 @@ from torch.autograd.function import once_differentiable
 from vembed.losses.batch import TeacherVectors
 from vembed.losses.candidates import (
     Anchor,
-    Candidates,
     ExplicitPairs,
     LeftOut,
+    LossCandidates,
     ScoreBlock,
 )
-from vembed.losses.columns import Columns, StreamedColumns, TeacherTable
+from vembed.losses.columns import LossColumns, StreamedColumns, TeacherTable
 from vembed.losses.row_losses import LEFT_OUT, RowLoss
 from vembed.losses.similarity import Anchors, Similarity, arithmetic_dtype, chunks
 
@@ -124,7 +124,7 @@ class Guide:
 class Scoring:
     """Definition of a loss over scores: candidates, similarity, row loss and options."""
 
-    candidates: Candidates
+    candidates: LossCandidates
     similarity: Similarity
     row_loss: Callable[[Tensor, float, Tensor | None, Tensor | None], RowLoss]
     """Makes the losses of a block from the own pairs' logits, a coefficient, the bias, and the own pairs' targets."""
@@ -206,7 +206,7 @@ class _TiledLoss(torch.autograd.Function):
 class _Tile:
     """Some columns of a score block, with a buffer for the logits of all sizes."""
 
-    columns: Columns
+    columns: LossColumns
     positions: slice
     """Positions of the tile among the columns."""
     score_block: ScoreBlock
@@ -318,7 +318,7 @@ class _ScorePass:
 
     def run(self) -> None:
         """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
-        here = Columns(
+        here = LossColumns(
             score_blocks=self.candidates.score_blocks,
             first=0,
             count=self.table.x.shape[0],
@@ -364,7 +364,7 @@ class _ScorePass:
                 tiles = self._scored_tiles(block, [columns], counts=False)
                 self._differentiate(block, [columns], tiles)
 
-    def _complete(self, block: _RowBlock, last: Sequence[Columns]) -> None:
+    def _complete(self, block: _RowBlock, last: Sequence[LossColumns]) -> None:
         """Score one block of rows against the last of its columns, and differentiate the same scores."""
         if self.differentiates_at_once:
             self._differentiate(block, last, self._scored_tiles(block, last))
@@ -493,7 +493,7 @@ class _ScorePass:
     # ---- A block of rows against tiles of columns -------------------------------------
 
     def _tiles(
-        self, block: _RowBlock, columns: Sequence[Columns], *, keep: bool
+        self, block: _RowBlock, columns: Sequence[LossColumns], *, keep: bool
     ) -> Iterator[_Tile]:
         """Yield the tiles of some columns, with room for their logits.
 
@@ -548,7 +548,7 @@ class _ScorePass:
     def _scored_tiles(
         self,
         block: _RowBlock,
-        columns: Sequence[Columns],
+        columns: Sequence[LossColumns],
         *,
         keep: bool = False,
         counts: bool = True,
@@ -596,7 +596,7 @@ class _ScorePass:
                 row_loss.add(logits, self._scratch(0, logits), tile.target)
 
     def _differentiate(
-        self, block: _RowBlock, columns: Sequence[Columns], tiles: Iterable[_Tile]
+        self, block: _RowBlock, columns: Sequence[LossColumns], tiles: Iterable[_Tile]
     ) -> None:
         """Add the gradients of the tiles with respect to the block's rows and to the columns."""
         anchors = self._anchors(block, columns)
@@ -629,7 +629,7 @@ class _ScorePass:
         )
 
     def _anchors(
-        self, block: _RowBlock, columns: Sequence[Columns]
+        self, block: _RowBlock, columns: Sequence[LossColumns]
     ) -> dict[Anchor, Anchors]:
         """Return the block's rows of the table, for each kind of anchor of the score blocks."""
         anchors: dict[Anchor, Anchors] = {}

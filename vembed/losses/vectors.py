@@ -115,12 +115,12 @@ class Relational(TeacherLoss):
         from vembed.losses.candidates import ExclusionMask
 
         num = batch.num_rows
-        own = batch.own()
+        rank_rows = batch.own()
         num_inputs = 2 * num + batch.negative.numel()
         numbers = torch.arange(num_inputs, device=batch.query.device)
         # Occurrences are numbered: the N queries, the N positives, the H negatives.
-        queries = numbers[:num][own]
-        positives = numbers[num : 2 * num][own]
+        queries = numbers[:num][rank_rows]
+        positives = numbers[num : 2 * num][rank_rows]
         negatives = numbers[2 * num :][batch.own_hard_negatives()]
         rows = torch.cat((queries, positives, negatives))
         # Its own number is the key of an occurrence on both sides: equal keys are left
@@ -155,7 +155,7 @@ class SpreadOut(MaskedLoss):
         from vembed.losses.candidates import ExclusionMask
 
         num = batch.num_rows
-        own = batch.own()
+        rank_rows = batch.own()
         numbers = torch.arange(2 * num, device=batch.query.device)
         content = torch.unique(batch.content, return_inverse=True)[1]
         example = torch.unique(batch.example, return_inverse=True)[1]
@@ -169,11 +169,14 @@ class SpreadOut(MaskedLoss):
             if self.mask_duplicates:
                 keys = [content[inputs], example]
             masks = tuple(
-                ExclusionMask(key[own, None].int(), key[:, None].int()) for key in keys
+                ExclusionMask(key[rank_rows, None].int(), key[:, None].int())
+                for key in keys
             )
             coefficient = 1.0 / max(1, num * (num - 1))
             shares.append(
-                _squared_errors(batch, term, columns[own], columns, masks, coefficient)
+                _squared_errors(
+                    batch, term, columns[rank_rows], columns, masks, coefficient
+                )
             )
         return shares[0] + shares[1]
 
@@ -207,7 +210,7 @@ def _squared_errors(
     """
     import torch
 
-    from vembed.losses.candidates import FORWARD, Candidates, ScoreBlock
+    from vembed.losses.candidates import FORWARD, LossCandidates, ScoreBlock
     from vembed.losses.row_losses import SquaredErrorRows
     from vembed.losses.similarity import arithmetic_dtype
     from vembed.losses.tiles import Scoring, tiled_loss
@@ -218,7 +221,7 @@ def _squared_errors(
     row_positions = slice(0, rows.numel())
     column_positions = slice(rows.numel(), occurrence.numel())
     inputs = torch.cat((batch.query, batch.positive, batch.negative))
-    candidates = Candidates(
+    candidates = LossCandidates(
         index=inputs[occurrence],
         occurrence=occurrence,
         queries=row_positions,
@@ -252,13 +255,17 @@ def _mean_distance(
 
     from vembed.losses.projection import projected_distances
 
-    own = batch.own()
+    rank_rows = batch.own()
     negatives = batch.own_hard_negatives()
     inputs = torch.cat(
-        (batch.query[own], batch.positive[own], batch.negative[negatives])
+        (batch.query[rank_rows], batch.positive[rank_rows], batch.negative[negatives])
     )
     targets = torch.cat(
-        (teacher.query[own], teacher.positive[own], teacher.negative[negatives])
+        (
+            teacher.query[rank_rows],
+            teacher.positive[rank_rows],
+            teacher.negative[negatives],
+        )
     )
     distances = projected_distances(
         batch.embeddings,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from vembed.config.schema import ModelSection, TrainConfig
+from vembed.config.schema import ModelSection, OptimizerSection, TrainConfig
 from vembed.models.adapters import wants_adapters
 from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
@@ -171,16 +171,15 @@ def tokens_that_fit(limit: float, demand: Demand, longest: int) -> tuple[int, in
     return max(int(free / 2), longest), int(free)
 
 
-def optimizer_bytes(config: TrainConfig, size: ModelSize) -> float:
+def optimizer_bytes(
+    optimizer: OptimizerSection, model: ModelSection, size: ModelSize
+) -> float:
     """Return the bytes of the optimizer's state for the whole model."""
-    is_half = (
-        config.model.pure_dtype and config.model.torch_dtype == "bfloat16"
-    )  # the moments have the dtype of the weights
-    return (
-        size.trained
-        * OPTIMIZERS[config.optimizer.optim].state_bytes
-        * (0.5 if is_half else 1.0)
-    )
+    float32_bytes = size.trained * OPTIMIZERS[optimizer.optim].state_bytes
+    # The moments have the dtype of the weights.
+    if model.pure_dtype and model.torch_dtype == "bfloat16":
+        return float32_bytes / 2
+    return float32_bytes
 
 
 def copied_bytes(size: ModelSize) -> float:
@@ -194,9 +193,9 @@ def copied_bytes(size: ModelSize) -> float:
     )
 
 
-def tokens_of_a_batch(config: TrainConfig, rows: int, max_length: int) -> int:
-    """Return the padded tokens of a process's batch at most: every text as long as texts may be."""
-    return rows * (2 + (config.data.max_negatives or 0)) * max_length
+def inputs_per_example(max_negatives: int | None) -> int:
+    """Return the inputs of an example: query, positive, and the hard negatives as far as the config gives a number."""
+    return 2 + (max_negatives or 0)
 
 
 def _count(module: nn.Module) -> int:

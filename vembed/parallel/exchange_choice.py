@@ -6,8 +6,7 @@ from contextlib import suppress
 from typing import Literal
 
 from vembed.config.resolved import DEFAULT, Decision, ResolvedRun
-from vembed.config.schema import TrainConfig
-from vembed.config.terms import needs_whole_batch
+from vembed.config.terms import needs_whole_batch, run_terms
 from vembed.errors import UserError
 from vembed.parallel import estimate
 from vembed.parallel.environment import RankInfo
@@ -30,20 +29,12 @@ WIDEST = 8192
 """Numbers of an embedding at most, for a first look."""
 
 
-def loss_bytes(
-    config: TrainConfig, rows: int, world_size: int, dim: int, exchange: Exchange
-) -> float:
-    """Estimate the bytes of a loss over `rows` examples on each process, of embeddings of `dim` numbers."""
-    inputs = rows * inputs_of_a_row(config)
+def loss_bytes(inputs: int, world_size: int, dim: int, exchange: Exchange) -> float:
+    """Estimate the bytes of a loss over `inputs` embeddings of `dim` numbers on each process."""
     integers = INTEGERS * inputs * world_size
-    # A ring holds the own columns and its buffers, whose rows are not copied COPIES times.
+    # A ring holds this rank's columns and its buffers, whose rows are not copied COPIES times.
     held = inputs + RING_ROWS / COPIES if exchange == "ring" else inputs * world_size
     return 4.0 * COPIES * held * dim + integers + estimate.WORKING_BYTES
-
-
-def inputs_of_a_row(config: TrainConfig) -> int:
-    """Return the inputs of an example: query, positive, and the hard negatives as far as the config gives a number."""
-    return 2 + (config.data.max_negatives or 0)
 
 
 def choose_exchange(
@@ -63,20 +54,25 @@ def choose_exchange(
         )
     every = f"{rows * ranks.world_size:,d} rows"
     # The model's files are read for its size only where some size could exceed the limit.
-    dim, need, limit = None, 0.0, GATHERED_SHARE * memory
-    fits = loss_bytes(config, rows, ranks.world_size, WIDEST, "gather") <= limit
+    dim = None
+    need = 0.0
+    limit = GATHERED_SHARE * memory
+    inputs = rows * estimate.inputs_per_example(config.data.max_negatives)
+    fits = loss_bytes(inputs, ranks.world_size, WIDEST, "gather") <= limit
     if not fits:
         with suppress(
             UserError
         ):  # raised again where the model is loaded; a session can do without one
             dim = estimate.hidden_size(config.model)
-            need = loss_bytes(config, rows, ranks.world_size, dim, "gather")
+            need = loss_bytes(inputs, ranks.world_size, dim, "gather")
     cost = (
         ""
         if dim is None
         else f", {need / GIB:.2f}GB for {every} of {dim:,d} numbers, with their gradients"
     )
-    if (loss := needs_whole_batch(config)) is not None:
+    terms = run_terms(config.objective, config.data, config.model.model_name)
+    loss = needs_whole_batch(terms)
+    if loss is not None:
         return Decision(
             "gather",
             f"auto: loss: {loss} needs the embeddings of the whole batch at once{cost}",

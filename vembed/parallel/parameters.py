@@ -137,8 +137,8 @@ def num_parameters(model: nn.Module, *, trainable_only: bool = False) -> int:
         )
     count = sum(
         1
-        for one in model.parameters()
-        if one.dim() == 0 and (one.requires_grad or not trainable_only)
+        for weight in model.parameters()
+        if weight.dim() == 0 and (weight.requires_grad or not trainable_only)
     )
     for unit in units:
         flat = unit._flat_param
@@ -313,7 +313,9 @@ def global_grad_norm(
 
     The result equals the norm in one process under every strategy.
     """
-    whole: list[Tensor] = [one.grad for one in replicated if one.grad is not None]
+    whole: list[Tensor] = [
+        weight.grad for weight in replicated if weight.grad is not None
+    ]
     sharded: dict[ProcessGroup | None, list[Tensor]] = {}
     units = FullyShardedDataParallel.fsdp_modules(model)
     for parameter in model.parameters():
@@ -415,8 +417,8 @@ def edit_weights(
     """
     with torch.no_grad(), _gathered_by_fsdp1(model, write=True):
         by_name = {
-            plain_name(one): parameter
-            for one, parameter in model.named_parameters(remove_duplicate=False)
+            plain_name(full_name): parameter
+            for full_name, parameter in model.named_parameters(remove_duplicate=False)
         }
         for name, edit in edits.items():
             if name not in by_name:

@@ -227,13 +227,17 @@ class Placement:
         )
         return Demand(self._without_graphs(size).total, per_token)
 
+    @property
+    def inputs(self) -> int:
+        """Texts and images of a process's batch at most."""
+        max_negatives = self.run.config.data.max_negatives
+        return self.rows * estimate.inputs_per_example(max_negatives)
+
     def graphs(self, size: ModelSize) -> str:
         """Describe how many tokens keep their graphs at once, and why."""
-        config, (tokens, kept) = (
-            self.run.config,
-            self.tokens(self.demand(size), size.max_length),
-        )
-        batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
+        config = self.run.config
+        tokens, kept = self.tokens(self.demand(size), size.max_length)
+        batch = self.inputs * size.max_length
         whole = f"of the whole batch, {batch:,d} padded tokens at most"
         if config.batch.use_gradient_cache is False:
             return f"{whole} (use_gradient_cache: false)"
@@ -258,14 +262,13 @@ class Placement:
     ) -> Memory:
         """Estimate the memory of one process in a step. `tokens` of a micro-batch, `recomputes`, `uses_cache`: instead
         of what the run would do."""
-        config, demand = self.run.config, self.demand(size, recomputes)
+        demand = self.demand(size, recomputes)
         micro_batch, kept = self.tokens(demand, size.max_length)
-        graphs = batch = estimate.tokens_of_a_batch(config, self.rows, size.max_length)
-        keeps = config.batch.use_gradient_cache is False or (
-            config.batch.use_gradient_cache == "auto"
-            and tokens is None
-            and batch <= kept
-        )
+        batch = self.inputs * size.max_length
+        graphs = batch
+        asked = self.run.config.batch.use_gradient_cache
+        fits = tokens is None and batch <= kept
+        keeps = asked is False or (asked == "auto" and fits)
         if uses_cache or not keeps:
             graphs = min(micro_batch if tokens is None else tokens, batch)
         return replace(
@@ -275,20 +278,19 @@ class Placement:
     def loss_bytes(self, dim: int) -> float:
         """Return the bytes of the embeddings of `dim` numbers that are here for the loss, their gradients, and the
         loss."""
-        return loss_bytes(
-            self.run.config, self.rows, self.ranks.world_size, dim, self.exchange.value
-        )
+        return loss_bytes(self.inputs, self.ranks.world_size, dim, self.exchange.value)
 
     def most_rows(self, size: ModelSize, exchange: Exchange) -> int:
         """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
-        config, world_size = self.run.config, self.ranks.world_size
+        world_size = self.ranks.world_size
         free = self.memory - (
             self.predict(size, uses_cache=True).total - self.loss_bytes(size.hidden)
         )
         # The loss is linear in the rows: a fixed part, and the same for each row.
-        fixed = loss_bytes(config, 0, world_size, size.hidden, exchange)
-        each = loss_bytes(config, 1, world_size, size.hidden, exchange) - fixed
-        return max(0, int((free - fixed) / each))
+        fixed = loss_bytes(0, world_size, size.hidden, exchange)
+        example = estimate.inputs_per_example(self.run.config.data.max_negatives)
+        per_row = loss_bytes(example, world_size, size.hidden, exchange) - fixed
+        return max(0, int((free - fixed) / per_row))
 
     def _without_graphs(self, size: ModelSize) -> Memory:
         held = 0.0 if self.offloads else 1.0 / self.num_shards
@@ -305,10 +307,12 @@ class Placement:
                 if self.keeps_gathered(whole)
                 else 2 * size.layer_parameters * width
             )
+        config = self.run.config
+        optimizer = estimate.optimizer_bytes(config.optimizer, config.model, size)
         return Memory(
             weights=size.weight_bytes * held,
             gradients=size.gradient_bytes * (1.0 if whole_gradients else held),
-            optimizer=estimate.optimizer_bytes(self.run.config, size) * held,
+            optimizer=optimizer * held,
             gathered=gathered,
             copies=estimate.copied_bytes(size) if self.copies_weights else 0.0,
             activations=0.0,
@@ -383,7 +387,8 @@ def _recomputation(placement: Placement) -> Decision[bool]:
 
     Gradient Cache bounds the graphs by the micro-batch already, and recomputation would add a third forward pass.
     """
-    run, size = placement.run, placement.size
+    run = placement.run
+    size = placement.size
     cache = run.config.batch.use_gradient_cache is not False
     if (
         run.recomputation.source != "default"
@@ -431,7 +436,8 @@ def choose_precision(
     bfloat16 pays on the CPU, and why. `resumed`: the precision of the run that is resumed, which `auto` keeps where it
     can."""
     if gpu is not None:
-        has_bf16, name = gpu.has_bf16, gpu.name
+        has_bf16 = gpu.has_bf16
+        name = gpu.name
     else:
         has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(
             including_emulation=False
@@ -543,7 +549,7 @@ def _choose_strategy(
     states = (
         size.weight_bytes
         + size.gradient_bytes
-        + estimate.optimizer_bytes(run.config, size)
+        + estimate.optimizer_bytes(run.config.optimizer, run.config.model, size)
     )
     share = states / memory
     need = (
@@ -566,7 +572,7 @@ def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
     """Return the largest number of rows of any process. A resumed run may divide its global batch unevenly."""
     config = run.config
     sizes = [
-        *source_batch_sizes(config, ranks.world_size),
+        *source_batch_sizes(config.data, config.batch, ranks.world_size),
         config.batch.global_batch_size or 0,
     ]
     largest = -(-max(sizes) // ranks.world_size)

@@ -30,11 +30,15 @@ class NeighbourRing(Ring):
         self.columns_at_once = columns_at_once
 
     def visits(
-        self, own: TravellingColumns, *, with_gradient: bool, held: Tensor | None = None
+        self,
+        rank_columns: TravellingColumns,
+        *,
+        with_gradient: bool,
+        held: Tensor | None = None,
     ) -> Iterator[Visit]:
         """See Ring."""
         # From the largest rank: all take part in equally many shifts, some with empty pieces.
-        num_pieces = -(-max(own.counts) // self.columns_at_once)
+        num_pieces = -(-max(rank_columns.counts) // self.columns_at_once)
         steps = [
             (piece, distance)
             for piece in range(num_pieces)
@@ -42,12 +46,12 @@ class NeighbourRing(Ring):
         ]
         if not steps:
             return
-        cuts = [_cuts(count, num_pieces) for count in own.counts]
+        cuts = [_cuts(count, num_pieces) for count in rank_columns.counts]
         longest = max(part.stop - part.start for parts in cuts for part in parts)
-        like = own.packed(slice(0, 0))
+        like = rank_columns.packed(slice(0, 0))
         # Two buffers: one is read and sent on, the other receives.
-        rooms = [like.new_empty(longest, own.width) for _ in range(2)]
-        gradients = _Gradients(own, longest, like) if with_gradient else None
+        rooms = [like.new_empty(longest, rank_columns.width) for _ in range(2)]
+        gradients = _Gradients(rank_columns, longest, like) if with_gradient else None
 
         def block(number: int) -> tuple[int, slice]:
             piece, distance = steps[number]
@@ -59,7 +63,7 @@ class NeighbourRing(Ring):
             piece, distance = steps[number]
             # A round begins with the own piece. From then on a rank passes on what it has just received.
             sent = (
-                own.packed(cuts[self.rank][piece])
+                rank_columns.packed(cuts[self.rank][piece])
                 if distance == 1 or passed is None
                 else passed
             )
@@ -93,11 +97,15 @@ class NeighbourRing(Ring):
 class _Gradients:
     """Buffers of the gradients that travel: one that this rank fills, one that it sends, one that it receives."""
 
-    def __init__(self, own: TravellingColumns, longest: int, like: Tensor) -> None:
-        self.own = own
+    def __init__(
+        self, rank_columns: TravellingColumns, longest: int, like: Tensor
+    ) -> None:
+        self.own = rank_columns
         # Two: one is still being sent while the next is filled.
-        self.parts = [like.new_empty(longest, own.gradient_width) for _ in range(2)]
-        self.room = like.new_empty(longest, own.gradient_width)
+        self.parts = [
+            like.new_empty(longest, rank_columns.gradient_width) for _ in range(2)
+        ]
+        self.room = like.new_empty(longest, rank_columns.gradient_width)
         self.number = 0
         self.arriving: tuple[collectives.Transfer, Tensor, slice | None] | None = None
 

@@ -418,7 +418,9 @@ def _hand_out(
     parameters, buffers = weights
     model.to_empty(device=device)
     sharded = {
-        name: one for name, one in model.named_parameters() if isinstance(one, DTensor)
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
     }
     set_model_state_dict(
         model,
@@ -429,7 +431,9 @@ def _hand_out(
     )
     # FSDP leaves scalars and buffers unsharded, and set_model_state_dict was given the sharded parameters only.
     whole = {
-        name: one for name, one in model.named_parameters() if name not in sharded
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name not in sharded
     } | dict(model.named_buffers())
     with torch.no_grad():
         for name, tensor in whole.items() if collectives.rank() == 0 else ():

@@ -65,8 +65,8 @@ class CachedTeacher(Generic[Q]):
 
     def answers(self, keys: Sequence[bytes], questions: Sequence[Q]) -> np.ndarray:
         """Return [n, dim] float32. Collective: ranks may ask different things, and compute together what is missing."""
-        found = self.store.find_rows(keys)
-        missing = [place for place in range(len(keys)) if place not in found]
+        stored = self.store.find_rows(keys)
+        missing = [place for place in range(len(keys)) if place not in stored]
         rows = np.zeros((len(keys), self.model.dim), np.float32)
         # `compute` is collective: all ranks call it as soon as one of them misses an answer, the others with no
         # question.
@@ -76,8 +76,8 @@ class CachedTeacher(Generic[Q]):
             self.num_later += len(missing)
             if missing:
                 rows[missing] = computed
-        if found:
-            rows[list(found)] = np.stack(list(found.values()))
+        if stored:
+            rows[list(stored)] = np.stack(list(stored.values()))
         return rows
 
     def is_complete(self, what: str) -> bool:
@@ -148,14 +148,16 @@ class CachedTeacher(Generic[Q]):
     def _compute_together(
         self, chunk: Sequence[int], keys: Sequence[bytes], questions: Sequence[Q]
     ) -> None:
-        rank, world_size = self.session.rank, self.session.world_size
-        by_rank = [chunk[one::world_size] for one in range(world_size)]
-        own = self.model.compute([questions[place] for place in by_rank[rank]])
+        rank = self.session.rank
+        world_size = self.session.world_size
+        by_rank = [chunk[start::world_size] for start in range(world_size)]
+        answers = self.model.compute([questions[place] for place in by_rank[rank]])
         rows = collectives.all_gather_rows(
-            torch.from_numpy(own).to(self.session.device), [len(one) for one in by_rank]
+            torch.from_numpy(answers).to(self.session.device),
+            [len(share) for share in by_rank],
         )
         if self.session.local_rank == 0:
-            places = [place for one in by_rank for place in one]
+            places = [place for share in by_rank for place in share]
             self.store.add_rows([keys[place] for place in places], rows.cpu().numpy())
 
     def _note(self, what: str) -> Path:

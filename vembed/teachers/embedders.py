@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from vembed.config.entries import Teacher
-from vembed.config.schema import ModelSection, TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.inference.embedder import Embedder
@@ -33,14 +33,16 @@ Question = tuple[Item, Kind]
 class VectorTeacher:
     """An embedding model as teacher. Its weights are read when the first vector is computed."""
 
-    def __init__(self, teacher: Teacher, config: TrainConfig, session: Session) -> None:
+    def __init__(
+        self, teacher: Teacher, session: Session, *, trust_remote_code: bool
+    ) -> None:
         self.teacher = teacher
         self.session = session
-        self.trust_remote_code = config.model.trust_remote_code
+        self.trust_remote_code = trust_remote_code
         described = describe(
             ModelSection(
                 model_name=teacher.model,
-                trust_remote_code=config.model.trust_remote_code,
+                trust_remote_code=trust_remote_code,
                 max_length=teacher.max_length,
                 query_prompt=teacher.query_prompt,
                 document_prompt=teacher.document_prompt,
@@ -56,27 +58,27 @@ class VectorTeacher:
         """Return vectors [n, dim] of length 1 of this rank's questions. Collective: ranks may ask different things,
         and at least one rank asks something."""
         model, featuriser = self._loaded()
-        found = encode_features(
+        vectors = encode_features(
             model,
             featuriser,
             featuriser.features(questions),
             self.session.device,
             world_size=self.session.world_size,
         )
-        unit: np.ndarray = found / np.maximum(
-            np.linalg.norm(found, axis=1, keepdims=True), 1e-12
+        unit: np.ndarray = vectors / np.maximum(
+            np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12
         )
         return unit
 
     def question(self, item: Item, kind: Kind) -> tuple[bytes, Question]:
         """Return the key of an input in a role, and the question. What the config gives the teacher itself comes
         before the prompt and length that the data give."""
-        given = (
+        role_prompt = (
             self.teacher.query_prompt
             if kind == "query"
             else self.teacher.document_prompt
         )
-        if given is not None and item.prompt is not None:
+        if role_prompt is not None and item.prompt is not None:
             item = replace(item, prompt=None)
         if self.teacher.max_length is not None and item.max_length is not None:
             item = replace(item, max_length=None)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from vembed.config.entries import Teacher
-from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.errors import UserError
 from vembed.inference.reranker import Agree, Reranker, YesNoReranker, of_one_rank
@@ -33,16 +32,16 @@ class PairTeacher:
         self,
         teacher: Teacher,
         folder: Path,
-        config: TrainConfig,
         session: Session,
         *,
+        trust_remote_code: bool,
         yes_no: bool = False,
     ) -> None:
         self.teacher = teacher
         self.folder = folder
         self.session = session
         self.yes_no = yes_no
-        self.trust_remote_code = config.model.trust_remote_code
+        self.trust_remote_code = trust_remote_code
         self._reranker: Reranker | YesNoReranker | None = None
         self._agree: Agree = of_one_rank
 
@@ -86,12 +85,13 @@ class PairTeacher:
     def _loaded(self) -> Reranker | YesNoReranker:
         if self._reranker is not None:
             return self._reranker
-        device, role = self.session.device, f"teacher {self.teacher.label}"
+        device = self.session.device
+        role = f"teacher {self.teacher.label}"
         sharded = is_sharded(self.teacher, self.folder, self.session)
         holds = "cpu" if sharded else device
-        found: Reranker | YesNoReranker
+        reranker: Reranker | YesNoReranker
         if self.yes_no:
-            found = YesNoReranker(
+            reranker = YesNoReranker(
                 self.folder,
                 role=role,
                 instruction=self.teacher.instruction,
@@ -101,7 +101,7 @@ class PairTeacher:
                 trust_remote_code=self.trust_remote_code,
             )
         else:
-            found = Reranker(
+            reranker = Reranker(
                 self.folder,
                 role=role,
                 max_labels=1,
@@ -112,16 +112,16 @@ class PairTeacher:
             )
         if sharded:
             # Every rank has read the file: weights that are tied would come apart on their way from rank 0.
-            sharding.shard_for_use(found.model, (), device, one_reads=False)
+            sharding.shard_for_use(reranker.model, (), device, one_reads=False)
             self._agree = _most
         log.info(
             "%s: %s (%s)",
             role,
             "asked for yes or no" if self.yes_no else "reranker",
-            found.name,
+            reranker.name,
         )
-        self._reranker = found
-        return found
+        self._reranker = reranker
+        return reranker
 
     def _text(self, item: Item, prompt: str | None) -> str:
         if item.text is None or item.images:

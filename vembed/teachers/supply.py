@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vembed.config.entries import Teacher
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection, ModelSection, ObjectiveSection
 from vembed.config.terms import needed_teachers, run_terms
 from vembed.data.batching.feeding import to_device
 from vembed.data.batching.rank_batch import RankBatch
@@ -50,7 +50,12 @@ class Teachers:
     """The teachers of a run, by name; none where no loss follows one."""
 
     def __init__(
-        self, config: TrainConfig, session: Session, folder: Path | None = None
+        self,
+        objective: ObjectiveSection,
+        data: DataSection,
+        model: ModelSection,
+        session: Session,
+        folder: Path | None = None,
     ) -> None:
         """`folder`: of the cache, by default vembed's own."""
         self.session = session
@@ -59,11 +64,11 @@ class Teachers:
         self._models: dict[str, VectorTeacher] = {}
         self._scales: dict[str, float] = {}
         wants_vectors = set()
-        for term in run_terms(config):
+        for term in run_terms(objective, data, model.model_name):
             wants_vectors.add(term.guide)
             if term.loss.needs_vectors():
                 wants_vectors.add(term.teacher)
-        for teacher in needed_teachers(config):
+        for teacher in needed_teachers(objective, data, model):
             files = model_folder(teacher.model, option="teacher")
             kind = teacher_kind(
                 teacher, files, wants_vectors=teacher.label in wants_vectors
@@ -75,15 +80,21 @@ class Teachers:
                         "its vectors: use an embedding model for guide, embedding, relational and kl over the batch"
                     )
                 identity = teacher_identity(files, teacher, kind, "float32")
-                model = PairTeacher(
-                    teacher, files, config, session, yes_no=kind == "yes_no"
+                reranker = PairTeacher(
+                    teacher,
+                    files,
+                    session,
+                    trust_remote_code=model.trust_remote_code,
+                    yes_no=kind == "yes_no",
                 )
                 self.pairs[teacher.label] = CachedTeacher(
-                    teacher.label, model, identity, session, folder
+                    teacher.label, reranker, identity, session, folder
                 )
                 self._scales[teacher.label] = teacher.scale
             else:
-                embedder = VectorTeacher(teacher, config, session)
+                embedder = VectorTeacher(
+                    teacher, session, trust_remote_code=model.trust_remote_code
+                )
                 identity = teacher_identity(
                     files, teacher, "embedder", str(session.mixed_precision)
                 )
@@ -95,7 +106,7 @@ class Teachers:
     @property
     def dims(self) -> dict[str, int]:
         """Sizes of the teachers' vectors."""
-        return {name: one.dim for name, one in self._models.items()}
+        return {name: model.dim for name, model in self._models.items()}
 
     def prepare(self, examples: TaughtData) -> None:
         """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples.
@@ -105,11 +116,13 @@ class Teachers:
         fingerprint = examples.fingerprint
         open_vectors = [
             name
-            for name, one in self.vectors.items()
-            if not one.is_complete(fingerprint)
+            for name, vector in self.vectors.items()
+            if not vector.is_complete(fingerprint)
         ]
         open_pairs = [
-            name for name, one in self.pairs.items() if not one.is_complete(fingerprint)
+            name
+            for name, pair in self.pairs.items()
+            if not pair.is_complete(fingerprint)
         ]
         for name in [*self.vectors, *self.pairs]:
             if name not in (*open_vectors, *open_pairs):
@@ -123,7 +136,8 @@ class Teachers:
         for example in (examples[number] for number in range(len(examples))):
             documents = (*example.positives, *example.negatives)
             for name in open_vectors:
-                asked, model = questions[name], self._models[name]
+                asked = questions[name]
+                model = self._models[name]
                 asked.setdefault(*model.question(example.query, "query"))
                 for document in documents:
                     asked.setdefault(*model.question(document, "document"))
@@ -150,26 +164,24 @@ class Teachers:
 
         `by_row`, `by_negative`: numbers of rows and hard negatives of each rank.
         """
-        found: dict[str, Teaching] = {}
+        teachers: dict[str, Teaching] = {}
         for name in self.vectors:
-            dtype, stays = (
-                arithmetic_dtype(loss_batch.embeddings),
-                loss_batch.ring is not None,
-            )
-            found[name] = self._vectors(
+            dtype = arithmetic_dtype(loss_batch.embeddings)
+            stays = loss_batch.ring is not None
+            teachers[name] = self._vectors(
                 name, rank_batch, by_row, by_negative, dtype, stays=stays
             )
         for name in self.pairs:
             positive, negative = self._scores(name, rank_batch)
-            found[name] = TeacherScores(
+            teachers[name] = TeacherScores(
                 self._gather(positive, by_row), self._gather(negative, by_negative)
             )
-        return replace(loss_batch, teachers=found)
+        return replace(loss_batch, teachers=teachers)
 
     def log_use(self) -> None:
         """Log how many answers were computed during the run. Collective."""
-        used = {name: one.num_later for name, one in self.vectors.items()}
-        used |= {name: one.num_later for name, one in self.pairs.items()}
+        used = {name: teacher.num_later for name, teacher in self.vectors.items()}
+        used |= {name: teacher.num_later for name, teacher in self.pairs.items()}
         for name, later in zip(
             used, collectives.sum_ints(list(used.values())) if used else [], strict=True
         ):
@@ -206,7 +218,7 @@ class Teachers:
                     questions.append(question)
                 place[feature, is_query] = keys[key]
         rows = self.vectors[name].answers(list(keys), questions)
-        counts = [one[0] for one in collectives.all_gather_ints([len(rows)])]
+        counts = [row[0] for row in collectives.all_gather_ints([len(rows)])]
         vectors = to_device(torch.from_numpy(rows), self.session.device)
         vectors = vectors if stays else collectives.all_gather_rows(vectors, counts)
         # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
@@ -223,8 +235,8 @@ class Teachers:
             )
         ]
         query, positive, negative = (
-            self._gather(one, sizes)
-            for one, sizes in zip(index, (by_row, by_row, by_negative), strict=True)
+            self._gather(numbers, sizes)
+            for numbers, sizes in zip(index, (by_row, by_row, by_negative), strict=True)
         )
         return TeacherVectors(
             vectors.to(dtype), query, positive, negative, first=offset if stays else 0

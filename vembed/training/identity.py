@@ -11,7 +11,7 @@ from typing import Any
 from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import compares_own_rank
+from vembed.config.terms import compares_own_rank, run_terms
 from vembed.data.cache import add_content
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item
@@ -47,7 +47,8 @@ def identity_of(config: TrainConfig, data: RunData, world_size: int) -> dict[str
         "tasks": tasks if any(tasks) else [],
         "global_batch_size": data.examples_per_step,
     }
-    if compares_own_rank(config):
+    terms = run_terms(config.objective, config.data, config.model.model_name)
+    if compares_own_rank(terms):
         identity["world_size"] = world_size
     images = of_examples(data.examples)
     if images is not None:

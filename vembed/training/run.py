@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
-from vembed.config.places import require_places
+from vembed.config.places import require_paths
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
@@ -81,7 +81,7 @@ def train(
         """Check what can be checked before devices are chosen. Return the facts that all ranks compare."""
         if ranks.rank == 0:
             # Now, since a pass over large data takes minutes.
-            require_places(settings, resolved.origins)
+            require_paths(settings.model, settings.data, resolved.origins)
             lock.take()  # before anything is read
             if hub is not None:
                 hub.open()

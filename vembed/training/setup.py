@@ -326,8 +326,10 @@ class Setup:
             weights=store.weights,
             names=store.names,
             homogeneous=bool(self.config.data.homogeneous_batches),
-            tasks=task_numbers(self.config),
-            batch_sizes=source_batch_sizes(self.config, self.session.world_size),
+            tasks=task_numbers(self.config.data),
+            batch_sizes=source_batch_sizes(
+                self.config.data, self.config.batch, self.session.world_size
+            ),
             sampling=parse_sampling(self.config.data.sampling),
             keys=store.all_keys() if self.config.data.no_duplicates else None,
             drop_last=self.config.data.drop_last,
@@ -371,7 +373,9 @@ class Setup:
     def build_components(self, data: RunData) -> TrainingComponents:
         """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
         # Before the model: the teachers' weights are no longer in memory when the model's are read.
-        teachers = Teachers(self.config, self.session)
+        teachers = Teachers(
+            self.config.objective, self.config.data, self.config.model, self.session
+        )
         teachers.prepare(data.examples)
         # The same start on every rank; the step seeds each forward pass anew.
         torch.manual_seed(self.config.run.seed)
@@ -390,9 +394,9 @@ class Setup:
         if data.evaluation is not None:
             check_metric(
                 self.config.evaluation,
+                self.config.objective.quantize_embeddings,
                 data.evaluation,
                 description,
-                compressed=self.config.objective.quantize_embeddings is not None,
             )
         featuriser = _build_featuriser(description, self.session.local_world_size)
         # Before the model: compiled layers are chosen while it is built.
@@ -465,7 +469,10 @@ class Setup:
             teachers=teachers,
             rates=rates,
             temperature=run_temperature(
-                loss_config, None if scale is None else 1 / scale
+                loss_config.objective,
+                loss_config.data,
+                loss_config.model.model_name,
+                None if scale is None else 1 / scale,
             ),
         )
 
@@ -528,7 +535,17 @@ class Setup:
             num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
             checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
         )
-        intervals = run_intervals(self.config, size, self.kept)
+        config = self.config
+        validation = (config.data.val_data_path, config.data.val_split)
+        intervals = run_intervals(
+            config.evaluation,
+            config.run,
+            config.logging.logging_steps,
+            size,
+            self.kept,
+            has_validation=validation != (None, None),
+            is_length_given=config.optimizer.gives_length(),
+        )
         for line in intervals.lines():
             log.info("%s", line)
         return intervals

@@ -306,7 +306,7 @@ class Trainer:
                     self.session,
                     log=log.info,
                     between=self.interrupts.check,
-                    kept_features=towers if towers.stores else None,
+                    kept=towers if towers.stores else None,
                     queries=queries,
                     compressed=is_quantized and isinstance(data, RetrievalData),
                 )
@@ -314,7 +314,7 @@ class Trainer:
             raise self.stopped() from None
         state.scores = scores
         state.scored_step = state.step
-        metric = deciding_metric(config.evaluation, data, scores)
+        metric = deciding_metric(config.evaluation.eval_metric, data, scores)
         when = f"after step {state.step:,d}" if state.step else "before training"
         seconds = self.clock.seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
@@ -372,7 +372,9 @@ class Trainer:
         data = self.data.evaluation
         metric = ""
         if data is not None and state.scores:
-            metric = deciding_metric(self.config.evaluation, data, state.scores)
+            metric = deciding_metric(
+                self.config.evaluation.eval_metric, data, state.scores
+            )
         with self.hooks.evaluation_weights():
             check_embeddings(self.model_writer)
             model_dir = save_final(self.model_writer, self.data, state, metric)
@@ -408,7 +410,9 @@ class Trainer:
         is_scored = state.step > 0 and state.scored_step == state.step
         if data is not None and is_scored and state.best is None:
             # It was reset, or this step was no candidate when it was scored; now there is a checkpoint of it.
-            state.set_best(deciding_metric(self.config.evaluation, data, state.scores))
+            state.set_best(
+                deciding_metric(self.config.evaluation.eval_metric, data, state.scores)
+            )
         if not self.config.evaluation.guards:
             state.fell = None  # the guard that ended the run is no longer asked for
         self.hooks.load_states(state.hooks)

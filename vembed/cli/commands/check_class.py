@@ -49,7 +49,7 @@ def check_model(
 ) -> Iterator[tuple[str, str | None]]:
     """Yield each rule, and the sentence that says how the class breaks it; None where it keeps it."""
     code = find_class(named)
-    trial = Trial(code, arguments)
+    trial = ClassTrial(code, arguments)
     yield "its forward takes texts or images and gives hidden states or vectors", None
     rules: list[tuple[str, Callable[[], str | None]]] = [
         (
@@ -81,7 +81,7 @@ def check_model(
     )
 
 
-class Trial:
+class ClassTrial:
     """A module of the class on the CPU, and small inputs for it."""
 
     def __init__(self, code: OwnCode, arguments: Mapping[str, Any]) -> None:

@@ -264,11 +264,9 @@ def _need_of_shards(
     """Return whether a whole copy of the model is too large for a process, in words, and whether the run does well."""
     if size is None:
         return [], True
-    whole = (
-        size.weight_bytes
-        + size.gradient_bytes
-        + optimizer_bytes(placement.run.config, size)
-    )
+    config = placement.run.config
+    optimizer = optimizer_bytes(config.optimizer, config.model, size)
+    whole = size.weight_bytes + size.gradient_bytes + optimizer
     share = whole / placement.memory
     needed = share > FITS_SHARE
     figures = f"a whole copy takes {whole / GIB:.2f}GB, {share:.0%} of the {placement.memory / GIB:.1f}GB of a process"

@@ -63,12 +63,12 @@ class Row:
     """All fields of the record."""
 
 
-def rows_of(source: str, form: Format) -> Path | None:
+def rows_of(source: str, given: Format) -> Path | None:
     """Return the path of a table or a folder of images, whose rows are numbered; None for lines."""
     path = Path(source)
     return (
         path
-        if form == "auto" and source != "-" and (path.is_dir() or is_table(path))
+        if given == "auto" and source != "-" and (path.is_dir() or is_table(path))
         else None
     )
 
@@ -80,17 +80,17 @@ def holds_images(path: Path) -> bool:
 
 def images_in(folder: Path) -> list[str]:
     """Return the images of a folder and its subfolders, in the order of their paths. Raise UserError without any."""
-    paths = sorted(
+    images = sorted(
         str(path.relative_to(folder))
         for path in folder.rglob("*")
         if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
     )
-    if not paths:
+    if not images:
         endings = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(
             f"{folder} is a folder without images ({endings}); for texts give a file"
         )
-    return paths
+    return images
 
 
 def check_kept(keep: Sequence[str], rows: Sequence[Row], source: str) -> None:
@@ -122,15 +122,15 @@ class InputLines:
         self.columns = columns
         self.chunk = chunk
         # An error of rank 0 goes to all, so that none waits for lines that never come.
-        counted = {"total": None, "error": None}
+        found = {"total": None, "error": None}
         self.path = Path(source)
         """Of the first process; of a packed file its unpacked copy."""
         if session.is_main and source != "-":
-            counted = self._count_lines()
-        counted = collectives.broadcast_json(counted)
-        if counted["error"]:
-            raise UserError(counted["error"])
-        self.total: int | None = counted["total"]
+            found = self._count_lines()
+        found = collectives.broadcast_json(found)
+        if found["error"]:
+            raise UserError(found["error"])
+        self.total: int | None = found["total"]
 
     def _count_lines(self) -> dict[str, Any]:
         try:
@@ -208,20 +208,20 @@ class BadInputs:
         self.found: list[tuple[int, str]] = []
         """Number of the line or row, and the reason, of each that is left out."""
 
-    def add(self, problems: Sequence[tuple[int, str]]) -> None:
+    def add(self, refusals: Sequence[tuple[int, str]]) -> None:
         """Leave inputs out, or raise UserError with the first of them."""
-        if problems and not self.skips:
+        if refusals and not self.skips:
             more = (
-                [f"and {len(problems) - NUM_NAMED:,d} more"]
-                if len(problems) > NUM_NAMED
+                [f"and {len(refusals) - NUM_NAMED:,d} more"]
+                if len(refusals) > NUM_NAMED
                 else []
             )
-            count = "1 input" if len(problems) == 1 else f"{len(problems):,d} inputs"
+            count = "1 input" if len(refusals) == 1 else f"{len(refusals):,d} inputs"
             raise UserError(
                 f"{count} cannot be encoded, fix them, or leave them out by --on-bad-record skip:\n  "
-                + "\n  ".join([reason for _, reason in problems[:NUM_NAMED]] + more)
+                + "\n  ".join([reason for _, reason in refusals[:NUM_NAMED]] + more)
             )
-        self.found += problems
+        self.found += refusals
 
     def images_of(self, rows: Sequence[Row]) -> list[tuple[int, str]]:
         """Return the rows whose images cannot be read. The images are decoded."""
@@ -273,7 +273,7 @@ class InputParser:
         self,
         source: str,
         column: str | None,
-        form: Format,
+        given: Format,
         image_root: str | None,
         bad: BadInputs,
         *,
@@ -286,15 +286,15 @@ class InputParser:
         )  # each names itself
         self.source = "standard input" if source == "-" else source
         self.column = column
-        self.format = form
-        if form == "auto" and source != "-":
+        self.format = given
+        if given == "auto" and source != "-":
             self.format = (
                 "jsonl"
                 if ending_of(Path(source)) in (".jsonl", ".ndjson", ".json")
                 else "text"
             )
         kind = ending_of(Path(source))
-        if form == "auto" and source != "-" and kind in NO_LINES:
+        if given == "auto" and source != "-" and kind in NO_LINES:
             raise UserError(
                 f"{source} has the ending {kind}, and vembed encode reads {READ}: {NO_LINES[kind]}"
             )
@@ -311,20 +311,20 @@ class InputParser:
 
     def rows(self, lines: Sequence[str], first: int) -> list[Row]:
         """Return the inputs on lines, of which the first one has this number. Collective."""
-        rows: list[Row] = []
+        rows_read: list[Row] = []
         problems: list[tuple[int, str]] = []
         for number, line in enumerate(lines, first):
             try:
-                rows.append(self._record(line, number))
+                rows_read.append(self._record(line, number))
             except BadRecord as error:
                 problems.append((number, str(error)))
         if (
             first == 1 or self.bad.skips
         ):  # with the first lines wrong folders are found before the model is loaded
-            problems += self.bad.images_of_all(rows)
+            problems += self.bad.images_of_all(rows_read)
         self.bad.add(sorted(problems))
         bad = {number for number, _ in problems}
-        return [row for row in rows if row.number not in bad]
+        return [row for row in rows_read if row.number not in bad]
 
     def _record(self, line: str, number: int) -> Row:
         """Return the input on a line. Raise BadRecord if it cannot be encoded."""
@@ -392,21 +392,18 @@ class InputParser:
     def _of_field(self, value: Any, name: str) -> Item:
         if isinstance(value, dict):
             text = value.get("text")
-            images = value.get("image")
-            if images is None:
-                images = []
-            elif not isinstance(images, list):
-                images = [images]
+            given = value.get("image")
+            images = (
+                [] if given is None else given if isinstance(given, list) else [given]
+            )
             if (text is not None and not isinstance(text, str)) or not all(
-                isinstance(image, str) for image in images
+                isinstance(one, str) for one in images
             ):
                 raise BadRecord(f"{name} has a text or image that is no string")
             if images:
                 return Item(
                     text=text or None,
-                    images=tuple(
-                        self.images.reference(reference) for reference in images
-                    ),
+                    images=tuple(self.images.reference(image) for image in images),
                 )
             value = text
         if not isinstance(value, str):

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
-from vembed.config.entries import DataSource
 from vembed.config.run_intervals import decide_epochs
-from vembed.config.schema import TrainConfig
-from vembed.config.terms import data_sources
+from vembed.config.schema import (
+    BatchSection,
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+)
 from vembed.data.columns import Columns
 from vembed.data_tools.init.sample import read_sample, texts_of
 from vembed.errors import UserError
@@ -101,7 +104,7 @@ def training_time(
             "hours: not estimated, since --memory names no GPU; --gpu 2xA100-80GB does",
         )
     try:
-        data = data_size(config)
+        data = data_size(config.model, config.data)
     except UserError as error:
         return None, f"hours: not estimated ({error})"
     if data is None:
@@ -111,7 +114,14 @@ def training_time(
         )
     world = placement.ranks.world_size
     per_step = placement.rows * world * config.batch.gradient_accumulation_steps
-    steps = num_steps(config, data.num_examples, per_step)
+    steps = num_steps(
+        config.optimizer,
+        config.batch,
+        config.model,
+        data.num_examples,
+        per_step,
+        val_split=config.data.val_split,
+    )
     tokens = steps * per_step * data.tokens
     operations = operations_per_token(placement, size, data)
     # Every process has this peak.
@@ -132,7 +142,8 @@ def encoding_seconds(
 ) -> float | None:
     """Return the estimated seconds in which one process encodes the texts of a file; None where that is not known."""
     try:
-        data = data_size(placement.run.config.changed(**{"data_path": data_path}))
+        config = placement.run.config.changed(**{"data_path": data_path})
+        data = data_size(config.model, config.data)
     except UserError:
         return None
     if data is None or speed.tflops is None:
@@ -143,20 +154,29 @@ def encoding_seconds(
     return operations / (speed.tflops * 1e12 * USED_SHARE[placement.computes_in_half])
 
 
-def num_steps(config: TrainConfig, num_examples: int, per_step: int) -> int:
+def num_steps(
+    optimizer: OptimizerSection,
+    batch: BatchSection,
+    model: ModelSection,
+    num_examples: int,
+    per_step: int,
+    *,
+    val_split: float | None,
+) -> int:
     """Return the steps of the run."""
-    if config.optimizer.max_steps is not None:
-        return config.optimizer.max_steps
-    batch = per_step // config.batch.gradient_accumulation_steps
-    train = num_examples * (1.0 - (config.data.val_split or 0.0))
+    if optimizer.max_steps is not None:
+        return optimizer.max_steps
+    micro_steps = batch.gradient_accumulation_steps
+    rows = per_step // micro_steps
+    train = num_examples * (1.0 - (val_split or 0.0))
     epochs = decide_epochs(
-        config.optimizer,
-        config.model,
+        optimizer,
+        model,
         int(train),
-        has_scale=describe(config.model).traits.has_scale_and_bias,
+        has_scale=describe(model).traits.has_scale_and_bias,
     ).value
     return max(
-        math.ceil(epochs * (train // batch) / config.batch.gradient_accumulation_steps),
+        math.ceil(epochs * (train // rows) / micro_steps),
         1,
     )
 
@@ -171,10 +191,10 @@ def operations_per_token(
     # trained weights' gradients, each as many as a forward pass has.
     count = 2.0 + size.trained / max(size.total, 1)
     count += 1.0 if placement.recomputation.value else 0.0
-    _, cached = placement.tokens(placement.demand(size), size.max_length)
+    _, kept = placement.tokens(placement.demand(size), size.max_length)
     tokens = placement.rows * data.tokens
     cache = config.batch.use_gradient_cache
-    repeats = tokens > cached if cache == "auto" else cache
+    repeats = tokens > kept if cache == "auto" else cache
     return forward * (
         count + (1.0 if repeats else 0.0)
     )  # Gradient Cache runs the forward pass twice
@@ -187,9 +207,9 @@ def _forward_operations(size: ModelSize, length: float) -> float:
     return 2.0 * inside_layers + 4.0 * size.num_layers * size.hidden * length
 
 
-def data_size(config: TrainConfig) -> DataSize | None:
+def data_size(model: ModelSection, data: DataSection) -> DataSize | None:
     """Return the sizes of the training data; None where it is not here, or is not text alone."""
-    description = describe(config.model)
+    description = describe(model)
     if description.modalities == ("image",):
         return None
     tokenizer: Any = load_tokenizer(description)
@@ -197,18 +217,14 @@ def data_size(config: TrainConfig) -> DataSize | None:
     tokens = 0.0
     num_texts = 0
     num_looked = 0
-    for source in data_sources(config):
-        path = source.path if isinstance(source, DataSource) else source
-        source_mapping = (
-            source.column_mapping if isinstance(source, DataSource) else None
-        )
-        mapping = source_mapping or config.data.column_mapping
-        sample = read_sample(Path(path).expanduser())
+    for source in data.sources():
+        mapping = source.column_mapping or data.column_mapping
+        sample = read_sample(Path(source.path).expanduser())
         if not sample.records:
             return None
         texts: list[str] = []
         for record in sample.records:
-            record_texts = list(_texts(record, mapping, config.data.max_negatives))
+            record_texts = list(_texts(record, mapping, data.max_negatives))
             if None in record_texts:
                 return None
             texts += [text for text in record_texts if text is not None]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from vembed.cli.commands.options_page import options_page
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import render, resolve_run
-from vembed.config.places import require_places
+from vembed.config.places import require_paths
 from vembed.config.schema import json_schema
 
 
@@ -37,7 +37,7 @@ def show_config(
             "notes": resolved.notes,
         }
     )
-    require_places(resolved.config, resolved.origins)
+    require_paths(resolved.config.model, resolved.config.data, resolved.origins)
     return 0
 
 

@@ -15,9 +15,9 @@ from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.arguments import TrainArguments
 from vembed.config.fsdp import AskedPrecision
 from vembed.config.loading import render, require_earlier_stage, resolve_run
-from vembed.config.places import data_places, missing_data
+from vembed.config.places import data_paths, missing_data
 from vembed.config.resolved import Decision, ResolvedRun
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection
 from vembed.errors import UserError
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
@@ -90,7 +90,13 @@ def run_train(
         config.batch.rows_per_process(launch.world_size)
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(resolved, launch, arguments))
-        sys.stdout.write(_described_data(config))
+        # No data are fetched for a dry run.
+        if not missing_data(config.data):
+            # A mistake in the data is reported after what is known.
+            sys.stdout.flush()
+            from vembed.data_tools.init.data_page import data_facts
+
+            sys.stdout.write(f"\n==== data\n{data_facts(config).page}")
         if on_result is not None:
             on_result(
                 {
@@ -187,12 +193,12 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
         for line in (*run.notes, *(run.fsdp_notes if strategy != "auto" else ()))
     ]
     if launch.world_size == 1:
-        reason_suffix = (
+        asked = (
             ""
             if strategy in ("auto", "single")
             else f", although {strategy} was asked for"
         )
-        lines.append(f"strategy: single (one process{reason_suffix})")
+        lines.append(f"strategy: single (one process{asked})")
     elif strategy == "auto":
         lines.append(f"strategy: auto ({run.strategy.reason})")
     else:
@@ -226,7 +232,9 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
     lines.append(
         f"global batch: {total:,d} = {launch.world_size} x {per_process:g} examples"
     )
-    lines += [f"{name}: {value} ({_found(value)})" for name, value in _paths(config)]
+    lines += [
+        f"{name}: {value} ({_found(value)})" for name, value in _paths(config.data)
+    ]
     lines.append("would run: " + _shown_command(launch, arguments))
     return "\n".join(lines) + "\n"
 
@@ -250,13 +258,13 @@ def _rank_info(
                 "`vembed train CONFIG --nproc N` or `torchrun --nproc_per_node N vembed/entrypoints/train.py CONFIG`"
             )
         return None
-    requested = (
+    asked = (
         arguments.machine_rank is not None
         or arguments.main_process_ip is not None
         or run.machines.value > 1
     )
     # Cluster systems set some of these variables per machine with other meanings, so explicit flags are required.
-    if requested or env.get("WORLD_SIZE", "1") == "1":
+    if asked or env.get("WORLD_SIZE", "1") == "1":
         return None
     if env.get("LOCAL_RANK") is None:
         raise UserError(
@@ -275,20 +283,20 @@ def _device_changes(file: AccelerateFile | None) -> dict[str, str]:
     return {} if file.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": file.gpu_ids}
 
 
-def _precision_reason(precision: Decision[AskedPrecision]) -> str:
+def _precision_reason(asked: Decision[AskedPrecision]) -> str:
     return (
         "as the device allows: bf16 on GPUs that have it"
-        if precision.value == "auto"
-        else precision.reason
+        if asked.value == "auto"
+        else asked.reason
     )
 
 
 def _processes_here(
     run: ResolvedRun, num_devices: int, starts_processes: bool
 ) -> tuple[int, str]:
-    requested = run.processes
-    if requested.value != "auto":
-        return requested.value, requested.reason
+    asked = run.processes
+    if asked.value != "auto":
+        return asked.value, asked.reason
     if run.strategy.value == "single":
         return 1, "strategy: single"
     if not starts_processes:
@@ -363,19 +371,9 @@ def _shown_command(launch: Launch, arguments: TrainArguments) -> str:
     return f"{changes}{command} ({ranks}, main process at {address}, port {port})"
 
 
-def _described_data(config: TrainConfig) -> str:
-    """Return the page of the data, if all of them are here: no data are fetched for a dry run."""
-    if missing_data(config):
-        return ""
-    sys.stdout.flush()  # a mistake in the data is reported after what is known
-    from vembed.data_tools.init.data_page import data_page
-
-    return f"\n==== data\n{data_page(config)}"
-
-
-def _paths(config: TrainConfig) -> list[tuple[str, str]]:
+def _paths(data: DataSection) -> list[tuple[str, str]]:
     names = {"data_path": "data", "val_data_path": "validation data"}
-    return [(names[option], path) for option, path in data_places(config)]
+    return [(names[option], path) for option, path in data_paths(data)]
 
 
 def _found(path: str) -> str:

@@ -54,7 +54,12 @@ class Feeder:
                 MICRO_BATCHES_AHEAD + 1, thread_name_prefix="vembed-collate"
             )
         self.featuriser.decode_ahead(
-            [features[row] for one in micro_batches for _, rows in one for row in rows]
+            [
+                features[row]
+                for batch in micro_batches
+                for _, rows in batch
+                for row in rows
+            ]
         )
         waiting: deque[Future[ModelInputs]] = deque()
         for micro_batch in micro_batches:

@@ -111,7 +111,7 @@ class Patching:
 
 
 @dataclass(frozen=True)
-class OwnCode:
+class ProcessorCode:
     """The processor's own code, with options that leave out its second half, if it has one that can be left out."""
 
     processor: Any

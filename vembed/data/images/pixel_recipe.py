@@ -20,8 +20,8 @@ from torch import Tensor
 from vembed.data.images.picture_bytes import (
     PIXELS,
     FirstHalf,
-    OwnCode,
     Patching,
+    ProcessorCode,
     Resizing,
 )
 
@@ -146,7 +146,7 @@ def _candidates(processor: Any, settings: Mapping[str, Any]) -> list[PixelRecipe
                 )
             )
     # The processors that resize with torchvision, and those with rules of their own.
-    own_code = OwnCode(processor, {"do_rescale": False, "do_normalize": False})
+    own_code = ProcessorCode(processor, {"do_rescale": False, "do_normalize": False})
     return recipes + [
         PixelRecipe(scale, own_code)
         for scale in _scales(settings)

@@ -18,7 +18,7 @@ from vembed.cores import num_cores
 from vembed.data.examples import ImageRef
 from vembed.data.images.decoders import Decoders, Decoding
 from vembed.data.images.files import image_name, load_image
-from vembed.data.images.picture_bytes import PIXELS, Arrays, OwnCode
+from vembed.data.images.picture_bytes import PIXELS, Arrays, ProcessorCode
 from vembed.data.images.pixel_recipe import Processed, find_recipe
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
@@ -56,7 +56,9 @@ class Pixels:
         ).to_dict()
         self._patch_size = _patch_size(config.get("vision_config", config))
         self._first = (
-            OwnCode(self._processor, {}) if self._recipe is None else self._recipe.first
+            ProcessorCode(self._processor, {})
+            if self._recipe is None
+            else self._recipe.first
         )
         self._kept: OrderedDict[ImageRef, Arrays] = OrderedDict()
         self._cache_bytes = self._bytes_left = cache_bytes

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vembed.data_tools.audit.checks import Finding
-from vembed.data_tools.init.sections import Section
+from vembed.data_tools.init.sections import PageSection
 from vembed.evaluation.report.page import render_page
 
 SEVERITY_ORDER = ("error", "warning", "note")
@@ -25,7 +25,7 @@ PageTable = tuple[str, list[str], list[list[str]], bool]
 def render(
     name: str,
     report: Mapping[str, Any],
-    page: Sequence[Section],
+    page: Sequence[PageSection],
     findings: Sequence[Finding],
 ) -> str:
     """Return the page: first what `vembed data` prints (`page`), then the findings."""

@@ -28,7 +28,7 @@ from vembed.data_tools.audit.page import render
 from vembed.data_tools.audit.ranks import RankChecks
 from vembed.data_tools.config import AuditConfig
 from vembed.data_tools.init.data_page import sections
-from vembed.data_tools.init.sections import Section
+from vembed.data_tools.init.sections import PageSection
 from vembed.errors import UserError
 from vembed.mining.candidates import CandidateStore
 from vembed.mining.config import MineConfig
@@ -180,7 +180,7 @@ def data_sections(
     inputs: Inputs,
     data: AuditedRows,
     validation: AuditedRows | None,
-) -> list[Section]:
+) -> list[PageSection]:
     """Return the beginning of the page: the sections that `vembed data` shows, of the rows that the audit has read.
 
     Of the model only its tokenizer is read, if it is on this machine.

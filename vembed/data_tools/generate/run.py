@@ -96,13 +96,13 @@ def generate(
         if running.is_main and not config.keep_work:
             shutil.rmtree(made.folder, ignore_errors=True)
         running.barrier()
-        num_by_kind = dict(Counter(str(row["kind"]) for row in rows))
+        kept = dict(Counter(str(row["kind"]) for row in rows))
         seconds = time.monotonic() - began
         by_kind = ", ".join(
-            f"{kind} {count:,d}" for kind, count in sorted(num_by_kind.items())
+            f"{kind} {count:,d}" for kind, count in sorted(kept.items())
         )
         log_line(f"{target}: {len(rows):,d} rows ({by_kind}), in {duration(seconds)}")
-    return GenerateResult(target, len(rows), num_by_kind, dict(left_out), seconds)
+    return GenerateResult(target, len(rows), kept, dict(left_out), seconds)
 
 
 class _Generator:
@@ -184,7 +184,7 @@ class _Generator:
         for number in range(block * BLOCK, min((block + 1) * BLOCK, len(self.places))):
             record, item = self._read(self.places[number])
             identity = document_id(record)
-            id_field: dict[str, Any] = (
+            identity_column: dict[str, Any] = (
                 {} if identity is None else {"document_id": identity}
             )
             if self._free or not self._written:
@@ -194,14 +194,19 @@ class _Generator:
                 )
                 pairs = pairs_of(record, item, self._free, random)
                 rows += [
-                    {"query": query, "positive": positive, "kind": kind, **id_field}
+                    {
+                        "query": query,
+                        "positive": positive,
+                        "kind": kind,
+                        **identity_column,
+                    }
                     for kind, (query, positive) in pairs
                 ]
                 if not pairs:
-                    rows.append({"kind": "no kind fits", **id_field})
+                    rows.append({"kind": "no kind fits", **identity_column})
             if item.text:
                 for kind in self._written:
-                    row = {"positive": item.text, "kind": kind, **id_field}
+                    row = {"positive": item.text, "kind": kind, **identity_column}
                     prompts.append(
                         (
                             prompt_for(
@@ -231,13 +236,13 @@ class _Generator:
         if not places:
             return known
         # The seed of a block, so that its text does not depend on the rank that writes it.
-        answers = self._writer().write(
+        found = self._writer().write(
             [prompts[place] for place in places], self._config.seed + block
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write("\n")  # the last line may be half of one
-            for number, text in answers:
+            for number, text in found:
                 known[places[number]] = text
                 file.write(json.dumps([places[number], text]) + "\n")
                 file.flush()
@@ -273,7 +278,7 @@ def _data_options(config: GenerateConfig) -> DataOptions:
 
 def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]:
     """Distinct documents, in the order of the files."""
-    by_content: dict[int, _Place] = {}
+    by_key: dict[int, _Place] = {}
     problems: list[str] = []
     for number, file in enumerate(files):
         for place, line, record in file.reader.rows():
@@ -282,13 +287,13 @@ def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]
             except UserError as error:
                 problems.append(f"{file.reader.where(line)}: {error}")
                 continue
-            by_content.setdefault(key, _Place(number, place, key))
+            by_key.setdefault(key, _Place(number, place, key))
     if problems and config.on_bad_record == "stop":
         raise UserError(
             f"{len(problems):,d} documents cannot be used, fix them, or set on_bad_record: skip to leave them out:\n  "
             + "\n  ".join(problems[:10])
         )
-    places = list(by_content.values())
+    places = list(by_key.values())
     if not places:
         raise UserError(
             f"{', '.join(file.reader.name for file in files)} holds no documents"
@@ -381,21 +386,21 @@ def _round_trip(
     known = inputs.known
     codes = known.positives.queries << 32 | known.positives.documents
     scores = np.concatenate([chunk.scores for chunk in store.chunks()])
-    kept_rows = []
+    kept = []
     for number, row in enumerate(rows):
         query = int(known.query_of_row[number])
         document = inputs.documents.find_contents(
             [content_key(inputs.rows.example(number).positives[0])]
         )[0]
         # `codes` is ascending, as pairs are, and holds every positive of the rows.
-        score = positives[np.searchsorted(codes, query << 32 | int(document))]
+        positive_scores = positives[np.searchsorted(codes, query << 32 | int(document))]
         # The candidates leave out the known positives, so that those above it are counted by score.
-        if int((scores[query] > score).sum()) < config.round_trip_top_k:
-            kept_rows.append(row)
+        if int((scores[query] > positive_scores).sum()) < config.round_trip_top_k:
+            kept.append(row)
         else:
             left_out[f"round trip: not among the first {config.round_trip_top_k}"] += 1
     collectives.barrier()
-    return kept_rows
+    return kept
 
 
 def _reasons(left_out: Counter[str]) -> str:

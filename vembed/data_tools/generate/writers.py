@@ -101,7 +101,7 @@ class LocalWriter:
                 max_length=self._writer.max_length,
             ).to(self._device)
             with torch.inference_mode():
-                tokens = self._model.generate(
+                answers = self._model.generate(
                     input_ids=inputs["input_ids"],
                     attention_mask=inputs["attention_mask"],
                     max_new_tokens=self._writer.max_new_tokens,
@@ -109,7 +109,7 @@ class LocalWriter:
                     **sampling,
                 )
             written = self._tokenizer.batch_decode(
-                tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+                answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
             )
             yield from enumerate(written, start)
 
@@ -170,28 +170,28 @@ def prompt_for(
     assert config.writer is not None, "the config asks for it"
     persona = config.personas[number % len(config.personas)] if config.personas else ""
     language = config.language or "the language of the document"
-    example_text = ""
+    shown = ""
     if examples and config.num_examples:
         draw = np.random.default_rng([config.seed, 2, number])
         chosen = draw.choice(
             len(examples), min(config.num_examples, len(examples)), replace=False
         )
-        example_text = "\n\n".join(
-            f"Document: {examples[index][1]}\n{NOUNS[kind]}: {examples[index][0]}"
-            for index in chosen
+        shown = "\n\n".join(
+            f"Document: {examples[one][1]}\n{NOUNS[kind]}: {examples[one][0]}"
+            for one in chosen
         )
     # About four characters to a token; a local writer is cut exactly, by its tokenizer.
     cut = document[: 4 * config.writer.max_length]
     if kind in config.prompts:
         return config.prompts[kind].format(
-            document=cut, language=language, persona=persona, examples=example_text
+            document=cut, language=language, persona=persona, examples=shown
         )
     parts = [PROMPTS[kind]]
     if persona:
         parts.append(f"Write it as {persona} would.")
     parts += [f"Write in {language}.", RULES.format(noun=NOUNS[kind])]
-    if example_text:
-        parts.append(f"Examples:\n\n{example_text}\n")
+    if shown:
+        parts.append(f"Examples:\n\n{shown}\n")
     parts.append(f"Document: {cut}\n{NOUNS[kind]}:")
     return "\n".join(parts)
 

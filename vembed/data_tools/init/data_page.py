@@ -21,8 +21,8 @@ from vembed.data.overlap import short_item
 from vembed.data_tools.init.datasets import open_sets
 from vembed.data_tools.init.sections import (
     NUM_SAMPLES,
+    PageSection,
     Row,
-    Section,
     kinds_of,
     parts_of,
     shortened,
@@ -66,20 +66,18 @@ class DataFacts:
     figures: dict[str, Any]
 
 
-def data_page(config: TrainConfig) -> str:
-    """Return the page as text. Reads the data; of the model only its tokenizer, if it is on this machine."""
-    return data_facts(config).page
-
-
 def data_facts(config: TrainConfig) -> DataFacts:
-    """Return the page and the figures on it."""
+    """Return the page and the figures on it.
+
+    Reads the data, and of the model only its tokenizer, if it is on this machine.
+    """
     with unlogged():
         sets = open_sets(config, compares=True)
-    read_lines = [*sets.examples.summary()]
+    read = [*sets.examples.summary()]
     if sets.evaluation is not None:
-        read_lines.append(f"validation: {sets.evaluation.summary()}")
-    read_lines += [f"warning: {warning}" for warning in sets.warnings]
-    page = sections(sets.examples, read_lines, config.model)
+        read.append(f"validation: {sets.evaluation.summary()}")
+    read += [f"warning: {warning}" for warning in sets.warnings]
+    page = sections(sets.examples, read, config.model)
     sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
     figures: dict[str, Any] = {
         "num_examples": len(sets.examples),
@@ -106,17 +104,17 @@ def unlogged() -> Iterator[None]:
 
 def sections(
     examples: Examples, read: Sequence[str], model: ModelSection | None
-) -> list[Section]:
+) -> list[PageSection]:
     """Return the parts of the page. `read`: lines on what was read, left out and found in the validation data too.
     `model`: None where no model is named."""
     sample = [examples[index] for index in spread(len(examples), MOST_READ)]
     page = [
-        Section("what was read", tuple(read)),
+        PageSection("what was read", tuple(read)),
         _repetitions(sample, len(examples)),
         _negatives(sample),
     ]
     if len(examples.names) > 1:
-        page.append(Section("sources side by side", (), _side_by_side(examples)))
+        page.append(PageSection("sources side by side", (), _side_by_side(examples)))
     if model is not None and local_model(model.model_name) is not None:
         from vembed.data_tools.init.model_inputs import (
             lengths_and_samples,  # imports torch, which takes seconds
@@ -131,7 +129,7 @@ def sections(
     return [*page, _words(sample, why), _raw_samples(sample, why)]
 
 
-def as_text(page: Sequence[Section]) -> str:
+def as_text(page: Sequence[PageSection]) -> str:
     """Return the page for a console."""
     blocks = []
     for section in page:
@@ -161,39 +159,50 @@ def _aligned(table: Sequence[Row]) -> list[str]:
     ]
 
 
-def _repetitions(examples: Sequence[Example], total: int) -> Section:
-    queries: Counter[Any] = Counter()
-    positives: Counter[Any] = Counter()
-    pairs: Counter[Any] = Counter()
-    num_self_positive = 0
-    for example in examples:
-        query_key = normal_key(example.query)
-        positive_keys = [normal_key(item) for item in example.positives]
-        queries[query_key] += 1
-        positives.update(positive_keys)
-        pairs.update((query_key, key) for key in positive_keys)
-        num_self_positive += query_key in positive_keys
-    counters = {"queries": queries, "positives": positives, "pairs": pairs}
-    repetitions: dict[str, dict[str, int]] = {}
-    lines = []
-    for name, counter in counters.items():
-        different = len(counter)
-        repeated = counter.total() - different
-        repetitions[name] = {"different": different, "repeated": repeated}
-        noun = "repetition" if repeated == 1 else "repetitions"
-        lines.append(f"{name}: {different:,d} different, {repeated:,d} {noun}")
+def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
+    queries = Counter(normal_key(example.query) for example in examples)
+    positives = Counter(
+        normal_key(item) for example in examples for item in example.positives
+    )
+    pairs = Counter(
+        (normal_key(example.query), normal_key(item))
+        for example in examples
+        for item in example.positives
+    )
+    named: list[tuple[str, Counter[Any]]] = [
+        ("queries", queries),
+        ("positives", positives),
+        ("pairs", pairs),
+    ]
+    counts_by_name = {
+        name: {"different": len(each), "repeated": sum(each.values()) - len(each)}
+        for name, each in named
+    }
+    num_own_positive = sum(
+        normal_key(example.query) in {normal_key(item) for item in example.positives}
+        for example in examples
+    )
     of = (
         f" (of {len(examples):,d} examples spread over all {total:,d})"
         if len(examples) < total
         else ""
     )
-    if num_self_positive:
+    lines = [
+        f"{name}: {example['different']:,d} different, {example['repeated']:,d} repetition{'' if example['repeated'] == 1 else 's'}"
+        for name, example in counts_by_name.items()
+    ]
+    if num_own_positive:
         lines.append(
-            f"{num_self_positive:,d} examples have their own query as a positive"
+            f"{num_own_positive:,d} examples have their own query as a positive"
         )
-    repetitions["queries_that_are_their_positive"] = {"examples": num_self_positive}
-    figures = {"num_counted": len(examples), "repetitions": repetitions}
-    return Section(
+    figures = {
+        "num_counted": len(examples),
+        "repetitions": {
+            **counts_by_name,
+            "queries_that_are_their_positive": {"examples": num_own_positive},
+        },
+    }
+    return PageSection(
         f"repetitions{of}, where case, spaces and punctuation do not count",
         tuple(lines),
         figures=figures,
@@ -237,7 +246,7 @@ def _column(name: str, size: int, examples: Sequence[Example]) -> tuple[str, ...
     )
 
 
-def _negatives(examples: Sequence[Example]) -> Section:
+def _negatives(examples: Sequence[Example]) -> PageSection:
     counts = Counter(len(example.negatives) for example in examples)
     if set(counts) == {0}:
         lines = [
@@ -250,22 +259,25 @@ def _negatives(examples: Sequence[Example]) -> Section:
                 for number, count in sorted(counts.items())[:8]
             )
         ]
-    wrong = 0
-    for example in examples:
-        negative_keys = {normal_key(item) for item in example.negatives}
-        wrong += any(normal_key(item) in negative_keys for item in example.positives)
+    wrong = sum(
+        bool(
+            {normal_key(item) for item in example.negatives}
+            & {normal_key(item) for item in example.positives}
+        )
+        for example in examples
+    )
     if wrong:
         lines.append(
             f"warning: {wrong:,d} examples have one of their positives among their negatives"
         )
-    return Section(
+    return PageSection(
         "negatives",
         tuple(lines),
         figures={"negatives_per_example": dict(sorted(counts.items()))},
     )
 
 
-def _words(examples: Sequence[Example], why: str) -> Section:
+def _words(examples: Sequence[Example], why: str) -> PageSection:
     lines = []
     for name, items in kinds_of(examples):
         lengths = [len(item.text.split()) for item, _ in items if item.text is not None]
@@ -274,14 +286,14 @@ def _words(examples: Sequence[Example], why: str) -> Section:
             lines.append(
                 f"{name}: median {middle:,.0f}, 99 % at most {most:,.0f}, longest {max(lengths):,d}"
             )
-    return Section(
+    return PageSection(
         f"lengths in words, not in tokens, since {why}",
         tuple(lines),
         figures={"lengths": None},
     )
 
 
-def _raw_samples(examples: Sequence[Example], why: str) -> Section:
+def _raw_samples(examples: Sequence[Example], why: str) -> PageSection:
     lines = []
     for example in examples[:NUM_SAMPLES]:
         lines.append(example.where)
@@ -289,6 +301,6 @@ def _raw_samples(examples: Sequence[Example], why: str) -> Section:
             f"{name}: {shortened(' '.join((item.text or short_item(item)).split()))}"
             for name, item, _ in parts_of(example)
         ]
-    return Section(
+    return PageSection(
         f"samples, without prompts and special tokens, since {why}", tuple(lines)
     )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection, TrainConfig
 from vembed.config.terms import task_names
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Item, ReadAs
@@ -41,11 +41,19 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     store = open_examples(config, config.data.data_path)
     for line in store.summary():
         log.info(line)
-    source_warnings = store.warnings()
-    for line in source_warnings:
+    doubts = store.warnings()
+    for line in doubts:
         log.warning(line)
     evaluation: EvalData | None = None
-    by_task = given_by_task(config, store)
+    # Of sources that name validation data, with the prompts of the source.
+    by_task: dict[str, EvalData] = {}
+    tasks = task_names(config.data, store.names)
+    for name, source in zip(tasks, config.data.sources(), strict=True):
+        if source.val_data_path is not None:
+            data = open_eval_data(config, source.val_data_path)
+            by_task[_free_name(name, by_task)] = data.read_as(
+                ReadAs(source.query_prompt, source.document_prompt, source.max_length)
+            )
     if config.data.val_split is not None:
         names = store.names
         parts = hold_out(store, config.data.val_split, config.run.seed)
@@ -56,7 +64,7 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
             documents=[item for _, item in parts.documents],
             notes=parts.notes(),
         )
-        by_task = {**held_by_task(config, parts), **by_task}
+        by_task = {**held_by_task(config.data, parts), **by_task}
         log.info(
             "val_split: %s examples to train on, %s held out",
             f"{len(store):,d}",
@@ -65,38 +73,23 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     elif config.data.val_data_path:
         evaluation = open_eval_data(config, config.data.val_data_path)
     if evaluation is None:
-        return Sets(store, None, tuple(source_warnings))
+        return Sets(store, None, tuple(doubts))
     log.info(evaluation.summary())
     for name, data in by_task.items():
         log.info("task %s: %s", name, data.summary())
     # On one rank: all would find the same, and it reads all data.
-    overlaps = (
-        warnings_of(find_overlap(store, eval_pairs(evaluation))) if compares else []
-    )
+    overlaps = []
+    if compares:
+        overlaps = warnings_of(find_overlap(store, eval_pairs(evaluation)))
     for line in overlaps:
         log.warning(line)
-    return Sets(store, evaluation, (*source_warnings, *overlaps), by_task)
+    return Sets(store, evaluation, (*doubts, *overlaps), by_task)
 
 
-def given_by_task(config: TrainConfig, store: ExampleStore) -> dict[str, EvalData]:
-    """Return the validation data that sources name, with the prompts of their sources."""
-    names = task_names(config, store.names)
-    by_task: dict[str, EvalData] = {}
-    for name, source in zip(names, config.data.sources(), strict=True):
-        if source.val_data_path is not None:
-            read_as = ReadAs(
-                source.query_prompt, source.document_prompt, source.max_length
-            )
-            by_task[_free_name(name, by_task)] = open_eval_data(
-                config, source.val_data_path
-            ).read_as(read_as)
-    return by_task
-
-
-def held_by_task(config: TrainConfig, parts: HeldOut) -> dict[str, EvalData]:
+def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
     """Return the examples held out of each task, where batches are of one task and there are several."""
-    names = task_names(config, parts.train.names)
-    if not config.data.homogeneous_batches or len(set(names)) < 2:
+    names = task_names(data, parts.train.names)
+    if not data.homogeneous_batches or len(set(names)) < 2:
         return {}
     by_task: dict[str, EvalData] = {}
     for name in dict.fromkeys(names):

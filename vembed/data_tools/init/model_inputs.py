@@ -13,7 +13,7 @@ from vembed.data.features import Featuriser
 from vembed.data.overlap import short_item
 from vembed.data_tools.init.sections import (
     NUM_SAMPLES,
-    Section,
+    PageSection,
     kinds_of,
     parts_of,
     shortened,
@@ -25,7 +25,7 @@ from vembed.models.processors import load_tokenizer
 
 def lengths_and_samples(
     model: ModelSection, examples: Sequence[Example]
-) -> list[Section]:
+) -> list[PageSection]:
     """Return the parts of the page that need the model's tokenizer."""
     description = describe(model)
     featuriser = Featuriser(description)
@@ -37,48 +37,46 @@ def lengths_and_samples(
 
 def _lengths(
     examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription
-) -> Section:
-    stats_of = {}
+) -> PageSection:
+    found = {}
     for name, items in kinds_of(examples):
-        lengths = np.asarray(
-            [
-                feature.length
-                for feature in featuriser.features(items)
-                if feature.modality == "text"
-            ]
-        )
-        if not len(lengths):
+        texts = [
+            feature
+            for feature in featuriser.features(items)
+            if feature.modality == "text"
+        ]
+        if not texts:
             continue
+        lengths = np.asarray([text.length for text in texts])
         middle, most = np.quantile(lengths, [0.5, 0.99])
         full = (
             int((lengths >= description.max_length).sum())
             if not description.traits.has_fixed_length
             else 0
         )
-        stats_of[name] = {
+        found[name] = {
             "median": round(middle),
             "at_most_99_percent": round(most),
             "longest": int(lengths.max()),
             "fill_max_length": full,
-            "measured": len(lengths),
+            "measured": len(texts),
         }
     lines = [
-        f"{name}: median {stats['median']:,d}, 99 % at most {stats['at_most_99_percent']:,d}, "
-        f"longest {stats['longest']:,d}; {stats['fill_max_length']:,d} of {stats['measured']:,d} fill max_length, "
-        "and what is longer is cut there"
-        for name, stats in stats_of.items()
+        f"{name}: median {one['median']:,d}, 99 % at most {one['at_most_99_percent']:,d}, longest {one['longest']:,d}; "
+        f"{one['fill_max_length']:,d} of {one['measured']:,d} fill max_length, and what is longer is cut there"
+        for name, one in found.items()
     ]
     title = f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d})"
-    return Section(
+    return PageSection(
         title,
         tuple(lines),
-        figures={"lengths": stats_of, "max_length": description.max_length},
+        figures={"lengths": found, "max_length": description.max_length},
     )
 
 
 def _samples(
     examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription
-) -> Section:
+) -> PageSection:
     tokenizer: Any = (
         load_tokenizer(description) if description.modalities[0] != "image" else None
     )
@@ -91,4 +89,4 @@ def _samples(
             if feature.token_ids is not None and tokenizer is not None:
                 read = tokenizer.decode(feature.token_ids, skip_special_tokens=False)
             lines.append(f"{name} ({feature.length:,d} tokens): {shortened(read)}")
-    return Section("samples, as the model reads them", tuple(lines))
+    return PageSection("samples, as the model reads them", tuple(lines))

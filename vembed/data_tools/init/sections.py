@@ -16,7 +16,7 @@ Row = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """One part of the page."""
 
     title: str

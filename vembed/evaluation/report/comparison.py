@@ -24,8 +24,8 @@ from vembed.evaluation.report.query_changes import (
 )
 from vembed.evaluation.report.record import (
     TABLE,
+    ReportTable,
     RunRecord,
-    Table,
     metric_name,
     read_run,
 )
@@ -488,7 +488,7 @@ def _query_values(runs: SeveralRuns) -> list[dict[str, Any]]:
                 summary = f"{title}: the {len(queries)} with the largest difference"
             else:
                 summary = title
-            groups.append((summary, Table(header, table.rows, table.pictures)))
+            groups.append((summary, ReportTable(header, table.rows, table.pictures)))
         sections.append(
             {
                 "name": run.name,

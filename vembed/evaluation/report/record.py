@@ -31,7 +31,7 @@ TABLE = ("ndcg@10", "mrr@10", "recall@10", "map@10", "spearman", "pearson")
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table for the page, for Markdown and for the console. Cells are formatted text."""
 
     header: tuple[str, ...]
@@ -41,7 +41,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class RecordedEvaluation:
     """One evaluation of the run."""
 
     step: int
@@ -56,7 +56,7 @@ class RunRecord:
     folder: Path
     config: dict[str, Any]
     steps: list[dict[str, Any]]
-    evaluations: list[Evaluation]
+    evaluations: list[RecordedEvaluation]
     summary: RunSummary
 
     @property
@@ -66,7 +66,7 @@ class RunRecord:
         return first.scores if first is not None and first.step == 0 else {}
 
     @property
-    def final(self) -> Evaluation | None:
+    def final(self) -> RecordedEvaluation | None:
         """Evaluation of the weights in `final/`."""
         last = None
         for evaluation in reversed(self.evaluations):
@@ -124,7 +124,7 @@ def read_run(output_dir: str | Path) -> RunRecord:
         )
     config = _read_yaml(read_state_text(config_file)) or {}
     steps: list[dict[str, Any]] = []
-    evaluations: list[Evaluation] = []
+    evaluations: list[RecordedEvaluation] = []
     metrics = ""
     if metrics_file.exists():
         metrics = read_state_text(metrics_file, errors="replace")
@@ -141,7 +141,7 @@ def read_run(output_dir: str | Path) -> RunRecord:
                 if value is not None
             }
             evaluations.append(
-                Evaluation(
+                RecordedEvaluation(
                     int(values["step"]), float(values.get("epoch") or 0.0), scores
                 )
             )

@@ -28,8 +28,8 @@ from vembed.evaluation.report.query_changes import (
 )
 from vembed.evaluation.report.record import (
     TABLE,
+    ReportTable,
     RunRecord,
-    Table,
     metric_name,
     read_run,
 )
@@ -80,7 +80,7 @@ def score_table(
     record: RunRecord,
     keys: Sequence[str] | None = None,
     intervals: Mapping[str, Interval] | None = None,
-) -> Table:
+) -> ReportTable:
     """Return a table of metrics before and after: those of `keys`, or all that were measured. With `intervals`, a
     column of the 95 % intervals of the changes."""
     measured = record.after or record.before
@@ -98,10 +98,10 @@ def score_table(
         if intervals:
             row.append(str(intervals[key]) if key in intervals else "")
         rows.append(tuple(row))
-    return Table(tuple(header), tuple(rows))
+    return ReportTable(tuple(header), tuple(rows))
 
 
-def dims_table(record: RunRecord) -> Table | None:
+def dims_table(record: RunRecord) -> ReportTable | None:
     """Return a table of the deciding metric by Matryoshka size, with the fraction of the full embedding's score."""
     if not record.dims:
         return None
@@ -112,18 +112,24 @@ def dims_table(record: RunRecord) -> Table | None:
         after = record.after.get(key)
         fraction = f"{after / full:.1%}" if after is not None and full else ""
         rows.append((str(dim), *_before_after(record, key), fraction))
-    return Table(("dims", "before", "after", "change", "of full size"), tuple(rows))
+    return ReportTable(
+        ("dims", "before", "after", "change", "of full size"), tuple(rows)
+    )
 
 
-def stored_table(record: RunRecord) -> Table | None:
+def stored_table(record: RunRecord) -> ReportTable | None:
     """Return a table of documents in int8 and as bits; None if they were not scored."""
     rows = rows_of(record.after)
     if not rows:
         return None
-    return Table(("vectors", "size", "bytes", "nDCG@10", "of float32"), tuple(rows))
+    return ReportTable(
+        ("vectors", "size", "bytes", "nDCG@10", "of float32"), tuple(rows)
+    )
 
 
-def changed_table(queries: Sequence[Changed], *, has_pictures: bool = False) -> Table:
+def changed_table(
+    queries: Sequence[Changed], *, has_pictures: bool = False
+) -> ReportTable:
     """Return a table of queries with what should be found and what was found first, before and after. `has_pictures`:
     with thumbnails of images."""
     rows = []
@@ -146,7 +152,7 @@ def changed_table(queries: Sequence[Changed], *, has_pictures: bool = False) -> 
             for column, items in enumerate(cells):
                 pictures[row, column] = _thumbnails(query, items[:1])
     header = ("query", "relevant", "found before", "found after", "score")
-    return Table(header, tuple(rows), pictures)
+    return ReportTable(header, tuple(rows), pictures)
 
 
 def _before_after(record: RunRecord, key: str) -> tuple[str, str, str]:
@@ -510,7 +516,7 @@ def html(record: RunRecord, changes: Comparison | None) -> str:
     )
 
 
-def _changed_with_pictures(queries: Sequence[Changed]) -> Table | None:
+def _changed_with_pictures(queries: Sequence[Changed]) -> ReportTable | None:
     return changed_table(queries, has_pictures=True) if queries else None
 
 
@@ -577,7 +583,7 @@ def _no_score(record: RunRecord) -> str:
     return "Not evaluated" if record.steps else "No step was logged"
 
 
-def _markdown_table(table: Table) -> str:
+def _markdown_table(table: ReportTable) -> str:
     alignments = ["---"] + ["---:"] * (len(table.header) - 1)
     lines = [table.header, alignments]
     for row in table.rows:

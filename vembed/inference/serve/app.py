@@ -22,8 +22,8 @@ from vembed.errors import UserError
 from vembed.inference.serve.batching import Batcher, Encoded
 from vembed.inference.serve.encoder import ServedInput
 from vembed.inference.serve.protocol import (
-    Limits,
     Refusal,
+    RequestLimits,
     RequestReader,
     Values,
     openai_answer,
@@ -43,7 +43,7 @@ class Service:
     """The routes, and what they share: one model, its limits and its metrics."""
 
     def __init__(
-        self, batcher: Batcher, name: str, limits: Limits, api_key: str | None
+        self, batcher: Batcher, name: str, limits: RequestLimits, api_key: str | None
     ) -> None:
         self.batcher = batcher
         self.name = name

@@ -20,7 +20,7 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What the server takes from its clients. Each limit has its answer of 4xx."""
 
     connections: int = 512
@@ -60,7 +60,7 @@ class RequestReader:
     """Reads the inputs of a request and checks them against the limits."""
 
     encoder: TextEncoder
-    limits: Limits
+    limits: RequestLimits
 
     def inputs(self, values: Values, key: str, kind_key: str) -> list[ServedInput]:
         """Return the inputs under `key`, with the prompt that `kind_key` asks for."""

@@ -20,7 +20,7 @@ from vembed.inference.serve.app import Service
 from vembed.inference.serve.batching import Batcher
 from vembed.inference.serve.encoder import TextEncoder
 from vembed.inference.serve.metrics import Metrics
-from vembed.inference.serve.protocol import Limits
+from vembed.inference.serve.protocol import RequestLimits
 
 BACKLOG = 512
 HEAD_BYTES = 65_536
@@ -33,7 +33,7 @@ TOO_MANY_CONNECTIONS = (
 class Connection(H11Protocol):
     """A connection that is closed when its client takes too long to send a request or to take an answer."""
 
-    def __init__(self, limits: Limits, **options: Any) -> None:
+    def __init__(self, limits: RequestLimits, **options: Any) -> None:
         super().__init__(**options)
         self.limits = limits
         self.waits_since = time.monotonic()
@@ -104,7 +104,7 @@ def serve(
     host: str,
     port: int,
     api_key: str | None = None,
-    limits: Limits | None = None,
+    limits: RequestLimits | None = None,
     on_ready: Callable[[int], object],
 ) -> None:
     """Answer requests until SIGINT or SIGTERM, and then those that have arrived.
@@ -112,7 +112,7 @@ def serve(
     `load` gives the encoder, after the address is known to be free. `on_ready` gets the port, also where 0 asked for a
     free one, when connections are taken.
     """
-    limits = limits or Limits()
+    limits = limits or RequestLimits()
     listener = bound_socket(host, port)
     try:
         batcher = Batcher(load(), Metrics())

@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.entries import DataSource
-from vembed.config.schema import TrainConfig
-from vembed.config.terms import data_sources, listed_guards, needed_teachers
+from vembed.config.schema import (
+    DataSection,
+    EvaluationSection,
+    ModelSection,
+    ObjectiveSection,
+    TrainConfig,
+)
+from vembed.config.terms import needed_teachers
 from vembed.data.cache import add_content
 from vembed.training.checkpoint.resume import MAY_CHANGE
 
@@ -42,11 +48,13 @@ def of_training(config: TrainConfig, before: str | None, world_size: int) -> str
         config.batch.global_batch_size or config.batch.batch_size * world_size
     )
     values["model_name"] = before or _of_place(config.model.model_name)
+    data_path = config.data.data_path
+    paths = data_path if isinstance(data_path, list) else [data_path]
     values["data"] = [
         [_of_place(source.path), source.model_dump(mode="json", exclude={"path"})]
         if isinstance(source, DataSource)
         else _of_place(source)
-        for source in data_sources(config)
+        for source in paths
     ]
     if config.run.load_best_model_at_end and config.data.val_data_path:
         values["validation data"] = [
@@ -54,37 +62,43 @@ def of_training(config: TrainConfig, before: str | None, world_size: int) -> str
             config.evaluation.eval_metric,
             config.evaluation.eval_steps,
         ]
-    return _short(values | _more(config))
+    return _short(
+        values | _more(config.model, config.data, config.objective, config.evaluation)
+    )
 
 
-def _more(config: TrainConfig) -> dict[str, Any]:
+def _more(
+    model: ModelSection,
+    data: DataSection,
+    objective: ObjectiveSection,
+    evaluation: EvaluationSection,
+) -> dict[str, Any]:
     """Return what only some runs have: what may end them early, and further files that they read."""
     facts: dict[str, Any] = {}
-    if config.evaluation.patience not in (None, "auto"):
+    if evaluation.patience not in (None, "auto"):
         validated = (
-            _of_place(config.data.val_data_path)
-            if config.data.val_data_path
-            else config.data.val_split
+            _of_place(data.val_data_path) if data.val_data_path else data.val_split
         )
         facts["patience"] = [
-            config.evaluation.patience,
-            config.evaluation.eval_metric,
-            config.evaluation.eval_steps,
+            evaluation.patience,
+            evaluation.eval_metric,
+            evaluation.eval_steps,
             validated,
         ]
-    if config.evaluation.guards:
+    if evaluation.guards:
         facts["guards"] = [
             [_of_place(guard.path), guard.model_dump(mode="json")]
-            for guard in listed_guards(config)
+            for guard in evaluation.listed_guards()
         ]
-    if config.model.model_class is not None:
-        facts["model_class"] = _of_place(config.model.model_class.rpartition(":")[0])
+    if model.model_class is not None:
+        facts["model_class"] = _of_place(model.model_class.rpartition(":")[0])
     others = {
-        "image_model_name": config.model.image_model_name,
-        "tokenizer_name": config.model.tokenizer_name,
+        "image_model_name": model.image_model_name,
+        "tokenizer_name": model.tokenizer_name,
     }
     others |= {
-        f"teacher {teacher.label}": teacher.model for teacher in needed_teachers(config)
+        f"teacher {teacher.label}": teacher.model
+        for teacher in needed_teachers(objective, data, model)
     }
     # The names of those that are no folder here are among the options.
     return facts | {

@@ -16,7 +16,7 @@ from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
 from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
-from vembed.config.places import require_places
+from vembed.config.places import require_paths
 from vembed.config.stages import MINED, Pipeline, Step, read_pipeline
 from vembed.errors import RunError, UserError
 from vembed.files import read_json_object
@@ -41,7 +41,7 @@ Train = Callable[[TrainArguments], int]
 
 
 @dataclass(frozen=True)
-class Range:
+class StageRange:
     """The steps of a pipeline that are run."""
 
     only: str | None = None
@@ -82,7 +82,8 @@ def run_stages(
     """
     prints: dict[str, str] = {}
     chosen = _chosen(
-        pipeline, Range(arguments.stage, arguments.first_stage, arguments.last_stage)
+        pipeline,
+        StageRange(arguments.stage, arguments.first_stage, arguments.last_stage),
     )
     stages = [
         _Stage(pipeline, step, arguments, verb, env, starts_processes, train)
@@ -168,7 +169,7 @@ class _Stage:
                 env=self.env,
             )
             if not self.arguments.is_dry_run:
-                require_places(run.config, run.origins, made)
+                require_paths(run.config.model, run.config.data, run.origins, made)
             return
         check_options(self.pipeline, self.step, self.options(), made)
         problem = check(*self._words())
@@ -450,7 +451,7 @@ class _Stage:
             partial.replace(path)
 
 
-def _chosen(pipeline: Pipeline, asked: Range) -> list[Step]:
+def _chosen(pipeline: Pipeline, asked: StageRange) -> list[Step]:
     names = [step.name for step in pipeline.steps]
     for flag, name in (
         ("--stage", asked.only),

@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.schema import TrainConfig
 from vembed.cores import num_cores
 from vembed.errors import RunError, Stopped, UserError
 from vembed.files import read_json_object, require_regular
@@ -86,12 +85,15 @@ def run_tune(
         )
     devices = num_visible_devices()
     workers = min(nproc or max(devices, 1), search.num_trials)
+    auto = ""
+    if config.optimizer.learning_rate == "auto":
+        auto = " (learning_rate: auto; the first trial tells the number)"
+        config = config.changed(**{"learning_rate": 1e-4})
+    # A mistake in the options is found before the first trial.
+    planned = ranges(config, search.options)
     if is_dry_run:
-        sys.stdout.write(_plan(search, config, workers, devices))
+        sys.stdout.write(_plan(search, planned, auto, workers, devices))
         return 0
-    ranges(
-        _with_a_rate(config), search.options
-    )  # a mistake in the options is found before the first trial
     search.folder.mkdir(parents=True, exist_ok=True)
     known = _begin(search)
     sys.stdout.write("".join(f"  {option}\n" for option in known))
@@ -396,13 +398,9 @@ def _taken(study: Any) -> list[Any]:
     ]
 
 
-def _plan(search: Search, config: TrainConfig, workers: int, devices: int) -> str:
-    known = ranges(_with_a_rate(config), search.options)
-    auto = (
-        " (learning_rate: auto; the first trial tells the number)"
-        if config.optimizer.learning_rate == "auto"
-        else ""
-    )
+def _plan(
+    search: Search, known: list[Range], auto: str, workers: int, devices: int
+) -> str:
     where = f"{workers} GPU(s)" if devices else f"{workers} process(es) on the CPU"
     lines = [
         f"trials: {search.num_trials}, the first one the config as it is, on {where}, one trial each",
@@ -412,14 +410,6 @@ def _plan(search: Search, config: TrainConfig, workers: int, devices: int) -> st
         f"written: {search.folder}/best.yaml, importance.svg and .png, trials.json, {JOURNAL}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _with_a_rate(config: TrainConfig) -> TrainConfig:
-    return (
-        config
-        if config.optimizer.learning_rate != "auto"
-        else config.changed(**{"learning_rate": 1e-4})
-    )
 
 
 def _shown(params: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ FEWEST = 4
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchOutcome:
     """Result of a search."""
 
     best_config: Path
@@ -42,7 +42,7 @@ class Outcome:
 
 def write_outcome(
     folder: Path, config: str, overrides: Sequence[str], study: Any
-) -> Outcome:
+) -> SearchOutcome:
     """Write the files; return the result."""
     trials = [
         trial
@@ -93,7 +93,7 @@ def write_outcome(
             f"what mattered: not estimated from {len(complete)} trials that came to their end"
         )
     lines.append(f"train with it: vembed train {folder / BEST}")
-    return Outcome(
+    return SearchOutcome(
         folder / BEST,
         best.number,
         best.value,

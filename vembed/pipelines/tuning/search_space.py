@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from vembed.config.rate import rate_of
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import (
+    AdapterSection,
+    BatchSection,
+    ObjectiveSection,
+    OptimizerSection,
+    TrainConfig,
+)
 from vembed.config.terms import loss_terms
 from vembed.errors import UserError
 
@@ -75,9 +81,16 @@ def ranges(config: TrainConfig, names: Sequence[str] = ()) -> list[Range]:
     unknown = [name for name in names if name not in OPTIONS]
     if unknown:
         raise UserError(f"--options {unknown[0]}: it can search {', '.join(OPTIONS)}")
+    all_ranges = _all(
+        config.optimizer,
+        config.objective,
+        config.batch,
+        config.adapters,
+        config.model.model_name,
+    )
     search_ranges = [
         option_range
-        for option_range in _all(config)
+        for option_range in all_ranges
         if not names or option_range.option in names
     ]
     if not search_ranges:
@@ -92,13 +105,19 @@ def from_plain(values: Mapping[str, Any]) -> Range:
     return Range(**{**values, "choices": tuple(values["choices"])})
 
 
-def _all(config: TrainConfig) -> list[Range]:
+def _all(
+    optimizer: OptimizerSection,
+    objective: ObjectiveSection,
+    batch: BatchSection,
+    adapters: AdapterSection,
+    start_model: str,
+) -> list[Range]:
     # Ranges are ratios around what the config has: three doublings of the rate; temperatures stay where a softmax is
     # neither one-hot nor flat.
-    rate = rate_of(config.optimizer)
+    rate = rate_of(optimizer)
     search_ranges = [Range("learning_rate", rate, rate / 8, rate * 8)]
-    start = loss_terms(config.objective, config.model.model_name)[0].temperature
-    if config.objective.losses is None and start is not None:
+    start = loss_terms(objective, start_model)[0].temperature
+    if objective.losses is None and start is not None:
         search_ranges.append(
             Range(
                 "temperature",
@@ -107,8 +126,8 @@ def _all(config: TrainConfig) -> list[Range]:
                 max(min(start * 4, 1.0), start),
             )
         )
-    if config.batch.global_batch_size is None:
-        size = config.batch.batch_size
+    if batch.global_batch_size is None:
+        size = batch.batch_size
         search_ranges.append(
             Range(
                 "batch_size",
@@ -116,7 +135,7 @@ def _all(config: TrainConfig) -> list[Range]:
                 choices=_with(size, [max(size // 2, 8), size * 2, size * 4]),
             )
         )
-    warmup = config.optimizer.warmup_steps
+    warmup = optimizer.warmup_steps
     if isinstance(warmup, float):
         search_ranges.append(
             Range("warmup_steps", warmup, choices=_with(warmup, [0.0, 0.1, 0.3]))
@@ -124,16 +143,16 @@ def _all(config: TrainConfig) -> list[Range]:
     search_ranges.append(
         Range(
             "weight_decay",
-            config.optimizer.weight_decay,
-            choices=_with(config.optimizer.weight_decay, [0.0, 0.01, 0.1]),
+            optimizer.weight_decay,
+            choices=_with(optimizer.weight_decay, [0.0, 0.01, 0.1]),
         )
     )
-    if config.adapters.use_lora:
+    if adapters.use_lora:
         search_ranges.append(
             Range(
                 "lora_r",
-                config.adapters.lora_r,
-                choices=_with(config.adapters.lora_r, [4, 16, 64]),
+                adapters.lora_r,
+                choices=_with(adapters.lora_r, [4, 16, 64]),
             )
         )
     return search_ranges

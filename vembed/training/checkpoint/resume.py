@@ -386,7 +386,8 @@ def kept_decisions(
         kept["head_learning_rate"] = saved["head_learning_rate"]
     objective = config.objective
     is_same_loss = objective.loss == saved.get("loss")
-    if leaves_temperature(config) and is_same_loss and "temperature" in saved:
+    is_left = leaves_temperature(objective, config.data, config.model.model_name)
+    if is_left and is_same_loss and "temperature" in saved:
         kept["temperature"] = saved["temperature"]
     size = _kept_global_batch(options, state, world_size)
     if size is not None:

@@ -53,7 +53,7 @@ FILE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class PieceLocation:
     """Location of one piece of a tensor."""
 
     file: str
@@ -121,7 +121,9 @@ class CheckpointWriter(StorageWriter):
             write_durably(self.partial / name, data)
             results += [
                 WriteResult(
-                    item.index, len(data), Stored(name, _key(item.index), checksum)
+                    item.index,
+                    len(data),
+                    PieceLocation(name, _key(item.index), checksum),
                 )
                 for item in items
             ]
@@ -270,7 +272,9 @@ def _bundles(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
         yield bundle
 
 
-def _index(metadata: Metadata, stored: dict[MetadataIndex, Stored]) -> dict[str, Any]:
+def _index(
+    metadata: Metadata, stored: dict[MetadataIndex, PieceLocation]
+) -> dict[str, Any]:
     index = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vembed.config.terms import losses_of
+from vembed.config.terms import loss_names, loss_terms
 from vembed.errors import RunError
 from vembed.parallel import collectives
 from vembed.training.checkpoint.folder import list_checkpoints
@@ -180,7 +180,8 @@ class FirstLoss(Hook):
 
     @override
     def on_start(self, run: Run) -> None:
-        self._applies = run.state.step == 0 and losses_of(run.config) == ("infonce",)
+        terms = loss_terms(run.config.objective, run.config.model.model_name)
+        self._applies = run.state.step == 0 and loss_names(terms) == ("infonce",)
 
     @override
     def on_step(self, report: StepReport) -> None:

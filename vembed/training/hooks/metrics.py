@@ -186,7 +186,7 @@ class TaskAndTermLosses(Hook):
     def on_start(self, run: Run) -> None:
         names = run.data.examples.names
         if run.config.data.homogeneous_batches and len(names) > 1:
-            self._tasks = tuple(task_names(run.config, names))
+            self._tasks = tuple(task_names(run.config.data, names))
 
     @override
     def on_step(self, report: StepReport) -> None:
