@@ -393,7 +393,8 @@ def _fsdp_options(block: Node, source: str, notes: list[str]) -> dict[str, Any]:
         if key.removeprefix("fsdp_") in LAUNCHER_ONLY:
             notes.append(f"{key} in {source} has no effect: vembed does not use it")
             continue
-        name, value = target_of(key, "fsdp"), node.plain()
+        name = target_of(key, "fsdp")
+        value = node.plain()
         if name == "fsdp_reshard_after_forward" and normalise(
             "fsdp_sharding_strategy", value
         ) in (all_options()["fsdp_sharding_strategy"].choices):

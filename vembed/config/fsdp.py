@@ -134,10 +134,8 @@ def resolve_fsdp(
 
 
 def _sharding(values: Mapping[str, Any], version: int) -> tuple[Sharding, bool]:
-    strategy, reshard = (
-        values.get("fsdp_sharding_strategy"),
-        values.get("fsdp_reshard_after_forward"),
-    )
+    strategy = values.get("fsdp_sharding_strategy")
+    reshard = values.get("fsdp_reshard_after_forward")
     keeps = strategy == "SHARD_GRAD_OP"
     # FSDP1 knows the strategy alone.
     if version == 1 or reshard is None:

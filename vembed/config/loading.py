@@ -196,7 +196,8 @@ def require_earlier_stage(resolved: ResolvedRun) -> None:
 
     Otherwise the folder would be asked for on the Hub.
     """
-    origin, folder = resolved.origins["model_name"], resolved.config.model.model_name
+    origin = resolved.origins["model_name"]
+    folder = resolved.config.model.model_name
     if RESULT_OF in origin and not Path(folder).is_dir():
         raise UserError(
             f"{folder} ({origin}) is not there: train that stage first, or give this one a model_name"

@@ -113,9 +113,11 @@ def read_pipeline(
 ) -> Pipeline | None:
     """Return the steps of a config file or dict; None where it has no stages. `root`: instead of its output_dir."""
     if isinstance(source, Mapping):
-        tree, name = tree_of_mapping(source), "the config"
+        tree = tree_of_mapping(source)
+        name = "the config"
     else:
-        tree, name = read_tree(Path(source)), str(source)
+        tree = read_tree(Path(source))
+        name = str(source)
     return pipeline_of(dict(tree.value), name, root)
 
 
@@ -152,10 +154,8 @@ def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
         if step.kind != "train":
             continue
         block = dict(step.block)
-        before, mined = (
-            pipeline.model_before(step.name),
-            pipeline.mined_before(step.name),
-        )
+        before = pipeline.model_before(step.name)
+        mined = pipeline.mined_before(step.name)
         # A training stage right before is found by those who read the blocks, and named as the place of the model.
         implied = before is not None and (
             step.start is not None or before.kind != "train"

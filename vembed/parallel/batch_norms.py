@@ -43,11 +43,9 @@ class AllReduceBatchStatistics(_Base):
         parts = torch.cat((count, wide.sum(others), wide.square().sum(others)))
         total: Tensor = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
         channels = wide.shape[1]
-        count, sums, squares = (
-            total[:1].detach(),
-            total[1 : 1 + channels],
-            total[1 + channels :],
-        )
+        count = total[:1].detach()
+        sums = total[1 : 1 + channels]
+        squares = total[1 + channels :]
         mean = sums / count
         variance = squares / count - mean.square()
         # The running variance is the unbiased one, as in torch; normalisation takes the biased one.

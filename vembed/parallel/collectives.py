@@ -218,7 +218,8 @@ def start_ring_shift(sent: Tensor, received: Tensor) -> Transfer:
     """
     with _collective("ring_shift"):
         # All ranks send and receive in one batch: a blocking send on every rank would wait for a receive on none.
-        following, before = (rank() + 1) % world_size(), (rank() - 1) % world_size()
+        following = (rank() + 1) % world_size()
+        before = (rank() - 1) % world_size()
         messages = []
         if sent.numel():
             messages.append(dist.P2POp(dist.isend, sent.contiguous(), following))
@@ -402,7 +403,8 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             num_bytes = tensor.numel() * tensor.element_size()
             if bucket and filled + num_bytes > BUCKET_BYTES:
                 yield bucket
-                bucket, filled = [], 0
+                bucket = []
+                filled = 0
             bucket.append(tensor)
             filled += num_bytes
         if bucket:

@@ -252,7 +252,8 @@ class _Ranks:
             if pump.number == number:
                 pump.join(timeout=JOIN_SECONDS)
                 pump.release()
-        halted, hang_report = self._halted(), self._hang_report_of(number)
+        halted = self._halted()
+        hang_report = self._hang_report_of(number)
         if halted and code not in (2, -signal.SIGKILL):
             self._fail(
                 f"rank {halted[0]} is halted (SIGSTOP?), and rank {number} gave up waiting for it",
@@ -297,7 +298,8 @@ class _Ranks:
         return halted
 
     def _fail(self, cause: str, code: int) -> None:
-        self.cause, self.code = cause, code
+        self.cause = cause
+        self.code = code
         num_left = sum(process.poll() is None for process in self.processes)
         ending = f"; ending the other {num_left}" if num_left else ""
         with suppress(OSError):  # the terminal may be closed
@@ -365,7 +367,9 @@ class _Pump(threading.Thread):
 
     def __init__(self, number: int, pipe: IO[bytes], target: IO[str]) -> None:
         super().__init__(daemon=True)
-        self.number, self.pipe, self.target = number, pipe, target
+        self.number = number
+        self.pipe = pipe
+        self.target = target
         self.held: list[str] = []
         self.held_since = 0.0
         self.start()

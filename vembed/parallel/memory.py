@@ -17,7 +17,8 @@ import torch
 from vembed.parallel import collectives
 
 GIB = 2**30
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 """Parameters of mallopt(3)."""
 
 log = logging.getLogger("vembed")

@@ -112,7 +112,8 @@ def _some(names: Sequence[str]) -> str:
 
 def log_parameter_summary(model: nn.Module) -> dict[str, int]:
     """Log the number of parameters: total, trainable, and per rank. Collective."""
-    total, trainable = num_parameters(model), num_parameters(model, trainable_only=True)
+    total = num_parameters(model)
+    trainable = num_parameters(model, trainable_only=True)
     local = sum(_local(parameter).numel() for parameter in model.parameters())
     log.info("FSDP parameter summary:")
     log.info("  Total: %s", _count(total))
@@ -283,7 +284,8 @@ def _groups_of(state: Any) -> list[Any]:
 def _reset_iteration(model: FSDPModule) -> None:
     """Do what `reset_iter_state` does, which torch has since 2.13."""
     root = model._get_fsdp_state()
-    context, communication = root._state_ctx, root._comm_ctx
+    context = root._state_ctx
+    communication = root._comm_ctx
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # collectives that are under way, in streams of their own
     if "post_forward_order" in vars(

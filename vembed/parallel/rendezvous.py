@@ -62,7 +62,9 @@ class Waiting:
     """
 
     def __init__(self, ranks: RankInfo, limit: Limit, state: Callable[[], str]) -> None:
-        self._ranks, self._limit, self._state = ranks, limit, state
+        self._ranks = ranks
+        self._limit = limit
+        self._state = state
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -173,7 +175,8 @@ def _host(ranks: RankInfo, limit: Limit) -> Store:
 
 
 def _visit(ranks: RankInfo, limit: Limit) -> Store:
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     # torch's own client would print tracebacks and take two to three times the limit, so it starts once rank 0 listens.
     problem = _await_listener(host, port, limit)
     if problem is not None:
@@ -211,7 +214,8 @@ def _visit(ranks: RankInfo, limit: Limit) -> Store:
 
 def _await_listener(host: str, port: int, limit: Limit) -> str | None:
     """Wait until something listens at the address. Return the reason if nothing has within the limit."""
-    problem, pause = "nothing answers there", POLL_SECONDS
+    problem = "nothing answers there"
+    pause = POLL_SECONDS
     while not limit.is_over:
         try:
             socket.create_connection(

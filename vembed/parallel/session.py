@@ -76,11 +76,10 @@ class Session:
         self.placement = placement
         self.config = placement.run.config
         ranks = placement.ranks
-        self.rank, self.world_size = ranks.rank, ranks.world_size
-        self.local_rank, self.local_world_size = (
-            ranks.local_rank,
-            ranks.local_world_size,
-        )
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self.local_rank = ranks.local_rank
+        self.local_world_size = ranks.local_world_size
         self.device = placement.device
         self.strategy = placement.strategy.value
         self.mixed_precision = placement.precision.value
@@ -329,7 +328,8 @@ def start_session(
 
 
 def _log_placement(placement: Placement) -> None:
-    run, decisions = placement.run, placement.decisions
+    run = placement.run
+    decisions = placement.decisions
     log.info(
         "device: %s; mixed precision: %s",
         placement.device,
@@ -430,16 +430,12 @@ def _choose_interface() -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     address = os.environ["MASTER_ADDR"]
-    interface, why = (
-        interface_to(address, int(os.environ["MASTER_PORT"])),
-        f"it leads to {address}",
-    )
+    interface = interface_to(address, int(os.environ["MASTER_PORT"]))
+    why = f"it leads to {address}"
     if is_loopback_by_name(address):
         # Debian's /etc/hosts maps a machine's own name to 127.0.1.1; other machines resolve it to the real address.
-        interface, why = (
-            default_interface(),
-            f"the default route's, because {address} is loopback on this machine",
-        )
+        interface = default_interface()
+        why = f"the default route's, because {address} is loopback on this machine"
         if interface is None:
             log.warning(
                 "network: %s, the name of machine 0, is a loopback address on this machine, which the others cannot "
@@ -467,11 +463,9 @@ def _log_environment(rank_info: RankInfo) -> None:
 
 
 def _make_accelerator(placement: Placement) -> Accelerator:
-    fsdp, rank_info, precision = (
-        placement.fsdp,
-        placement.ranks,
-        placement.precision.value,
-    )
+    fsdp = placement.fsdp
+    rank_info = placement.ranks
+    precision = placement.precision.value
     on_cpu = placement.device.type == "cpu"
     # Another trainer in this process, in a notebook for example, may have left a state of another precision or device,
     # which Accelerate would refuse to change.

@@ -51,7 +51,8 @@ def write_layout(
         )
     for number, dense in enumerate(head if head is not None else ()):
         assert isinstance(dense, Dense)
-        name, prefix = f"{len(modules)}_Dense", f"{number}."
+        name = f"{len(modules)}_Dense"
+        prefix = f"{number}."
         modules.append((name, MODULE + "Dense"))
         write_json(folder / name / "config.json", dense.settings())
         names = [key for key in head_state if key.startswith(prefix)]

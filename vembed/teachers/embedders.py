@@ -105,10 +105,8 @@ class VectorTeacher:
 
     def _read(self) -> tuple[nn.Module, ModelDescription]:
         """Return the model, as a copy or as this rank's shard, and its description."""
-        session, with_run = (
-            self.session,
-            self.session.fsdp is not None and self.teacher.sharded is not False,
-        )
+        session = self.session
+        with_run = self.session.fsdp is not None and self.teacher.sharded is not False
         if not with_run and is_sharded(
             self.teacher, model_folder(self.teacher.model, option="teacher"), session
         ):

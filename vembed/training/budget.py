@@ -105,7 +105,8 @@ def find_budget(
             "unit's parameters after the first of several backward passes: larger steps use Gradient Cache (the same "
             "gradient for one more forward pass). fsdp_version: 2 keeps the graphs of all micro-batches"
         )
-    tokens, kept = options.micro_batch_tokens, options.kept_graph_tokens
+    tokens = options.micro_batch_tokens
+    kept = options.kept_graph_tokens
     on_gpu = session.device.type == "cuda"
     if not ((cache is None and kept == "auto") or (tokens == "auto" and on_gpu)):
         micro_batch = (
@@ -175,7 +176,8 @@ def measure_demand(
                 points.append((tokens, meter.peak()))
             (small, low), (large, high) = points
             slope = max(high - low, 0) / (large - small)
-            fixed, per_token = max(fixed, low - slope * small), max(per_token, slope)
+            fixed = max(fixed, low - slope * small)
+            per_token = max(per_token, slope)
     except RuntimeError as error:
         if not is_shortage(error):
             raise
@@ -347,11 +349,10 @@ class MemoryGuard:
 def advice(session: Session, budget: Budget) -> str:
     """Return the current settings and what to change, the cheapest change first, each with what it saves."""
     placement = session.placement
-    config, size = placement.run.config, placement.size or measure(placement.run.config)
-    now, limit = (
-        placement.predict(size, tokens=budget.micro_batch_tokens),
-        size.max_length,
-    )
+    config = placement.run.config
+    size = placement.size or measure(placement.run.config)
+    now = placement.predict(size, tokens=budget.micro_batch_tokens)
+    limit = size.max_length
     steps = []
     if budget.use_gradient_cache is False:
         steps.append(
@@ -416,7 +417,8 @@ def advice(session: Session, budget: Budget) -> str:
 
 def _more_sharding(session: Session, states: float) -> list[str]:
     """Return what would shard more than the run does: between machines too, and after each forward pass."""
-    placement, steps = session.placement, []
+    placement = session.placement
+    steps = []
     assert placement.fsdp is not None
     if placement.is_hybrid:
         saved = states * (1 - placement.num_shards / session.world_size)

@@ -67,7 +67,9 @@ class Interrupts:
         if self._is_armed:
             # From one call to the next: a step, and the evaluation and checkpoint before it.
             self._longest_step = max(self._longest_step, now - self._agreed_at)
-        self._is_armed, self._agreed_at, self._save_seconds = True, now, save_seconds
+        self._is_armed = True
+        self._agreed_at = now
+        self._save_seconds = save_seconds
         return self._ask(self._longest_step)
 
     def request_end(self) -> None:
@@ -201,7 +203,8 @@ class Interrupts:
                 continue
             now = time.monotonic()
             if not self._number:
-                self._number, self._first_at = _counted_as(number), now
+                self._number = _counted_as(number)
+                self._first_at = now
                 if self._is_armed:
                     what = (
                         "training is over, writing final/"

@@ -81,7 +81,8 @@ class LogFile(logging.FileHandler):
         """Open the file and write the lines so far."""
         self.acquire()
         try:
-            held, self._held = self._held, None
+            held = self._held
+            self._held = None
             if held is not None:
                 self.stream = self._open()
                 self.stream.write("".join(f"{line}\n" for line in held))

@@ -76,7 +76,9 @@ class TensorReader:
         width = entry.dtype.itemsize
         buffer = bytearray((stop - start) * width)
         # preadv gives at most 2 GiB at once, and less over a network file system.
-        view, done, offset = memoryview(buffer), 0, entry.begin + start * width
+        view = memoryview(buffer)
+        done = 0
+        offset = entry.begin + start * width
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             while done < len(buffer):

@@ -313,7 +313,8 @@ class _Stage:
                 if value is not None
             ] + flags
         if self.step.kind == "evaluate":
-            data, given = options.pop("data", None), options.pop("model", None)
+            data = options.pop("data", None)
+            given = options.pop("model", None)
             options.pop("require", None)
             if data is None:
                 raise UserError(f"stage {self.step.name}: evaluate needs data")

@@ -50,10 +50,8 @@ def write_outcome(
         if trial.state.name in ("COMPLETE", "PRUNED")
     ]
     complete = [one for one in trials if one.state.name == "COMPLETE"]
-    best, first = (
-        max(complete, key=lambda one: one.value),
-        min(trials, key=lambda one: one.number),
-    )
+    best = max(complete, key=lambda one: one.value)
+    first = min(trials, key=lambda one: one.number)
     plain = [
         {
             "trial": one.number,

@@ -57,7 +57,8 @@ def irregular(directory: Path, name: str) -> str | None:
 
     A pipe would be waited for, and a link or `..` could lead to any file of the machine.
     """
-    place, path = PurePosixPath(name), directory
+    place = PurePosixPath(name)
+    path = directory
     if place.is_absolute() or ".." in place.parts or not place.parts or "\0" in name:
         return f"{name} leads out of the folder"
     try:
@@ -145,7 +146,8 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
         return [f"{MANIFEST} is damaged"]
     problems = []
     for name in sorted(files)[part::num_parts]:
-        path, (size, checksum) = directory / name, files[name]
+        path = directory / name
+        (size, checksum) = files[name]
         unusable = irregular(directory, name)
         if unusable is not None:
             problems.append(unusable)

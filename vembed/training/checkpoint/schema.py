@@ -152,7 +152,8 @@ def _state_problems(directory: Path) -> Iterator[str]:
     except (ValueError, UserError) as error:
         yield f"{STATE}: {error}"
     else:
-        step, named = state.loop.step, step_of(directory.name)
+        step = state.loop.step
+        named = step_of(directory.name)
         if named is not None and step != named:
             yield f"{STATE}: loop.step is {step}, and the folder is that of step {named}"
         for name, value in (

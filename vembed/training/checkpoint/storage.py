@@ -265,7 +265,8 @@ def _bundles(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
         )
         if bundle and filled + size > FILE_BYTES:
             yield bundle
-            bundle, filled = [], 0
+            bundle = []
+            filled = 0
         bundle.append(item)
         filled += size
     if bundle:
@@ -281,7 +282,8 @@ def _index(
         chunks = []
         for chunk in entry.chunks:
             place = stored[MetadataIndex(name, chunk.offsets)]
-            sizes, offsets = list(chunk.sizes), list(chunk.offsets)
+            sizes = list(chunk.sizes)
+            offsets = list(chunk.offsets)
             chunks.append(
                 {
                     "offsets": offsets,

@@ -132,7 +132,8 @@ def restore(
         whole: Any = get_optimizer_state_dict(
             model_and_loss, optimizer, options=_TRAINED
         )
-        state, groups = whole["state"], whole["param_groups"]
+        state = whole["state"]
+        groups = whole["param_groups"]
         # State that the step above has made, and the checkpoint lacks, is not loaded.
         held = {
             name
@@ -261,7 +262,8 @@ def _check_weights(
 ) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
     held = {name for name in saved if not name.startswith((_OPTIMIZER, _HOOKS))}
-    missing, extra = sorted(set(weights) - held), sorted(held - set(weights))
+    missing = sorted(set(weights) - held)
+    extra = sorted(held - set(weights))
     if missing or extra:
         sides = {"only this run trains": missing, "only the checkpoint has": extra}
         named = "; ".join(

@@ -31,7 +31,8 @@ class MinedExamples:
 
     def __init__(self, miner: ExampleMiner, numbers_EN: Tensor) -> None:
         """`numbers_EN`: documents of each example, -1 where there are fewer. It is read anew for each example."""
-        self._miner, self._numbers = miner, numbers_EN
+        self._miner = miner
+        self._numbers = numbers_EN
 
     def __getitem__(self, index: int) -> Example:
         return self._miner.example(index, self._numbers[index].tolist())

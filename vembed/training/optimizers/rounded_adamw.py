@@ -63,7 +63,8 @@ class RoundedAdamW(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        step = int(state["step"])
+        (beta1, beta2) = group["betas"]
         weight, first, second = (
             _local(tensor)
             for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
