@@ -61,15 +61,18 @@ def reference_loss(
     *,
     parameters: Mapping[str, Tensor] | None = None,
     mrl_dims: Sequence[int] = (),
+    model_temperature: float | None = None,
 ) -> Tensor:
     """The share of `batch.own_rows` in L; with own_rows = slice(None) it is L.
 
-    `parameters`: the loss's learned parameters by name.
+    `parameters`: the loss's learned parameters by name. `model_temperature`: that with
+    which the model was trained.
     """
     total = batch.embeddings.double().sum() * 0.0
-    for number, term in enumerate(
-        source_terms(config.objective, config.data, config.model.model_name)[0]
-    ):
+    terms = source_terms(
+        config.objective, config.data, config.model.model_name, model_temperature
+    )[0]
+    for number, term in enumerate(terms):
         prefix = "" if term.is_alone else f"terms.{number}."
         learned = {
             name.removeprefix(prefix): value

@@ -280,11 +280,13 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
         own_rows=slice(0, len(rank_batch.query)),
         own_negatives=slice(0, len(rank_batch.negative)),
     )
+    scale, _ = model.initial_scale_and_bias() or (None, None)
     value = reference_loss(
         batch,
         config,
         parameters=dict(loss.named_parameters()),
         mrl_dims=model.description.mrl_dims,
+        model_temperature=None if scale is None else 1 / scale,
     )
     value.backward()
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
