@@ -43,7 +43,6 @@ from vembed.config.options import all_options
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.training.checkpoint.resume import candidates
-from vembed.training.hooks.checks import Watch
 
 Seen = Callable[[Built], Any]
 Row = tuple[str, Seen, Any] | tuple[str, Seen, Any, str]
@@ -338,8 +337,8 @@ BUILT: dict[str, Row] = {
     "max_grad_norm": ("many", lambda one: one.trainer.update.max_grad_norm, 0.75),
     "on_nonfinite": (
         "many",
-        lambda one: [h.stops for h in one.trainer.hooks._all if isinstance(h, Watch)],
-        [False],
+        lambda one: one.trainer.config.optimizer.on_nonfinite,
+        "skip",
     ),
     "seed": ("many", lambda one: one.trainer.data.batch_schedule.seed, 7),
     "deterministic": ("many", lambda one: one.is_deterministic, True),
