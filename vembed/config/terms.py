@@ -211,12 +211,13 @@ def task_names(data: DataSection, names: Sequence[str]) -> list[str]:
 
 
 def source_batch_sizes(
-    data: DataSection, batch: BatchSection, world_size: int
+    data: DataSection, batch: BatchSection, run_size: int
 ) -> list[int]:
-    """Return the examples per step of each source, over all processes."""
-    # A resumed run on another number of processes keeps its global batch. The sources
-    # keep their share of it.
-    run_size = batch.global_batch_size or batch.batch_size * world_size
+    """Return the examples per step of each source, over all processes.
+
+    `run_size`: that of the run. A resumed run on another number of processes keeps its
+    global batch, and the sources keep their share of it.
+    """
     sizes = []
     for source in data.sources():
         size = run_size

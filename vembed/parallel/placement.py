@@ -571,14 +571,16 @@ def _choose_strategy(
 def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
     """Return the largest number of rows of any process. A resumed run may divide its global batch unevenly."""
     config = run.config
+    batch = config.batch
+    run_size = batch.global_batch_size or batch.batch_size * ranks.world_size
     sizes = [
-        *source_batch_sizes(config.data, config.batch, ranks.world_size),
-        config.batch.global_batch_size or 0,
+        *source_batch_sizes(config.data, batch, run_size),
+        batch.global_batch_size or 0,
     ]
     largest = -(-max(sizes) // ranks.world_size)
-    if config.run.resume and config.batch.global_batch_size is not None:
+    if config.run.resume and batch.global_batch_size is not None:
         return largest
-    return max(largest, config.batch.rows_per_process(ranks.world_size))
+    return max(largest, batch.rows_per_process(ranks.world_size))
 
 
 def _without_effect(

@@ -327,9 +327,7 @@ class Setup:
             names=store.names,
             homogeneous=bool(self.config.data.homogeneous_batches),
             tasks=task_numbers(self.config.data),
-            batch_sizes=source_batch_sizes(
-                self.config.data, self.config.batch, self.session.world_size
-            ),
+            batch_sizes=source_batch_sizes(self.config.data, self.config.batch, size),
             sampling=parse_sampling(self.config.data.sampling),
             keys=store.all_keys() if self.config.data.no_duplicates else None,
             drop_last=self.config.data.drop_last,
