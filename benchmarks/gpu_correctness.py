@@ -224,10 +224,10 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
         place = folder / f"same-{name.replace(' ', '-')}"
         with (
             quick_compiler(record),
-            sharded_alone() if "use_fsdp" in options else nullcontext(),
+            sharded_alone() if options.get("strategy") == "fsdp" else nullcontext(),
         ):
             found = run(place, **{**exact, **options})
-        if "use_fsdp" in options:
+        if options.get("strategy") == "fsdp":
             require(
                 "strategy: fsdp" in (place / "training_log.txt").read_text(),
                 "the model was not sharded",

@@ -38,7 +38,7 @@ def main() -> int:
             config = TrainConfig(
                 model_name=folder,
                 data_path="unused",
-                use_fsdp=True,
+                strategy="fsdp",
                 mixed_precision="no",
                 dist_timeout_minutes=TIMEOUT_MINUTES,
             )
