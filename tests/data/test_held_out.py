@@ -152,7 +152,7 @@ def test_vowel_signs_and_tone_marks_are_part_of_words(tmp_path: Path) -> None:
         for one in (validation[index] for index in range(2))
     ]
     assert [
-        (one.what, list(one.found.values())) for one in find_overlap(train, pairs)
+        (one.what, list(one.examples.values())) for one in find_overlap(train, pairs)
     ] == [("queries", ["'Love'"])]
 
 

@@ -278,10 +278,10 @@ def source_layers(
     """
     if isinstance(source, TrainConfig):
         layer = Layer("TrainConfig")
-        given = source.given
+        given_options = source.given
         for name, value in source.options().items():
             # Only what was set: defaults would win over the launcher and files.
-            if name in given:
+            if name in given_options:
                 layer.values[name] = OptionValue(name, value, name, "TrainConfig")
         return [layer]
     keys, name = _keys(source)

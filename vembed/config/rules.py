@@ -125,9 +125,9 @@ def _required_names(config: TrainConfig) -> Iterator[Violation]:
                 )
 
 
-def _batch_rules(batch: BatchSection, given: set[str]) -> Iterator[Violation]:
+def _batch_rules(batch: BatchSection, given_options: set[str]) -> Iterator[Violation]:
     # Given, with whatever value: whoever writes both believes that both count.
-    if batch.global_batch_size is not None and "batch_size" in given:
+    if batch.global_batch_size is not None and "batch_size" in given_options:
         yield Violation(
             ("batch_size", "global_batch_size"),
             f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: "

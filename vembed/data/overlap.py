@@ -26,20 +26,20 @@ class Overlap:
     """queries, positives or pairs."""
     num_validation: int
     """Different ones in the validation data."""
-    found: dict[int | tuple[int, int], str] = field(default_factory=dict)
+    examples: dict[int | tuple[int, int], str] = field(default_factory=dict)
     """Key -> shown content of those that are in the training data too."""
 
     def sentence(self) -> str:
         """Return the warning: count, share and examples."""
-        examples = "; ".join(list(self.found.values())[:NUM_EXAMPLES])
-        count = len(self.found)
+        examples = "; ".join(list(self.examples.values())[:NUM_EXAMPLES])
+        count = len(self.examples)
         return (
             f"{count:,d} of the {self.num_validation:,d} {self.what} of the validation data "
             f"({_percent(count / max(self.num_validation, 1))}) are in the training data too, for example: {examples}"
         )
 
 
-class Examples(Protocol):
+class SizedExamples(Protocol):
     """Examples by number."""
 
     def __len__(self) -> int: ...
@@ -47,7 +47,7 @@ class Examples(Protocol):
     def __getitem__(self, index: int, /) -> Example: ...
 
 
-def find_overlap(train: Examples, pairs: Iterable[Pair]) -> list[Overlap]:
+def find_overlap(train: SizedExamples, pairs: Iterable[Pair]) -> list[Overlap]:
     """Return the overlaps of training data with the (query, relevant document) pairs of validation data.
 
     Texts are equal if they differ in case, spaces and punctuation alone; images if their files are equal.
@@ -68,17 +68,19 @@ def find_overlap(train: Examples, pairs: Iterable[Pair]) -> list[Overlap]:
     for example in _compared(train):
         query = normal_key(example.query)
         if query in queries:
-            results[0].found.setdefault(query, short_item(queries[query]))
+            results[0].examples.setdefault(query, short_item(queries[query]))
         for item in example.positives:
             positive = normal_key(item)
             if positive in positives:
-                results[1].found.setdefault(positive, short_item(positives[positive]))
+                results[1].examples.setdefault(
+                    positive, short_item(positives[positive])
+                )
             if (query, positive) in both:
-                results[2].found.setdefault(
+                results[2].examples.setdefault(
                     (query, positive),
                     " -> ".join(short_item(part) for part in both[query, positive]),
                 )
-    return [part for part in results if part.found]
+    return [part for part in results if part.examples]
 
 
 def warnings_of(overlaps: Sequence[Overlap]) -> list[str]:
@@ -112,7 +114,7 @@ def short_item(item: Item) -> str:
     return full if len(full) <= SHOWN else full[: SHOWN - 3] + "..."
 
 
-def _compared(train: Examples) -> Iterator[Example]:
+def _compared(train: SizedExamples) -> Iterator[Example]:
     # Every n-th of a large store, from all of its sources.
     step = -(-len(train) // MOST_COMPARED)
     return (train[index] for index in range(0, len(train), step))

@@ -182,35 +182,35 @@ class _RowMaker:
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows to write, in the order of the input."""
         for row in range(len(self._rows)):
-            own = slice(int(self._starts[row]), int(self._starts[row + 1]))
-            if own.start == own.stop:
+            span = slice(int(self._starts[row]), int(self._starts[row + 1]))
+            if span.start == span.stop:
                 yield self._rows.record(row)
                 continue
             made = (
-                self._row(row, own)
-                if not self.kept[own].all()
+                self._row(row, span)
+                if not self.kept[span].all()
                 else dict(self._rows.record(row))
             )
             if self._config.scores:
                 made[JUDGEMENTS_NAME] = [
-                    None if one == UNDECIDED else round(float(one), 6)
-                    for one in self._judged[own][self.kept[own]]
+                    None if score == UNDECIDED else round(float(score), 6)
+                    for score in self._judged[span][self.kept[span]]
                 ]
             yield made
 
-    def _row(self, row: int, own: slice) -> dict[str, Any]:
+    def _row(self, row: int, span: slice) -> dict[str, Any]:
         """A row that loses a negative: one list of those that stay, and what stands beside them in their order."""
         table, number = self._rows.locate(row)
         record = table.record(number)
         example = table.example(number)
         made = as_fields(record) if is_conversation(record) else dict(record)
-        kept = np.flatnonzero(self.kept[own]).tolist()
+        kept = np.flatnonzero(self.kept[span]).tolist()
         for name in BESIDE:
             # Only lists with one entry per negative: anything else of that name is the user's own.
             if isinstance(made.get(name), list) and len(made[name]) == len(
                 example.negatives
             ):
-                made[name] = [made[name][one] for one in kept]
+                made[name] = [made[name][position] for position in kept]
         read = [
             name
             for name in made
@@ -219,14 +219,15 @@ class _RowMaker:
         for name in read:
             del made[name]
         made[NEGATIVES_NAME] = [
-            row_value(example.negatives[one], table.image_folder) for one in kept
+            row_value(example.negatives[position], table.image_folder)
+            for position in kept
         ]
         self._keep_scores(made, example, kept)
         if self._config.false_negatives == "relabel" and example.scores is None:
             self._relabel(
                 made,
                 example,
-                np.flatnonzero(self.relevant[own]).tolist(),
+                np.flatnonzero(self.relevant[span]).tolist(),
                 table.image_folder,
             )
         return made

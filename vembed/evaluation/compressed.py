@@ -34,7 +34,8 @@ def compressed_scores(
     scores: dict[str, float] = {}
     for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
         asked, documents = (
-            first_dims(one, dim, normalize) for one in (queries_QD, documents_ND)
+            first_dims(vectors, dim, normalize)
+            for vectors in (queries_QD, documents_ND)
         )
         # As packed bits are read: 0 and below are -1.
         signs = np.where(documents > 0, 1, -1).astype(np.float32)

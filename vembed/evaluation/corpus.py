@@ -120,8 +120,8 @@ def read_corpus(reader: Format, problems: list[str]) -> FoundCorpus:
             continue
         identity, text = identified
         values = number, len(text), Item(text=text).key(), _hash(identity)
-        for one, value in zip(rows.values(), values, strict=True):
-            one.append(value)
+        for column, value in zip(rows.values(), values, strict=True):
+            column.append(value)
     # frombuffer shares the arrays' memory, but takes no empty one.
     held = {
         name: np.frombuffer(row, row.typecode) if row else np.empty(0, row.typecode)

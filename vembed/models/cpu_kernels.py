@@ -147,7 +147,7 @@ def attend_backward(
     return torch.bmm(scores, key), torch.bmm(scores.transpose(1, 2), query), grad_value
 
 
-class Piece(Protocol):
+class AttentionPiece(Protocol):
     """Part of a batch whose score matrices are computed together."""
 
     @property
@@ -168,7 +168,7 @@ def dropped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pieces: Sequence[Piece],
+    pieces: Sequence[AttentionPiece],
     p: float,
     scaling: float,
 ) -> Tensor:
@@ -197,7 +197,7 @@ class _DroppedAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[AttentionPiece],
         p: float,
         scaling: float,
     ) -> Tensor:

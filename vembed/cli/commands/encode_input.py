@@ -63,12 +63,12 @@ class Row:
     """All fields of the record."""
 
 
-def rows_of(source: str, given: Format) -> Path | None:
+def rows_of(source: str, requested: Format) -> Path | None:
     """Return the path of a table or a folder of images, whose rows are numbered; None for lines."""
     path = Path(source)
     return (
         path
-        if given == "auto" and source != "-" and (path.is_dir() or is_table(path))
+        if requested == "auto" and source != "-" and (path.is_dir() or is_table(path))
         else None
     )
 
@@ -122,15 +122,15 @@ class InputLines:
         self.columns = columns
         self.chunk = chunk
         # An error of rank 0 goes to all, so that none waits for lines that never come.
-        found = {"total": None, "error": None}
+        count = {"total": None, "error": None}
         self.path = Path(source)
         """Of the first process; of a packed file its unpacked copy."""
         if session.is_main and source != "-":
-            found = self._count_lines()
-        found = collectives.broadcast_json(found)
-        if found["error"]:
-            raise UserError(found["error"])
-        self.total: int | None = found["total"]
+            count = self._count_lines()
+        count = collectives.broadcast_json(count)
+        if count["error"]:
+            raise UserError(count["error"])
+        self.total: int | None = count["total"]
 
     def _count_lines(self) -> dict[str, Any]:
         try:
@@ -273,7 +273,7 @@ class InputParser:
         self,
         source: str,
         column: str | None,
-        given: Format,
+        requested: Format,
         image_root: str | None,
         bad: BadInputs,
         *,
@@ -286,15 +286,15 @@ class InputParser:
         )  # each names itself
         self.source = "standard input" if source == "-" else source
         self.column = column
-        self.format = given
-        if given == "auto" and source != "-":
+        self.format = requested
+        if requested == "auto" and source != "-":
             self.format = (
                 "jsonl"
                 if ending_of(Path(source)) in (".jsonl", ".ndjson", ".json")
                 else "text"
             )
         kind = ending_of(Path(source))
-        if given == "auto" and source != "-" and kind in NO_LINES:
+        if requested == "auto" and source != "-" and kind in NO_LINES:
             raise UserError(
                 f"{source} has the ending {kind}, and vembed encode reads {READ}: {NO_LINES[kind]}"
             )
@@ -392,12 +392,16 @@ class InputParser:
     def _of_field(self, value: Any, name: str) -> Item:
         if isinstance(value, dict):
             text = value.get("text")
-            given = value.get("image")
+            requested = value.get("image")
             images = (
-                [] if given is None else given if isinstance(given, list) else [given]
+                []
+                if requested is None
+                else requested
+                if isinstance(requested, list)
+                else [requested]
             )
             if (text is not None and not isinstance(text, str)) or not all(
-                isinstance(one, str) for one in images
+                isinstance(image, str) for image in images
             ):
                 raise BadRecord(f"{name} has a text or image that is no string")
             if images:

@@ -114,7 +114,7 @@ def _one_each(values: list[float], count: int) -> np.ndarray | None:
     )
 
 
-class Examples(Protocol):
+class IndexedExamples(Protocol):
     """Examples by number."""
 
     def __getitem__(self, index: int, /) -> Example: ...
@@ -125,7 +125,7 @@ class RankBatchStream:
 
     def __init__(
         self,
-        store: Examples,
+        store: IndexedExamples,
         batch_schedule: BatchSchedule,
         featuriser: Featuriser,
         rank: int,

@@ -236,13 +236,13 @@ class _Generator:
         if not places:
             return known
         # The seed of a block, so that its text does not depend on the rank that writes it.
-        found = self._writer().write(
+        written = self._writer().write(
             [prompts[place] for place in places], self._config.seed + block
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write("\n")  # the last line may be half of one
-            for number, text in found:
+            for number, text in written:
                 known[places[number]] = text
                 file.write(json.dumps([places[number], text]) + "\n")
                 file.flush()

@@ -170,28 +170,28 @@ def prompt_for(
     assert config.writer is not None, "the config asks for it"
     persona = config.personas[number % len(config.personas)] if config.personas else ""
     language = config.language or "the language of the document"
-    shown = ""
+    example_text = ""
     if examples and config.num_examples:
         draw = np.random.default_rng([config.seed, 2, number])
         chosen = draw.choice(
             len(examples), min(config.num_examples, len(examples)), replace=False
         )
-        shown = "\n\n".join(
-            f"Document: {examples[one][1]}\n{NOUNS[kind]}: {examples[one][0]}"
-            for one in chosen
+        example_text = "\n\n".join(
+            f"Document: {examples[position][1]}\n{NOUNS[kind]}: {examples[position][0]}"
+            for position in chosen
         )
     # About four characters to a token; a local writer is cut exactly, by its tokenizer.
     cut = document[: 4 * config.writer.max_length]
     if kind in config.prompts:
         return config.prompts[kind].format(
-            document=cut, language=language, persona=persona, examples=shown
+            document=cut, language=language, persona=persona, examples=example_text
         )
     parts = [PROMPTS[kind]]
     if persona:
         parts.append(f"Write it as {persona} would.")
     parts += [f"Write in {language}.", RULES.format(noun=NOUNS[kind])]
-    if shown:
-        parts.append(f"Examples:\n\n{shown}\n")
+    if example_text:
+        parts.append(f"Examples:\n\n{example_text}\n")
     parts.append(f"Document: {cut}\n{NOUNS[kind]}:")
     return "\n".join(parts)
 

@@ -36,7 +36,7 @@ SHORT = 100
 """Columns up to which a part with one line stands on one line of the console."""
 
 
-class Examples(Protocol):
+class SourceExamples(Protocol):
     """Examples of one or several sources, by number."""
 
     @property
@@ -103,7 +103,7 @@ def unlogged() -> Iterator[None]:
 
 
 def sections(
-    examples: Examples, read: Sequence[str], model: ModelSection | None
+    examples: SourceExamples, read: Sequence[str], model: ModelSection | None
 ) -> list[PageSection]:
     """Return the parts of the page. `read`: lines on what was read, left out and found in the validation data too.
     `model`: None where no model is named."""
@@ -209,7 +209,7 @@ def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
     )
 
 
-def _side_by_side(examples: Examples) -> tuple[Row, ...]:
+def _side_by_side(examples: SourceExamples) -> tuple[Row, ...]:
     """Return a table with a column per source."""
     groups: list[list[Example]] = [[] for _ in examples.names]
     for index in spread(len(examples), MOST_READ):

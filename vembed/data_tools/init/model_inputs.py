@@ -38,7 +38,7 @@ def lengths_and_samples(
 def _lengths(
     examples: Sequence[Example], featuriser: Featuriser, description: ModelDescription
 ) -> PageSection:
-    found = {}
+    lengths_by_kind = {}
     for name, items in kinds_of(examples):
         texts = [
             feature
@@ -54,7 +54,7 @@ def _lengths(
             if not description.traits.has_fixed_length
             else 0
         )
-        found[name] = {
+        lengths_by_kind[name] = {
             "median": round(middle),
             "at_most_99_percent": round(most),
             "longest": int(lengths.max()),
@@ -62,15 +62,15 @@ def _lengths(
             "measured": len(texts),
         }
     lines = [
-        f"{name}: median {one['median']:,d}, 99 % at most {one['at_most_99_percent']:,d}, longest {one['longest']:,d}; "
-        f"{one['fill_max_length']:,d} of {one['measured']:,d} fill max_length, and what is longer is cut there"
-        for name, one in found.items()
+        f"{name}: median {length['median']:,d}, 99 % at most {length['at_most_99_percent']:,d}, longest {length['longest']:,d}; "
+        f"{length['fill_max_length']:,d} of {length['measured']:,d} fill max_length, and what is longer is cut there"
+        for name, length in lengths_by_kind.items()
     ]
     title = f"lengths in tokens, with prompts and special tokens (at most {description.max_length:,d})"
     return PageSection(
         title,
         tuple(lines),
-        figures={"lengths": found, "max_length": description.max_length},
+        figures={"lengths": lengths_by_kind, "max_length": description.max_length},
     )
 
 

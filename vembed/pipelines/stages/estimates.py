@@ -225,10 +225,10 @@ def _about(seconds: float) -> str:
 def _places(*values: Any) -> list[str]:
     """Return the files that options name, each a path or a list of paths and entries with one."""
     entries = [
-        one
+        path
         for value in values
-        for one in (value if isinstance(value, list) else [value])
-        if one is not None
+        for path in (value if isinstance(value, list) else [value])
+        if path is not None
     ]
     return [
         str(entry["path"] if isinstance(entry, Mapping) else entry) for entry in entries

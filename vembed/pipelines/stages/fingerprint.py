@@ -133,7 +133,7 @@ def _of_place(name: str) -> str:
         if path.is_file():
             return _of_file(path)
         if path.is_dir():
-            files = sorted(one for one in path.rglob("*") if one.is_file())
+            files = sorted(inner for inner in path.rglob("*") if inner.is_file())
             return _short(
                 [[file.relative_to(path).as_posix(), _of_file(file)] for file in files]
             )

@@ -314,13 +314,13 @@ class _Stage:
             ] + flags
         if self.step.kind == "evaluate":
             data = options.pop("data", None)
-            given = options.pop("model", None)
+            named_model = options.pop("model", None)
             options.pop("require", None)
             if data is None:
                 raise UserError(f"stage {self.step.name}: evaluate needs data")
             flags = _flags(options)
             return "eval", [
-                self._place(given) or self._model(),
+                self._place(named_model) or self._model(),
                 data,
                 "--json",
                 str(self.folder / SCORES_FILE),

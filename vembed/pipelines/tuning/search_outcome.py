@@ -49,18 +49,18 @@ def write_outcome(
         for trial in study.get_trials(deepcopy=False)
         if trial.state.name in ("COMPLETE", "PRUNED")
     ]
-    complete = [one for one in trials if one.state.name == "COMPLETE"]
-    best = max(complete, key=lambda one: one.value)
-    first = min(trials, key=lambda one: one.number)
+    complete = [entry for entry in trials if entry.state.name == "COMPLETE"]
+    best = max(complete, key=lambda entry: entry.value)
+    first = min(trials, key=lambda entry: entry.number)
     plain = [
         {
-            "trial": one.number,
-            "state": one.state.name.lower(),
-            "score": one.value,
-            "options": one.params,
-            "scores": list(one.intermediate_values.values()),
+            "trial": entry.number,
+            "state": entry.state.name.lower(),
+            "score": entry.value,
+            "options": entry.params,
+            "scores": list(entry.intermediate_values.values()),
         }
-        for one in trials
+        for entry in trials
     ]
     (folder / TRIALS).write_text(json.dumps(plain, indent=1) + "\n", "utf-8")
     values = (

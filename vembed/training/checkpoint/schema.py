@@ -169,8 +169,10 @@ def _said(error: ValidationError) -> str:
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"])) or "its content"
     value = first["input"]
-    shown = f" ({value!r:.60})" if isinstance(value, str | int | float | None) else ""
-    return f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}{shown}"
+    value_text = (
+        f" ({value!r:.60})" if isinstance(value, str | int | float | None) else ""
+    )
+    return f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}{value_text}"
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------
