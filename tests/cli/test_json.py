@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.conftest import Command
 from tests.tiny import shared, texts, tiny_bert_st
-from vembed.cli.support import json_words
+from vembed.cli.support import with_json_target
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def folder(vembed: Command) -> str:
     ],
 )
 def test_a_file_may_follow(words: list[str], value: list[str]) -> None:
-    assert json_words(words) == value
+    assert with_json_target(words) == value
 
 
 def read(vembed: Command, *words: str, code: int = 0) -> Any:

@@ -71,7 +71,7 @@ def test_the_words_for_other_processes_mean_the_same() -> None:
     arguments = parse_train_arguments(
         ["a b.yaml", "query_prompt=--set x=1", "--stage", "two", "--lr", "1e-5"]
     )
-    assert parse_train_arguments(arguments.words()) == arguments
+    assert parse_train_arguments(arguments.command_line()) == arguments
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_help_lists_every_flag() -> None:
 )
 def test_what_is_shown_has_the_options_own_names(words: str, shown: list[str]) -> None:
     arguments = parse_train_arguments(["cfg.yaml", *words.split()])
-    assert arguments.shown_words() == [
+    assert arguments.shown_command_line() == [
         "--config=cfg.yaml",
         *(f"--set={one}" for one in shown),
     ]
-    assert arguments.words() != arguments.shown_words() or shown == list(
+    assert arguments.command_line() != arguments.shown_command_line() or shown == list(
         arguments.overrides
     )

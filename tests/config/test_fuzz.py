@@ -259,7 +259,9 @@ def test_words_of_the_command_line(words: list[str]) -> None:
     except UserError as error:
         assert str(error).strip()
         return
-    assert parse_train_arguments(arguments.words()).overrides == arguments.overrides
+    assert (
+        parse_train_arguments(arguments.command_line()).overrides == arguments.overrides
+    )
 
 
 @pytest.mark.parametrize(

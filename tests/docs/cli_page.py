@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from vembed.cli.main import app
-from vembed.config.arguments import LAUNCH_FLAGS, VERB_FLAGS
+from vembed.config.arguments import COMMAND_FLAGS, LAUNCH_FLAGS
 
 HEAD = """\
 # Commands
@@ -58,7 +58,7 @@ def config_command(name: str) -> list[str]:
     lines = usage(f"vembed {name} {config} [KEY=VALUE | --OPTION VALUE] ...")
     if name in DATA_COMMANDS:
         return [*lines, f"`vembed {name} --help` lists the options."]
-    flags = LAUNCH_FLAGS if name == "train" else VERB_FLAGS[name]
+    flags = LAUNCH_FLAGS if name == "train" else COMMAND_FLAGS[name]
     for flag, (value, text) in flags.items():
         lines.append(f"- `{f'--{flag} {value}'.rstrip()}`: {text}")
     if name != "train":

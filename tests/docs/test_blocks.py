@@ -22,8 +22,8 @@ from tests import tiny
 from tests.docs.pages import ROOT, Block, blocks, commands
 from vembed.cli.commands.mine import run_audit, run_generate, run_judge, run_mine
 from vembed.cli.commands.train import run_train
-from vembed.cli.main import app, checked_words, run_process
-from vembed.cli.support import json_words, taken_flags
+from vembed.cli.main import app, check_arguments, run_process
+from vembed.cli.support import taken_flags, with_json_target
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
@@ -180,7 +180,7 @@ def dry_run(arguments: list[str]) -> None:
                 pipeline,
                 parsed,
                 run_process,
-                checked_words,
+                check_arguments,
                 env={},
                 starts_processes=True,
             )
@@ -205,12 +205,12 @@ def started_by(parser: ArgumentParser, arguments: list[str]) -> None:
 def check_vembed(arguments: list[str]) -> None:
     command, *rest = arguments
     if command == "train":
-        dry_run(taken_flags(json_words(rest), ("--json",))[0])
+        dry_run(taken_flags(with_json_target(rest), ("--json",))[0])
     elif command in DATA_COMMANDS:
         assert rest == ["--help"] or DATA_COMMANDS[command]([*rest, "--dry-run"]) == 0
     elif command in ("config", "plan"):
         rest, (gpu, memory, _) = taken_flags(
-            json_words(rest), ("--gpu", "--memory", "--json")
+            with_json_target(rest), ("--gpu", "--memory", "--json")
         )
         read_hardware(gpu, memory)
         resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from vembed.config.places import short_name
+from vembed.config.paths import short_name
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.record import metric_name, read_run

@@ -16,7 +16,7 @@ from PIL import Image
 import vembed
 from tests.data.pictures import encoded
 from tests.training.test_run import settings
-from vembed.config.places import short_name
+from vembed.config.paths import short_name
 from vembed.data.examples import ImageRef, Item
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults

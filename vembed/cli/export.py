@@ -1,4 +1,4 @@
-"""Verbs of the `vembed` command for models that leave vembed: export, serve, check-server and push."""
+"""Commands of the `vembed` command for models that leave vembed: export, serve, check-server and push."""
 
 from __future__ import annotations
 

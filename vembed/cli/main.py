@@ -1,4 +1,4 @@
-"""The `vembed` command line. Each verb imports its dependencies only when it runs."""
+"""The `vembed` command line. Each command imports its dependencies only when it runs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from vembed.cli.support import (
     column_mapping_of,
     guarded,
     json_result,
-    json_words,
     model_options,
     only_checked,
     open_closed_streams,
     taken_flags,
+    with_json_target,
 )
 from vembed.cli.support import end as _end
 from vembed.cli.support import numbers as _numbers
@@ -59,15 +59,15 @@ RUNS = "Look at finished runs"
 USE = "Use a model"
 CHANGE = "Change a model and hand it on"
 SETUP = "Machine and options"
-"""Headings of the verbs in `vembed --help`."""
-WORDS_ARE_OURS = {
+"""Headings of the commands in `vembed --help`."""
+PARSES_ITS_ARGUMENTS = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,
     "help_option_names": [],
 }
-"""Settings of verbs that parse their arguments themselves, because every option of the config is a flag."""
+"""Settings of commands that parse their arguments themselves, because every option of the config is a flag."""
 
-Words = Annotated[
+Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
 ]
 
@@ -75,19 +75,19 @@ Words = Annotated[
 def main() -> None:
     """Run the command."""
     open_closed_streams()
-    sys.exit(guarded(app))  # Ctrl-C may come before a verb has begun
+    sys.exit(guarded(app))  # Ctrl-C may come before a command has begun
 
 
-def run_process(verb: str, words: Sequence[str]) -> int:
-    """Run a verb as one process; the launcher has started the others."""
+def run_process(command_name: str, args: Sequence[str]) -> int:
+    """Run a command as one process; the launcher has started the others."""
     open_closed_streams()
-    if verb == "train":
-        return guarded(lambda: _train(words, starts_processes=False))
-    # --nproc starts processes with the same words
+    if command_name == "train":
+        return guarded(lambda: _train(args, starts_processes=False))
+    # --nproc starts processes with the same arguments
     outer = sys.argv
-    sys.argv = ["vembed", verb, *words]
+    sys.argv = ["vembed", command_name, *args]
     try:
-        app([verb, *words])
+        app([command_name, *args])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
     finally:
@@ -95,28 +95,28 @@ def run_process(verb: str, words: Sequence[str]) -> int:
     return 0
 
 
-def checked_words(verb: str, words: Sequence[str]) -> str | None:
-    """Return what is wrong with the words of a verb, as far as that is known before it begins; None if nothing is."""
-    if verb == "mine":
+def check_arguments(command_name: str, args: Sequence[str]) -> str | None:
+    """Return what is wrong with the arguments of a command, as far as that is known before it begins; None if nothing is."""
+    if command_name == "mine":
         from vembed.cli.commands.mine import check_mine
 
         try:
-            check_mine(words)
+            check_mine(args)
         except UserError as error:
             return str(error)
         return None
     with only_checked() as said:
         try:
-            code = app([verb, *words], standalone_mode=False)
+            code = app([command_name, *args], standalone_mode=False)
         except USAGE_ERROR as error:
             return str(error.format_message())
     return said.getvalue().removeprefix("error: ").rstrip() if code else None
 
 
-@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)
-def train(words: Words = None) -> None:
+@app.command(context_settings=PARSES_ITS_ARGUMENTS, rich_help_panel=TRAIN)
+def train(args: Arguments = None) -> None:
     """Train a model as a config file says, on all local devices."""
-    _end(lambda: _train(words or []))
+    _end(lambda: _train(args or []))
 
 
 @app.command(cls=JsonCommand, rich_help_panel=USE)
@@ -315,28 +315,28 @@ app.command(cls=JsonCommand, rich_help_panel=CHANGE)(weight_commands.merge)
 app.command(cls=JsonCommand, rich_help_panel=CHANGE)(weight_commands.edit)
 
 
-@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=DATA)
-def mine(words: Words = None) -> None:
+@app.command(context_settings=PARSES_ITS_ARGUMENTS, rich_help_panel=DATA)
+def mine(args: Arguments = None) -> None:
     """Find hard negatives for training data in a corpus."""
-    _end(lambda: _make_data("mine", mine.__doc__, words or []))
+    _end(lambda: _make_data("mine", mine.__doc__, args or []))
 
 
-@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=DATA)
-def judge(words: Words = None) -> None:
+@app.command(context_settings=PARSES_ITS_ARGUMENTS, rich_help_panel=DATA)
+def judge(args: Arguments = None) -> None:
     """Judge the negatives of training data by rerankers or endpoints."""
-    _end(lambda: _make_data("judge", judge.__doc__, words or []))
+    _end(lambda: _make_data("judge", judge.__doc__, args or []))
 
 
-@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=DATA)
-def audit(words: Words = None) -> None:
+@app.command(context_settings=PARSES_ITS_ARGUMENTS, rich_help_panel=DATA)
+def audit(args: Arguments = None) -> None:
     """Look at training data: duplicates, leakage, false negatives, weak positives."""
-    _end(lambda: _make_data("audit", audit.__doc__, words or []))
+    _end(lambda: _make_data("audit", audit.__doc__, args or []))
 
 
-@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=DATA)
-def generate(words: Words = None) -> None:
+@app.command(context_settings=PARSES_ITS_ARGUMENTS, rich_help_panel=DATA)
+def generate(args: Arguments = None) -> None:
     """Make training pairs from documents, with or without a language model."""
-    _end(lambda: _make_data("generate", generate.__doc__, words or []))
+    _end(lambda: _make_data("generate", generate.__doc__, args or []))
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -406,15 +406,15 @@ def doctor(
     _end(call)
 
 
-@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)
-def plan(words: Words = None) -> None:
+@app.command(context_settings=PARSES_ITS_ARGUMENTS, rich_help_panel=TRAIN)
+def plan(args: Arguments = None) -> None:
     """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
 
     def call() -> int:
         from functools import partial
 
         rest, (gpu, memory, json_file) = taken_flags(
-            json_words(words or []), ("--gpu", "--memory", "--json")
+            with_json_target(args or []), ("--gpu", "--memory", "--json")
         )
         # A dry run needs no machine rank, and may describe GPUs of other machines.
         arguments = _arguments("plan", plan.__doc__, [*rest, "--dry-run"])
@@ -448,20 +448,22 @@ app.command("check-server", cls=JsonCommand, rich_help_panel=USE)(
 )
 app.command(cls=JsonCommand, rich_help_panel=CHANGE)(export_commands.push)
 app.command(rich_help_panel=TRAIN)(start_commands.init)
-app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=TRAIN)(start_commands.data)
+app.command(context_settings=PARSES_ITS_ARGUMENTS, rich_help_panel=TRAIN)(
+    start_commands.data
+)
 app.command(cls=JsonCommand, rich_help_panel=RUNS)(start_commands.report)
 app.command(cls=JsonCommand, rich_help_panel=RUNS)(start_commands.compare)
 app.command(cls=JsonCommand, rich_help_panel=RUNS)(start_commands.card)
 
 
-@app.command(context_settings=WORDS_ARE_OURS, rich_help_panel=SETUP)
-def config(words: Words = None) -> None:
+@app.command(context_settings=PARSES_ITS_ARGUMENTS, rich_help_panel=SETUP)
+def config(args: Arguments = None) -> None:
     """Print the resolved config, with where each value comes from. Fails if a file is missing."""
 
     def call() -> int:
         from vembed.cli.commands.show_config import show_config
 
-        rest, (json_file,) = taken_flags(json_words(words or []), ("--json",))
+        rest, (json_file,) = taken_flags(with_json_target(args or []), ("--json",))
         arguments = _arguments("config", config.__doc__, rest)
         with json_result(json_file) as on_result:
             return show_config(arguments, on_result=on_result)
@@ -542,13 +544,13 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
+def _train(args: Sequence[str], *, starts_processes: bool = True) -> int:
     from vembed.config.arguments import parse_train_arguments, train_help
 
-    if {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(args):
         sys.stdout.write(train_help())
         return 0
-    rest, (json_file,) = taken_flags(json_words(words), ("--json",))
+    rest, (json_file,) = taken_flags(with_json_target(args), ("--json",))
     arguments = parse_train_arguments(rest)
     from vembed.cli.commands.train import run_train
     from vembed.pipelines.stages.sequence import (
@@ -569,7 +571,7 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
             pipeline,
             arguments,
             run_process,
-            checked_words,
+            check_arguments,
             starts_processes=starts_processes,
         )
         if code == 0 and json_file and not arguments.is_dry_run:
@@ -578,24 +580,29 @@ def _train(words: Sequence[str], *, starts_processes: bool = True) -> int:
 
 
 def _make_data(
-    verb: Literal["mine", "judge", "audit", "generate"],
+    command_name: Literal["mine", "judge", "audit", "generate"],
     about: str | None,
-    words: Sequence[str],
+    args: Sequence[str],
 ) -> int:
     from vembed.cli.commands.mine import ignore, make_data
 
-    rest, (json_file,) = taken_flags(json_words(words), ("--json",))
+    rest, (json_file,) = taken_flags(with_json_target(args), ("--json",))
     with json_result(json_file) as on_result:
         return make_data(
-            verb, " ".join(str(about).split()), rest, on_result if json_file else ignore
+            command_name,
+            " ".join(str(about).split()),
+            rest,
+            on_result if json_file else ignore,
         )
 
 
-def _arguments(verb: str, about: str | None, words: Sequence[str]) -> TrainArguments:
-    """Parse the arguments of a verb that takes those of train."""
-    from vembed.config.arguments import parse_train_arguments, verb_help
+def _arguments(
+    command_name: str, about: str | None, args: Sequence[str]
+) -> TrainArguments:
+    """Parse the arguments of a command that takes those of train."""
+    from vembed.config.arguments import command_help, parse_train_arguments
 
-    if {"-h", "--help"} & set(words):
-        sys.stdout.write(verb_help(verb, str(about)))
+    if {"-h", "--help"} & set(args):
+        sys.stdout.write(command_help(command_name, str(about)))
         raise typer.Exit(0)
-    return parse_train_arguments(words)
+    return parse_train_arguments(args)

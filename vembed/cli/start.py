@@ -1,4 +1,4 @@
-"""Verbs of the `vembed` command around a run: init, data, report, compare, card."""
+"""Commands of the `vembed` command around a run: init, data, report, compare, card."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vembed.cli.support import (
     column_mapping_of,
     end,
     json_result,
-    json_words,
     taken_flags,
+    with_json_target,
 )
 
 
@@ -91,22 +91,22 @@ def init(
     end(call)
 
 
-Words = Annotated[
+Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
 ]
 
 
-def data(words: Words = None) -> None:
+def data(args: Arguments = None) -> None:
     """Look at the data of a config: samples as the model reads them, lengths, repetitions, overlap."""
 
     def call() -> None:
-        from vembed.config.arguments import parse_train_arguments, verb_help
+        from vembed.config.arguments import command_help, parse_train_arguments
         from vembed.config.loading import resolve_run
 
-        if {"-h", "--help"} & set(words or []):
-            sys.stdout.write(verb_help("data", str(data.__doc__)))
+        if {"-h", "--help"} & set(args or []):
+            sys.stdout.write(command_help("data", str(data.__doc__)))
             return
-        rest, (json_file,) = taken_flags(json_words(words or []), ("--json",))
+        rest, (json_file,) = taken_flags(with_json_target(args or []), ("--json",))
         arguments = parse_train_arguments(rest)
         config = resolve_run(
             arguments.source, arguments.overrides, stage=arguments.stage

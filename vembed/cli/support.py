@@ -1,4 +1,4 @@
-"""Helpers shared by the verbs of the `vembed` command: exit codes, processes and flags."""
+"""Helpers shared by the commands of the `vembed` command: exit codes, processes and flags."""
 
 from __future__ import annotations
 
@@ -78,20 +78,20 @@ JsonOutput = Annotated[
         help="The result as JSON: alone on standard output, or in this file.",
     ),
 ]
-"""Of verbs whose class is JsonCommand."""
+"""Of commands whose class is JsonCommand."""
 
 
 class JsonCommand(TyperCommand):
-    """A verb whose `--json` stands alone or before the name of a file."""
+    """A command whose `--json` stands alone or before the name of a file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words; `--json` that no file follows means standard output."""
-        return super().parse_args(ctx, json_words(args))
+        """Parse the arguments; `--json` that no file follows means standard output."""
+        return super().parse_args(ctx, with_json_target(args))
 
 
-def json_words(words: Sequence[str]) -> list[str]:
-    """Return the words with a value for each `--json` that has none."""
-    arguments = list(words)
+def with_json_target(args: Sequence[str]) -> list[str]:
+    """Return the arguments with a value for each `--json` that has none."""
+    arguments = list(args)
     for number, argument in enumerate(arguments):
         following = arguments[number + 1] if number + 1 < len(arguments) else ""
         if (
@@ -105,7 +105,7 @@ def json_words(words: Sequence[str]) -> list[str]:
 
 @contextmanager
 def json_result(target: str | None) -> Iterator[Callable[[Any], None]]:
-    """Give a function that takes a verb's result, and write it as JSON at the end. On standard output it stands alone:
+    """Give a function that takes a command's result, and write it as JSON at the end. On standard output it stands alone:
     all else that this process and its children print goes to standard error. Of several ranks the first one writes."""
     results: list[Any] = []
     if (
@@ -200,7 +200,7 @@ def guarded(function: Callable[[], int | None]) -> int:
 
 
 def end(function: Callable[[], int | None]) -> NoReturn:
-    """Call a verb and exit with its code."""
+    """Call a command and exit with its code."""
     raise typer.Exit(guarded(function))
 
 
@@ -218,7 +218,7 @@ def _say(text: str) -> None:
 
 @contextmanager
 def only_checked() -> Iterator[io.StringIO]:
-    """Let verbs that `share` their work end where they would begin it. Gives what they say about mistakes."""
+    """Let commands that `share` their work end where they would begin it. Gives what they say about mistakes."""
     said = io.StringIO()
     token = _only_checks.set(True)
     try:
@@ -229,19 +229,21 @@ def only_checked() -> Iterator[io.StringIO]:
 
 
 def share(ctx: typer.Context, nproc: int) -> int | None:
-    """Start the same command on several processes and return its exit code; None inside such a process. Verbs check
-    their words before they call it."""
+    """Start the same command on several processes and return its exit code; None inside such a process. Commands check
+    their arguments before they call it."""
     if _only_checks.get():
         return 0
     if nproc == 1 or os.environ.get("LOCAL_RANK"):
         return None
     from vembed.parallel.launch import rank_environments, run_ranks
 
-    verb = ctx.info_name or ""
-    words = (
-        sys.argv[sys.argv.index(verb) :] if verb in sys.argv else [verb, *sys.argv[1:]]
+    command_name = ctx.info_name or ""
+    args = (
+        sys.argv[sys.argv.index(command_name) :]
+        if command_name in sys.argv
+        else [command_name, *sys.argv[1:]]
     )
-    return run_ranks([sys.executable, "-m", "vembed", *words], rank_environments(nproc))
+    return run_ranks([sys.executable, "-m", "vembed", *args], rank_environments(nproc))
 
 
 def numbers(flag: str, text: str) -> list[int]:
@@ -260,15 +262,15 @@ def floats(flag: str, text: str) -> list[float]:
         raise UserError(f"{flag} {text}: give numbers, as 0.7,0.3") from None
 
 
-def word(flag: str, value: str, words: Sequence[str]) -> Any:
+def word(flag: str, value: str, args: Sequence[str]) -> Any:
     """Return a word that is one of several."""
-    if value not in words:
-        raise UserError(f"{flag} {value}: give one of {', '.join(words)}")
+    if value not in args:
+        raise UserError(f"{flag} {value}: give one of {', '.join(args)}")
     return value
 
 
 def model_options(torch_dtype: str, strategy: str) -> dict[str, Any]:
-    """Return the checked options of verbs that load a model."""
+    """Return the checked options of commands that load a model."""
     return {
         "torch_dtype": option("torch_dtype", torch_dtype),
         "strategy": word("--strategy", strategy, ("auto", "ddp", "fsdp")),
@@ -292,12 +294,12 @@ def option(name: str, text: str) -> Any:
 
 
 def taken_flags(
-    words: Sequence[str], flags: Sequence[str]
+    args: Sequence[str], flags: Sequence[str]
 ) -> tuple[list[str], list[str | None]]:
-    """Return the words without the given flags, and the value of each: `--flag VALUE` or `--flag=VALUE`."""
+    """Return the arguments without the given flags, and the value of each: `--flag VALUE` or `--flag=VALUE`."""
     rest: list[str] = []
     values: dict[str, str] = {}
-    remaining = iter(words)
+    remaining = iter(args)
     for argument in remaining:
         flag, has_value, value = argument.partition("=")
         if flag not in flags:

@@ -1,4 +1,4 @@
-"""Verbs of the `vembed` command for finished models: score, merge, edit."""
+"""Commands of the `vembed` command for finished models: score, merge, edit."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _fsdp_switch(value: Any) -> list[Setting]:
 
 
 WANDB = "use_wandb"
-"""Switch that adds an entry to `report_to`. It is not an option: `Layer.settle` resolves it after all keys."""
+"""Switch that adds an entry to `report_to`. It is not an option: `Layer.merge_wandb` resolves it after all keys."""
 
 
 def _wandb_switch(value: Any) -> list[Setting]:

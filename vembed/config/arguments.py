@@ -68,7 +68,7 @@ LAUNCH_FLAGS = {
 """Flags that `--help` lists. Every option of the config is a flag as well."""
 
 _JSON = {"json": LAUNCH_FLAGS["json"]}
-VERB_FLAGS = {
+COMMAND_FLAGS = {
     "plan": {
         "gpu": (
             "NxNAME",
@@ -80,7 +80,7 @@ VERB_FLAGS = {
     "config": _JSON,
     "data": _JSON,
 }
-"""Flags of the other verbs that take the arguments of train."""
+"""Flags of the other commands that take the arguments of train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,23 +111,23 @@ class TrainArguments:
             return self.mapping
         return {} if self.config is None else self.config
 
-    def words(self) -> list[str]:
+    def command_line(self) -> list[str]:
         """Return the config and options as command-line arguments, for the processes that are started."""
         # With `=`: no value can be taken for a flag or for the config.
         config = [] if self.config is None else [f"--config={self.config}"]
         stage = [f"--stage={self.stage}"] if self.stage else []
         return [*config, *stage, *(f"--set={override}" for override in self.overrides)]
 
-    def shown_words(self) -> list[str]:
+    def shown_command_line(self) -> list[str]:
         """Return `words` for display, with aliases replaced by the option names."""
         return replace(
             self, overrides=tuple(map(_under_its_own_name, self.overrides))
-        ).words()
+        ).command_line()
 
 
-def parse_train_arguments(words: Sequence[str]) -> TrainArguments:
+def parse_train_arguments(args: Sequence[str]) -> TrainArguments:
     """Parse the arguments. Raise UserError for anything that is not a config, option or flag."""
-    return _Parser(words).result()
+    return _Parser(args).result()
 
 
 def _under_its_own_name(override: str) -> str:
@@ -174,10 +174,10 @@ def train_help() -> str:
     return "\n".join(lines) + "\n"
 
 
-def verb_help(verb: str, about: str) -> str:
-    """Return the text of `--help` of a verb that takes the arguments of train."""
+def command_help(command_name: str, about: str) -> str:
+    """Return the text of `--help` of a command that takes the arguments of train."""
     lines = [
-        f"Usage: vembed {verb} CFG [KEY=VALUE | --OPTION VALUE] ...",
+        f"Usage: vembed {command_name} CFG [KEY=VALUE | --OPTION VALUE] ...",
         "",
         about.strip(),
         "",
@@ -185,14 +185,14 @@ def verb_help(verb: str, about: str) -> str:
     ]
     lines += [
         f"  {f'--{flag} {value}':<34}{text}"
-        for flag, (value, text) in VERB_FLAGS[verb].items()
+        for flag, (value, text) in COMMAND_FLAGS[command_name].items()
     ]
     return "\n".join(lines) + "\n"
 
 
 class _Parser:
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = list(words)
+    def __init__(self, args: Sequence[str]) -> None:
+        self.words = list(args)
         self.position = 0
         self.config: str | None = None
         self.overrides: list[str] = []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.cli.main import checked_words, run_process
+from vembed.cli.main import check_arguments, run_process
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import Source, resolve_run
 from vembed.config.resolved import ResolvedRun
@@ -76,7 +76,7 @@ def train(
         pipeline,
         arguments,
         run_process,
-        checked_words,
+        check_arguments,
         starts_processes=False,
         train=train_stage,
     )

@@ -91,7 +91,7 @@ class NeighbourRing(Ring):
         if gradients is not None:
             if held is not None:
                 gradients.pass_on(held, cuts[self.rank][-1], is_home=True)
-            gradients.settle(None)
+            gradients.add_pending(None)
 
 
 class _Gradients:
@@ -117,7 +117,7 @@ class _Gradients:
     def pass_on(self, part: Tensor, coming: slice, *, is_home: bool) -> None:
         """Add what other ranks found for this block, and send the sum on. `coming`: the columns of what is received."""
         # First the sum of the ranks before: what is sent must hold it.
-        self.settle(part)
+        self.add_pending(part)
         received = self.room[: _length(coming)]
         self.arriving = (
             collectives.start_ring_shift(part, received),
@@ -125,7 +125,7 @@ class _Gradients:
             coming if is_home else None,
         )
 
-    def settle(self, part: Tensor | None) -> None:
+    def add_pending(self, part: Tensor | None) -> None:
         """Wait for the gradient under way, and add it to the own columns, or to this rank's part of its block."""
         if self.arriving is None:
             return

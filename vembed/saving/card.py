@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from vembed.config.places import short_name
+from vembed.config.paths import short_name
 from vembed.models.custom.folder import own_class
 from vembed.models.families.description import ModelDescription
 from vembed.saving.masking import is_secret, masked

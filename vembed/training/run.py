@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
-from vembed.config.places import require_paths
+from vembed.config.paths import require_paths
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError

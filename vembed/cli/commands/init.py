@@ -1,4 +1,4 @@
-"""`vembed init`: a commented starter config for a data file, whose columns and sizes are looked at, and a model."""
+"""`vembed init`: a commented starter config for a data file, whose columns and sizes are summary at, and a model."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ CHECK = "# CHECK: "
 SMALLEST_SCORED = 200
 """Scored pairs from which a tenth can be held out."""
 MAX_CHECKED = 100_000
-"""Records that are all checked, as training does. Of larger data only the first ones are looked at."""
+"""Records that are all checked, as training does. Of larger data only the first ones are summary at."""
 DEMO = "demo"
 """Name for --model: all-MiniLM-L6-v2 from the demo's package, without a network."""
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class DataSummary:
     """Findings in the data file."""
 
     sample: FileSample
@@ -152,7 +152,7 @@ def starter(
             f"--data {data} is a folder of images, which says nothing of what belongs together: give a file whose "
             'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
         )
-    looked = look_at(
+    summary = look_at(
         read_sample(Path(data)),
         data,
         mapping or {},
@@ -163,14 +163,14 @@ def starter(
     if (
         model is None
         and kind.multilingual is not None
-        and not is_english([*looked.queries, *looked.documents])
+        and not is_english([*summary.queries, *summary.documents])
     ):
         name = kind.multilingual
         about = f"{kind.about} of many languages: the texts are not English"
     facts = values.model_facts(name)
-    is_foreign = not is_english([*looked.queries, *looked.documents])
+    is_foreign = not is_english([*summary.queries, *summary.documents])
     if model == DEMO and is_foreign:
-        looked.doubts.append(
+        summary.doubts.append(
             "the texts are not English, and the model of the demo is English: give --model one of many languages, "
             f"such as {kind.multilingual or 'intfloat/multilingual-e5-small'}"
         )
@@ -187,9 +187,9 @@ def starter(
             _line("model_family", family.name, "two towers"),
             _line("image_model_name", kind.image_model_name, "images"),
         ]
-    lines += _data_lines(family, looked, data, val_data, facts)
-    lines += _training_lines(family, looked, val_data, facts)
-    lines += _bad_record_lines(looked, "\n".join(lines))
+    lines += _data_lines(family, summary, data, val_data, facts)
+    lines += _training_lines(family, summary, val_data, facts)
+    lines += _bad_record_lines(summary, "\n".join(lines))
     if facts is not None:
         from vembed.cli.commands.init_memory import (
             memory_lines,  # imported late: torch takes seconds
@@ -206,7 +206,7 @@ def starter(
 
 def _data_lines(
     family: Family,
-    looked: Looked,
+    summary: DataSummary,
     data: str,
     val_data: str | None,
     facts: values.ModelFacts | None,
@@ -214,27 +214,27 @@ def _data_lines(
     kind = family.starter
     lines = [
         "",
-        f"# Data: {looked.about}",
+        f"# Data: {summary.about}",
         _line(
             "data_path",
             data,
             "JSONL, CSV, TSV, Parquet, a folder of `datasets`, a Hub name",
         ),
     ]
-    if looked.mapping:
+    if summary.mapping:
         lines.append(
             _line(
                 "column_mapping",
-                looked.mapping,
+                summary.mapping,
                 "names in your file: names that vembed reads",
             )
         )
         lines += [
-            f"{GUESSED}{column} is the {looked.mapping[column]} ({why})"
-            for column, why in looked.guesses.items()
+            f"{GUESSED}{column} is the {summary.mapping[column]} ({why})"
+            for column, why in summary.guesses.items()
         ]
-    lines += [f"{CHECK}{doubt}" for doubt in looked.doubts]
-    share = _held_out(looked, val_data)
+    lines += [f"{CHECK}{doubt}" for doubt in summary.doubts]
+    share = _held_out(summary, val_data)
     if val_data:
         lines.append(
             _line("val_data_path", val_data, "scored before, during and after training")
@@ -264,7 +264,7 @@ def _data_lines(
             "# image_root: images              # where relative image paths start; default: beside the data file"
         )
     if kind.max_length is not None:
-        lengths = values.measure([*looked.queries, *looked.documents], facts)
+        lengths = values.measure([*summary.queries, *summary.documents], facts)
         limit = None if facts is None else facts.max_length
         lines.append(
             _line(
@@ -280,12 +280,12 @@ def _data_lines(
     return lines
 
 
-def _bad_record_lines(looked: Looked, text: str) -> list[str]:
+def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
     """Return lines that leave out the records that training would refuse."""
-    sample = looked.sample
+    sample = summary.sample
     if not sample.records:
         return []
-    num_bad, first = looked.bad
+    num_bad, first = summary.bad
     total = f"the first {len(sample.records):,d}"
     if not sample.is_estimate and sample.num_records <= MAX_CHECKED:
         # All of them, with their images, as training does.
@@ -308,23 +308,23 @@ def _bad_record_lines(looked: Looked, text: str) -> list[str]:
     ]
 
 
-def _held_out(looked: Looked, val_data: str | None) -> float | None:
+def _held_out(summary: DataSummary, val_data: str | None) -> float | None:
     """Return the share of the data that becomes validation data."""
-    num_records = looked.sample.num_records
+    num_records = summary.sample.num_records
     # A correlation needs more pairs, and different scores among them.
-    is_enough = looked.loss == "infonce" or num_records >= SMALLEST_SCORED
+    is_enough = summary.loss == "infonce" or num_records >= SMALLEST_SCORED
     return values.held_out_share(num_records) if is_enough and not val_data else None
 
 
 def _training_lines(
     family: Family,
-    looked: Looked,
+    summary: DataSummary,
     val_data: str | None,
     facts: values.ModelFacts | None,
 ) -> list[str]:
     kind = family.starter
-    num_records = looked.sample.num_records
-    held_out = _held_out(looked, val_data) or 0.0
+    num_records = summary.sample.num_records
+    held_out = _held_out(summary, val_data) or 0.0
     num_train = int(num_records * (1 - held_out))
     batch = values.fitting_batch(num_train, kind.batch_size)
     epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
@@ -335,11 +335,11 @@ def _training_lines(
         "# Training",
         _line(
             "loss",
-            looked.loss,
+            summary.loss,
             "infonce: pairs; cosent: pairs with scores; triplet: given negatives",
         ),
     ]
-    if looked.loss in ("infonce", "cosent"):
+    if summary.loss in ("infonce", "cosent"):
         model_temperature = None if facts is None else facts.temperature
         why = (
             "smaller: harder"
@@ -403,15 +403,15 @@ def _training_lines(
 
 def look_at(
     sample: FileSample, data: str, columns_given: Mapping[str, str], mode: Mode = "auto"
-) -> Looked:
+) -> DataSummary:
     """Return what the first records show. `given`: columns that the user names."""
     sample = replace(sample, records=[_fields(record) for record in sample.records])
     if not sample.records:
-        return Looked(
+        return DataSummary(
             sample,
             dict(columns_given),
             "infonce",
-            "not looked at (no file of that name here)",
+            "not summary at (no file of that name here)",
             {},
             [],
             [],
@@ -452,7 +452,7 @@ def look_at(
     queries = _texts(sample, (layout.query,))
     documents = _texts(sample, (layout.positive, *layout.negatives))
     loss = "cosent" if scored else "infonce"
-    return Looked(
+    return DataSummary(
         sample,
         mapping,
         loss,

@@ -1,4 +1,4 @@
-"""`vembed mine`, `judge`, `audit` and `generate`: their words, several processes, and what a dry run prints."""
+"""`vembed mine`, `judge`, `audit` and `generate`: their arguments, several processes, and what a dry run prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vembed.errors import UserError
 from vembed.mining.config import BM25, CommandConfig, MineConfig
 from vembed.mining.options import describe_options, load_options
 
-Verb = Literal["mine", "judge", "audit", "generate"]
+CommandName = Literal["mine", "judge", "audit", "generate"]
 OnResult = Callable[[Any], object]
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 WIDTH = 110
@@ -35,8 +35,8 @@ def ignore(result: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Words:
-    """Arguments after the verb, sorted."""
+class CommandArguments:
+    """Arguments after the command, sorted."""
 
     config: str | None
     overrides: tuple[str, ...]
@@ -48,19 +48,19 @@ class Words:
     is_dry_run: bool = False
 
     def again(self) -> list[str]:
-        """The config and options as words, for the processes that are started."""
+        """The config and options as arguments, for the processes that are started."""
         return [*([self.config] if self.config else []), *self.overrides]
 
 
-def parse_words(verb: str, words: Sequence[str]) -> Words:
-    """Sort the words: a config file, key=value, --key value, and what starts several processes."""
+def parse_arguments(command_name: str, args: Sequence[str]) -> CommandArguments:
+    """Sort the arguments: a config file, key=value, --key value, and what starts several processes."""
     config: str | None = None
     overrides: list[str] = []
     numbers: dict[str, int] = {}
     ip = None
     port = None
     is_dry_run = False
-    rest = list(words)
+    rest = list(args)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
@@ -91,9 +91,9 @@ def parse_words(verb: str, words: Sequence[str]) -> Words:
             overrides.append(f"{name.replace('-', '_')}={value}")
     if config is None and not overrides:
         raise UserError(
-            f"which config? Give its file, or key=value: `vembed {verb} --help` lists the options"
+            f"which config? Give its file, or key=value: `vembed {command_name} --help` lists the options"
         )
-    return Words(
+    return CommandArguments(
         config,
         tuple(overrides),
         main_process_ip=ip,
@@ -104,20 +104,23 @@ def parse_words(verb: str, words: Sequence[str]) -> Words:
 
 
 def make_data(
-    verb: Verb, about: str, words: Sequence[str], on_result: OnResult = ignore
+    command_name: CommandName,
+    about: str,
+    args: Sequence[str],
+    on_result: OnResult = ignore,
 ) -> int:
-    """Run a verb with its words, or print its help. `on_result` gets the result; nothing in a dry run."""
-    kind, run = VERBS[verb]
-    if {"-h", "--help"} & set(words):
-        sys.stdout.write(options_help(verb, about, kind))
+    """Run a command with its arguments, or print its help. `on_result` gets the result; nothing in a dry run."""
+    kind, run = COMMANDS[command_name]
+    if {"-h", "--help"} & set(args):
+        sys.stdout.write(options_help(command_name, about, kind))
         return 0
-    return run(words, on_result)
+    return run(args, on_result)
 
 
-def options_help(verb: str, about: str, kind: type[CommandConfig]) -> str:
+def options_help(command_name: str, about: str, kind: type[CommandConfig]) -> str:
     """Return the text of `--help`."""
     lines = [
-        f"Usage: vembed {verb} [CFG] [KEY=VALUE | --KEY VALUE] ...",
+        f"Usage: vembed {command_name} [CFG] [KEY=VALUE | --KEY VALUE] ...",
         "",
         about,
         "",
@@ -134,29 +137,31 @@ def options_help(verb: str, about: str, kind: type[CommandConfig]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def start_others(verb: str, words: Words, on_result: OnResult) -> int | None:
-    """Start the verb on several processes and return its exit code; None where this is one of them, or the only one.
+def start_others(
+    command_name: str, args: CommandArguments, on_result: OnResult
+) -> int | None:
+    """Start the command on several processes and return its exit code; None where this is one of them, or the only one.
     `on_result` gets the result of the first one."""
-    # LOCAL_RANK: started by `run_ranks` below, with the same words.
+    # LOCAL_RANK: started by `run_ranks` below, with the same arguments.
     if os.environ.get("LOCAL_RANK") or (
-        words.num_processes == 1 and words.num_machines == 1
+        args.num_processes == 1 and args.num_machines == 1
     ):
         return None
-    if words.num_machines > 1 and words.main_process_ip is None:
+    if args.num_machines > 1 and args.main_process_ip is None:
         raise UserError(
-            f"--num-machines {words.num_machines} needs --main-process-ip, the address of machine 0, and a "
+            f"--num-machines {args.num_machines} needs --main-process-ip, the address of machine 0, and a "
             "--machine-rank for each"
         )
     from vembed.parallel.launch import rank_environments, run_ranks
 
     environments = rank_environments(
-        words.num_processes,
-        num_machines=words.num_machines,
-        machine_rank=words.machine_rank,
-        main_process_ip=words.main_process_ip,
-        main_process_port=words.main_process_port,
+        args.num_processes,
+        num_machines=args.num_machines,
+        machine_rank=args.machine_rank,
+        main_process_ip=args.main_process_ip,
+        main_process_port=args.main_process_port,
     )
-    command = [sys.executable, "-m", "vembed", verb, *words.again()]
+    command = [sys.executable, "-m", "vembed", command_name, *args.again()]
     if on_result is ignore:
         return run_ranks(command, environments)
     # By a file: what the ranks print is for the user.
@@ -168,14 +173,14 @@ def start_others(verb: str, words: Words, on_result: OnResult) -> int | None:
         return code
 
 
-def check_mine(words: Sequence[str]) -> None:
-    """Raise UserError for words that `vembed mine` would refuse."""
-    load_options(MineConfig, None, parse_words("mine", words).overrides)
+def check_mine(args: Sequence[str]) -> None:
+    """Raise UserError for arguments that `vembed mine` would refuse."""
+    load_options(MineConfig, None, parse_arguments("mine", args).overrides)
 
 
-def run_mine(words: Sequence[str], on_result: OnResult = ignore) -> int:
+def run_mine(args: Sequence[str], on_result: OnResult = ignore) -> int:
     """`vembed mine`."""
-    parsed = parse_words("mine", words)
+    parsed = parse_arguments("mine", args)
     config = load_options(MineConfig, parsed.config, parsed.overrides)
     if parsed.is_dry_run:
         sys.stdout.write(describe_mining(config, parsed))
@@ -191,9 +196,9 @@ def run_mine(words: Sequence[str], on_result: OnResult = ignore) -> int:
     return 0
 
 
-def run_judge(words: Sequence[str], on_result: OnResult = ignore) -> int:
+def run_judge(args: Sequence[str], on_result: OnResult = ignore) -> int:
     """`vembed judge`."""
-    parsed = parse_words("judge", words)
+    parsed = parse_arguments("judge", args)
     config = load_options(JudgeConfig, parsed.config, parsed.overrides)
     from vembed.mining.output import check_output
 
@@ -217,9 +222,9 @@ def run_judge(words: Sequence[str], on_result: OnResult = ignore) -> int:
     return 0
 
 
-def run_audit(words: Sequence[str], on_result: OnResult = ignore) -> int:
+def run_audit(args: Sequence[str], on_result: OnResult = ignore) -> int:
     """`vembed audit`."""
-    parsed = parse_words("audit", words)
+    parsed = parse_arguments("audit", args)
     config = load_options(AuditConfig, parsed.config, parsed.overrides)
     from vembed.data_tools.audit.run import check_audit, mining_config
 
@@ -242,9 +247,9 @@ def run_audit(words: Sequence[str], on_result: OnResult = ignore) -> int:
     return 0
 
 
-def run_generate(words: Sequence[str], on_result: OnResult = ignore) -> int:
+def run_generate(args: Sequence[str], on_result: OnResult = ignore) -> int:
     """`vembed generate`."""
-    parsed = parse_words("generate", words)
+    parsed = parse_arguments("generate", args)
     config = load_options(GenerateConfig, parsed.config, parsed.overrides)
     from vembed.mining.output import check_output
 
@@ -265,7 +270,7 @@ def run_generate(words: Sequence[str], on_result: OnResult = ignore) -> int:
     return 0
 
 
-def describe_mining(config: MineConfig, words: Words) -> str:
+def describe_mining(config: MineConfig, args: CommandArguments) -> str:
     """Return the output of a dry run: the options, what the data hold, and what would be done. No model is loaded."""
     from vembed.mining.mine import check_config, read_inputs, work_folder
 
@@ -285,7 +290,7 @@ def describe_mining(config: MineConfig, words: Words) -> str:
     lines.append(
         f"{folder}: {'is there, and what fits is used again' if folder.exists() else 'would be made'}"
     )
-    lines.append(f"processes: {words.num_processes * words.num_machines}")
+    lines.append(f"processes: {args.num_processes * args.num_machines}")
     lines.append(f"would write: {target}")
     return "\n".join(lines) + "\n"
 
@@ -296,15 +301,15 @@ def speak(line: str) -> None:
     sys.stderr.flush()
 
 
-VERBS: dict[
-    Verb, tuple[type[CommandConfig], Callable[[Sequence[str], OnResult], int]]
+COMMANDS: dict[
+    CommandName, tuple[type[CommandConfig], Callable[[Sequence[str], OnResult], int]]
 ] = {
     "mine": (MineConfig, run_mine),
     "judge": (JudgeConfig, run_judge),
     "audit": (AuditConfig, run_audit),
     "generate": (GenerateConfig, run_generate),
 }
-"""Config and command of each verb."""
+"""Config and command of each command."""
 
 
 def _whole(flag: str, text: str) -> int:

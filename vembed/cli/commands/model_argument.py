@@ -1,4 +1,4 @@
-"""The MODEL argument of the verbs: a model folder, a Hub name, a run (its final/), or a checkpoint of a run."""
+"""The MODEL argument of the commands: a model folder, a Hub name, a run (its final/), or a checkpoint of a run."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from vembed.config.places import short_name
+from vembed.config.paths import short_name
 from vembed.errors import UserError
 from vembed.inference.serve.encoder import TextEncoder, open_encoder
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from vembed.cli.commands.options_page import options_page
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import render, resolve_run
-from vembed.config.places import require_paths
+from vembed.config.paths import require_paths
 from vembed.config.schema import json_schema
 
 

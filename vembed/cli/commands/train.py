@@ -15,7 +15,7 @@ from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.arguments import TrainArguments
 from vembed.config.fsdp import AskedPrecision
 from vembed.config.loading import render, require_earlier_stage, resolve_run
-from vembed.config.places import data_paths, missing_data
+from vembed.config.paths import data_paths, missing_data
 from vembed.config.resolved import Decision, ResolvedRun
 from vembed.config.schema import DataSection
 from vembed.errors import UserError
@@ -337,7 +337,7 @@ def _train_here(resolved: ResolvedRun) -> int:
 
 
 def _command(arguments: TrainArguments) -> list[str]:
-    return [sys.executable, "-m", "vembed.entrypoints.train", *arguments.words()]
+    return [sys.executable, "-m", "vembed.entrypoints.train", *arguments.command_line()]
 
 
 def _environments(launch: Launch, env: Mapping[str, str]) -> list[dict[str, str]]:
@@ -353,7 +353,7 @@ def _environments(launch: Launch, env: Mapping[str, str]) -> list[dict[str, str]
 
 def _shown_command(launch: Launch, arguments: TrainArguments) -> str:
     command = shlex.join(
-        ["python", "-m", "vembed.entrypoints.train", *arguments.shown_words()]
+        ["python", "-m", "vembed.entrypoints.train", *arguments.shown_command_line()]
     )
     changes = "".join(
         f"{name}={value} " for name, value in (launch.changes or {}).items()

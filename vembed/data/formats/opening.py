@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vembed.config.places import is_hub_dataset, similar_path
+from vembed.config.paths import is_hub_dataset, similar_path
 from vembed.data.columns import Columns, guess_mapping, refuse_repeated
 from vembed.data.formats.base import Block, Format, Part
 from vembed.data.formats.class_folders import class_records, is_class_folder

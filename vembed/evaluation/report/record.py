@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from vembed.config.places import short_name
+from vembed.config.paths import short_name
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.summary import RunSummary, read_summary

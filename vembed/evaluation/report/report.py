@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from vembed.config.places import short_name
+from vembed.config.paths import short_name
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.plots import (
     Curve,

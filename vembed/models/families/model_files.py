@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from vembed.config.places import is_hub_model, similar_path
+from vembed.config.paths import is_hub_model, similar_path
 from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 from vembed.models.families.model_settings import (

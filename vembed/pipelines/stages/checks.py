@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.options import nearest
-from vembed.config.places import is_hub_model, is_inside, missing_path, similar_path
+from vembed.config.paths import is_hub_model, is_inside, missing_path, similar_path
 from vembed.config.stages import Pipeline, Step
 from vembed.errors import UserError
 from vembed.pipelines.stages.requirements import check_conditions

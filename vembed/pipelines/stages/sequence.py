@@ -16,7 +16,7 @@ from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
 from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
-from vembed.config.places import require_paths
+from vembed.config.paths import require_paths
 from vembed.config.stages import MINED, Pipeline, Step, read_pipeline
 from vembed.errors import RunError, UserError
 from vembed.files import read_json_object
@@ -67,7 +67,7 @@ def pipeline_of_arguments(arguments: TrainArguments) -> Pipeline | None:
 def run_stages(
     pipeline: Pipeline,
     arguments: TrainArguments,
-    verb: Verb,
+    command_name: Verb,
     check: Check,
     env: Mapping[str, str] = os.environ,
     *,
@@ -86,7 +86,7 @@ def run_stages(
         StageRange(arguments.stage, arguments.first_stage, arguments.last_stage),
     )
     stages = [
-        _Stage(pipeline, step, arguments, verb, env, starts_processes, train)
+        _Stage(pipeline, step, arguments, command_name, env, starts_processes, train)
         for step in pipeline.steps
     ]
     for stage in stages:
@@ -136,7 +136,7 @@ class _Stage:
         pipeline: Pipeline,
         step: Step,
         arguments: TrainArguments,
-        verb: Verb,
+        command_name: Verb,
         env: Mapping[str, str],
         starts_processes: bool,
         train: Train | None = None,
@@ -144,7 +144,7 @@ class _Stage:
         self.pipeline = pipeline
         self.step = step
         self.folder = pipeline.folder(step.name)
-        self.verb = verb
+        self.verb = command_name
         self.env = env
         self.starts_processes = starts_processes
         self.train = train
@@ -259,8 +259,8 @@ class _Stage:
             return run_train(
                 self.arguments, self.env, starts_processes=self.starts_processes
             )
-        verb, words = self._words()
-        sys.stdout.write(f"would run: vembed {verb} {' '.join(words)}\n")
+        command_name, args = self._words()
+        sys.stdout.write(f"would run: vembed {command_name} {' '.join(args)}\n")
         return 0
 
     # ---- steps between -------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class _Stage:
             raise UserError(
                 f"{self.folder / 'final'} exists already; remove it, or give the merge another name"
             )
-        verb, words = self._words()
+        command_name, args = self._words()
         path = self.folder / {"mine": MINED, "merge": "final/merge.json"}.get(
             self.step.kind, SCORES_FILE
         )
@@ -282,7 +282,7 @@ class _Stage:
             path.unlink(
                 missing_ok=True
             )  # of an earlier start: nobody may take it for the result
-        code = self.verb(verb, words)
+        code = self.verb(command_name, args)
         if code == 0:
             self._wait_for(path)
         if code or self.step.kind != "evaluate":
@@ -492,19 +492,19 @@ def _aside(folder: Path) -> Path:
 
 def _pairs(overrides: Sequence[str]) -> list[tuple[str, str, str]]:
     """Return the option of each word, whichever of its names is written, its value, and the word."""
-    words = [(*text.partition("="), text) for text in overrides]
-    return [(option_of(key) or key, value, text) for key, _, value, text in words]
+    args = [(*text.partition("="), text) for text in overrides]
+    return [(option_of(key) or key, value, text) for key, _, value, text in args]
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    words: list[str] = []
+    args: list[str] = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
         if value is True:
-            words.append(flag)
+            args.append(flag)
         elif value is not None and value is not False:
-            words += [flag, _word(value)]
-    return words
+            args += [flag, _word(value)]
+    return args
 
 
 def _word(value: Any) -> str:

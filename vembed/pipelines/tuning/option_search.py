@@ -253,13 +253,13 @@ def _run(
     config = load_config(
         search.config, search.overrides
     )  # with options that a trial sets too
-    words = [
+    args = [
         *QUIETLY,
         f"output_dir={folder}",
         *(f"{name}={value}" for name, value in values.items()),
     ]
     try:
-        train(config, words, on_evaluation=on_evaluation)
+        train(config, args, on_evaluation=on_evaluation)
     except Stopped as stopped:
         for checkpoint in folder.glob("checkpoint-*"):  # no trial is resumed
             shutil.rmtree(checkpoint, ignore_errors=True)

@@ -68,9 +68,9 @@ def write_outcome(
         if best.number != first.number
         else {}
     )
-    words = [f"{name}={value}" for name, value in values.items()]
+    args = [f"{name}={value}" for name, value in values.items()]
     # The search's trials have their own folders; the best config trains in that of the user's config.
-    text = render(load_config(config, [*overrides, *words]))
+    text = render(load_config(config, [*overrides, *args]))
     head = f"# The best of {len(trials)} trials of {config}: {best.value:.4f}, and {first.value:.4f} without a search.\n"
     (folder / BEST).write_text(head + text, "utf-8")
     lines = [
