@@ -118,7 +118,7 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path: Path) -> None:
         for one in (validation[index] for index in range(4))
     ]
     found = {one.what: one for one in find_overlap(train, pairs)}
-    assert {what: len(one.found) for what, one in found.items()} == {
+    assert {what: len(one.examples) for what, one in found.items()} == {
         "queries": 2,
         "positives": 3,
         "pairs": 2,
