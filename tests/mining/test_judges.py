@@ -18,7 +18,7 @@ from tests.tiny_tokenizers import MAX_POSITIONS, wordpiece_tokenizer
 from vembed.errors import RunError, UserError
 from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT
 from vembed.mining.config import Judge, MineConfig
-from vembed.mining.judges import CrossEncoder, YesNoDecoder, answer_of
+from vembed.mining.judges import answer_of, load_judge
 from vembed.mining.mine import mine
 
 
@@ -260,32 +260,33 @@ def tiny_reranker(folder):
 PAIRS = [("the cat", text) for text in documents()[:20]]
 
 
+def judge_of(folder, **options):
+    config = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
+    judge = Judge(model=str(folder), **options)
+    return load_judge(judge, config, torch.device("cpu"))
+
+
 def test_a_cross_encoder_scores_each_pair(tmp_path):
-    folder = str(tiny_reranker(tmp_path))
-    options = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
-    judge = CrossEncoder(Judge(model=folder), options, torch.device("cpu"))
-    found = dict(judge.judge(PAIRS))
+    judge = judge_of(tiny_reranker(tmp_path))
+    reranker = judge.reranker
+    scores = dict(judge.judge(PAIRS))
     for number, (query, document) in enumerate(PAIRS):
+        inputs = reranker.featuriser.tokenizer(query, document, return_tensors="pt")
         with torch.inference_mode():
-            alone = judge._reranker.model(
-                **judge._reranker.tokenizer(query, document, return_tensors="pt")
-            ).logits
-        assert found[number] == pytest.approx(float(torch.sigmoid(alone)), abs=1e-5)
+            alone = reranker.model(**inputs).logits
+        assert scores[number] == pytest.approx(float(torch.sigmoid(alone)), abs=1e-5)
 
 
 def test_a_reranker_truncates_a_query_that_is_too_long_and_reads_no_pickled_weights(
     tmp_path,
 ):
     folder = tiny_reranker(tmp_path)
-    options = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
-    judge = CrossEncoder(
-        Judge(model=str(folder), max_length=16), options, torch.device("cpu")
-    )
+    judge = judge_of(folder, max_length=16)
     assert len(dict(judge.judge([("the cat " * 30, "the dog")]))) == 1
     assert dict(judge.judge([])) == {}
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"has no \.safetensors file"):
-        CrossEncoder(Judge(model=str(folder)), options, torch.device("cpu"))
+        judge_of(folder)
 
 
 def test_a_decoder_answers_yes_or_no(tmp_path):
@@ -295,25 +296,19 @@ def test_a_decoder_answers_yes_or_no(tmp_path):
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    options = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
-    judge = YesNoDecoder(
-        Judge(model=str(tmp_path), max_length=400), options, torch.device("cpu")
-    )
-    found = dict(judge.judge(PAIRS[:4]))
+    judge = judge_of(tmp_path, max_length=400)
+    reranker = judge.reranker
+    scores = dict(judge.judge(PAIRS[:4]))
     for number, (query, document) in enumerate(PAIRS[:4]):
-        body = f"<Instruct>: {judge.reranker.instruction}\n<Query>: {query}\n<Document>: {document}"
-        ids = [
-            one
-            for part in (YES_NO_PROMPT, body, YES_NO_END)
-            for one in judge.reranker.tokenizer.encode(part, add_special_tokens=False)
-        ]
+        instruction = reranker.featuriser.instruction
+        body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+        ids = []
+        for part in (YES_NO_PROMPT, body, YES_NO_END):
+            ids += tokenizer.encode(part, add_special_tokens=False)
         with torch.inference_mode():
-            logits = judge.reranker.model(torch.tensor([ids])).logits[
-                0, -1, judge.reranker.answers
-            ]
-        assert found[number] == pytest.approx(
-            float(torch.softmax(logits, 0)[1]), abs=1e-5
-        )
+            logits = reranker.model(torch.tensor([ids])).logits
+        answers = torch.softmax(logits[0, -1, reranker.answers], 0)
+        assert scores[number] == pytest.approx(float(answers[1]), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -336,10 +331,7 @@ def judged(options):
 
 def test_ranks_share_the_judging(options, tmp_path):
     folder = str(tiny_reranker(tmp_path / "reranker"))
-    judge = CrossEncoder(
-        Judge(model=folder), MineConfig(**options), torch.device("cpu")
-    )
-    scores = sorted(dict(judge.judge(PAIRS)).values())
+    scores = sorted(dict(judge_of(folder).judge(PAIRS)).values())
     judges = [{"model": folder, "unsure": [scores[10], scores[10]]}]
     found = []
     for world_size in (1, 2):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
 from vembed.errors import UserError
-from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker, YesNoReranker
+from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
 from vembed.mining.candidates import Candidates
 from vembed.mining.choice import Chosen
 from vembed.mining.config import Judge, MineConfig, WeightOptions
@@ -56,53 +56,34 @@ class JudgeModel(Protocol):
         ...
 
 
-class CrossEncoder:
-    """A reranker: one logit, or two of which the second one says relevant."""
+class RerankerJudge:
+    """A reranker: a classifier of one logit, or two of which the second one says relevant; or a decoder that is asked,
+    and whose next token is yes or no."""
 
     def __init__(
-        self, judge: Judge, options: WeightOptions, device: torch.device
+        self,
+        judge: Judge,
+        kind: Literal["reranker", "yes_no"],
+        options: WeightOptions,
+        device: torch.device,
     ) -> None:
-        self._reranker = Reranker(
+        self.reranker = Reranker(
             whole_model_folder(judge.model, option="judges"),
             role=f"judges: {judge.model}",
+            device=device,
+            kind=kind,
             max_labels=2,
-            dtype=DTYPES.get(options.torch_dtype),
-            device=device,
-            trust_remote_code=options.trust_remote_code,
-        )
-        self._max_length = judge.max_length
-
-    def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
-        """The number of each pair, and the sigmoid of its logit, or the second of two probabilities."""
-        for number, logits in self._reranker.logits(pairs, self._max_length):
-            shares = (
-                torch.sigmoid(logits)
-                if len(logits) == 1
-                else torch.softmax(logits, dim=0)
-            )
-            yield number, float(shares[-1])
-
-
-class YesNoDecoder:
-    """A decoder that is asked, and whose next token is yes or no."""
-
-    def __init__(
-        self, judge: Judge, options: WeightOptions, device: torch.device
-    ) -> None:
-        self.reranker = YesNoReranker(
-            whole_model_folder(judge.model, option="judges"),
-            role=f"judges: {judge.model}",
             instruction=judge.instruction,
+            max_length=judge.max_length,
             dtype=DTYPES.get(options.torch_dtype),
-            device=device,
             trust_remote_code=options.trust_remote_code,
         )
-        self._max_length = judge.max_length
 
     def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
-        """The number of each pair, and the probability of yes among yes and no."""
-        for number, logits in self.reranker.logits(pairs, self._max_length):
-            yield number, float(torch.softmax(logits, dim=0)[1])
+        """The number of each pair, and the sigmoid of its score."""
+        items = [(Item(text=query), Item(text=document)) for query, document in pairs]
+        scores = torch.from_numpy(self.reranker.score(items)[:, 0])
+        return enumerate(torch.sigmoid(scores).tolist())
 
 
 class EndpointJudge:
@@ -135,30 +116,17 @@ def answer_of(text: str) -> float | None:
     return None if match is None else float(match[1].lower() in POSITIVE)
 
 
-def _kind(judge: Judge) -> str:
-    """Return the kind of judge of a model if the config leaves it open."""
-    if judge.kind != "auto":
-        return judge.kind
-    if judge.base_url is not None:
-        return "endpoint"
-    kind = kind_of(model_folder(judge.model, option="judges"))
-    if kind in ("sparse encoder", "late-interaction model"):
-        raise UserError(f"judges: {judge.model} is a {kind}; give a reranker")
-    return "yes_no" if kind == "yes_no" else "cross_encoder"
-
-
 def load_judge(
     judge: Judge, options: WeightOptions, device: torch.device
 ) -> JudgeModel:
-    """The model of a judge."""
-    kind = _kind(judge)
-    if kind == "endpoint":
+    """The model of a judge. Its files say of which kind it is if the config leaves it open."""
+    if judge.kind == "endpoint" or (judge.kind == "auto" and judge.base_url):
         return EndpointJudge(judge)
-    return (
-        YesNoDecoder(judge, options, device)
-        if kind == "yes_no"
-        else CrossEncoder(judge, options, device)
-    )
+    kind = kind_of(model_folder(judge.model, option="judges"))
+    if judge.kind == "auto" and kind in ("sparse encoder", "late-interaction model"):
+        raise UserError(f"judges: {judge.model} is a {kind}; give a reranker")
+    asks = "yes_no" in (kind, judge.kind) and judge.kind != "cross_encoder"
+    return RerankerJudge(judge, "yes_no" if asks else "reranker", options, device)
 
 
 def judge_identity(judge: Judge, options: WeightOptions) -> str:

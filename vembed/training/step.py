@@ -246,7 +246,7 @@ class ContrastiveStep:
         features = rank_batch.features
         lengths = [feature.length for feature in features]
         inputs_by_modality: dict[Modality, list[int]] = {}
-        for modality in self.source.feeder.featuriser.description.modalities:
+        for modality in self.source.feeder.featuriser.modalities:
             inputs_by_modality[modality] = [
                 number
                 for number, feature in enumerate(features)
