@@ -44,6 +44,8 @@ class Features:
     """int32, special tokens included."""
     images: tuple[ImageRef, ...] = ()
     """Decoded only in `collate`."""
+    rows: int = 1
+    """Rows that the model gives for this input, known from its tokens: one vector, or one score of a pair."""
     segments: np.ndarray | None = None
     """int32, 0 for tokens of a pair's query and 1 for those of its document, where the tokenizer tells."""
 

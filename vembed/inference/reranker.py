@@ -198,7 +198,7 @@ class Reranker(nn.Module):
         )
 
     def forward(self, parts: list[ModalitySlice]) -> list[Tensor]:
-        """Return the score [n, 1] of the pairs of each part, in float32.
+        """Return the score [n, 1] of the pairs of each part, in at least float32.
 
         It is the logit of a classifier with one label. With two labels, or the answers no and
         yes, it is the logit of the second less that of the first, whose sigmoid is the second
@@ -212,9 +212,10 @@ class Reranker(nn.Module):
                 # Padding is on the left, so the last position is the answer's in every row. Logits of the whole
                 # prompt would take [n, length, vocabulary].
                 logits = self.model(**model_inputs, logits_to_keep=1).logits
-                logits = logits[:, -1, self.answers].float()
+                logits = logits[:, -1, self.answers]
             else:
-                logits = self.model(**model_inputs).logits.float()
+                logits = self.model(**model_inputs).logits
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             first = logits[:, :1] if logits.shape[1] == 2 else 0.0
             scores.append(logits[:, -1:] - first)
         return scores
