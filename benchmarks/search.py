@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from vembed.mining.known import Pairs
+from vembed.mining.search import search
 
 from vembed.mining.mine import open_session
-from vembed.mining.search import search
 from vembed.mining.vectors import VectorStore
 
 K = 100
