@@ -41,7 +41,12 @@ class Precisions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if "matmul" in getattr(func, "__name__", ""):
+        if getattr(func, "__name__", "") in (
+            "matmul",
+            "__matmul__",
+            "__rmatmul__",
+            "mm",
+        ):
             self.seen.add(torch.get_float32_matmul_precision())
         return func(*args, **(kwargs or {}))
 
