@@ -268,7 +268,7 @@ def test_scale_and_bias_are_read_and_written_back():
 def test_trained_weights_are_float32_masters_unless_the_user_wants_none():
     assert built(tiny.tiny_bert, torch_dtype="bfloat16").backbone.dtype == torch.float32
     assert (
-        built(tiny.tiny_bert, torch_dtype="bfloat16", pure_dtype=True).backbone.dtype
+        built(tiny.tiny_bert, torch_dtype="pure_bfloat16").backbone.dtype
         == torch.bfloat16
     )
 

@@ -197,7 +197,7 @@ def with_evaluations(folder: Path, output: str, **more: Any) -> dict[str, Any]:
         "val_data_path": str(data),
         "eval_before": True,
         "eval_steps": 4,
-        "eval_batch_tokens": 1,
+        "micro_batch_tokens": 1,
     }
     return options(folder, output, **val | more)
 

@@ -137,10 +137,10 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
         pytest.raises(UserError, match="data abc -> xyz"),
     ):
         run.resume({"data": "xyz", "global_batch_size": 8})
-    with starting(tmp_path, resume=True, resume_anyway=True, seed=7, epochs=9) as run:
+    with starting(tmp_path, resume="force", seed=7, epochs=9) as run:
         assert run.resume().state["step"] == 1
     assert (
-        "resume_anyway: going on although the settings differ: seed 42 -> 7"
+        "resume: force: going on although the settings differ: seed 42 -> 7"
         in caplog.text
     )
     assert "settings changed since the checkpoint: epochs auto -> 9.0" in caplog.text

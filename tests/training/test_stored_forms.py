@@ -19,7 +19,6 @@ def test_scores_and_report(tmp_path: Path) -> None:
         max_steps=2,
         epochs=None,
     )
-    run["report_every"] = 1
     seen = []
 
     def on_step(info: StepInfo) -> None:
