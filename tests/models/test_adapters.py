@@ -191,7 +191,7 @@ def _of_peft(folder, **options):
         {
             "rank_pattern": {"query": 8},
             "alpha_pattern": {r"layer\.1\..*query": 32},
-            "lora_variant": "rslora",
+            "use_rslora": True,
         },
     ],
     ids=["plain", "patterns"],
@@ -231,8 +231,9 @@ def test_training_may_go_on_from_an_adapter_saved_alone(tmp_path):
 def test_towers_choose_where_adapters_go_and_the_others_stay_frozen():
     model = built(tiny.tiny_clip, use_lora=True, freeze=["vision"])
     names = _adapted_names(model)
-    assert len(names) == 2 * 6 + 1 and all(
-        name.startswith(("text_model.", "text_projection")) for name in names
+    assert len(names) == 2 * 6 + 2 and all(
+        name.startswith(("text_model.", "text_projection", "visual_projection"))
+        for name in names
     )
     assert model.frozen_modalities() == ["image"]
     model = built(tiny.tiny_qwen3_vl, use_lora=True, freeze=["text"])

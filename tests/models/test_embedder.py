@@ -104,8 +104,6 @@ def test_the_mrl_projection_starts_from_a_sample():
     assert torch.equal(
         model.mrl_projection.linear.weight, principal_components(sample, 8)
     )
-    with pytest.raises(UserError, match="needs an MRL projection"):
-        built(tiny.tiny_bert).start_mrl_projection(sample)
 
 
 def test_the_sample_is_of_the_whole_data(monkeypatch):

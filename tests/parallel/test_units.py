@@ -90,7 +90,7 @@ def test_candidates_of_modules_that_declare_none() -> None:
 
 def test_embeddings_are_a_unit_or_not(bert: EmbeddingModel) -> None:
     units = choose_units(bert, FsdpConfig(), ("BertLayer",))
-    assert kinds(units) == {"BertLayer": 3}
+    assert kinds(units) == {"BertLayer": 3, "Embedding": 1}
     for policy in ("NO_WRAP", "SIZE_BASED_WRAP"):  # which know nothing of embeddings
         assert "Embedding" not in kinds(
             choose_units(bert, FsdpConfig(wrap_policy=policy), ("BertLayer",))

@@ -198,6 +198,7 @@ def with_evaluations(folder: Path, output: str, **more: Any) -> dict[str, Any]:
         "eval_before": True,
         "eval_steps": 4,
         "micro_batch_tokens": 1,
+        "gradient_cache_chunk_size": None,
     }
     return options(folder, output, **val | more)
 

@@ -117,7 +117,7 @@ def test_differences_are_classified_and_shown(tmp_path):
         refuse(found, "checkpoint-5")
     assert "checkpoint-5 was trained with other settings" in str(caught.value)
     assert "seed 1 -> 2" in str(caught.value)
-    assert "--resume-anyway" in str(caught.value)
+    assert "resume: force" in str(caught.value)
     assert "epochs" not in str(caught.value)
     refuse([one for one in found if one.is_allowed], "checkpoint-5")
     assert compare_resume(now.to_dict(), now.to_dict()) == []

@@ -141,7 +141,7 @@ def test_no_budget_is_small_enough(
 ) -> None:
     fail_at(monkeypatch, set(range(1, 100)))
     with pytest.raises(
-        RunError, match=r"out of device memory .*1\. micro_batch_tokens.*use_lora: true"
+        RunError, match=r"out of device memory .*2\. micro_batch_tokens.*use_lora: true"
     ):
         vembed.train(
             settings(

@@ -46,7 +46,7 @@ LAUNCH_FLAGS = {
     ),
     "resume": (
         "[PATH]",
-        "Go on from the newest checkpoint of output_dir, or from this one. force: although settings have changed.",
+        "Go on from the newest checkpoint, or from this one. force: with other settings too.",
     ),
     "overwrite": ("", "Replace the earlier run in output_dir."),
     "verbose": ("", "All lines of the log file on the console too."),
