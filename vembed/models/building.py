@@ -158,7 +158,7 @@ def _load(
         options.attn_implementation, chosen, device, half=half
     )
     padded = packing.why_padded(options, model_config, device, half=half)
-    takes_text = not backbones.takes_pixels(model_config, trust_remote_code=trust)
+    takes_text = chosen.main_input_name != "pixel_values"
     if takes_text and padded is not None and options.padding_free is True:
         raise UserError(
             f"padding_free: true is not possible: {padded}; leave it out, and texts are padded"
