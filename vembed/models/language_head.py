@@ -45,15 +45,6 @@ REPLACED_SHARE = 0.1
 """Of the tokens to be predicted: the share that stays as it is, and the share that another token replaces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """Texts of a micro-batch as the model gets them, and the tokens that are to be predicted."""
-
-    inputs: dict[str, Tensor]
-    targets: Tensor
-    """[n, tokens]: what the hidden state of each place must tell; IGNORED_TARGET where nothing is asked."""
-
-
 def has_language_head(
     objective: ObjectiveSection, description: ModelDescription
 ) -> bool:
@@ -132,9 +123,9 @@ class LanguageHead(nn.Module):
             "whose head is new" if self.is_new else "with the head of its files",
         )
 
-    def hidden(self, inputs: Mapping[str, Tensor]) -> Hidden:
-        """Return what the model is given and what it must predict. An encoder's hidden tokens are drawn with torch's
-        default generator."""
+    def hide(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return texts as the model gets them, and [n, tokens] targets: what the hidden state of each place must tell,
+        IGNORED_TARGET where nothing is asked. An encoder's hidden tokens are drawn with torch's default generator."""
         ids = inputs["input_ids"]
         mask = inputs.get("attention_mask")
         is_token = (
@@ -145,7 +136,7 @@ class LanguageHead(nn.Module):
             targets = torch.full_like(ids, IGNORED_TARGET)
             both = is_token[:, 1:] & is_token[:, :-1]
             targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED_TARGET)
-            return Hidden(dict(inputs), targets)
+            return inputs, targets
         may = is_token & ~torch.isin(
             ids, torch.tensor(self.tokens.special, device=ids.device)
         )
@@ -161,9 +152,7 @@ class LanguageHead(nn.Module):
             ),
         )
         targets = torch.where(chosen, ids, IGNORED_TARGET)
-        return Hidden(
-            {**inputs, "input_ids": torch.where(chosen, replacements, ids)}, targets
-        )
+        return {**inputs, "input_ids": torch.where(chosen, replacements, ids)}, targets
 
     def forward(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
         """Return [2, n]: for each text the sum of the tokens' cross-entropies and their number.

@@ -18,7 +18,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import ModelSection
 from vembed.models import cpu_kernels
-from vembed.models.collected_losses import Collected
 from vembed.models.custom.modeling import PACKED, OwnConfig
 from vembed.models.families.backbones import POSITIONS_AFTER_PADDING, is_decoder_only
 
@@ -123,11 +122,11 @@ def hidden_states(
     input_ids: Tensor,
     mask: Tensor | None,
     index: Tensor | None,
-    collected: Collected | None = None,
-) -> Tensor:
-    """Return hidden states [n, tokens, dim] of a padded micro-batch; only real tokens are computed, padding is zero.
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return hidden states [n, tokens, dim] of a padded micro-batch, and the model's own losses. Only real tokens are
+    computed, padding is zero.
 
-    `index`: `token_index(mask)`, if it is known. `collected` gets the model's own losses.
+    `index`: `token_index(mask)`, if it is known.
     """
     num_texts, longest = input_ids.shape
     device = input_ids.device
@@ -158,15 +157,13 @@ def hidden_states(
             packed=Packed(starts, longest),
             **({"use_cache": False} if is_decoder_only(backbone.config) else {}),
         )
-    if collected is not None:
-        collected.take(result)
     output: Tensor = result.last_hidden_state.squeeze(0)
     if index is not None:
         # Scatter back to the padded layout, out of place for autograd.
         output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(
             0, index, output
         )
-    return output.view(num_texts, longest, -1)
+    return output.view(num_texts, longest, -1), result.get("auxiliary") or {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,21 +27,17 @@ from vembed.models.processors import load_image_processor
 
 log = logging.getLogger(__name__)
 
-_MODALITY_TOWERS: dict[Modality, tuple[Tower, ...]] = {
+TOWERS_OF_MODALITY: dict[Modality, tuple[Tower, ...]] = {
     "text": ("text",),
     "image": ("vision",),
     "multimodal": ("text", "vision"),
 }
+"""Modality -> the towers that its inputs pass through."""
 _INPUT_EMBEDDINGS = re.compile(
     r"(^|\.)(embeddings|embed_tokens|shared|wte|wpe|patch_embed|pos_embed)(\.|$)"
 )
 LOSS_PARAMETERS = ("logit_scale", "logit_bias")
 """Parameters of CLIP and SigLIP that the loss replaces by its own."""
-
-
-def towers_of_modality(modality: Modality) -> tuple[Tower, ...]:
-    """Return the towers that a modality's inputs pass through."""
-    return _MODALITY_TOWERS[modality]
 
 
 def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
@@ -208,16 +204,22 @@ class TwoTowers(nn.Module):
         self,
         text_model: PreTrainedModel,
         vision_model: PreTrainedModel,
-        *,
-        text_dim: int,
-        image_dim: int,
-        shared_dim: int,
+        description: ModelDescription,
     ) -> None:
         super().__init__()
         self.text_model = text_model
         self.vision_model = vision_model
-        self.text_projection = _projection(text_dim, shared_dim)
-        self.visual_projection = _projection(image_dim, shared_dim)
+        shared_dim = description.hidden_dim
+        projections = []
+        for width in (description.text_hidden_dim, description.image_hidden_dim):
+            assert width is not None
+            projection = nn.Linear(width, shared_dim, bias=False)
+            if width == shared_dim:
+                nn.init.eye_(projection.weight)
+            else:
+                nn.init.orthogonal_(projection.weight)
+            projections.append(projection)
+        self.text_projection, self.visual_projection = projections
 
     def load_projections(self, folder: Path) -> None:
         """Load the projections of a saved composed model."""
@@ -256,16 +258,6 @@ class TwoTowers(nn.Module):
         save_file(projections, folder / PROJECTIONS_FILE)
 
 
-def _projection(width: int, shared_dim: int) -> nn.Linear:
-    """Return a projection initialised as the identity if the sizes agree, otherwise as an orthogonal matrix."""
-    linear = nn.Linear(width, shared_dim, bias=False)
-    if width == shared_dim:
-        nn.init.eye_(linear.weight)
-    else:
-        nn.init.orthogonal_(linear.weight)
-    return linear
-
-
 # ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------
 
 
@@ -298,7 +290,7 @@ def tower_identity(
         processor = load_image_processor(description)
         settings += [type(processor).__name__, processor.to_dict()]
     digest = hashlib.blake2b(digest_size=16)
-    for tower in towers_of_modality(modality):
+    for tower in TOWERS_OF_MODALITY[modality]:
         module: Any = tower_module(backbone, description.traits, tower)
         settings.append(type(module).__name__)
         for name, value in module.state_dict().items():

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC
 from vembed.models.families.weight_files import read_object
-from vembed.models.heads import Dense, Head
+from vembed.models.heads import Dense
 from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
 from vembed.models.processors import ChatTemplate
 
@@ -27,7 +27,7 @@ TWO_TOWERS = "vembed.models.two_towers.TwoTowers"
 def write_layout(
     folder: Path,
     description: ModelDescription,
-    head: Head | None,
+    head: nn.Sequential | None,
     head_state: dict[str, Tensor],
     pooling_state: Mapping[str, Tensor],
     chat: ChatTemplate | None,

@@ -420,7 +420,7 @@ class Setup:
         log_compilation(embedder, self.session)
         # While rank 0 holds the whole model: `prepare` changes parameters and wraps modules.
         rates = self.decide_rates(embedder, data.total_steps)
-        scale, bias = embedder.initial_scale_and_bias() or (None, None)
+        scale, bias = embedder.initial_scale_and_bias or (None, None)
         loss_config = self.config
         if "temperature" in self.kept:
             loss_config = loss_config.changed(temperature=self.kept["temperature"])
