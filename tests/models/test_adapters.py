@@ -187,13 +187,14 @@ def _of_peft(folder, **options):
     "options",
     [
         {},
+        {"bias": "lora_only"},
         {
             "rank_pattern": {"query": 8},
             "alpha_pattern": {r"layer\.1\..*query": 32},
             "use_rslora": True,
         },
     ],
-    ids=["plain", "patterns"],
+    ids=["plain", "bias", "patterns"],
 )
 def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
     inputs, expected = _of_peft(tmp_path, **options)
@@ -203,11 +204,8 @@ def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-@pytest.mark.parametrize(
-    "options", [{"modules_to_save": ["word_embeddings"]}, {"bias": "lora_only"}]
-)
-def test_parts_of_an_adapter_that_cannot_be_merged_are_refused(options, tmp_path):
-    _of_peft(tmp_path, **options)
+def test_parts_of_an_adapter_that_cannot_be_merged_are_refused(tmp_path):
+    _of_peft(tmp_path, modules_to_save=["word_embeddings"])
     with pytest.raises(
         UserError, match="no low-rank matrices of a linear layer of BertModel"
     ):

@@ -81,9 +81,9 @@ def hidden_by_content(
     if head.is_causal:
         return DRAWN(head, inputs)
     ids = inputs["input_ids"]
-    chosen = (ids % 3 == 0) & ~torch.isin(ids, torch.tensor(head.tokens.special))
-    assert head.tokens.mask is not None
-    hidden = {**inputs, "input_ids": ids.masked_fill(chosen, head.tokens.mask)}
+    chosen = (ids % 3 == 0) & ~torch.isin(ids, head.special_tokens)
+    assert head.mask_token is not None
+    hidden = {**inputs, "input_ids": ids.masked_fill(chosen, head.mask_token)}
     return hidden, ids.masked_fill(~chosen, IGNORED_TARGET)
 
 
@@ -191,9 +191,7 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
     torch.manual_seed(4)
     hidden, targets = model.language.hide(inputs)
     shown, asked = hidden["input_ids"], targets != IGNORED_TARGET
-    special = torch.isin(
-        inputs["input_ids"], torch.tensor(model.language.tokens.special)
-    )
+    special = torch.isin(inputs["input_ids"], model.language.special_tokens)
     assert (
         0.2
         < float(asked.sum() / (inputs["attention_mask"].bool() & ~special).sum())
@@ -222,7 +220,7 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
     with torch.no_grad():
         logits = whole(input_ids=shown, attention_mask=inputs["attention_mask"]).logits
         expected = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), hidden.targets.flatten()
+            logits.flatten(0, 1), targets.flatten()
         )
     sums, counts = losses["masked_token"]
     assert float((sums.sum() / counts.sum()).detach()) == pytest.approx(
