@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
@@ -187,14 +188,14 @@ def _of_peft(folder, **options):
     "options",
     [
         {},
-        {"bias": "lora_only"},
+        {"bias": "lora_only", "modules_to_save": ["word_embeddings"]},
         {
             "rank_pattern": {"query": 8},
             "alpha_pattern": {r"layer\.1\..*query": 32},
             "use_rslora": True,
         },
     ],
-    ids=["plain", "bias", "patterns"],
+    ids=["plain", "other-weights", "patterns"],
 )
 def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
     inputs, expected = _of_peft(tmp_path, **options)
@@ -205,7 +206,9 @@ def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_parts_of_an_adapter_that_cannot_be_merged_are_refused(tmp_path):
-    _of_peft(tmp_path, modules_to_save=["word_embeddings"])
+    _of_peft(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({**load_file(path), "encoder.lora_E": torch.ones(2)}, path)
     with pytest.raises(
         UserError, match="no low-rank matrices of a linear layer of BertModel"
     ):
