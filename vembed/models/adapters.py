@@ -72,8 +72,8 @@ def add_adapters(
         target_modules=name_pattern(
             names, [name for name, _ in backbone.named_modules()]
         ),
-        use_rslora=options.use_rslora,
-        use_dora=options.use_dora,
+        use_rslora=options.lora_variant == "rslora",
+        use_dora=options.lora_variant == "dora",
         fan_in_fan_out=any(
             isinstance(backbone.get_submodule(name), Conv1D) for name in names
         ),
@@ -89,11 +89,11 @@ def add_adapters(
     ):  # its projections are newly initialised, so train them in full
         for name, parameter in backbone.named_parameters():
             parameter.requires_grad |= "_projection." in name and name not in frozen
-    # Trained weights are float32 masters even if the base model is loaded in 16 bits, unless pure_dtype is set.
+    # Trained weights are float32 masters even if the base model is loaded in 16 bits.
     for parameter in backbone.parameters():
-        if parameter.requires_grad and not model.pure_dtype:
+        if parameter.requires_grad and model.torch_dtype != "pure_bfloat16":
             parameter.data = parameter.data.float()
-    if not options.use_dora and options.lora_dropout == 0.0:
+    if options.lora_variant != "dora" and options.lora_dropout == 0.0:
         join_adapters(backbone, _NAME)
     kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
@@ -122,19 +122,11 @@ def target_names(
     backbone: nn.Module, family: Family, options: AdapterSection
 ) -> list[str]:
     """Return the names of the layers that get an adapter."""
-    towers = dict(family.towers)
-    if options.lora_towers != "all":
-        if options.lora_towers not in towers:
-            raise UserError(
-                f"lora_towers: {options.lora_towers} is not a tower of this {family.name} model; "
-                f"it has {' and '.join(towers)}"
-            )
-        towers = {options.lora_towers: towers[options.lora_towers]}
-    prefixes = tuple(towers.values())
+    prefixes = tuple(family.towers.values())
     linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
     behind: list[str] = []
-    for tower in towers:
-        behind += family.adapter_targets.get(tower, ())
+    for names in family.adapter_targets.values():
+        behind += names
     wanted = options.lora_target_modules
     if wanted == "auto":
         inside = set(linear_names_inside_layers(backbone))

@@ -74,9 +74,11 @@ def build_backbone(
     meta: bool,
     compute_dtype: torch.dtype = torch.float32,
     with_head: bool = False,
+    keeps_masters: bool = True,
 ) -> nn.Module:
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
-    dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone."""
+    dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone.
+    `keeps_masters`: trained weights are float32, whatever `torch_dtype` says."""
     load = partial(
         _load,
         description,
@@ -85,6 +87,7 @@ def build_backbone(
         device=device,
         compute_dtype=compute_dtype,
         meta=meta,
+        keeps_masters=keeps_masters,
     )
     folder = Path(description.source)
     whole: nn.Module = load(folder, with_head=with_head)
@@ -126,6 +129,7 @@ def _load(
     device: torch.device,
     compute_dtype: torch.dtype,
     meta: bool,
+    keeps_masters: bool,
     with_head: bool = False,
 ) -> PreTrainedModel:
     """Return the model of one folder: its dtype, its attention, then its weights."""
@@ -144,8 +148,9 @@ def _load(
     chosen = model_class(config, trust_remote_code=trust)
     reads_text = chosen.main_input_name != "pixel_values"
     # Trained weights are float32 masters. With adapters the backbone is frozen: no optimizer step needs masters of it.
-    is_frozen = wants_adapters(adapters) or options.pure_dtype
-    dtype = precision.DTYPES.get(options.torch_dtype) if is_frozen else torch.float32
+    dtype: torch.dtype | None = torch.float32
+    if wants_adapters(adapters) or not keeps_masters:
+        dtype = precision.DTYPES.get(options.torch_dtype)
     half = precision.is_half(compute_dtype, dtype or file_dtype(config))
 
     # ---- attention
@@ -263,7 +268,7 @@ def cast_frozen_towers(
             dtype = file_dtype(read_config(Path(folder), trust_remote_code=trust))
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.traits, tower).to(dtype)
-    if not freeze or options.torch_dtype in ("auto", "float32") or options.pure_dtype:
+    if not freeze or options.torch_dtype not in ("bfloat16", "float16"):
         return
     partly = [
         parameter

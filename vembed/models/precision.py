@@ -27,6 +27,7 @@ DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "pure_bfloat16": torch.bfloat16,
 }
 """Values of torch_dtype and save_dtype. `auto` is not among them: the dtype of the files."""
 _NAMES_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -188,7 +188,7 @@ def describe(
     if matryoshka is not None and matryoshka.use_mrl:
         mrl_dims = _matryoshka_sizes(reading, matryoshka, size)
         wanted = matryoshka.mrl_projection
-        adds_projection = max(mrl_dims) < size if wanted == "auto" else wanted
+        adds_projection = max(mrl_dims) < size if wanted == "auto" else bool(wanted)
         if adds_projection:
             reasons["embedding_dim"] = (
                 f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {wanted}"
