@@ -207,12 +207,16 @@ class TwoTowers(nn.Module):
                 if key.startswith(name)
             }
             tower.save_pretrained(target, state_dict=part)
-        # Whatever belongs to no tower: the projections.
         projections = {
             key: value.contiguous()
             for key, value in state_dict.items()
             if not key.startswith(("text_model.", "vision_model."))
         }
+        known = {"text_projection.weight", "visual_projection.weight"}
+        if projections.keys() != known:
+            raise RuntimeError(
+                f"two towers are saved with {sorted(known)}, and not with {sorted(projections)}"
+            )
         save_file(projections, folder / PROJECTIONS_FILE)
 
 
