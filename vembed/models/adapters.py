@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
-from vembed.models.bf16 import Bf16Linear, joint_linear
 from vembed.models.families.backbones import linear_names, linear_names_inside_layers
 from vembed.models.families.family import Family
 from vembed.models.families.model_settings import LIBRARY_ERRORS, first_sentence
@@ -93,8 +88,6 @@ def add_adapters(
     for parameter in backbone.parameters():
         if parameter.requires_grad and model.torch_dtype != "pure_bfloat16":
             parameter.data = parameter.data.float()
-    if options.lora_variant != "dora" and options.lora_dropout == 0.0:
-        join_adapters(backbone, _NAME)
     kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
         "LoRA: rank %d, alpha %d on %d layers (%s)",
@@ -259,118 +252,3 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
     del backbone.peft_config
     backbone.requires_grad_(True)  # peft has frozen all but the adapter
     log.info("adapter of %s merged into its base model", folder)
-
-
-# ---- adapters of layers with one input: one product ----------------------------------
-
-
-SHARED_INPUT_LAYERS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q_lin", "k_lin", "v_lin"),
-    ("gate_proj", "up_proj"),
-    ("wi_0", "wi_1"),
-)
-"""Names of layers of one module that have the same input in most models. Where they have not, nothing is shared."""
-
-
-class _Seen(NamedTuple):
-    """An input of a layer, which is not kept alive, with its version, which torch counts up with every change in place,
-    and whether gradients were enabled."""
-
-    tensor: Callable[[], Tensor | None] = lambda: None
-    version: int = 0
-    with_gradients: bool = False
-
-
-class _Group:
-    """First matrices of the adapters of some layers, and their products with the last input that was seen."""
-
-    def __init__(self, members: Sequence[nn.Linear]) -> None:
-        self.members = members
-        self.waiting: dict[int, Tensor] = {}
-        """Products that their layers have not asked for yet, by the number of the layer."""
-        self._seen = self._multiplied = _Seen()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies, which have seen no input."""
-        fresh = {"waiting": {}, "_seen": _Seen(), "_multiplied": _Seen()}
-        return {**self.__dict__, **fresh}
-
-    def see(self, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Note the input of a layer, before it runs. What its adapter gets may be a copy of it in another dtype."""
-        del layer
-        self._seen = _Seen()
-        if arguments:
-            values = arguments[0]
-            # Tensors of inference have no version. Recomputation runs the same input twice, without a graph and with
-            # one.
-            version = 0 if values.is_inference() else values._version
-            self._seen = _Seen(weakref.ref(values), version, torch.is_grad_enabled())
-
-    def product(self, number: int, values: Tensor) -> Tensor:
-        """Return the product of a member's weight with its input."""
-        tensor = self._seen.tensor()
-        is_same = tensor is not None and tensor is self._multiplied.tensor()
-        is_same = is_same and self._seen[1:] == self._multiplied[1:]
-        # The first layer computes for all. Each product is given out once: a second request is another pass.
-        if number not in self.waiting or not is_same:
-            # `compute_in_bf16` changes the layers' class after they were joined.
-            narrow = [layer for layer in self.members if isinstance(layer, Bf16Linear)]
-            if len(narrow) == len(self.members):
-                joint = joint_linear(values, narrow)
-            else:
-                weights = torch.cat([layer.weight for layer in self.members])
-                joint = functional.linear(values, weights)
-            widths = [layer.out_features for layer in self.members]
-            self.waiting = dict(enumerate(torch.split(joint, widths, dim=-1)))
-            self._multiplied = self._seen
-        return self.waiting.pop(number)
-
-
-def join_adapters(backbone: nn.Module, adapter: str) -> int:
-    """Compute the first products of adapters that read the same input together, and return the number of groups.
-
-    For adapters without dropout of their own; the weights stay apart.
-    """
-    count = 0
-    for module in backbone.modules():
-        for names in SHARED_INPUT_LAYERS:
-            layers: list[Any] = []
-            for name in names:
-                layer: Any = module._modules.get(name)
-                first = None if layer is None else layer._modules.get("lora_A")
-                matrix = (
-                    first[adapter] if first is not None and adapter in first else None
-                )
-                # Exactly nn.Linear: a subclass may compute something else.
-                if type(matrix) is nn.Linear:
-                    layers.append(layer)
-            matrices = [layer.lora_A[adapter] for layer in layers]
-            # One product needs one input size and one dtype.
-            kinds = {(matrix.in_features, matrix.weight.dtype) for matrix in matrices}
-            if len(matrices) < 2 or len(kinds) > 1:
-                continue
-            group = _Group(matrices)
-            for number, layer in enumerate(layers):
-                layer.register_forward_pre_hook(group.see)
-                # On the instance: class, parameters and their names stay, for checkpoints, FSDP and peft.
-                matrices[number].forward = partial(group.product, number)
-            count += 1
-    return count
-
-
-def separate_adapters(modules: Iterable[nn.Module]) -> None:
-    """Undo `join_adapters` inside of some modules: the compiler cannot follow an input from layer to layer."""
-    for outer in modules:
-        for module in outer.modules():
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if _is_of_group(hook):
-                    del module._forward_pre_hooks[key]
-            forward = vars(module).get("forward")
-            if isinstance(forward, partial) and _is_of_group(forward.func):
-                del module.forward
-
-
-def _is_of_group(function: Any) -> bool:
-    return isinstance(function, MethodType) and isinstance(function.__self__, _Group)

@@ -17,7 +17,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
 from vembed.errors import UserError
-from vembed.models.adapters import separate_adapters
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.weight_files import read_header
 
@@ -130,6 +129,5 @@ def _recomputed(
 
 def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> None:
     """Compile each layer once, with dynamic numbers of rows and tokens."""
-    separate_adapters(layers)
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
