@@ -84,7 +84,7 @@ class Heartbeats:
     def start(self, store: Store) -> None:
         """Begin. All ranks call it."""
         # A connection of its own: a thread that waits for an answer would block the others that use the store.
-        own_store = store.clone()
+        own_store = store.clone()  # type: ignore[attr-defined]
         own_store.set_timeout(timedelta(seconds=SILENT_SECONDS))
         own_store.set(_key(self._ranks.rank), json.dumps([0, asdict(self._beat)]))
         threading.Thread(
