@@ -220,8 +220,7 @@ def _shard_by_fsdp2(
         )
         one_reads = False
     weights = _set_aside(model) if one_reads else None
-    unsharded = _unsharded(model)
-    plugin.ignored_modules = unsharded
+    plugin.ignored_modules = _unsharded(model)
     by_class: set[str] = set()
     if fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":
         layers = [unit for unit in units if not isinstance(unit, nn.Embedding)]
@@ -260,7 +259,7 @@ def _shard_by_fsdp2(
     if weights is not None:
         device = torch.device("cpu") if fsdp.offload else accelerator.device
         _hand_out(model, weights, device)
-    for holder in unsharded:
+    for holder in _unsharded(model):  # anew: `_hand_out` replaces the parameters
         for parameter in holder.parameters():
             parameter.data = parameter.data.to(accelerator.device)
     if fsdp.forward_prefetch:
