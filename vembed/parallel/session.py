@@ -193,7 +193,6 @@ class Session:
         Without a reduction, every rank holds unsharded gradients between micro-batches. Without gathered parameters, a
         step of n micro-batches gathers every unit 2n times, or 3n times with Gradient Cache.
         """
-        assert self.fsdp is not None
         placement = self.placement
         gradient_bytes = 0
         parameter_bytes = 0
@@ -217,8 +216,6 @@ class Session:
             return
         self.keeps_gathered = placement.keeps_gathered(parameter_bytes)
         how = "once per step" if self.keeps_gathered else "for every micro-batch"
-        if self.fsdp.must_reshard:
-            how += ", as fsdp_reshard_after_forward: true asks"
         log.info(
             "parameters: gathered %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
             how,

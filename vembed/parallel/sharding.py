@@ -251,11 +251,6 @@ def _shard_by_fsdp2(
     accelerator._optimizers.clear()
     assert isinstance(model, FSDPModule)
     assert all(isinstance(unit, FSDPModule) for unit in [*wide, *units])
-    if fsdp.output_dtype != "float32":
-        # Of the model's output, not of every unit's: a layer would get its input in a dtype that it does not expect.
-        state = model._get_fsdp_state()
-        output_dtype = DTYPES[fsdp.output_dtype]
-        state._mp_policy = replace(state._mp_policy, output_dtype=output_dtype)
     if weights is not None:
         device = torch.device("cpu") if fsdp.offload else accelerator.device
         _hand_out(model, weights, device)
@@ -489,7 +484,7 @@ def choose_units(
     """Return all units except the root, inner modules first."""
     units: list[nn.Module] = []
     if fsdp.wrap_function is not None:
-        chooses = find(fsdp.wrap_function, "wrap_policy").value
+        chooses = find(fsdp.wrap_function, "fsdp_auto_wrap_policy").value
         units = [
             module
             for module in model.modules()
@@ -509,13 +504,10 @@ def choose_units(
                 f"{len(layers) - len(units):,d}",
                 f"{fsdp.min_layer_params:,d}",
             )
-        if fsdp.wrap_embeddings:
-            inside = {inner for unit in units for inner in unit.modules()}
-            units += [
-                embedding
-                for embedding in embedding_units(model)
-                if embedding not in inside
-            ]
+        inside = {inner for unit in units for inner in unit.modules()}
+        for embedding in embedding_units(model):
+            if embedding not in inside:
+                units.append(embedding)
     chosen = set(units)
     if isinstance(model, EmbeddingModel) and model.language is not None:
         # A weight that the language-model head uses too stays in the root unit, which is gathered while the head runs.
