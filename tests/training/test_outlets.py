@@ -96,7 +96,6 @@ def test_a_full_disk_is_said_once_by_the_log(
     caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
     handler = LogFile(Path("/dev/full"))
-    handler.begin()
     for _ in range(3):
         handler.handle(logging.makeLogRecord({"msg": "a line"}))
     handler.close()
