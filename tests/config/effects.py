@@ -240,8 +240,8 @@ def loss_value(options: Options) -> float:
     batch = replace(
         batch,
         world_size=2,
-        own_rows=slice(0, half),
-        own_negatives=slice(0, batch.negative.numel() // 2),
+        rank_rows=slice(0, half),
+        rank_negatives=slice(0, batch.negative.numel() // 2),
     )
     loss = build_loss(config, mrl_dims=(12,), **SIZES).double()
     return float(loss(batch).detach())

@@ -21,7 +21,6 @@ from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.session import Session, start_session
-from vembed.training.exchange import loss_exchange
 from vembed.training.final import ModelWriter
 
 FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
@@ -44,7 +43,7 @@ MANY_OF_FSDP2 = {
 }
 CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a session
     "auto": {},
-    "ddp": {"strategy": "ddp", "mixed_precision": "bf16", "loss_exchange": "ring"},
+    "ddp": {"strategy": "ddp", "mixed_precision": "bf16"},
     "fsdp": {"strategy": "fsdp"},
     "fsdp2": {"strategy": "fsdp"},
     "fsdp1": FSDP1,
@@ -80,7 +79,6 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
     # option: (case, what is seen, what it is, case without it)
     "strategy": ("fsdp", "kind", "FSDP2", "auto"),
     "accelerate_config": ("hsdp_file", "offload", True, "fsdp2"),
-    "loss_exchange": ("ddp", "loss exchange", "InRing", "auto"),
     "mixed_precision": ("ddp", "layer dtype", "torch.bfloat16", "auto"),
     "fsdp_version": ("fsdp1", "kind", "FSDP1", "fsdp2"),
     "fsdp_sharding_strategy": (
@@ -192,7 +190,6 @@ def _facts(session: Session) -> dict[str, Any]:
     return {
         "kind": "FSDP1" if old else "FSDP2" if new else "copies",
         "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),
-        "loss exchange": type(loss_exchange(session)).__name__,
         "offload": bool(
             policy and type(policy.offload_policy).__name__ == "CPUOffloadPolicy"
         ),

@@ -534,7 +534,6 @@ def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
         "mixed precision",
         "timeout in minutes",
         "compiled layers",
-        "loss exchange",
     }
 
 

@@ -142,14 +142,6 @@ def config(**values: Any) -> TrainConfig:
             "negatives_from: own_rank leaves them out",
         ),
         (
-            "loss_exchange: ring\nloss: cosent",
-            "loss: cosent compares those of the whole batch at once",
-        ),
-        (
-            "loss_exchange: ring\nlosses:\n- loss: infonce\n- loss: spread_out",
-            "loss: spread_out compares those",
-        ),
-        (
             "loss: angle\nuse_mrl: true\nmrl_dims: [9, 4]",
             "mrl_dims has 9: give even sizes",
         ),

@@ -74,11 +74,6 @@ CASES = [
         data="several",
         cache=False,
     ),
-    Case(
-        "guide-in-ring",
-        {**GUIDED, **EVERY_NEGATIVE, "loss_exchange": "ring"},
-        data="several",
-    ),
     Case("everything", {"losses": [GUIDED, *DISTILLED]}, data="several"),
     Case(
         "everything-matryoshka",

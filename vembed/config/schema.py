@@ -234,9 +234,6 @@ class _Objective(Section, title="loss"):
     own `temperature`, `teacher`, `guide` and other options of this section."""
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
-    loss_exchange: Literal["auto", "gather", "ring"] = "auto"
-    """Way in which processes get each other's embeddings: all at once (gather), or block by block in a ring, where each
-    holds its own and one block of another. Same gradient. auto: ring where gathering takes too much memory."""
     quantize_embeddings: Literal["int8", "binary"] | None = None
     """Train for vectors that are stored in int8 or as bits: the loss is the mean of that of the float embeddings and
     that of the stored ones, straight-through, at every size of `mrl_dims`. Evaluations score all stored forms too."""

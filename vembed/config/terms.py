@@ -250,14 +250,6 @@ def loss_names(terms: Sequence[Term]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(term.loss.name for term in terms))
 
 
-def needs_whole_batch(terms: Sequence[Term]) -> str | None:
-    """Return the first loss that needs all embeddings on every process, or None."""
-    for term in terms:
-        if term.loss.needs_whole_batch:
-            return term.loss.name
-    return None
-
-
 def listed_teachers(objective: ObjectiveSection) -> list[Teacher]:
     """Return the entries of `teachers`."""
     teachers = []

@@ -335,8 +335,7 @@ def _log_placement(placement: Placement) -> None:
         placement.device,
         decisions["mixed precision"],
     )
-    several = ("loss exchange",) if placement.ranks.world_size > 1 else ()
-    for name in ("strategy", "gradient checkpointing", *several):
+    for name in ("strategy", "gradient checkpointing"):
         log.info("%s: %s", name, decisions[name])
     sentence = (
         run.fsdp_notes

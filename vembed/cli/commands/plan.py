@@ -19,7 +19,6 @@ from vembed.models.adapters import wants_adapters
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import GIB, Memory, ModelSize, measure
-from vembed.parallel.exchange_choice import EXCHANGES
 from vembed.parallel.hardware import Gpu, Hardware
 from vembed.parallel.placement import Placement, memory_of_a_process, place
 
@@ -119,6 +118,7 @@ def show(prediction: Prediction, on_result: Callable[[Any], None]) -> None:
         "estimate; the rest follows from the model's shapes."
     )
     ways = [] if prediction.fits else ways_out(placement, size)
+    most_rows = placement.most_rows(size) * placement.ranks.world_size
     for line in ways:
         console.print(f"  {line}")
     on_result(
@@ -133,11 +133,7 @@ def show(prediction: Prediction, on_result: Callable[[Any], None]) -> None:
             "num_processes": placement.ranks.world_size,
             "num_shards": placement.num_shards,
             "rows": placement.rows,
-            "largest_batch": {
-                exchange: placement.most_rows(size, exchange)
-                * placement.ranks.world_size
-                for exchange in EXCHANGES
-            },
+            "largest_batch": most_rows,
             "decisions": {
                 name: str(decision) for name, decision in placement.decisions.items()
             },
@@ -145,7 +141,9 @@ def show(prediction: Prediction, on_result: Callable[[Any], None]) -> None:
             "seconds": prediction.seconds,
         }
     )
-    console.print(largest_batch(placement, size))
+    console.print(
+        f"largest batch: about {most_rows:,d} rows, by the memory of the loss"
+    )
     console.print(prediction.hours_line)
 
 
@@ -201,22 +199,6 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
             "use_fsdp: true with fsdp_offload_params: true (weights and optimizer in host memory, slower)"
         )
     return lines
-
-
-def largest_batch(placement: Placement, size: ModelSize) -> str:
-    """Return a line with the largest global batch whose embeddings fit, with each way of exchanging them."""
-    world_size = placement.ranks.world_size
-    chosen = placement.exchange.value
-    if world_size == 1:
-        return f"largest batch: about {placement.most_rows(size, chosen):,d} rows, by the memory of the loss"
-    most_rows = {
-        exchange: placement.most_rows(size, exchange) * world_size
-        for exchange in EXCHANGES
-    }
-    return (
-        f"largest batch: about {most_rows['gather']:,d} rows on {world_size} processes with loss_exchange: gather, "
-        f"{most_rows['ring']:,d} with ring, by the memory of the loss; this run takes {chosen}"
-    )
 
 
 def _table(memory: Memory, size: ModelSize, placement: Placement) -> Table:

@@ -37,7 +37,7 @@ _LENGTH_AND_MACHINES = """
 """
 _MEMORY_AND_SPEED = """
     num_workers micro_batch_tokens gradient_cache_chunk_size use_gradient_cache
-    kept_graph_tokens loss_exchange cache_frozen_features gradient_checkpointing torch_compile attn_implementation
+    kept_graph_tokens cache_frozen_features gradient_checkpointing torch_compile attn_implementation
     padding_free deterministic
 """
 _WATCHED_AND_KEPT = """
