@@ -33,13 +33,10 @@ MANY_OF_FSDP2 = {
     "strategy": "fsdp",
     "fsdp_offload_params": True,
     "fsdp_transformer_layer_cls_to_wrap": "BertSelfOutput",
-    "fsdp_wrap_embeddings": False,
-    "fsdp_reshard_after_forward": True,
     "fsdp_forward_prefetch": True,
     "gradient_checkpointing": False,
     "fsdp_state_dict_type": "FULL_STATE_DICT",
     "fsdp_cpu_ram_efficient_loading": False,
-    "fsdp_output_dtype": "bfloat16",
 }
 CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a session
     "auto": {},
@@ -96,13 +93,6 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
         False,
         "fsdp2",
     ),
-    "fsdp_wrap_embeddings": (
-        "many_of_fsdp2",
-        "has embeddings as units",
-        False,
-        "fsdp2",
-    ),
-    "fsdp_reshard_after_forward": ("many_of_fsdp2", "keeps gathered", False, "fsdp2"),
     "fsdp_backward_prefetch": (
         "all_of_fsdp1",
         "backward prefetch",
@@ -119,7 +109,6 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
     "fsdp_param_dtype": ("param", "layer dtype", "torch.bfloat16", "fsdp2"),
     "fsdp_reduce_dtype": ("reduce", "reduce dtype", "torch.bfloat16", "param"),
     "fsdp_buffer_dtype": ("all_of_fsdp1", "buffer dtype", "torch.bfloat16", "fsdp1"),
-    "fsdp_output_dtype": ("many_of_fsdp2", "output dtype", "torch.bfloat16", "fsdp2"),
     "dist_timeout_minutes": ("param", "timeout", 7 * 60.0, "fsdp2"),
 }
 
@@ -196,11 +185,7 @@ def _facts(session: Session) -> dict[str, Any]:
         "has layers as units": any(
             "BertLayer" in type(unit).__name__ for unit in units
         ),
-        "has embeddings as units": any(
-            isinstance(unit, nn.Embedding) for unit in units
-        ),
         "more than 5 units": len(units) > 5,
-        "keeps gathered": session.keeps_gathered,
         "backward prefetch": old[0].backward_prefetch.name if old else None,
         "forward prefetch": bool(
             units
@@ -216,7 +201,6 @@ def _facts(session: Session) -> dict[str, Any]:
         "layer dtype": dtypes[0],
         "reduce dtype": str(policy.mp_policy.reduce_dtype) if policy else None,
         "buffer dtype": str(old_policy.buffer_dtype) if old_policy else "",
-        "output dtype": str(output.dtype),
         "timeout": group._get_backend(
             torch.device("cpu")
         ).options._timeout.total_seconds(),

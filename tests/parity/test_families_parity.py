@@ -89,7 +89,7 @@ FAMILIES = [
     Family(
         "qwen3-vl-lora",
         tiny.tiny_qwen3_vl,
-        {**LORA, "lora_towers": "text"},
+        {**LORA, "freeze": ["vision"]},
         tolerance=ROUNDED,
     ),
     Family("qwen2-vl", tiny.tiny_qwen2_vl, tolerance=ROUNDED),

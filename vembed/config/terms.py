@@ -16,7 +16,6 @@ from vembed.config.schema import (
 from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
 from vembed.losses.teacher_scores import SCORES
-from vembed.losses.vectors import Anchor, NoLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,6 @@ def loss_terms(
     for entry in entries or [LossTerm(loss=objective.loss)]:
         term = _term(entry, objective, start_model, source, model_temperature)
         terms.append(term)
-    is_anchored = any(isinstance(term.loss, Anchor | NoLoss) for term in terms)
-    if objective.anchor_weight and not is_anchored:
-        is_alone = False
-        terms.append(Term(objective.anchor_weight, Anchor(), start_model, None))
     return [replace(term, is_alone=is_alone) for term in terms]
 
 

@@ -77,14 +77,14 @@ class Anchor(Loss):
 
         from vembed.losses.similarity import Similarity, arithmetic_dtype
 
-        teacher = batch.teacher_vectors(str(term.teacher), "anchor_weight")
+        teacher = batch.teacher_vectors(str(term.teacher), "loss: anchor")
         embeddings = batch.embeddings
         dim = embeddings.shape[1]
         teacher_dim = teacher.vectors.shape[1]
         if dim != teacher_dim:
             raise UserError(
-                f"anchor_weight: the embeddings have {dim} dimensions, and those of {term.teacher} before "
-                f"training have {teacher_dim}: leave out what changes the size, or anchor_weight"
+                f"loss: anchor: the embeddings have {dim} dimensions, and those of {term.teacher} before "
+                f"training have {teacher_dim}: leave out what changes the size, or this loss"
             )
         identity = torch.eye(
             dim, device=embeddings.device, dtype=arithmetic_dtype(embeddings)

@@ -176,6 +176,17 @@ def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Ten
         return torch.cat(parts)
 
 
+def all_gather_dealt(rows_ND: Tensor, num_rows: int) -> Tensor:
+    """Return `num_rows` rows in their order, of which rank r passes rows r, r + W, r + 2W and so on."""
+    ranks = range(world_size())
+    counts = [len(range(rank, num_rows, len(ranks))) for rank in ranks]
+    gathered = all_gather_rows(rows_ND, counts)
+    ordered = torch.empty_like(gathered)
+    for rank, part in zip(ranks, torch.split(gathered, counts), strict=True):
+        ordered[rank :: len(ranks)] = part
+    return ordered
+
+
 def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
     """Sum [sum of counts, D] over ranks and return this rank's own rows: the backward pass of `all_gather_rows`."""
     if world_size() == 1:

@@ -182,7 +182,7 @@ def optimizer_bytes(
     """Return the bytes of the optimizer's state for the whole model."""
     float32_bytes = size.trained * OPTIMIZERS[optimizer.optim].state_bytes
     # The moments have the dtype of the weights.
-    if model.pure_dtype and model.torch_dtype == "bfloat16":
+    if model.torch_dtype == "pure_bfloat16":
         return float32_bytes / 2
     return float32_bytes
 

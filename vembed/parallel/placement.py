@@ -179,7 +179,7 @@ class Placement:
 
     def keeps_gathered(self, parameter_bytes: float) -> bool:
         """Return whether FSDP2 keeps parameters gathered between the micro-batches of a step."""
-        if self.fsdp is None or not self.may_keep_gathered or self.fsdp.must_reshard:
+        if self.fsdp is None or not self.may_keep_gathered:
             return False
         return parameter_bytes <= self.whole_parameters_limit
 
@@ -207,12 +207,7 @@ class Placement:
             micro_batch = config.batch.micro_batch_tokens
         elif not on_gpu:
             micro_batch = estimate.CPU_MICRO_BATCH_TOKENS
-        return (
-            micro_batch,
-            kept
-            if config.batch.kept_graph_tokens == "auto"
-            else config.batch.kept_graph_tokens,
-        )
+        return micro_batch, kept
 
     def demand(self, size: ModelSize, recomputes: bool | None = None) -> Demand:
         """Estimate the demand from the model's shapes. `recomputes`: instead of what the run would do."""

@@ -101,13 +101,12 @@ def find_budget(
             "gradient for one more forward pass). fsdp_version: 2 keeps the graphs of all micro-batches"
         )
     tokens = options.micro_batch_tokens
-    kept = options.kept_graph_tokens
     on_gpu = session.device.type == "cuda"
-    is_measured = (cache is None and kept == "auto") or (tokens == "auto" and on_gpu)
+    is_measured = cache is None or (tokens == "auto" and on_gpu)
     if not is_measured:
         limit = CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
         limit = NO_LIMIT if rows else limit
-        return Budget(limit, rows, limit if kept == "auto" else kept, cache)
+        return Budget(limit, rows, limit, cache)
     placement = session.placement
     if on_gpu:
         demand = measure_demand(
@@ -336,13 +335,11 @@ def advice(session: Session, budget: Budget) -> str:
         limit = budget.max_rows
     fsdp = placement.fsdp
     is_fsdp1 = fsdp is not None and fsdp.version == 1
-    frees_late = is_fsdp1 and fsdp is not None and not fsdp.reshard_after_forward
     has_adapters = wants_adapters(config.adapters)
     # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
     can_use_8_bit = config.optimizer.optim == "adamw" and not is_fsdp1
     num_shards = placement.num_shards
     num_ranks = session.world_size
-    regathers = "parameters are freed after each layer, and gathered again"
 
     def less(count: float) -> str:
         return f"about {count / GIB:.2f}GB less"
@@ -381,11 +378,10 @@ def advice(session: Session, budget: Budget) -> str:
             f"over all machines: {less(now.states * (1 - num_shards / num_ranks))}",
         ),
         (
-            fsdp is not None and not is_fsdp1 and session.keeps_gathered,
-            "fsdp_reshard_after_forward: true",
-            regathers,
+            fsdp is not None and not fsdp.reshard_after_forward,
+            "fsdp_sharding_strategy: FULL_SHARD",
+            "parameters are freed after each layer, and gathered again",
         ),
-        (frees_late, "fsdp_sharding_strategy: FULL_SHARD", regathers),
         (
             fsdp is not None and not fsdp.offload,
             "fsdp_offload_params: true",

@@ -50,7 +50,7 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
     description = embedder.description
     modalities = embedder.frozen_modalities()
     if not modalities:
-        hint = "freeze one (freeze: [vision] or [text], or lora_towers), or set it to false"
+        hint = "freeze one (freeze: [vision] or [text]), or set it to false"
         if description.traits.reads_chats:
             hint = (
                 "a vision-language model's images pass its language model too, so they cannot be cached; set it to "

@@ -29,6 +29,8 @@ from vembed.training.optimizers.table import OPTIMIZERS
 
 log = logging.getLogger("vembed")
 
+BASE_BATCH_SIZE = 32
+"""The global batch that the learning rate is for, with `scale_learning_rate`."""
 _LAYER = re.compile(r"^(?:.*?\.)?(?:layers?|blocks?|h)\.\d+\.")
 """Layers by their name, where the model's own structure does not tell them."""
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)\.")
@@ -115,16 +117,10 @@ def build_optimizer(
     )
     kind = OPTIMIZERS[options.optim]
     problem = kind.refusal(weights)
-    # Updates of 16-bit weights would vanish in rounding.
-    if problem is None and torch.float16 in dtypes:
+    if problem is None and weights.is_half and not kind.trains_half:
         problem = (
-            "pure_dtype: true with float16 weights: most updates are too small for a weight of 11 bits, and gradients "
-            "underflow; use torch_dtype: bfloat16, whose updates are rounded stochastically, or leave pure_dtype out"
-        )
-    elif problem is None and weights.is_half and not kind.trains_half:
-        problem = (
-            f"pure_dtype: true with optim: {kind.name}: updates of bfloat16 weights vanish in rounding; use optim: "
-            "adamw, which rounds them stochastically, or leave pure_dtype out"
+            f"torch_dtype: pure_bfloat16 with optim: {kind.name}: updates of bfloat16 weights vanish in rounding; use "
+            "optim: adamw, which rounds them stochastically, or torch_dtype: bfloat16"
         )
     if problem is not None:
         raise UserError(problem)
@@ -310,8 +306,8 @@ class Schedule:
         self.multiplier = 1.0
         derivation = "the same on any number of processes"
         if options.scale_learning_rate != "none":
-            self.multiplier = examples_per_step / options.base_batch_size
-            formula = f"({examples_per_step:,d} examples per step / base_batch_size {options.base_batch_size:,d})"
+            self.multiplier = examples_per_step / BASE_BATCH_SIZE
+            formula = f"({examples_per_step:,d} examples per step / {BASE_BATCH_SIZE})"
             if options.scale_learning_rate == "sqrt":
                 self.multiplier = math.sqrt(self.multiplier)
                 formula = f"sqrt{formula}"

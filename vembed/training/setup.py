@@ -264,7 +264,7 @@ def build_components(
         use_row_gradients(embedder.backbone)
     if placement.copies_weights:
         embedder.compute_in_bf16()
-    if config.matryoshka.mrl_projection_init == "pca":
+    if config.matryoshka.mrl_projection == "pca":
         start_projection(embedder, featuriser, data.examples, session)
     frozen = embedder.frozen_modalities()
     bytes_of_images = embedder.bytes_of_frozen_images()
@@ -375,9 +375,7 @@ def start_projection(
                 embedder, featuriser, items, "document", normalize=False
             )
         embedder.start_mrl_projection(torch.from_numpy(vectors))
-        log.info(
-            "mrl_projection_init: principal components of %s documents", f"{count:,d}"
-        )
+        log.info("mrl_projection: principal components of %s documents", f"{count:,d}")
     collectives.broadcast_tensors([projection.linear.weight])
 
 

@@ -305,6 +305,7 @@ class Trainer:
                     data,
                     config.evaluation,
                     self.session,
+                    micro_batch_tokens=config.batch.micro_batch_tokens,
                     log=log.info,
                     between=self.interrupts.check,
                     kept=towers if towers.stores else None,
@@ -352,9 +353,7 @@ class Trainer:
         self.save()
         self.checkpointer.wait()
         step = self.state.step
-        is_saved = self.checkpointer.has_saved(step)
-        path = self.checkpointer.path_of(step) if is_saved else None
-        return self.interrupts.stopped(step, path)
+        return self.interrupts.stopped(step, self.checkpointer.path_of(step))
 
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""

@@ -331,7 +331,8 @@ def _dtype_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
         return False, f"dtypes: not known ({problem})"
     config = placement.run.config
     precision = placement.precision
-    masters = config.model.torch_dtype if config.model.pure_dtype else "float32"
+    is_pure = config.model.torch_dtype == "pure_bfloat16"
+    masters = "bfloat16" if is_pure else "float32"
     arithmetic = masters if precision.value == "no" else precision.value
     return (
         True,

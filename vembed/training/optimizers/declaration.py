@@ -30,7 +30,7 @@ class OptimizedWeights:
     is_flat: bool
     """They are flat pieces of several parameters, as FSDP1 leaves them."""
     is_half: bool
-    """Some of them are held in 16 bits alone (`pure_dtype`)."""
+    """Some of them are held in 16 bits alone (`torch_dtype: pure_bfloat16`)."""
 
     def tensors(self) -> list[Tensor]:
         """Return the weights of all groups."""
@@ -69,13 +69,14 @@ class OptimizerKind(ABC):
         """Return the optimizer, and a short description of it for the log."""
 
 
-ADAM_OPTIONS = frozenset({"adam_beta1", "adam_beta2", "adam_epsilon"})
+ADAM_OPTIONS = frozenset({"adam_betas", "adam_epsilon"})
 
 
 def adam_arguments(
     learning_rate: float, options: OptimizerSection
 ) -> tuple[dict[str, Any], str]:
     """Return the arguments that all kinds of AdamW share, and the betas for the log."""
-    betas = (options.adam_beta1, options.adam_beta2)
+    first, second = options.adam_betas
+    betas = (first, second)
     arguments = {"lr": learning_rate, "betas": betas, "eps": options.adam_epsilon}
-    return arguments, f"betas ({betas[0]:g}, {betas[1]:g})"
+    return arguments, f"betas ({first:g}, {second:g})"
