@@ -28,11 +28,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "strategy": "fsdp",
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
     },
-    "fsdp, FULL_SHARD": {
-        "strategy": "fsdp",
-        "fsdp_sharding_strategy": "FULL_SHARD",
-        "fsdp_reshard_after_forward": True,
-    },
+    "fsdp, FULL_SHARD": {"strategy": "fsdp", "fsdp_sharding_strategy": "FULL_SHARD"},
 }
 
 

@@ -67,8 +67,8 @@ def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said() -
     )
     assert "min_pixels: 9 has no effect on a model of the family clip" in clip.lines
     assert (
-        "adam_beta1: 0.5 has no effect with optim: sgd"
-        in resolve({"optim": "sgd", "adam_beta1": 0.5}).notes
+        "adam_epsilon: 0.5 has no effect with optim: sgd"
+        in resolve({"optim": "sgd", "adam_epsilon": 0.5}).notes
     )
     teacher = resolve(
         {

@@ -166,7 +166,7 @@ def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
         [(blue, False)],
         [(red, True)],
     )
-    table = changed_table([changed], has_pictures=True)
+    table = changed_table([changed])
     assert table.rows[0][:4] == (
         "a red wall",
         "red.png",
@@ -184,7 +184,7 @@ def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
     )
     assert picture.size == (96, 64)
     lost = Changed(gone, [gone], 0.1, 0.9, [], [])
-    table = changed_table([lost], has_pictures=True)
+    table = changed_table([lost])
     assert table.pictures[0, 0] == () and table.rows[0][:3] == (
         "gone.png",
         "gone.png",
@@ -216,9 +216,7 @@ def test_images_that_the_data_hold_themselves_are_shown_too(tmp_path: Path) -> N
         )
     changes = compare_queries(tmp_path, 0, 5, "ndcg@10")
     assert changes is not None
-    better, worse = (
-        changed_table(one, has_pictures=True) for one in (changes.better, changes.worse)
-    )
+    better, worse = (changed_table(one) for one in (changes.better, changes.worse))
     assert better.rows[0][:4] == (
         "first",
         "image of document 0",

@@ -191,7 +191,6 @@ PLAIN_TEXTS = frozenset(
         "sampling",
         "wandb_tags",
         "freeze",
-        "lora_towers",
     ]
 )
 """Options whose texts are not compared by the content of a file."""

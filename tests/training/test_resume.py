@@ -117,7 +117,7 @@ def test_differences_are_classified_and_shown(tmp_path):
         refuse(found, "checkpoint-5")
     assert "checkpoint-5 was trained with other settings" in str(caught.value)
     assert "seed 1 -> 2" in str(caught.value)
-    assert "--resume-anyway" in str(caught.value)
+    assert "resume: force" in str(caught.value)
     assert "epochs" not in str(caught.value)
     refuse([one for one in found if one.is_allowed], "checkpoint-5")
     assert compare_resume(now.to_dict(), now.to_dict()) == []
@@ -137,10 +137,10 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
         pytest.raises(UserError, match="data abc -> xyz"),
     ):
         run.resume({"data": "xyz", "global_batch_size": 8})
-    with starting(tmp_path, resume=True, resume_anyway=True, seed=7, epochs=9) as run:
+    with starting(tmp_path, resume="force", seed=7, epochs=9) as run:
         assert run.resume().state["step"] == 1
     assert (
-        "resume_anyway: going on although the settings differ: seed 42 -> 7"
+        "resume: force: going on although the settings differ: seed 42 -> 7"
         in caplog.text
     )
     assert "settings changed since the checkpoint: epochs auto -> 9.0" in caplog.text

@@ -50,8 +50,7 @@ AnyModel = Annotated[
     ),
 ]
 WeightsDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option("--torch-dtype", help="auto, float32, bfloat16 or float16."),
+    str, typer.Option("--torch-dtype", help="auto, float32, bfloat16 or float16.")
 ]
 ColumnMapping = Annotated[
     str, typer.Option(help="As the option of that name: {question: query}.")

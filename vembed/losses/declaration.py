@@ -66,8 +66,6 @@ class Loss(Frozen):
     records: ClassVar[Records]
     negatives: ClassVar[Negatives]
     follows: ClassVar[Follows] = "nobody"
-    needs_whole_batch: ClassVar[bool] = False
-    """It compares what a ring never has in one place."""
     default_temperature: ClassVar[float | None] = None
     """Temperature where none is given, if it is not the default of the option."""
     takes_model_temperature: ClassVar[bool] = False

@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -195,38 +194,6 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
         local_rows = full.new_empty(longest, *full.shape[1:])
         _reduce_scatter_single(local_rows, full.contiguous())
         return local_rows[: counts[rank()]]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Point-to-point messages under way."""
-
-    works: Sequence[dist.Work]
-    kept: tuple[Tensor, ...] = ()
-    """Tensors that are sent and received, so that they live as long as the messages."""
-
-    def wait(self) -> None:
-        """Block until all have arrived; on a GPU, make what is computed next wait for them."""
-        for work in self.works:
-            work.wait()
-
-
-def start_ring_shift(sent: Tensor, received: Tensor) -> Transfer:
-    """Start to send a tensor to the next rank, and to receive one from the rank before, which may have another size.
-
-    Messages between two ranks arrive in the order in which they were started. Empty ones are not sent.
-    """
-    with _collective("ring_shift"):
-        # All ranks send and receive in one batch: a blocking send on every rank would wait for a receive on none.
-        following = (rank() + 1) % world_size()
-        before = (rank() - 1) % world_size()
-        messages = []
-        if sent.numel():
-            messages.append(dist.P2POp(dist.isend, sent.contiguous(), following))
-        if received.numel():
-            messages.append(dist.P2POp(dist.irecv, received, before))
-        works = dist.batch_isend_irecv(messages) if messages else []
-        return Transfer(works, tuple(message.tensor for message in messages))
 
 
 def all_reduce_gradients(

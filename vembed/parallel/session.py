@@ -219,14 +219,9 @@ class Session:
             for parameter in model.parameters()
         )
         self.keeps_gathered = self.placement.keeps_gathered(size)
-        asked = (
-            ", as fsdp_reshard_after_forward: true asks"
-            if self.fsdp.must_reshard
-            else ""
-        )
         log.info(
             "parameters: gathered %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
-            "once per step" if self.keeps_gathered else f"for every micro-batch{asked}",
+            "once per step" if self.keeps_gathered else "for every micro-batch",
             size / GIB,
             self.placement.whole_parameters_limit / GIB,
         )
@@ -335,8 +330,7 @@ def _log_placement(placement: Placement) -> None:
         placement.device,
         decisions["mixed precision"],
     )
-    several = ("loss exchange",) if placement.ranks.world_size > 1 else ()
-    for name in ("strategy", "gradient checkpointing", *several):
+    for name in ("strategy", "gradient checkpointing"):
         log.info("%s: %s", name, decisions[name])
     sentence = (
         run.fsdp_notes

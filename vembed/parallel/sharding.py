@@ -263,13 +263,6 @@ def _shard_by_fsdp2(
     accelerator.prepare(model, stand_in)
     accelerator._optimizers.clear()
     assert all(isinstance(unit, FSDPModule) for unit in [*wide, *units])
-    if fsdp.output_dtype != "float32":
-        # Of the model's output, not of every unit's: a layer would get its input in a dtype that it does not expect.
-        assert isinstance(model, FSDPModule)
-        state = model._get_fsdp_state()
-        state._mp_policy = replace(
-            state._mp_policy, output_dtype=DTYPES[fsdp.output_dtype]
-        )
     if weights is not None:
         _hand_out(
             model, weights, torch.device("cpu") if fsdp.offload else accelerator.device
@@ -537,7 +530,7 @@ def choose_units(
 ) -> list[nn.Module]:
     """Return all units except the root, inner modules first."""
     if fsdp.wrap_function is not None:
-        chooses = find(fsdp.wrap_function, "wrap_policy").value
+        chooses = find(fsdp.wrap_function, "fsdp_auto_wrap_policy").value
         units = [
             module
             for module in model.modules()
@@ -553,12 +546,9 @@ def choose_units(
         )
         units = _large_enough(units, fsdp.min_layer_params)
         taken = {inner for unit in units for inner in unit.modules()}
-        if fsdp.wrap_embeddings:
-            units += [
-                embedding
-                for embedding in embedding_units(model)
-                if embedding not in taken
-            ]
+        for embedding in embedding_units(model):
+            if embedding not in taken:
+                units.append(embedding)
     # A weight that two modules use stays in the root unit.
     chosen = {unit for unit in units if not _is_lent(model, unit)}
     # modules() lists outer modules first.

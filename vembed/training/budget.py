@@ -106,13 +106,12 @@ def find_budget(
             "gradient for one more forward pass). fsdp_version: 2 keeps the graphs of all micro-batches"
         )
     tokens = options.micro_batch_tokens
-    kept = options.kept_graph_tokens
     on_gpu = session.device.type == "cuda"
-    if not ((cache is None and kept == "auto") or (tokens == "auto" and on_gpu)):
+    if not (cache is None or (tokens == "auto" and on_gpu)):
         micro_batch = (
             2**40 if rows else CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
         )
-        return Budget(micro_batch, rows, micro_batch if kept == "auto" else kept, cache)
+        return Budget(micro_batch, rows, micro_batch, cache)
     if on_gpu:
         demand = measure_demand(
             model, featuriser, session, sample, PeakMeter(session.device)
@@ -425,11 +424,7 @@ def _more_sharding(session: Session, states: float) -> list[str]:
         steps.append(
             f"fsdp_sharding_strategy: FULL_SHARD (over all machines: {_saves(saved)})"
         )
-    if placement.fsdp.version == 2 and session.keeps_gathered:
-        steps.append(
-            "fsdp_reshard_after_forward: true (parameters are freed after each layer, and gathered again)"
-        )
-    if placement.fsdp.version == 1 and not placement.fsdp.reshard_after_forward:
+    if not placement.fsdp.reshard_after_forward:
         steps.append(
             "fsdp_sharding_strategy: FULL_SHARD (parameters are freed after each layer, and gathered again)"
         )

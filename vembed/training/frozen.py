@@ -63,7 +63,7 @@ def open_stores(
         hint = (
             "a vision-language model's images pass its language model too, so they cannot be cached; set it to false"
             if family.reads_chats
-            else "freeze one (freeze: [vision] or [text], or lora_towers), or set it to false"
+            else "freeze one (freeze: [vision] or [text]), or set it to false"
         )
         raise UserError(
             f"cache_frozen_features: true needs a tower without trained parameters, and {embedder.description.name} "

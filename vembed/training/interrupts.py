@@ -93,11 +93,9 @@ class Interrupts:
         """Stop reacting to signals. A second one still ends the process at once."""
         self._is_over = True
 
-    def stopped(self, step: int, checkpoint: Path | None) -> Stopped:
-        """Return the exception to raise after `agree` returned True. `None`: the checkpoint could not be written."""
+    def stopped(self, step: int, checkpoint: Path) -> Stopped:
+        """Return the exception to raise after `agree` returned True."""
         saved = f"saved in {checkpoint}; go on with --resume"
-        if checkpoint is None:
-            saved = "which could not be saved; --resume goes on with the newest checkpoint, if there is one"
         if self.agreed == _TIME_IS_UP:
             return Stopped(
                 f"max_train_minutes: the time is up; stopped after step {step:,d}, {saved}",

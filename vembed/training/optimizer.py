@@ -99,7 +99,7 @@ def build_optimizer(
     kind = OPTIMIZERS[options.optim]
     problem = kind.refusal(weights)
     if problem is None and weights.is_half:
-        problem = _half_refusal(dtypes, options.optim)
+        problem = _half_refusal(options.optim)
     if problem is not None:
         raise UserError(problem)
     optimizer, description = kind.build(weights, rates.base, options, seed)
@@ -152,19 +152,14 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _half_refusal(dtypes: set[torch.dtype], name: str) -> str | None:
-    """Return why updates of 16-bit weights would vanish in rounding."""
-    if torch.float16 in dtypes:
-        return (
-            "pure_dtype: true with float16 weights: most updates are too small for a weight of 11 bits, and gradients "
-            "underflow; use torch_dtype: bfloat16, whose updates are rounded stochastically, or leave pure_dtype out"
-        )
-    if not OPTIMIZERS[name].trains_half:
-        return (
-            f"pure_dtype: true with optim: {name}: updates of bfloat16 weights vanish in rounding; use optim: adamw, "
-            "which rounds them stochastically, or leave pure_dtype out"
-        )
-    return None
+def _half_refusal(name: str) -> str | None:
+    """Return why updates of bfloat16 weights would vanish in rounding."""
+    if OPTIMIZERS[name].trains_half:
+        return None
+    return (
+        f"torch_dtype: pure_bfloat16 with optim: {name}: updates of bfloat16 weights vanish in rounding; use optim: "
+        "adamw, which rounds them stochastically, or torch_dtype: bfloat16"
+    )
 
 
 def _check_flattened(

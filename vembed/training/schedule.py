@@ -11,6 +11,9 @@ from vembed.config.schema import OptimizerSection
 
 log = logging.getLogger("vembed")
 
+BASE_BATCH_SIZE = 32
+"""The global batch that the learning rate is for, with `scale_learning_rate`."""
+
 
 def lr_factor(step: int, total: int, warmup: int, kind: str) -> float:
     """Return the fraction of the peak learning rate in step number `step`, counted from 0, of `total`.
@@ -47,8 +50,8 @@ class Schedule:
         self.multiplier = 1.0
         derivation = "the same on any number of processes"
         if options.scale_learning_rate != "none":
-            ratio = examples_per_step / options.base_batch_size
-            formula = f"({examples_per_step:,d} examples per step / base_batch_size {options.base_batch_size:,d})"
+            ratio = examples_per_step / BASE_BATCH_SIZE
+            formula = f"({examples_per_step:,d} examples per step / {BASE_BATCH_SIZE})"
             self.multiplier = ratio
             if options.scale_learning_rate == "sqrt":
                 self.multiplier = math.sqrt(ratio)

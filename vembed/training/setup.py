@@ -248,9 +248,7 @@ def start_projection(
                 embedder, featuriser, items, "document", normalize=False
             )
         embedder.start_mrl_projection(torch.from_numpy(vectors))
-        log.info(
-            "mrl_projection_init: principal components of %s documents", f"{count:,d}"
-        )
+        log.info("mrl_projection: principal components of %s documents", f"{count:,d}")
     collectives.broadcast_tensors([projection.linear.weight])
 
 
@@ -428,7 +426,7 @@ class Setup:
             use_row_gradients(embedder.backbone)
         if self.session.placement.copies_weights:
             embedder.compute_in_bf16()
-        if self.config.matryoshka.mrl_projection_init == "pca":
+        if self.config.matryoshka.mrl_projection == "pca":
             start_projection(embedder, featuriser, data.examples, self.session)
         frozen = embedder.frozen_modalities()
         image_bytes = embedder.bytes_of_frozen_images()

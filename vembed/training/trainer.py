@@ -304,6 +304,7 @@ class Trainer:
                     data,
                     config.evaluation,
                     self.session,
+                    micro_batch_tokens=config.batch.micro_batch_tokens,
                     log=log.info,
                     between=self.interrupts.check,
                     kept=towers if towers.stores else None,
@@ -351,10 +352,7 @@ class Trainer:
         self.save()
         self.checkpointer.wait()
         step = self.state.step
-        path = None
-        if self.checkpointer.has_saved(step):
-            path = self.checkpointer.path_of(step)
-        return self.interrupts.stopped(step, path)
+        return self.interrupts.stopped(step, self.checkpointer.path_of(step))
 
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""

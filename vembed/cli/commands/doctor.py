@@ -230,9 +230,9 @@ def checklist(
     if placement is None:
         yield False, f"dtypes: not known ({problem})"
     else:
-        model = run.config.model
         precision = placement.precision
-        masters = model.torch_dtype if model.pure_dtype else "float32"
+        is_pure = run.config.model.torch_dtype == "pure_bfloat16"
+        masters = "bfloat16" if is_pure else "float32"
         arithmetic = masters if precision.value == "no" else precision.value
         yield (
             True,

@@ -62,7 +62,6 @@ def show(prediction: Prediction) -> dict[str, Any]:
     from rich.console import Console
 
     from vembed.parallel.estimate import GIB
-    from vembed.parallel.exchange_choice import EXCHANGES
 
     placement = prediction.placement
     size = prediction.size
@@ -92,18 +91,10 @@ def show(prediction: Prediction) -> dict[str, Any]:
     ways = [] if prediction.fits else ways_out(placement, size)
     for line in ways:
         console.print(f"  {line}")
-    largest = {
-        exchange: placement.most_rows(size, exchange) * num_processes
-        for exchange in EXCHANGES
-    }
-    chosen = placement.exchange.value
-    text = f"largest batch: about {largest[chosen]:,d} rows, by the memory of the loss"
-    if num_processes > 1:
-        text = (
-            f"largest batch: about {largest['gather']:,d} rows on {num_processes} processes with loss_exchange: gather, "
-            f"{largest['ring']:,d} with ring, by the memory of the loss; this run takes {chosen}"
-        )
-    console.print(text)
+    most_rows = placement.most_rows(size) * num_processes
+    console.print(
+        f"largest batch: about {most_rows:,d} rows, by the memory of the loss"
+    )
     console.print(prediction.hours_line)
     return {
         "fits": prediction.fits,
@@ -116,7 +107,7 @@ def show(prediction: Prediction) -> dict[str, Any]:
         "num_processes": num_processes,
         "num_shards": placement.num_shards,
         "rows": placement.rows,
-        "largest_batch": largest,
+        "largest_batch": most_rows,
         "decisions": {name: str(value) for name, value in placement.decisions.items()},
         "ways_out": ways,
         "seconds": prediction.seconds,

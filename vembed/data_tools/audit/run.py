@@ -284,7 +284,7 @@ def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
             continue
         index = table.index
         sentence = unread_judgement(index.unused)
-        if index.labels is not None or index.counts.scored or sentence is None:
+        if index.labels is not None or index.counts["scored"] or sentence is None:
             continue
         examples = []
         for number in range(min(num_examples, len(table))):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from markupsafe import Markup
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.evaluation.report.plots import RUNS, Line, runs_svg
+from vembed.evaluation.report.plots import RUNS, Curve, Line, runs_svg
 from vembed.evaluation.report.query_changes import (
     NO_DIFFERENCE,
     Changed,
@@ -57,31 +57,15 @@ class ComparedRun:
     """True if its scores are of other queries, so that they must not be compared."""
 
     @property
-    def is_finished(self) -> bool:
-        """Return whether the run came to its end."""
-        return bool(self.record.summary.finished)
-
-    @property
     def state(self) -> str:
         """Finished, or stopped and where."""
-        if self.is_finished:
+        if self.record.summary.finished:
             return "finished"
         return f"stopped after step {last_step(self.record):,d}"
 
     def interval(self, metric: str) -> Interval | None:
         """Return the difference from the first run in a metric. None: not known."""
         return None if self.changes is None else self.changes.intervals.get(metric)
-
-
-@dataclass(frozen=True)
-class RunChart:
-    """One quantity of all runs that recorded it."""
-
-    title: str
-    note: str
-    lines: Sequence[Line]
-    write: Callable[[float], str]
-    has_points: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,23 +119,11 @@ class SeveralRuns:
                 settings[name] = values
         return settings
 
-    def charts(self) -> list[RunChart]:
-        """Return curves of all runs: the deciding metric first, then what was logged by step."""
-        charts: dict[str, RunChart] = {}
-        for number, run in enumerate(self.runs):
-            for curve in curves(run.record):
-                line = Line(number, curve.steps, curve.values)
-                earlier = charts.get(curve.title)
-                lines = [line] if earlier is None else [*earlier.lines, line]
-                charts[curve.title] = RunChart(
-                    curve.title, curve.note, lines, curve.write
-                )
-        evaluations = self._evaluations()
-        first = [] if evaluations is None else [evaluations]
-        return first + list(charts.values())
-
-    def _evaluations(self) -> RunChart | None:
-        lines = []
+    def figures(self) -> list[dict[str, Any]]:
+        """Return plots of all runs: the deciding metric first, then what was logged by step."""
+        evaluated = []
+        lines: dict[str, list[Line]] = {}
+        drawn: dict[str, Curve] = {}
         for number, run in enumerate(self.runs):
             steps = []
             values = []
@@ -160,16 +132,23 @@ class SeveralRuns:
                     steps.append(evaluation.step)
                     values.append(evaluation.scores[self.metric])
             if steps:
-                lines.append(Line(number, steps, values))
-        if all(len(line.steps) < 2 for line in lines):
-            return None
-        return RunChart(
-            metric_name(self.metric),
-            "of each evaluation",
-            lines,
-            "{:.3f}".format,
-            has_points=True,
-        )
+                evaluated.append(Line(number, steps, values))
+            for curve in curves(run.record):
+                line = Line(number, curve.steps, curve.values)
+                lines.setdefault(curve.title, []).append(line)
+                drawn[curve.title] = curve
+        figures = []
+        if any(len(line.steps) > 1 for line in evaluated):
+            name = metric_name(self.metric)
+            svg = runs_svg(evaluated, name, "{:.3f}".format, has_points=True)
+            figures.append((name, "of each evaluation", svg))
+        for title, curve in drawn.items():
+            svg = runs_svg(lines[title], title, curve.write)
+            figures.append((title, curve.note, svg))
+        return [
+            {"title": title, "note": note, "svg": Markup(svg)}
+            for title, note, svg in figures
+        ]
 
 
 def last_step(record: RunRecord) -> int:
@@ -233,22 +212,18 @@ def _compared(
 ) -> ComparedRun:
     """Compare the queries of a run with those of the first, if these are the same ones."""
     queries = _queries(record)
+    recorded = {first.name: first.queries, name: queries}
+    lacking = [run for run, results in recorded.items() if results is None]
     if first.queries is None or queries is None:
-        lacking = []
-        if first.queries is None:
-            lacking.append(first.name)
-        if queries is None:
-            lacking.append(name)
         reason = f"no results per query were recorded by {' and '.join(lacking)}"
         return ComparedRun(name, record, queries, not_paired=reason)
     has_same_values = len(first.queries["values"]) == len(queries["values"])
     if not has_same_values or _texts(first.queries) != _texts(queries):
         reason = f"{first.name} and {name} were evaluated on other queries"
-        return ComparedRun(
-            name, record, queries, not_paired=reason, has_other_data=True
-        )
-    changes = compare_results(first.queries, queries, metric)
-    return ComparedRun(name, record, queries, changes)
+        return ComparedRun(name, record, queries, None, reason, has_other_data=True)
+    return ComparedRun(
+        name, record, queries, compare_results(first.queries, queries, metric)
+    )
 
 
 def _texts(results: Mapping[str, Any]) -> list[tuple[Any, Any]]:
@@ -318,12 +293,7 @@ def _changes_json(run: ComparedRun) -> dict[str, Any]:
         return {"run": run.name, "not_paired": run.not_paired}
     metrics = {}
     for name, interval in changes.intervals.items():
-        metrics[name] = {
-            "difference": interval.difference,
-            "low": interval.low,
-            "high": interval.high,
-            "is_clear": interval.is_clear,
-        }
+        metrics[name] = {**asdict(interval), "is_clear": interval.is_clear}
     return {
         "run": run.name,
         "num_queries": changes.num_queries,
@@ -356,52 +326,40 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
         raise UserError(
             f"{path.absolute().parent} is not a folder, so {path.name} cannot be written"
         )
-    replace_text(path, comparison_html(runs))
-    return path
-
-
-def comparison_html(runs: SeveralRuns) -> str:
-    """Return the page as HTML."""
-    warnings = [f"{run.name}: {run.state}." for run in runs.runs if not run.is_finished]
-    if runs.metric:
-        not_paired = [run.not_paired for run in runs.runs if run.not_paired]
-        warnings += [f"Not paired: {reason}." for reason in not_paired]
+    warnings = []
+    for run in runs.runs:
+        if not run.record.summary.finished:
+            warnings.append(f"{run.name}: {run.state}.")
+        if runs.metric and run.not_paired:
+            warnings.append(f"Not paired: {run.not_paired}.")
     settings = []
     for name, values in runs.differing_settings().items():
         texts = [short_paths(format_option(value)) or "-" for value in values]
         settings.append((name, texts))
-    figures = []
-    for chart in runs.charts():
-        svg = runs_svg(
-            chart.lines, chart.title, chart.write, has_points=chart.has_points
-        )
-        figures.append({"title": chart.title, "note": chart.note, "svg": Markup(svg)})
-    return render_page(
+    best = None
+    if runs.best is not None:
+        highest = "Highest " if len(runs.scored) > 1 else ""
+        best = {
+            "label": highest + metric_name(runs.metric),
+            "name": runs.best.name,
+            "value": f"{runs.best.record.after[runs.metric]:.3f}",
+        }
+    page = render_page(
         "comparison.html.j2",
         title=f"{len(runs.runs)} runs - vembed compare",
         names=[run.name for run in runs.runs],
         num_colours=len(RUNS),
-        best=_best_values(runs),
+        best=best,
         sentence=_verdict(runs),
         warnings=warnings,
         scores=[(metric_name(key), _score_cells(runs, key)) for key in runs.metrics],
         settings=settings,
-        figures=figures,
+        figures=runs.figures(),
         query_changes=_query_values(runs),
         facts=_facts(runs),
     )
-
-
-def _best_values(runs: SeveralRuns) -> dict[str, str] | None:
-    best = runs.best
-    if best is None:
-        return None
-    is_compared = len(runs.scored) > 1
-    return {
-        "label": ("Highest " if is_compared else "") + metric_name(runs.metric),
-        "name": best.name,
-        "value": f"{best.record.after[runs.metric]:.3f}",
-    }
+    replace_text(path, page)
+    return path
 
 
 def _verdict(runs: SeveralRuns) -> str:
@@ -479,9 +437,9 @@ def _query_values(runs: SeveralRuns) -> list[dict[str, Any]]:
         num_equal = changes.num_queries - changes.num_better - changes.num_worse
         groups = []
         for title, queries in (("Won", changes.better), ("Lost", changes.worse)):
-            if not queries:
+            table = changed_table(queries)
+            if table is None:
                 continue
-            table = changed_table(queries, has_pictures=True)
             found_by = (f"found by {runs.runs[0].name}", f"found by {run.name}")
             header = ("query", "relevant", *found_by, "score")
             if len(queries) > 1:
@@ -505,35 +463,34 @@ def _query_values(runs: SeveralRuns) -> list[dict[str, Any]]:
 
 def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
     """Return what is known of each run. What is known of none is left out."""
-    columns = [_run_facts(run) for run in runs.runs]
-    rows = [(name, [facts[name] for facts in columns]) for name in columns[0]]
-    packages: dict[str, None] = {}
+    rows: dict[str, list[str]] = {}
     for run in runs.runs:
-        packages |= dict.fromkeys(run.record.summary.versions)
-    for package in packages:
-        versions = [run.record.summary.versions.get(package, "") for run in runs.runs]
-        if len(set(versions) - {""}) > 1:
-            rows.append((f"{package} version", versions))
-    return [(name, values) for name, values in rows if any(values)]
-
-
-def _run_facts(run: ComparedRun) -> dict[str, str]:
-    record = run.record
-    summary = record.summary
-    seconds = summary.seconds
-    return {
-        "Model": record.model_name(),
-        "State": run.state,
-        "Scored weights": f"after step {record.final.step:,d}" if record.final else "",
-        "Examples": _count(summary.num_examples),
-        "Trained parameters": _count(summary.num_trainable),
-        "Time": "" if seconds is None else duration(seconds),
-        "Processes": str(summary.num_processes) if run.is_finished else "",
-        "Device": summary.device,
-        "Strategy": summary.strategy,
-        "Mixed precision": summary.precision,
-        "Folder": record.folder.resolve().name,
-    }
+        record = run.record
+        summary = record.summary
+        seconds = summary.seconds
+        run_facts = {
+            "Model": record.model_name(),
+            "State": run.state,
+            "Scored weights": f"after step {record.final.step:,d}"
+            if record.final
+            else "",
+            "Examples": _count(summary.num_examples),
+            "Trained parameters": _count(summary.num_trainable),
+            "Time": "" if seconds is None else duration(seconds),
+            "Processes": str(summary.num_processes) if summary.finished else "",
+            "Device": summary.device,
+            "Strategy": summary.strategy,
+            "Mixed precision": summary.precision,
+            "Folder": record.folder.resolve().name,
+        }
+        for name, fact in run_facts.items():
+            rows.setdefault(name, []).append(fact)
+    versions = [run.record.summary.versions for run in runs.runs]
+    for package in dict.fromkeys(name for known in versions for name in known):
+        of_runs = [known.get(package, "") for known in versions]
+        if len(set(of_runs) - {""}) > 1:
+            rows[f"{package} version"] = of_runs
+    return [(name, values) for name, values in rows.items() if any(values)]
 
 
 def _count(value: int | None) -> str:

@@ -170,23 +170,22 @@ def scores_line(
 ) -> str:
     """Return the main scores of one evaluation as a log line, each with its change since before training. `metric`:
     one more metric to include, the first. `columns`: leave out what does not fit."""
-    keys = [key for key in dict.fromkeys((metric, *TABLE)) if key in scores]
     cells = []
-    for key in keys:
+    for key in dict.fromkeys((metric, *TABLE)):
+        if key not in scores:
+            continue
         size, _, name = key.rpartition("/")
-        cell = f"{metric_name(name)} {scores[key]:.4f}" + (
-            f" at {size.removeprefix('dim')} dimensions" if size else ""
-        )
-        cells.append(
-            cell + (f" ({scores[key] - before[key]:+.4f})" if key in before else "")
-        )
-    while (
-        columns is not None
-        and len(cells) > 1
-        and len(f"evaluation {when}: {', '.join(cells)}") > columns
-    ):
+        cell = f"{metric_name(name)} {scores[key]:.4f}"
+        if size:
+            cell += f" at {size.removeprefix('dim')} dimensions"
+        if key in before:
+            cell += f" ({scores[key] - before[key]:+.4f})"
+        cells.append(cell)
+    line = f"evaluation {when}: {', '.join(cells)}"
+    while columns is not None and len(cells) > 1 and len(line) > columns:
         del cells[-1]
-    return f"evaluation {when}: {', '.join(cells)}"
+        line = f"evaluation {when}: {', '.join(cells)}"
+    return line
 
 
 def _read_yaml(text: str) -> Any:

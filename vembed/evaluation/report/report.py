@@ -59,18 +59,11 @@ MAX_CURVE_POINTS = 600
 def write_report(output_dir: str | Path) -> Path:
     """Write both reports; return the path of report.html. Only the main process calls it."""
     record = read_run(output_dir)
-    changes = query_changes(record)
-    replace_text(record.folder / "report.md", markdown(record, changes))
+    values = report_values(record)
+    replace_text(record.folder / "report.md", render_page("run.md.j2", **values))
     path = record.folder / "report.html"
-    replace_text(path, html(record, changes))
+    replace_text(path, render_page("run.html.j2", **values))
     return path
-
-
-def query_changes(record: RunRecord) -> Comparison | None:
-    """Return the queries before training against those with the weights kept, where both were recorded."""
-    if not record.before or record.final is None:
-        return None
-    return compare_queries(record.folder, 0, record.final.step, record.headline)
 
 
 # ---- tables --------------------------------------------------------------------------------------------------------
@@ -127,32 +120,31 @@ def stored_table(record: RunRecord) -> ReportTable | None:
     )
 
 
-def changed_table(
-    queries: Sequence[Changed], *, has_pictures: bool = False
-) -> ReportTable:
-    """Return a table of queries with what should be found and what was found first, before and after. `has_pictures`:
-    with thumbnails of images."""
+def changed_table(queries: Sequence[Changed]) -> ReportTable | None:
+    """Return a table of queries with what should be found and what was found first, before and after, with thumbnails
+    of images; None without queries."""
     rows = []
     pictures = {}
     for row, query in enumerate(queries):
-        cells = (
-            [query.query],
-            query.relevant,
-            [item for item, _ in query.found_before[:1]],
-            [item for item, _ in query.found_after[:1]],
-        )
+        first_before = query.found_before[:1]
+        first_after = query.found_after[:1]
         texts = [
-            _item_text(cells[0]),
-            _item_text(cells[1]),
-            _first_text(query.found_before),
-            _first_text(query.found_after),
+            _item_text([query.query]),
+            _item_text(query.relevant),
+            _first_text(first_before),
+            _first_text(first_after),
         ]
         rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
-        if has_pictures:
-            for column, items in enumerate(cells):
-                pictures[row, column] = _thumbnails(query, items[:1])
+        items = (
+            [query.query],
+            query.relevant[:1],
+            [item for item, _ in first_before],
+            [item for item, _ in first_after],
+        )
+        for column, column_items in enumerate(items):
+            pictures[row, column] = _thumbnails(query, column_items)
     header = ("query", "relevant", "found before", "found after", "score")
-    return ReportTable(header, tuple(rows), pictures)
+    return ReportTable(header, tuple(rows), pictures) if rows else None
 
 
 def _before_after(record: RunRecord, key: str) -> tuple[str, str, str]:
@@ -464,13 +456,17 @@ def _rate(value: float) -> str:
 # ---- the two reports -----------------------------------------------------------------------------------------------
 
 
-def html(record: RunRecord, changes: Comparison | None) -> str:
-    """Return the whole page."""
+def report_values(record: RunRecord) -> dict[str, Any]:
+    """Return what the templates of both reports show."""
+    changes = None
+    if record.before and record.final is not None:
+        # The queries before training against those with the weights kept, where both were recorded.
+        changes = compare_queries(record.folder, 0, record.final.step, record.headline)
+    intervals = changes.intervals if changes else None
     key = record.headline
     before = record.before.get(key)
     after = record.after.get(key)
-    has_both = before is not None and after is not None
-    difference = after - before if before is not None and after is not None else 0.0
+    difference = None if before is None or after is None else after - before
     stored = stored_table(record)
     figures = []
     for curve in curves(record):
@@ -482,122 +478,35 @@ def html(record: RunRecord, changes: Comparison | None) -> str:
                 "svg": Markup(curve_svg(curve)),
             }
         )
-    return render_page(
-        "run.html.j2",
-        title=f"{record.model_name()} - vembed report",
-        name=str(record.config.get("run_name") or record.folder.resolve().name),
-        label=metric_name(key),
-        before="" if before is None else f"{before:.3f}",
-        after="" if after is None else f"{after:.3f}",
-        change=f"{difference:+.3f}" if has_both else "",
-        is_better=difference >= 0,
-        fallback=_no_score(record),
-        sentence=sentence(record),
-        warnings=[masked(warning) for warning in record.summary.warnings],
-        verdict=verdict(record, changes),
-        explanations=explanations(record),
-        scores=score_table(record, TABLE, changes.intervals if changes else None),
-        all_scores=score_table(record),
-        scores_svg=Markup(_evaluations_svg(record)),
-        dims=dims_table(record),
-        dims_svg=Markup(_dims_svg(record)),
-        stored=stored,
-        stored_svg=Markup(
+    return {
+        "title": f"{record.model_name()} - vembed report",
+        "name": str(record.config.get("run_name") or record.folder.resolve().name),
+        "label": metric_name(key),
+        "before": "" if before is None else f"{before:.3f}",
+        "after": "" if after is None else f"{after:.3f}",
+        "change": "" if difference is None else f"{difference:+.3f}",
+        "is_better": difference is None or difference >= 0,
+        # Two losses of different batches are no result.
+        "fallback": "Not evaluated" if record.steps else "No step was logged",
+        "sentence": sentence(record),
+        "warnings": [masked(warning) for warning in record.summary.warnings],
+        "verdict": verdict(record, changes),
+        "explanations": explanations(record),
+        "scores": score_table(record, TABLE, intervals),
+        "all_scores": score_table(record, intervals=intervals),
+        "scores_svg": Markup(_evaluations_svg(record)),
+        "dims": dims_table(record),
+        "dims_svg": Markup(_dims_svg(record)),
+        "stored": stored,
+        "stored_svg": Markup(
             stored_svg(points(record.after), "nDCG@10") if stored else ""
         ),
-        better=_changed_with_pictures(changes.better) if changes else None,
-        worse=_changed_with_pictures(changes.worse) if changes else None,
-        figures=figures,
-        facts=facts(record),
-        calls=calls(record),
-        changed_settings=changed_yaml(record),
-        settings=settings(record),
-        versions=list(record.summary.versions.items()),
-    )
-
-
-def _changed_with_pictures(queries: Sequence[Changed]) -> ReportTable | None:
-    return changed_table(queries, has_pictures=True) if queries else None
-
-
-def markdown(record: RunRecord, changes: Comparison | None) -> str:
-    """Return the same facts as Markdown, for a terminal, a pull request or a model card."""
-    key = record.headline
-    name = metric_name(key)
-    blocks = [f"# {_markdown_headline(record)}", markdown_text(sentence(record))]
-    for warning in record.summary.warnings:
-        blocks.append(f"> Warning: {markdown_text(masked(warning))}")
-    if not key:
-        blocks.append(
-            "Nothing was evaluated: set `val_split: 0.1`, or give `val_data_path`."
-        )
-    else:
-        blocks.append("## Before and after")
-        if changes:
-            blocks.append(verdict(record, changes))
-        table = score_table(record, intervals=changes.intervals if changes else None)
-        blocks.append(_markdown_table(table))
-        blocks.append("\n".join(f"- {line}" for line in explanations(record)))
-    if changes and changes.better:
-        blocks.append("## Queries that got better")
-        blocks.append(_markdown_table(changed_table(changes.better)))
-    if changes and changes.worse:
-        blocks.append("## Queries that got worse")
-        blocks.append(_markdown_table(changed_table(changes.worse)))
-    dims = dims_table(record)
-    if dims is not None:
-        blocks += [f"## {name} by number of dimensions", _markdown_table(dims)]
-    stored = stored_table(record)
-    if stored is not None:
-        blocks += ["## Stored vectors", _markdown_table(stored)]
-    lines = []
-    for fact, value in facts(record):
-        lines.append(f"- {fact}: {markdown_text(value.replace(chr(10), '; '))}")
-    blocks += ["## Run", "\n".join(lines)]
-    blocks += ["## Settings", "What differs from the defaults:"]
-    blocks.append(_code_block(changed_yaml(record)))
-    if record.summary.versions:
-        versions = [
-            f"{name} {version}" for name, version in record.summary.versions.items()
-        ]
-        blocks += ["## Versions", markdown_text(", ".join(versions))]
-    return "\n\n".join(blocks) + "\n"
-
-
-def markdown_text(text: str) -> str:
-    """Return a text as Markdown without HTML and without images from other places."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("![", "!\\[")
-
-
-def _markdown_headline(record: RunRecord) -> str:
-    after = record.after.get(record.headline)
-    before = record.before.get(record.headline)
-    if after is None:
-        return _no_score(record)
-    start = "" if before is None else f"{before:.3f} -> "
-    return f"{metric_name(record.headline)} {start}{after:.3f}"
-
-
-def _no_score(record: RunRecord) -> str:
-    # Two losses of different batches are no result.
-    return "Not evaluated" if record.steps else "No step was logged"
-
-
-def _markdown_table(table: ReportTable) -> str:
-    alignments = ["---"] + ["---:"] * (len(table.header) - 1)
-    lines = [table.header, alignments]
-    for row in table.rows:
-        cells = []
-        for cell in row:
-            text = markdown_text(cell.replace("\n", " "))
-            cells.append(text.replace("|", "\\|"))
-        lines.append(cells)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _code_block(text: str) -> str:
-    """Return YAML as a block of code, behind a fence that the text does not have."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}yaml\n{text}{fence}"
+        "better": changed_table(changes.better) if changes else None,
+        "worse": changed_table(changes.worse) if changes else None,
+        "figures": figures,
+        "facts": facts(record),
+        "calls": calls(record),
+        "changed_settings": changed_yaml(record),
+        "settings": settings(record),
+        "versions": list(record.summary.versions.items()),
+    }

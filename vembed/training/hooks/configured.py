@@ -11,7 +11,6 @@ from vembed.training.hooks.checks import DataWatch, FirstLoss, Watch
 from vembed.training.hooks.display import (
     Profile,
     ProgressBar,
-    RunningReport,
     SetupLines,
 )
 from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
@@ -41,8 +40,6 @@ def configured_hooks(run: Run, warmup_steps: int, console: Console) -> list[Hook
         hooks.append(EpochMiner(config.data.mine))
     if run.intervals.patience is not None:
         hooks.append(Patience(run.intervals.patience, warmup_steps))
-    if config.logging.report_every is not None:
-        hooks.append(RunningReport(config.logging.report_every))
     if config.logging.push_to_hub is not None:
         hooks.append(PushBest())  # after the guards, whose scores are in the card
     hooks.append(ProgressBar(console))

@@ -29,7 +29,7 @@ def hub_of(options: LoggingSection) -> Hub | None:
     """Return the repository of `push_to_hub`, if there is one."""
     if options.push_to_hub is None:
         return None
-    return Hub(options.push_to_hub, public=options.push_public, log=log.debug)
+    return Hub(options.push_to_hub, log=log.debug)
 
 
 def push_final(hub: Hub, output: Path) -> None:

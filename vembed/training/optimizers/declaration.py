@@ -24,12 +24,8 @@ class AdamOptions(Protocol):
     """The options that kinds of AdamW read, as the config's section of the optimizer has them."""
 
     @property
-    def adam_beta1(self) -> float:
-        """Decay rate of the first moment."""
-
-    @property
-    def adam_beta2(self) -> float:
-        """Decay rate of the second moment."""
+    def adam_betas(self) -> list[float]:
+        """Decay rates of the first and the second moment."""
 
     @property
     def adam_epsilon(self) -> float:
@@ -46,7 +42,7 @@ class OptimizedWeights:
     is_flat: bool
     """They are flat pieces of several parameters, as FSDP1 leaves them."""
     is_half: bool
-    """Some of them are held in 16 bits alone (`pure_dtype`)."""
+    """Some of them are held in 16 bits alone (`torch_dtype: pure_bfloat16`)."""
 
     def tensors(self) -> list[Tensor]:
         """Return the weights of all groups."""
@@ -85,18 +81,19 @@ class OptimizerKind(ABC):
         """Return the optimizer, and a short description of it for the log."""
 
 
-ADAM_OPTIONS = frozenset({"adam_beta1", "adam_beta2", "adam_epsilon"})
+ADAM_OPTIONS = frozenset({"adam_betas", "adam_epsilon"})
 
 
 def adam_arguments(learning_rate: float, options: AdamOptions) -> dict[str, Any]:
     """Return the arguments that all kinds of AdamW share."""
     return {
         "lr": learning_rate,
-        "betas": (options.adam_beta1, options.adam_beta2),
+        "betas": tuple(options.adam_betas),
         "eps": options.adam_epsilon,
     }
 
 
 def described_betas(options: AdamOptions) -> str:
     """Return the betas for the log."""
-    return f"betas ({options.adam_beta1:g}, {options.adam_beta2:g})"
+    first, second = options.adam_betas
+    return f"betas ({first:g}, {second:g})"

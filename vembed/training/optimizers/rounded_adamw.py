@@ -1,4 +1,4 @@
-"""RoundedAdamW: AdamW for weights that are kept in bfloat16 alone (`pure_dtype`), with stochastic rounding.
+"""RoundedAdamW: AdamW for weights that are kept in bfloat16 alone (`torch_dtype: pure_bfloat16`), with stochastic rounding.
 
 bfloat16 has 8 bits of precision: an update of less than 1/512 of a weight is lost when it is rounded to the nearest
 value, and a usual one is of that size. Rounded up with the probability of its distance from below, the weight takes the
