@@ -409,7 +409,7 @@ def test_the_entry_point_works_as_a_file_of_a_checkout(
         ignore=shutil.ignore_patterns("__pycache__"),
     )
     shutil.copytree(ROOT / "configs", "checkout/configs")
-    verb = Path("checkout/vembed/cli/commands/train.py")
+    verb = Path("checkout/vembed/cli/run_train.py")
     verb.write_text(
         verb.read_text().replace("would run: ", "would run, says the checkout: ")
     )

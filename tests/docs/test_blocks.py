@@ -20,8 +20,8 @@ import vembed
 from tests import tiny
 from tests.docs.pages import ROOT, Block, blocks, commands
 from vembed.cli.commands.make_data import audit, generate, judge, mine
-from vembed.cli.commands.train import run_train
 from vembed.cli.main import load_command
+from vembed.cli.run_train import run_train
 from vembed.cli.support import taken_flags, with_json_target
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments

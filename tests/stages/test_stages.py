@@ -587,9 +587,7 @@ def test_a_stage_that_mines_within_is_a_training():
 
 
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
-    monkeypatch.setattr(
-        "vembed.cli.commands.train.run_ranks", None
-    )  # all in this process
+    monkeypatch.setattr("vembed.cli.run_train.run_ranks", None)  # all in this process
     records = [
         json.loads(line) for line in Path("train.jsonl").read_text().splitlines()
     ]

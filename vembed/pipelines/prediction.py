@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vembed.cli.commands.train import resolve_launch
+from vembed.cli.run_train import resolve_launch
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun

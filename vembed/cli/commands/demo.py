@@ -128,7 +128,7 @@ def demo(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from rich.console import Console
 
-    from vembed.cli.commands.train import run_train
+    from vembed.cli.run_train import run_train
     from vembed.config.arguments import TrainArguments
     from vembed.config.loading import load_config
     from vembed.evaluation.report.record import read_run

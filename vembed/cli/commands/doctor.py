@@ -19,7 +19,7 @@ import torch.distributed as dist
 import typer
 
 import vembed
-from vembed.cli.commands.train import Launch, resolve_launch
+from vembed.cli.run_train import Launch, resolve_launch
 from vembed.cli.support import option
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun

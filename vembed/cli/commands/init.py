@@ -399,7 +399,7 @@ def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
 def _memory_lines(text: str) -> list[str]:
     """Return the memory of a process for a config whose model is on this machine, and the settings that it needs to
     fit."""
-    from vembed.cli.commands.train import resolve_launch
+    from vembed.cli.run_train import resolve_launch
     from vembed.parallel.estimate import GIB, measure
     from vembed.pipelines.prediction import FITS, place_here
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vembed.cli.commands.train import result_of, run_train
 from vembed.cli.main import check_arguments, run_process
+from vembed.cli.run_train import result_of, run_train
 from vembed.cli.support import log_line
 from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
