@@ -179,7 +179,7 @@ def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
         run(options, writer=writer)
     answered = {prompt for prompt, _ in server.asked[:3]}
     (kept,) = tmp_path.glob("**/*.answers")
-    kept.write_text(kept.read_text() + '[5, "half')
+    kept.write_text(kept.read_text() + '["5 question", "half')
     num_asked = len(server.asked)
     lives.append(True)
     rows, _ = run(options, writer=writer)
@@ -187,7 +187,6 @@ def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
     assert len(asked) == len(RECORDS) - 3
     assert not asked & answered
     assert len(rows) == len(RECORDS)
-    assert not list(tmp_path.glob("**/*.answers"))
 
 
 def test_a_local_model_writes_queries(options, tmp_path):
