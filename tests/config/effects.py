@@ -17,7 +17,7 @@ import yaml
 import vembed
 from tests import tiny
 from tests.losses.batches import SIZES, make_batch
-from vembed.cli.commands.train import resolve_launch
+from vembed.cli.run_train import resolve_launch
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.data.examples import ImageRef, Item
