@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -138,11 +138,6 @@ class BatchResult:
     """The model's own losses of the global batch, without their weights."""
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     """This rank's part of each term of `losses`, without its weight. Empty for a loss of one term."""
-
-    def without_embeddings(self) -> BatchResult:
-        """Return the result without the memory of its embeddings."""
-        empty = self.embeddings.new_empty(0, self.embeddings.shape[1])
-        return replace(self, embeddings=empty)
 
 
 def seed_of(seed: int, batch: int, rank: int, micro_batch: int) -> int:
