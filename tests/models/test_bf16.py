@@ -139,7 +139,7 @@ def test_attention_with_dropout(
     torch.manual_seed(1)
     kept = torch.cat(
         [
-            cpu_kernels.keep_mask(
+            cpu_kernels.kept_ones(
                 torch.Size([len(part) * heads, length, length]), p, torch.bfloat16
             ).ne(0)
             for part in torch.arange(rows).split(2)
