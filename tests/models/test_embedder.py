@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -239,20 +238,6 @@ def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
 
 
 # ---- scale and bias --------------------------------------------------------------------------------------------
-
-
-def test_scale_and_bias_are_read_and_written_back():
-    clip, siglip = built(tiny.tiny_clip), built(tiny.tiny_siglip)
-    assert clip.initial_scale_and_bias == pytest.approx(
-        (math.exp(clip.backbone.logit_scale.item()), 0.0)
-    )
-    assert built(tiny.tiny_bert).initial_scale_and_bias is None
-    state = siglip.state_dict()
-    siglip.write_scale_and_bias(12.0, -3.0, state)
-    assert state["backbone.logit_scale"].shape == siglip.backbone.logit_scale.shape
-    siglip.load_state_dict(state)
-    assert siglip.backbone.logit_scale.exp().item() == pytest.approx(12.0)
-    assert siglip.backbone.logit_bias.item() == -3.0
 
 
 # ---- precision and kernels -------------------------------------------------------------------------------------

@@ -473,8 +473,11 @@ _DROPOUTS = (
 )
 
 
-def why_no_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return the reason for other kernels; None: FlashAttention 3 can be used. `config`: of the model."""
+def use_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
+    """Let torch compute flash attention by FlashAttention 3 in this process from now on, or return the reason why not.
+
+    `config`: of the model.
+    """
     if (
         device.type != "cuda"
         or torch.cuda.get_device_capability(device) != HOPPER_CAPABILITY
@@ -487,13 +490,9 @@ def why_no_flash3(config: Mapping[str, Any], device: torch.device) -> str | None
     if _has_attention_dropout(config):
         # It takes the place of torch's kernel for all calls, and refuses those with dropout.
         return "it has no attention dropout, and the model has"
-    return None
-
-
-def use_flash3() -> None:
-    """Let torch compute flash attention by FlashAttention 3, in this process from now on."""
-    if torch.nn.attention.current_flash_attention_impl() != "FA3":
+    if not uses_flash3():
         torch.nn.attention.activate_flash_attention_impl("FA3")
+    return None
 
 
 def uses_flash3() -> bool:
