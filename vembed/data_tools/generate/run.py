@@ -20,7 +20,7 @@ from vembed.data.near_duplicates import casefolded
 from vembed.data_tools.config import GenerateConfig
 from vembed.data_tools.generate.kinds import pairs_of
 from vembed.data_tools.generate.writers import (
-    TextWriter,
+    WriteTexts,
     cleaned,
     load_writer,
     prompt_for,
@@ -172,7 +172,7 @@ class _Answers:
     def write(self, session: Session) -> None:
         """Write what is not on disk yet. Collective: the ranks share the blocks."""
         config = self._config
-        writer: TextWriter | None = None
+        write: WriteTexts | None = None
         num_documents = len(self._documents)
         blocks = range(session.rank * BLOCK, num_documents, session.world_size * BLOCK)
         with ProgressReport("generating", active=session.is_main) as progress:
@@ -193,14 +193,14 @@ class _Answers:
                                 )
                             )
                 if prompts:
-                    writer = writer or load_writer(config, session.device)
+                    write = write or load_writer(config, session.device)
                     # The seed of a block, so that its text does not depend on the rank that writes it.
                     seed = config.seed + first // BLOCK
                     path = self._path(first)
                     path.parent.mkdir(parents=True, exist_ok=True)
                     with path.open("a", encoding="utf-8") as file:
                         file.write("\n")  # the last line may be half of one
-                        for place, text in writer.write(prompts, seed):
+                        for place, text in write(prompts, seed):
                             file.write(json.dumps([names[place], text]) + "\n")
                             file.flush()
                 progress(last, num_documents)
