@@ -18,7 +18,7 @@ from rich.console import Console
 import vembed
 from tests import tiny
 from tests.losses.batches import SIZES, make_batch
-from vembed.cli.commands.train import resolve_launch
+from vembed.cli.run_train import resolve_launch
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.data.examples import ImageRef, Item
