@@ -175,7 +175,7 @@ def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
         run(options, writer=writer)
     answered = {prompt for prompt, _ in server.asked[:3]}
     (kept,) = tmp_path.glob("**/*.answers")
-    kept.write_text(kept.read_text() + '["5 question", "half')
+    kept.write_text(kept.read_text() + '\n["5 question", "half')
     num_asked = len(server.asked)
     lives.append(True)
     rows, _ = run(options, writer=writer)

@@ -133,6 +133,9 @@ class RowStore:
         ):  # the folder does not exist yet, or belongs to another user
             os.utime(self.folder)  # its modification time is the time of last use
 
+    def __del__(self) -> None:
+        self.close()
+
     def __len__(self) -> int:
         return len(self._places)
 

@@ -27,8 +27,7 @@ from vembed.data_tools.audit.checks import (
 from vembed.data_tools.audit.page import render
 from vembed.data_tools.audit.ranks import check_ranks
 from vembed.data_tools.config import AuditConfig
-from vembed.data_tools.init.data_page import sections
-from vembed.data_tools.init.sections import PageSection
+from vembed.data_tools.init.data_page import PageSection, sections
 from vembed.errors import UserError
 from vembed.mining.candidates import open_candidates
 from vembed.mining.config import MineConfig
