@@ -350,7 +350,11 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
     [
         ({"method": "soup"}, "chooses by evaluation data"),
         ({"method": "weighted"}, "needs weights"),
-        ({"weights": [1.0]}, "1 weights are given for 3 models"),
+        (
+            {"method": "weighted", "weights": [1.0]},
+            "1 weights are given for 3 models",
+        ),
+        ({"weights": [1.0]}, "method: mean has no weights"),
         ({"method": "weighted", "weights": [0, 0, 0]}, "not only zeros"),
         ({"sweep_points": [0, 1], "data": "x"}, "line between two models"),
         ({"method": "ties"}, "give it as base"),

@@ -157,27 +157,19 @@ def merge(
             "sweep_points": floats("--sweep", sweep) or None,
             "dtype": word("--dtype", dtype, ("auto", "float32", "bfloat16", "float16")),
         }
-        from vembed.weights.merge_rules import check_merge, check_numbers
+        from vembed.weights.merge_rules import check_merge
 
-        check_numbers(
+        check_merge(
+            # With `last` they are checkpoints, which are counted when they are there.
+            models if last is None else None,
             method,
-            density,
-            scale=scale,
-            interpolate=interpolate,
             weights=options["weights"],
             points=options["sweep_points"],
+            has_data=data is not None,
+            interpolate=interpolate,
+            density=density,
+            scale=scale,
         )
-        if (
-            last is None
-        ):  # otherwise the models are checkpoints, which are counted when they are there
-            check_merge(
-                models,
-                method,
-                options["weights"],
-                options["sweep_points"],
-                has_data=data is not None,
-                interpolate=interpolate,
-            )
         if (code := share(ctx, nproc)) is not None:
             return code
         from vembed.cli.commands.merge import run_merge
