@@ -212,8 +212,8 @@ def check_server(
 
     def call() -> None:
         from vembed.cli.commands.model_argument import usable_model
-        from vembed.export.servers import check_address
-        from vembed.export.servers import check_server as run_check
+        from vembed.export.server_check import check_address
+        from vembed.export.server_check import check_server as run_check
 
         check_address(url, model)
         with json_result(json_file) as on_result, usable_model(model) as model_path:

@@ -74,15 +74,7 @@ def run_export_as(
     from vembed.cli.commands.model_argument import usable_model
     from vembed.export.exporting import export_model, precision_named
     from vembed.export.formats import FORMATS, PRECISIONS
-    from vembed.export.servers import (
-        FORMAT_OF,
-        SERVER_NAMES,
-        server_refusal,
-        start_of,
-        write_server_files,
-    )
-    from vembed.inference.embedder import Embedder
-    from vembed.models.families.description import ModelDescription
+    from vembed.export.servers import FORMAT_OF, SERVER_NAMES, start_of
 
     served = next((name for name in SERVER_NAMES if name == server), None)
     served_form = FORMAT_OF[served] if served is not None else "safetensors"
@@ -94,17 +86,6 @@ def run_export_as(
     weight_precision = precision_named(precision)
     if precision and weight_precision is None:
         raise UserError(f"--precision {precision}: give one of {', '.join(PRECISIONS)}")
-
-    def refuse(description: ModelDescription) -> None:
-        reason = None if served is None else server_refusal(served, description)
-        if reason is not None:
-            raise UserError(f"--for {server}: {model} cannot be served: {reason}")
-
-    def write_more(folder: Path, embedder: Embedder) -> None:
-        if served is not None:
-            description = embedder.description
-            dim = embedder.truncate_dim or description.embedding_dim
-            write_server_files(served, folder, description, dim)
 
     with (
         usable_model(model) as model_path,
@@ -118,8 +99,7 @@ def run_export_as(
             check=check,
             data=data,
             tolerance=tolerance,
-            refuse=refuse,
-            write_more=write_more,
+            server=served,
             trust_remote_code=trust_remote_code,
             log=_log,
         )
@@ -140,11 +120,10 @@ def run_export_as(
     }
     if served is not None:
         start = start_of(served, done.path, done.description)
-        sys.stdout.write(
-            f"start: {start.command}\n"
-            + (f"note: {start.note}\n" if start.note else "")
-        )
-        facts |= {"start": start.command, "note": start.note or None}
+        for name, text in start.items():
+            if text is not None:
+                sys.stdout.write(f"{name}: {text}\n")
+        facts |= start
     return facts
 
 
