@@ -26,12 +26,12 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import vembed
-from vembed.cli.commands.demo_data import (
+from vembed.cli.commands.demo import (
     split_by_module,
     standard_library_pairs,
     write_pairs,
 )
-from vembed.cli.commands.train_tokenizer import train_tokenizer
+from vembed.data_tools.init.new_tokenizer import train_tokenizer
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.launch_check import LaunchCheck
 from vembed.training.hooks.callbacks import StepInfo

@@ -13,7 +13,7 @@ from tests.mining.data import documents, model, read_lines, write_lines
 from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
-from vembed.cli.commands.mine import run_generate
+from vembed.cli.commands.make_data import generate as run_generate
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import open_examples
 from vembed.data.examples import Item
@@ -282,9 +282,9 @@ def test_mistakes(options, changes, message):
 
 def test_the_command(options, capsys):
     words = [f"{name}={value}" for name, value in options.items()]
-    assert run_generate([*words, "--dry-run"]) == 0
+    run_generate([*words, "--dry-run"])
     assert "would write" in capsys.readouterr().out
-    assert run_generate([*words, "kinds=title_body,first_sentence"]) == 0
+    run_generate([*words, "kinds=title_body,first_sentence"])
     assert {
         json.loads(line)["kind"]
         for line in Path(options["output_path"]).read_text().splitlines()

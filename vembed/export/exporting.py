@@ -156,12 +156,8 @@ def _default_precision(
         return "float32"
     source = Path(description.source)
     config = read_config(source, trust_remote_code=description.trust_remote_code)
-    return precision_named(str(file_dtype(config)).removeprefix("torch.")) or "float32"
-
-
-def precision_named(name: str) -> WeightPrecision | None:
-    """Return a precision by its name; None for another name."""
-    return next((precision for precision in PRECISIONS if precision == name), None)
+    name = str(file_dtype(config)).removeprefix("torch.")
+    return next((precision for precision in PRECISIONS if precision == name), "float32")
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
