@@ -430,7 +430,7 @@ def look_at(
         "positive": layout.positive or layout.positive_image,
     }
     missing = [role for role, name in has.items() if name is None]
-    guesses_made = guess(sample.records, missing, layout.columns())
+    guesses_made = guess(sample.records, missing, layout.read)
     # Asked only where each missing part has a column to choose from.
     mapping = (
         confirm(guesses_made, missing)
@@ -448,7 +448,7 @@ def look_at(
     scored = layout.score is not None and not layout.negatives
     first = len(sample.records)
     many = f"{'about ' if sample.is_estimate else ''}{sample.num_records:,d} records"
-    about = f"{many}; the first {first:,d} records have {', '.join(layout.columns())}"
+    about = f"{many}; the first {first:,d} records have {', '.join(layout.read)}"
     queries = _texts(sample, (layout.query,))
     documents = _texts(sample, (layout.positive, *layout.negatives))
     loss = "cosent" if scored else "infonce"

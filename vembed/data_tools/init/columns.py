@@ -398,7 +398,7 @@ def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
     layout = Columns(mapping).layout(sample.columns)
     doubts = [_header(sample), _classes(sample, layout)]
     if layout.label is None:
-        read = set(layout.columns())
+        read = set(layout.read)
         unused = [name for name in sample.columns if name not in read]
         doubts.append(unread_judgement(unused) if layout.score is None else None)
         doubts += [unread_negatives(unused), unread_prompt(unused)]
