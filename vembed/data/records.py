@@ -381,5 +381,11 @@ def described(value: Any) -> str:
     if isinstance(value, int | float):
         is_short = isinstance(value, float) or abs(value) < 10**15
         return f"a number ({value if is_short else 'a large one'})"
-    names = {str: "a text", list: "a list", dict: "an object", bytes: "bytes"}
-    return names.get(type(value), f"a {type(value).__name__}")
+    names: dict[type, str] = {
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+        bytes: "bytes",
+    }
+    kind: type = type(value)
+    return names.get(kind, f"a {kind.__name__}")
