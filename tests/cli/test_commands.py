@@ -261,7 +261,7 @@ def test_everything_on_the_command_line(vembed: Command) -> None:
         in done.out
     )
     assert (
-        "data_path is missing: give a config file, or data_path=..."
+        "data_path is missing"
         in vembed("train", "--model", "x").err
     )
 

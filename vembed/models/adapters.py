@@ -47,11 +47,6 @@ _MERGE_WITH_PEFT = (
 )
 
 
-def wants_adapters(options: AdapterSection) -> bool:
-    """Return True if the run trains adapters instead of the weights."""
-    return options.use_lora or options.use_qlora
-
-
 def add_adapters(
     backbone: nn.Module, family: Family, options: AdapterSection, model: ModelSection
 ) -> None:

@@ -24,7 +24,7 @@ from vembed.models import (
     precision,
     vision,
 )
-from vembed.models.adapters import merge_saved_adapter, wants_adapters
+from vembed.models.adapters import merge_saved_adapter
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families import backbones
 from vembed.models.families.backbones import linear_names_inside_layers
@@ -152,7 +152,7 @@ def _load(
         model_config, bidirectional=description.bidirectional_attention
     )
     chosen = backbones.model_class(model_config, trust_remote_code=trust)
-    adapted = wants_adapters(adapters)
+    adapted = adapters.use_lora
     # With adapters the backbone is frozen: no optimizer step needs float32 masters of it.
     dtype = (
         torch.float32

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from vembed.config.schema import BatchSection
 from vembed.data.features import Features, Featuriser
 from vembed.errors import RunError
-from vembed.models.adapters import wants_adapters
 from vembed.models.families.family import Modality
 from vembed.parallel import collectives
 from vembed.parallel.devices import seed_draws
@@ -376,7 +375,7 @@ def advice(session: Session, budget: Budget) -> str:
         steps.append(f"gradient_checkpointing: true ({_saves(saved)})")
     if limit > SHORT_TEXT_TOKENS:
         steps.append(f"max_length: {limit // 2} (now {limit})")
-    if not wants_adapters(config.adapters):
+    if not config.adapters.use_lora:
         steps.append(f"use_lora: true ({_saves(now.gradients + now.optimizer)})")
         # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
         if config.optimizer.optim == "adamw" and not (

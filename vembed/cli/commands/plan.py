@@ -15,7 +15,6 @@ from vembed.cli.commands.hours import Speed, speed_of, training_time
 from vembed.cli.commands.train import resolve_launch
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
-from vembed.models.adapters import wants_adapters
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import GIB, Memory, ModelSize, measure
@@ -186,7 +185,7 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     lines = [
         "no micro-batch is small enough: the weights, gradients and optimizer alone take too much"
     ]
-    if not wants_adapters(config.adapters):
+    if not config.adapters.use_lora:
         lines.append("use_lora: true (gradients and optimizer of the adapters alone)")
     if placement.num_shards == 1:
         lines.append(
