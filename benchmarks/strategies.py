@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from benchmarks.train import machine
-from vembed.cli.commands.demo import demo_model
-from vembed.cli.commands.demo_data import (
+from vembed.cli.commands.demo import (
+    demo_model,
     split_by_module,
     standard_library_pairs,
     write_pairs,

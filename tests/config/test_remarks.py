@@ -156,7 +156,7 @@ def test_doctor_counts_the_processes_of_the_config(
         lambda _, environments: started.append(len(environments)) or 0,
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert doctor.run_doctor(str(config), None) == 0
+    assert doctor.doctor(str(config))[1] == 0
     said = capsys.readouterr().out
     assert started == [3]
     assert (

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.resume_table import updated
 from tests.training.test_checkpoint import starting
 from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
-from vembed.cli.commands.resume_table import updated
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
 from vembed.training.checkpoint import folder as integrity
@@ -275,6 +275,6 @@ def test_a_run_cuts_its_own_metrics(tmp_path):
 
 
 def test_the_page_says_of_every_option_whether_it_may_change():
-    """`python -m vembed.cli.commands.resume_table` writes the table."""
+    """`python -m tests.docs.resume_table` writes the table."""
     page = Path(__file__).parents[2] / "docs" / "resume.md"
     assert page.read_text(encoding="utf-8") == updated(page.read_text(encoding="utf-8"))

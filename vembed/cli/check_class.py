@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.models.collected_losses import Collected
 from vembed.models.custom.classes import OwnCode, find_class
 from vembed.models.custom.folder import settings_of
 from vembed.models.custom.modeling import (
@@ -26,30 +24,19 @@ from vembed.models.custom.modeling import (
     load_weights,
 )
 from vembed.models.families.backbones import layers_of
+from vembed.models.modalities import sums_and_counts
 
 TOLERANCE = 1e-5
 MAX_NAMED = 3
 Inputs = dict[str, Tensor]
 
 
-def run_model_check(named: str, arguments: Mapping[str, Any]) -> int:
-    """Print each rule with `pass`, or with the sentence that says how the class breaks it. Return 0 if all hold."""
-    works = True
-    sys.stdout.write(f"{named}\n{'=' * 50}\n")
-    for number, (rule, broken) in enumerate(check_model(named, arguments), start=1):
-        works = works and broken is None
-        sys.stdout.write(
-            f"{number}. {rule}: {'pass' if broken is None else f'FAIL: {broken}'}\n"
-        )
-    return 0 if works else 1
-
-
 def check_model(
-    named: str, arguments: Mapping[str, Any]
+    named: str, arguments: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, str | None]]:
     """Yield each rule, and the sentence that says how the class breaks it; None where it keeps it."""
     code = find_class(named)
-    trial = ClassTrial(code, arguments)
+    trial = ClassTrial(code, arguments or {})
     yield "its forward takes texts or images and gives hidden states or vectors", None
     rules: list[tuple[str, Callable[[], str | None]]] = [
         (
@@ -359,10 +346,8 @@ class ClassTrial:
         return output
 
     def _losses(self, output: OwnOutput, count: int) -> dict[str, Tensor]:
-        collected = Collected()
-        collected.take(output)
         try:
-            return collected.in_normal_form(count)
+            return sums_and_counts(output.auxiliary or {}, count)
         except TypeError as error:
             raise UserError(f"model_class: {self.name}: {error}") from error
 
