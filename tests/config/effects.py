@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 
 import vembed
 from tests import tiny
@@ -30,7 +29,7 @@ from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.interrupts import Interrupts
 from vembed.training.run_log import RunLog
-from vembed.training.trainer import Runtime, Trainer
+from vembed.training.trainer import Trainer
 
 Options = Mapping[str, Any]
 
@@ -183,13 +182,14 @@ def build(options: Options) -> Built:
             start_session(run) as session,
             Checkpointer(run.config.run, session) as checkpointer,
         ):
-            runtime = Runtime(
+            config = run.config
+            trainer = Trainer(
+                config,
                 session,
                 checkpointer,
-                Interrupts(run.config.run.max_train_minutes),
-                RunLog(Console(quiet=True), None),
+                Interrupts(config.run.max_train_minutes),
+                RunLog(config.logging, Path(config.run.output_dir), rank=1),
             )
-            trainer = Trainer(run.config, runtime)
             return Built(
                 run,
                 trainer,

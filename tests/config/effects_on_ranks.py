@@ -21,7 +21,7 @@ from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.session import Session, start_session
-from vembed.training.final import ModelWriter, whole_model_writer
+from vembed.training.final import ModelWriter
 
 FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
 SIZED = {
@@ -175,7 +175,7 @@ def _facts(session: Session) -> dict[str, Any]:
         session.accelerator.state.fsdp_plugin.mixed_precision_policy if old else None
     )
     components = SimpleNamespace(model=model, embedder=embedder)
-    writer = whole_model_writer(ModelWriter(run.config, session, components))  # type: ignore[arg-type]
+    writer = ModelWriter(run.config, session, components)  # type: ignore[arg-type]
     return {
         "kind": "FSDP1" if old else "FSDP2" if new else "copies",
         "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),
@@ -195,7 +195,7 @@ def _facts(session: Session) -> dict[str, Any]:
         "limits gathers": bool(old and old[0].limit_all_gathers),
         "original parameters": bool(old and old[0]._use_orig_params),
         "recomputes": all(layer.gradient_checkpointing for layer in layers_of(model)),
-        "writes whole models": writer is not None,
+        "writes whole models": writer.writes_checkpoints,
         "one reads": session.builds_empty,
         "syncs on GPUs": bool(placement.fsdp and placement.fsdp.sync_module_states),
         "layer dtype": dtypes[0],

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training.tiny_run import config_for
-from vembed.training.schedule import Schedule, lr_factor
+from vembed.training.optimizer import Schedule, lr_factor
 
 
 def schedule_of(tmp_path, total_steps=10, examples=32, **options):

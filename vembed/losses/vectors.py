@@ -183,6 +183,7 @@ class NoLoss(Loss):
     """Zero, for runs that train by the model's own losses alone."""
 
     name = "none"
+    is_of_model = True
     summary = "the losses of the model itself alone train it"
     records = "texts"
     negatives = "unread"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from vembed.config.run_intervals import has_initial_weights
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook, Run
-from vembed.training.hooks.checks import DataWatch, FirstLoss, Watch
+from vembed.training.hooks.checks import DataWatch, Watch
 from vembed.training.hooks.display import (
     Profile,
     ProgressBar,
@@ -30,8 +29,6 @@ def configured_hooks(run: Run, warmup_steps: int, console: Console) -> list[Hook
     config = run.config
     hooks: list[Hook] = []
     # Before those that write the scores, since some of these add scores.
-    if has_initial_weights(config.model):
-        hooks.append(FirstLoss())
     if config.optimizer.ema is not None:
         hooks.append(WeightAverage(config.optimizer.ema))
     if config.evaluation.guards:

@@ -10,33 +10,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-Groups = list[dict[str, Any]]
-"""Parameter groups as torch takes them."""
-
-
-class AdamOptions(Protocol):
-    """The options that kinds of AdamW read, as the config's section of the optimizer has them."""
-
-    @property
-    def adam_betas(self) -> list[float]:
-        """Decay rates of the first and the second moment."""
-
-    @property
-    def adam_epsilon(self) -> float:
-        """Term added to the denominator."""
+    from vembed.config.schema import OptimizerSection
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizedWeights:
     """The weights that an optimizer gets on this rank."""
 
-    groups: Groups
+    groups: list[dict[str, Any]]
+    """Parameter groups as torch takes them."""
     is_sharded: bool
     """They are DTensors, as FSDP2 leaves them."""
     is_flat: bool
@@ -75,7 +63,7 @@ class OptimizerKind(ABC):
         self,
         weights: OptimizedWeights,
         learning_rate: float,
-        options: AdamOptions,
+        options: OptimizerSection,
         seed: int,
     ) -> tuple[Optimizer, str]:
         """Return the optimizer, and a short description of it for the log."""
@@ -84,16 +72,11 @@ class OptimizerKind(ABC):
 ADAM_OPTIONS = frozenset({"adam_betas", "adam_epsilon"})
 
 
-def adam_arguments(learning_rate: float, options: AdamOptions) -> dict[str, Any]:
-    """Return the arguments that all kinds of AdamW share."""
-    return {
-        "lr": learning_rate,
-        "betas": tuple(options.adam_betas),
-        "eps": options.adam_epsilon,
-    }
-
-
-def described_betas(options: AdamOptions) -> str:
-    """Return the betas for the log."""
+def adam_arguments(
+    learning_rate: float, options: OptimizerSection
+) -> tuple[dict[str, Any], str]:
+    """Return the arguments that all kinds of AdamW share, and the betas for the log."""
     first, second = options.adam_betas
-    return f"betas ({first:g}, {second:g})"
+    betas = (first, second)
+    arguments = {"lr": learning_rate, "betas": betas, "eps": options.adam_epsilon}
+    return arguments, f"betas ({first:g}, {second:g})"
