@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from vembed.cli.commands.demo import demo_model
-from vembed.cli.commands.demo_data import Pair, standard_library_pairs
+from vembed.cli.commands.demo import Pair, demo_model, standard_library_pairs
 from vembed.data.batching.schedule import BatchSchedule
 
 SEED = 42

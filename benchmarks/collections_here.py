@@ -23,7 +23,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from tests.tiny import WORDS
-from vembed.cli.commands.demo_data import Pair, split_by_module, standard_library_pairs
+from vembed.cli.commands.demo import Pair, split_by_module, standard_library_pairs
 
 Row = dict[str, Any]
 MANUAL = Path("/usr/share/man")

@@ -179,8 +179,8 @@ def loss_elements(num_rows: int, dim: int = 64) -> int:
         negative=nothing,
         negative_example=nothing,
         scores=None,
-        own_rows=slice(0, num_rows),
-        own_negatives=slice(0, 0),
+        rank_rows=slice(0, num_rows),
+        rank_negatives=slice(0, 0),
     )
     with Largest() as largest:
         build_loss(TrainConfig(model_name="none", data_path="none"))(batch).backward()

@@ -15,9 +15,9 @@ from typing import Any
 
 import vembed
 from benchmarks.train import machine
-from vembed.cli.commands.demo import demo_model
-from vembed.cli.commands.demo_data import (
+from vembed.cli.commands.demo import (
     Pair,
+    demo_model,
     split_by_module,
     standard_library_pairs,
     write_pairs,

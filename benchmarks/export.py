@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from sentence_transformers import SentenceTransformer
 
-from vembed.cli.commands.demo import demo_model
-from vembed.cli.commands.demo_data import standard_library_pairs
+from vembed.cli.commands.demo import demo_model, standard_library_pairs
 from vembed.export.exporting import export_model
 from vembed.export.onnx_format import OnnxReader
 from vembed.inference.embedder import Embedder

@@ -69,7 +69,9 @@ def main() -> None:
         variants: dict[str, dict[str, Any]] = {
             "nothing": {},
             "`learning_rate` a tenth": {"learning_rate": arguments.rate / 10},
-            "`anchor_weight: 2`": {"anchor_weight": 2.0},
+            "`loss: anchor`, weight 2": {
+                "losses": [{"loss": "infonce"}, {"loss": "anchor", "weight": 2.0}]
+            },
             "anchor on other package descriptions": {
                 "data_path": [str(train), anchored],
                 "homogeneous_batches": True,

@@ -47,8 +47,8 @@ def make_batch(num_rows: int, dim: int) -> LossBatch:
         negative=order[2 * num_rows :],
         negative_example=rows,
         scores=None,
-        own_rows=slice(0, num_rows),
-        own_negatives=slice(0, num_rows),
+        rank_rows=slice(0, num_rows),
+        rank_negatives=slice(0, num_rows),
     )
 
 
@@ -167,7 +167,7 @@ def measure(
     warm = with_teacher(make_batch(64, dim))
     build_loss(config)(warm).backward()
     batch = replace(
-        with_teacher(make_batch(num_rows, dim)), own_rows=slice(0, num_own_rows)
+        with_teacher(make_batch(num_rows, dim)), rank_rows=slice(0, num_own_rows)
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start = time.perf_counter()

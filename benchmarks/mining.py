@@ -21,8 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collections_here import PACKAGES
-from vembed.cli.commands.demo import demo_model
-from vembed.cli.commands.demo_data import Pair, split_by_module, standard_library_pairs
+from vembed.cli.commands.demo import (
+    Pair,
+    demo_model,
+    split_by_module,
+    standard_library_pairs,
+)
 
 NUM_NEGATIVES = 5
 BATCH_SIZE = 16

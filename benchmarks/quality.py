@@ -16,8 +16,8 @@ from benchmarks import distillation
 from benchmarks.cases import Case, Row
 from benchmarks.sides import SIDES
 from benchmarks.train import machine
-from vembed.cli.commands.demo import demo_model
-from vembed.cli.commands.demo_data import (
+from vembed.cli.commands.demo import (
+    demo_model,
     split_by_module,
     standard_library_pairs,
     write_pairs,

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from vembed.mining.known import Pairs
 
+from vembed.evaluation.top_k import NO_PAIRS
 from vembed.mining.mine import open_session
-from vembed.mining.search import search
 from vembed.mining.vectors import VectorStore
 
 K = 100
@@ -23,27 +22,14 @@ DOCUMENT_TILE, QUERY_TILE = 1024, 512
 """Tiles of the bare product, the fastest of those tried: its scores stay in the cache."""
 
 
-def random_store(folder: Path, number: int, dim: int) -> VectorStore:
-    """Random vectors of length 1 on disk, shard by shard."""
-    store = VectorStore(folder, "document", np.arange(number), "float32")
-    random = np.random.default_rng(0)
-    for shard in store.shards:
-        vectors = random.standard_normal((shard.last - shard.first, dim), np.float32)
-        store.write(shard, vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
-    return store
-
-
-def bare_product(queries_QD: torch.Tensor, store: VectorStore) -> None:
+def bare_product(queries_QD: torch.Tensor, store: VectorStore, number: int) -> None:
     """Multiply all vectors in float32 in tiles, and drop the scores."""
     room = torch.empty(DOCUMENT_TILE * QUERY_TILE)
-    tiles = queries_QD.split(QUERY_TILE)
-    for shard in store.shards:
-        for _, documents in store.tiles(shard, DOCUMENT_TILE):
-            for queries in tiles:
-                scores = room[: len(queries) * len(documents)].view(
-                    len(documents), len(queries)
-                )
-                torch.mm(documents, queries.T, out=scores)
+    for numbers in np.array_split(np.arange(number), -(-number // 16_384)):
+        for documents in store.take(numbers).split(DOCUMENT_TILE):
+            for queries in queries_QD.split(QUERY_TILE):
+                scores = room[: len(queries) * len(documents)]
+                torch.mm(documents, queries.T, out=scores.view(len(documents), -1))
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -64,18 +50,25 @@ def main() -> None:
     queries = torch.nn.functional.normalize(
         torch.randn(arguments.queries, arguments.dim), dim=1
     )
-    nothing = Pairs.of(np.zeros(0), np.zeros(0))
+    number = arguments.documents
+    random = np.random.default_rng(0)
+
+    def draw(numbers: np.ndarray) -> np.ndarray:
+        vectors = random.standard_normal((len(numbers), arguments.dim), np.float32)
+        lengths: np.ndarray = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors / lengths
+
     figures: list[dict[str, float]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
         open_session(None, None) as (session, _),
     ):
-        store = random_store(Path(folder), arguments.documents, arguments.dim)
+        keys = np.arange(number)
+        store = VectorStore(Path(folder), "random", keys, "float32", session)
+        store.encode(draw)
         for _ in range(arguments.rounds):
-            bare = seconds(lambda: bare_product(queries, store))
-            whole = seconds(
-                lambda: search(queries, store, len(store), K, nothing, session)
-            )
+            bare = seconds(lambda: bare_product(queries, store, number))
+            whole = seconds(lambda: store.search(queries, number, K, NO_PAIRS))
             figures.append({"product": bare, "search": whole, "ratio": whole / bare})
             print(json.dumps(figures[-1]), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from benchmarks.train import machine
-from vembed.cli.commands.demo import demo_model
-from vembed.cli.commands.demo_data import (
+from vembed.cli.commands.demo import (
+    demo_model,
     split_by_module,
     standard_library_pairs,
     write_pairs,
@@ -28,11 +28,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
         "strategy": "fsdp",
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
     },
-    "fsdp, FULL_SHARD": {
-        "strategy": "fsdp",
-        "fsdp_sharding_strategy": "FULL_SHARD",
-        "fsdp_reshard_after_forward": True,
-    },
+    "fsdp, FULL_SHARD": {"strategy": "fsdp", "fsdp_sharding_strategy": "FULL_SHARD"},
 }
 
 

@@ -17,9 +17,8 @@ import torch
 from tests.families.pictures import words_and_pictures
 from tests.families.scratch import small_clip
 from tests.tiny import WORDS
-from vembed.cli.commands.demo import demo_model
-from vembed.cli.commands.demo_data import standard_library_pairs
-from vembed.cli.commands.train_tokenizer import train_tokenizer
+from vembed.cli.commands.demo import demo_model, standard_library_pairs
+from vembed.data_tools.init.new_tokenizer import train_tokenizer
 
 VOCABULARY = 4096
 NUM_PAIRS = 2000

@@ -94,20 +94,19 @@ def of_parameters(strategy: str, model: Model, gpus: int) -> Moved:
     return joined(inside, Moved(0.0, 2 * shard, 2 * (machines - 1)))
 
 
-def of_embeddings(exchange: str, model: Model, gpus: int) -> Moved:
-    """Return what the embeddings and their gradients move. In a ring blocks travel in both rounds, gradients in one."""
+def of_embeddings(model: Model, gpus: int) -> Moved:
+    """Return what the embeddings and their gradients move."""
     total = 4.0 * model.hidden * ROWS * INPUTS * gpus
-    times = 2 if exchange == "gather" else 3
     return joined(
-        *(all_gather(total, gpus) for _ in range(times)),
+        all_gather(total, gpus),
+        all_gather(total, gpus),
         all_gather(INTEGERS * ROWS * gpus, gpus),
     )
 
 
-def held(exchange: str, model: Model, gpus: int) -> float:
+def held(model: Model, gpus: int) -> float:
     """Return the bytes of embeddings, unit vectors and gradients of both on one GPU."""
-    inputs = ROWS * INPUTS * (gpus if exchange == "gather" else 1)
-    return 4.0 * 4 * model.hidden * inputs + INTEGERS * ROWS * gpus
+    return 4.0 * 4 * model.hidden * ROWS * INPUTS * gpus + INTEGERS * ROWS * gpus
 
 
 def states(strategy: str, model: Model, gpus: int) -> float:
@@ -150,21 +149,16 @@ def strategy_table() -> str:
 def loss_table() -> str:
     """Return what the embeddings move and take."""
     lines = [
-        "| model | GPUs | rows | `gather`: held, GB | sent, GB | ms | `ring`: held, GB | sent, GB | ms |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | GPUs | rows | held, GB | sent, GB | ms |",
+        "|---|---|---|---|---|---|",
     ]
     for model in MODELS:
         for gpus in GPUS:
-            cells = []
-            for exchange in ("gather", "ring"):
-                moved = of_embeddings(exchange, model, gpus)
-                cells += [
-                    f"{held(exchange, model, gpus) / GB:,.3f}",
-                    f"{(moved.inside + moved.between) / GB:,.3f}",
-                    f"{1000 * moved.seconds:,.1f}",
-                ]
+            moved = of_embeddings(model, gpus)
+            sent = moved.inside + moved.between
             lines.append(
-                f"| {model.name} | {gpus:,d} | {ROWS * gpus:,d} | {' | '.join(cells)} |"
+                f"| {model.name} | {gpus:,d} | {ROWS * gpus:,d} | {held(model, gpus) / GB:,.3f} | {sent / GB:,.3f} | "
+                f"{1000 * moved.seconds:,.1f} |"
             )
     return "\n".join(lines)
 

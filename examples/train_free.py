@@ -26,14 +26,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import vembed
-from vembed.cli.commands.demo_data import (
+from vembed.cli.commands.demo import (
     split_by_module,
     standard_library_pairs,
     write_pairs,
 )
-from vembed.cli.commands.train_tokenizer import train_tokenizer
+from vembed.data_tools.init.new_tokenizer import train_tokenizer
 from vembed.parallel.environment import RankInfo, read_rank_info
-from vembed.parallel.rendezvous import Limit, connect
+from vembed.parallel.launch_check import LaunchCheck
 from vembed.training.hooks.callbacks import StepInfo
 from vembed.training.trainer import TrainResult
 
@@ -168,7 +168,9 @@ def prepare_once(
 ) -> None:
     """Let rank 0 write the data, and the others wait for it in the launcher's store: a file of an earlier run could be
     taken for this one's."""
-    store = connect(ranks, Limit(MINUTES_TO_PREPARE)) if ranks.world_size > 1 else None
+    store = None
+    if ranks.world_size > 1:
+        store = LaunchCheck(ranks, MINUTES_TO_PREPARE).connect()
     if ranks.rank == 0:
         prepare(folder, vocab_size, num_pairs)
     if store is not None:

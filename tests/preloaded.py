@@ -49,7 +49,7 @@ MODULES = [
     "vembed.cli.support",
     "vembed.entrypoints.python_train",
     "vembed.pipelines.stages.sequence",
-    "vembed.cli.commands.train",
+    "vembed.cli.run_train",
     "vembed.training.run",
 ]
 

@@ -6,16 +6,18 @@ import csv
 import logging
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_bert, tiny_clip
-from vembed.cli.commands import init_memory
 from vembed.config.loading import load_config
+from vembed.config.resolved import ResolvedRun
 from vembed.data.language import is_english
 from vembed.data_tools.init import columns, values
 from vembed.data_tools.init.columns import guess
+from vembed.pipelines import prediction
 
 GERMAN = (
     "Drucker",
@@ -372,14 +374,13 @@ def test_a_config_gets_the_settings_that_memory_needs(
 ) -> None:
     words = ("init", "--data", faq, "--model", str(shared(tiny_bert)), "--force")
     needs = {None: 9.0, True: 3.0}
-    monkeypatch.setattr(
-        init_memory,
-        "_memory",
-        lambda run: (
-            needs[run.config.model.gradient_checkpointing] * 2**30,
-            4.0 * 2**30,
-        ),
-    )
+
+    def placed(run: ResolvedRun, *_: object) -> SimpleNamespace:
+        gigabytes = needs[run.config.model.gradient_checkpointing]
+        memory = SimpleNamespace(total=gigabytes * 2**30)
+        return SimpleNamespace(size=1, memory=4.0 * 2**30, predict=lambda _: memory)
+
+    monkeypatch.setattr(prediction, "place_here", placed)
     assert vembed(*words).code == 0
     assert load_config("vembed.yaml").model.gradient_checkpointing is True
     text = Path("vembed.yaml").read_text(encoding="utf-8")
@@ -387,7 +388,7 @@ def test_a_config_gets_the_settings_that_memory_needs(
         "# 9.0 GB of the 4.0 GB of a process on this machine without these settings"
         in text
     )
-    monkeypatch.setattr(init_memory, "_memory", lambda _: (9.0 * 2**30, 4.0 * 2**30))
+    needs[True] = 9.0
     assert vembed(*words).code == 0
     assert "of a process on this machine: take a smaller model" in Path(
         "vembed.yaml"

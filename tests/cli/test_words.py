@@ -32,7 +32,7 @@ from vembed.errors import UserError
         ),
         ("--resume --epochs 2", ["resume=true", "epochs=2"]),
         ("--resume output/checkpoint-5", ["resume=output/checkpoint-5"]),
-        ("--resume auto --resume-anyway", ["resume=auto", "resume_anyway=true"]),
+        ("--resume force", ["resume=force"]),
         (
             "--use-gradient-cache auto --mrl-projection epochs=1",
             ["use_gradient_cache=auto", "mrl_projection=true", "epochs=1"],

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 
 import vembed
 from tests import tiny
 from tests.losses.batches import SIZES, make_batch
-from vembed.cli.commands.train import resolve_launch
+from vembed.cli.run_train import resolve_launch
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.data.examples import ImageRef, Item
@@ -30,7 +29,7 @@ from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.interrupts import Interrupts
 from vembed.training.run_log import RunLog
-from vembed.training.trainer import Runtime, Trainer
+from vembed.training.trainer import Trainer
 
 Options = Mapping[str, Any]
 
@@ -95,7 +94,7 @@ def given(options: Options) -> dict[str, Any]:
         "data_path": "pairs.jsonl",
         "batch_size": 8,
         "max_steps": 4,
-        "kept_graph_tokens": 500,
+        "use_gradient_cache": True,  # no search for a budget
         "report_to": [],
     }
     values = {**base, **options}
@@ -183,13 +182,14 @@ def build(options: Options) -> Built:
             start_session(run) as session,
             Checkpointer(run.config.run, session) as checkpointer,
         ):
-            runtime = Runtime(
+            config = run.config
+            trainer = Trainer(
+                config,
                 session,
                 checkpointer,
-                Interrupts(run.config.run.max_train_minutes),
-                RunLog(Console(quiet=True), None),
+                Interrupts(config.run.max_train_minutes),
+                RunLog(config.logging, Path(config.run.output_dir), rank=1),
             )
-            trainer = Trainer(run.config, runtime)
             return Built(
                 run,
                 trainer,
@@ -240,8 +240,8 @@ def loss_value(options: Options) -> float:
     batch = replace(
         batch,
         world_size=2,
-        own_rows=slice(0, half),
-        own_negatives=slice(0, batch.negative.numel() // 2),
+        rank_rows=slice(0, half),
+        rank_negatives=slice(0, batch.negative.numel() // 2),
     )
     loss = build_loss(config, mrl_dims=(12,), **SIZES).double()
     return float(loss(batch).detach())
@@ -318,13 +318,11 @@ GROUPS: dict[str, Options] = {
         "batch_size": 5,
         "gradient_accumulation_steps": 2,
         "micro_batch_tokens": 99,
-        "kept_graph_tokens": 77,
         "use_gradient_cache": False,
         "max_steps": 7,
         "learning_rate": 0.5,
         "weight_decay": 0.25,
-        "adam_beta1": 0.5,
-        "adam_beta2": 0.6,
+        "adam_betas": [0.5, 0.6],
         "adam_epsilon": 0.7,
         "head_learning_rate": 0.125,
         "layer_lr_decay": 0.5,
@@ -351,7 +349,6 @@ GROUPS: dict[str, Options] = {
         "warmup_steps": 0.5,
         "optim": "sgd",
         "scale_learning_rate": "linear",
-        "base_batch_size": 3,
         "data_path": ["pairs.jsonl", "more.jsonl"],
         "homogeneous_batches": True,
     },
@@ -363,7 +360,7 @@ GROUPS: dict[str, Options] = {
     "named": {"data_path": "named.jsonl", "column_mapping": {"ask": "query"}},
     "bad": {"data_path": "bad.jsonl", "on_bad_record": "skip"},
     "mrl": {"use_mrl": True, "mrl_dims": [16, 8]},
-    "pca": {"use_mrl": True, "mrl_dims": [16, 8], "mrl_projection_init": "pca"},
+    "pca": {"use_mrl": True, "mrl_dims": [16, 8], "mrl_projection": "pca"},
     "whole": {"use_mrl": True, "mrl_dims": [16, 8], "mrl_projection": False},
     "decoder": {"model_name": tiny.tiny_qwen3},
     "seeing": {"model_name": tiny.tiny_qwen3, "bidirectional_attention": True},
@@ -374,18 +371,11 @@ GROUPS: dict[str, Options] = {
         "lora_alpha": 9,
         "lora_dropout": 0.5,
         "lora_target_modules": ["query"],
-        "use_dora": True,
+        "lora_variant": "dora",
         "model_revision": "v2",
     },
-    "rslora": {"use_lora": True, "use_rslora": True, "lora_r": 16},
     "qlora": {"model_name": tiny.tiny_qwen3, "use_qlora": True},
     "clip": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl"},
-    "clip_adapters": {
-        "model_name": tiny.tiny_clip,
-        "data_path": "images.jsonl",
-        "use_lora": True,
-        "lora_towers": "vision",
-    },
     "frozen": {
         "model_name": tiny.tiny_clip,
         "data_path": "images.jsonl",
@@ -393,7 +383,7 @@ GROUPS: dict[str, Options] = {
         "torch_dtype": "bfloat16",
         "cache_frozen_features": True,
     },
-    "pure": {"torch_dtype": "bfloat16", "pure_dtype": True},
+    "pure": {"torch_dtype": "pure_bfloat16"},
     "composed": {
         "image_model_name": tiny.tiny_dinov2,
         "composed_dim": 6,
@@ -433,7 +423,6 @@ RUNS: dict[str, Options] = {
         "eval_before": False,
         "eval_metric": "mrr@3",
         "eval_ks": [3],
-        "eval_batch_tokens": 5,
         "save_steps": 2,
         "save_total_limit": 1,
         "async_save": True,

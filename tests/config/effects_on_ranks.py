@@ -21,8 +21,7 @@ from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.session import Session, start_session
-from vembed.training.exchange import loss_exchange
-from vembed.training.final import ModelWriter, whole_model_writer
+from vembed.training.final import ModelWriter
 
 FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
 SIZED = {
@@ -34,17 +33,14 @@ MANY_OF_FSDP2 = {
     "strategy": "fsdp",
     "fsdp_offload_params": True,
     "fsdp_transformer_layer_cls_to_wrap": "BertSelfOutput",
-    "fsdp_wrap_embeddings": False,
-    "fsdp_reshard_after_forward": True,
     "fsdp_forward_prefetch": True,
     "gradient_checkpointing": False,
     "fsdp_state_dict_type": "FULL_STATE_DICT",
     "fsdp_cpu_ram_efficient_loading": False,
-    "fsdp_output_dtype": "bfloat16",
 }
 CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a session
     "auto": {},
-    "ddp": {"strategy": "ddp", "mixed_precision": "bf16", "loss_exchange": "ring"},
+    "ddp": {"strategy": "ddp", "mixed_precision": "bf16"},
     "fsdp": {"strategy": "fsdp"},
     "fsdp2": {"strategy": "fsdp"},
     "fsdp1": FSDP1,
@@ -80,7 +76,6 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
     # option: (case, what is seen, what it is, case without it)
     "strategy": ("fsdp", "kind", "FSDP2", "auto"),
     "accelerate_config": ("hsdp_file", "offload", True, "fsdp2"),
-    "loss_exchange": ("ddp", "loss exchange", "InRing", "auto"),
     "mixed_precision": ("ddp", "layer dtype", "torch.bfloat16", "auto"),
     "fsdp_version": ("fsdp1", "kind", "FSDP1", "fsdp2"),
     "fsdp_sharding_strategy": (
@@ -98,13 +93,6 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
         False,
         "fsdp2",
     ),
-    "fsdp_wrap_embeddings": (
-        "many_of_fsdp2",
-        "has embeddings as units",
-        False,
-        "fsdp2",
-    ),
-    "fsdp_reshard_after_forward": ("many_of_fsdp2", "keeps gathered", False, "fsdp2"),
     "fsdp_backward_prefetch": (
         "all_of_fsdp1",
         "backward prefetch",
@@ -121,7 +109,6 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
     "fsdp_param_dtype": ("param", "layer dtype", "torch.bfloat16", "fsdp2"),
     "fsdp_reduce_dtype": ("reduce", "reduce dtype", "torch.bfloat16", "param"),
     "fsdp_buffer_dtype": ("all_of_fsdp1", "buffer dtype", "torch.bfloat16", "fsdp1"),
-    "fsdp_output_dtype": ("many_of_fsdp2", "output dtype", "torch.bfloat16", "fsdp2"),
     "dist_timeout_minutes": ("param", "timeout", 7 * 60.0, "fsdp2"),
 }
 
@@ -188,22 +175,17 @@ def _facts(session: Session) -> dict[str, Any]:
         session.accelerator.state.fsdp_plugin.mixed_precision_policy if old else None
     )
     components = SimpleNamespace(model=model, embedder=embedder)
-    writer = whole_model_writer(ModelWriter(run.config, session, components))  # type: ignore[arg-type]
+    writer = ModelWriter(run.config, session, components)  # type: ignore[arg-type]
     return {
         "kind": "FSDP1" if old else "FSDP2" if new else "copies",
         "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),
-        "loss exchange": type(loss_exchange(session)).__name__,
         "offload": bool(
             policy and type(policy.offload_policy).__name__ == "CPUOffloadPolicy"
         ),
         "has layers as units": any(
             "BertLayer" in type(unit).__name__ for unit in units
         ),
-        "has embeddings as units": any(
-            isinstance(unit, nn.Embedding) for unit in units
-        ),
         "more than 5 units": len(units) > 5,
-        "keeps gathered": session.keeps_gathered,
         "backward prefetch": old[0].backward_prefetch.name if old else None,
         "forward prefetch": bool(
             units
@@ -213,13 +195,12 @@ def _facts(session: Session) -> dict[str, Any]:
         "limits gathers": bool(old and old[0].limit_all_gathers),
         "original parameters": bool(old and old[0]._use_orig_params),
         "recomputes": all(layer.gradient_checkpointing for layer in layers_of(model)),
-        "writes whole models": writer is not None,
+        "writes whole models": writer.writes_checkpoints,
         "one reads": session.builds_empty,
         "syncs on GPUs": bool(placement.fsdp and placement.fsdp.sync_module_states),
         "layer dtype": dtypes[0],
         "reduce dtype": str(policy.mp_policy.reduce_dtype) if policy else None,
         "buffer dtype": str(old_policy.buffer_dtype) if old_policy else "",
-        "output dtype": str(output.dtype),
         "timeout": group._get_backend(
             torch.device("cpu")
         ).options._timeout.total_seconds(),

@@ -19,7 +19,7 @@ from tests.built import described, model_of
 from tests.harness import run_ranks
 from tests.parallel.steps import listen
 from vembed.cli.commands.doctor import checklist
-from vembed.cli.commands.train import Launch, describe_run, resolve_launch
+from vembed.cli.run_train import Launch, describe_run, resolve_launch
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun

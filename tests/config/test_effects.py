@@ -33,7 +33,6 @@ from tests.config.effects import (
     log_of,
     loss_value,
     num_quantized,
-    scaling,
     world_sizes,
 )
 from tests.config.effects_on_ranks import ROWS as SHARDED
@@ -87,7 +86,6 @@ BUILT: dict[str, Row] = {
         "torch.bfloat16",
         "clip",
     ),
-    "pure_dtype": ("pure", lambda one: _weights_dtype(one, "query"), "torch.bfloat16"),
     "quantize_weights": (
         "many",
         lambda one: (
@@ -167,14 +165,6 @@ BUILT: dict[str, Row] = {
         True,
         "whole",
     ),
-    "mrl_projection_init": (
-        "pca",
-        lambda one: bool(
-            one.trainer.components.embedder.mrl_projection.linear.weight.eq(0).any()
-        ),
-        False,
-        "mrl",
-    ),
     "use_lora": ("adapters", lambda one: bool(adapter_names(one)), True),
     "lora_r": ("other_adapters", lambda one: adapter(one).r["default"], 3, "adapters"),
     "lora_alpha": (
@@ -184,20 +174,13 @@ BUILT: dict[str, Row] = {
         "adapters",
     ),
     "lora_dropout": ("other_adapters", adapter_dropout, 0.5, "adapters"),
-    "lora_target_modules": ("other_adapters", adapter_names, {"query"}, "adapters"),
-    "lora_towers": (
-        "clip_adapters",
-        lambda one: any("text_model" in n and "lora" in n for n in one.parameters()),
-        False,
-        "clip_all_adapters",
-    ),
-    "use_rslora": ("rslora", scaling, 32 / 4, "adapters"),
-    "use_dora": (
+    "lora_variant": (
         "other_adapters",
         lambda one: any("magnitude" in name for name in one.parameters()),
         True,
         "adapters",
     ),
+    "lora_target_modules": ("other_adapters", adapter_names, {"query"}, "adapters"),
     "use_qlora": ("qlora", num_quantized, True),
     "freeze": ("many", lambda one: _trained(one, "embeddings"), False),
     "data_path": ("two", lambda one: len(one.trainer.data.examples), 64),
@@ -286,11 +269,6 @@ BUILT: dict[str, Row] = {
         lambda one: one.trainer.step.budget.use_gradient_cache,
         False,
     ),
-    "kept_graph_tokens": (
-        "many",
-        lambda one: one.trainer.step.budget.kept_graph_tokens,
-        77,
-    ),
     "cache_frozen_features": (
         "frozen",
         lambda one: bool(one.trainer.components.source.towers.stores),
@@ -306,12 +284,6 @@ BUILT: dict[str, Row] = {
         lambda one: one.trainer.schedule.multiplier,
         8 / 32,
     ),
-    "base_batch_size": (
-        "other",
-        lambda one: one.trainer.schedule.multiplier,
-        2.0,
-        "scaled",
-    ),
     "optim": (
         "other",
         lambda one: type(one.trainer.components.optimizer).__name__,
@@ -322,8 +294,7 @@ BUILT: dict[str, Row] = {
         lambda one: one.group("query.weight")["weight_decay"],
         0.25,
     ),
-    "adam_beta1": ("many", lambda one: one.group("query.weight")["betas"][0], 0.5),
-    "adam_beta2": ("many", lambda one: one.group("query.weight")["betas"][1], 0.6),
+    "adam_betas": ("many", lambda one: one.group("query.weight")["betas"], (0.5, 0.6)),
     "adam_epsilon": ("many", lambda one: one.group("query.weight")["eps"], 0.7),
     "head_learning_rate": (
         "many",
@@ -534,7 +505,6 @@ def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
         "mixed precision",
         "timeout in minutes",
         "compiled layers",
-        "loss exchange",
     }
 
 
@@ -554,7 +524,7 @@ def test_a_finished_run_is_replaced_only_when_asked_and_quietly(
 def test_checkpoints_and_their_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """save_total_limit, async_save, resume, resume_anyway, on_save_error, max_train_minutes, eval_batch_tokens."""
+    """save_total_limit, async_save, resume, max_train_minutes."""
     run = finished("many")
     assert {one.name for one in run.glob("checkpoint-*")} == {
         "checkpoint-2",
@@ -572,8 +542,8 @@ def test_checkpoints_and_their_options(
     changed = {**options, "resume": True, "learning_rate": 1e-3}
     with pytest.raises(UserError, match="learning_rate"):
         vembed.train(changed)
-    vembed.train({**changed, "resume_anyway": True, "max_steps": 5})
-    assert "resume_anyway: going on although" in log_of(run, "own.txt")
+    vembed.train({**changed, "resume": "force", "max_steps": 5})
+    assert "resume: force: going on although" in log_of(run, "own.txt")
     started: list[Any] = []
     from vembed.training.checkpoint import checkpointer as checkpoint
 
@@ -608,15 +578,6 @@ def test_checkpoints_and_their_options(
     monkeypatch.setattr(checkpoint.CheckpointWriter, "write_data", full)
     with pytest.raises(RunError, match="could not be written"):
         vembed.train(given({**base, "output_dir": str(tmp_path / "stops")}))
-    vembed.train(
-        given(
-            {
-                **base,
-                "on_save_error": "continue",
-                "output_dir": str(tmp_path / "goes_on"),
-            }
-        )
-    )
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
@@ -679,30 +640,6 @@ def test_options_of_wandb_reach_it(
         ("vembed", []),
         ("mine", ["a"]),
     ]
-
-
-def test_micro_batches_of_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """eval_batch_tokens."""
-    from vembed.evaluation.scores import evaluate_model
-
-    one = built("validated")
-    counts = []
-    for tokens in ("auto", 5):
-        calls: list[int] = []
-        hook = one.trainer.components.model.register_forward_hook(
-            lambda *_, seen=calls: seen.append(1)
-        )
-        config = one.run.config.changed(**{"eval_batch_tokens": tokens})
-        evaluate_model(
-            one.trainer.components.model,
-            one.trainer.components.featuriser,
-            one.trainer.data.evaluation,
-            config.evaluation,
-            None,
-        )
-        hook.remove()
-        counts.append(len(calls))
-    assert counts[1] > 3 * counts[0]
 
 
 TEACHERS = [{"name": "vectors", "model": "some/model"}]
@@ -837,14 +774,11 @@ ELSEWHERE = {
     "save_total_limit",
     "async_save",
     "resume",
-    "resume_anyway",
-    "on_save_error",
     "max_train_minutes",
     "wandb_project",
     "wandb_tags",
     "overwrite",
     "console",
-    "eval_batch_tokens",
     "trust_remote_code",
     "num_processes",
     "num_machines",
@@ -854,15 +788,10 @@ ELSEWHERE = {
     "model_arguments",
     "tokenizer_name",
     "auxiliary_losses",
-    "wrap_policy",
     "from_scratch",
-    "anchor_weight",
     "push_to_hub",
-    "push_public",
     "mine",
-    "report_every",
     "language_modelling",
-    "mlm_probability",
 }
 """Options of the tests above that take a preparation of their own; `ema` and `guards` are in
 tests/training/test_guards_and_average.py, `mine` in tests/training/test_epoch_mining.py, those of own models in

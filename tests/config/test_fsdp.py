@@ -8,7 +8,7 @@ import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
-from vembed.config.fsdp import FSDP1_ONLY, FSDP2_ONLY, FsdpConfig
+from vembed.config.fsdp import FSDP1_ONLY, FsdpConfig
 from vembed.config.loading import resolve_run
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
@@ -138,15 +138,7 @@ def test_what_only_fsdp1_has_is_accepted_and_said_once(
     assert notes == []
 
 
-def test_what_only_fsdp2_has(write_config: WriteConfig) -> None:
-    _, notes = resolved(
-        write_config, "use_fsdp: true\nfsdp_version: 1\nfsdp_output_dtype: bfloat16\n"
-    )
-    assert [
-        note
-        for note in notes
-        if note.startswith("fsdp_output_dtype: bfloat16 has no effect under FSDP1")
-    ]
+def test_resharding_is_part_of_the_strategy(write_config: WriteConfig) -> None:
     settings, notes = resolved(
         write_config, "use_fsdp: true\nfsdp_reshard_after_forward: false\n"
     )
@@ -155,7 +147,7 @@ def test_what_only_fsdp2_has(write_config: WriteConfig) -> None:
         False,
         [],
     )
-    assert set(FSDP1_ONLY) | set(FSDP2_ONLY) <= set(option_fields())
+    assert set(FSDP1_ONLY) <= set(option_fields())
 
 
 def test_fsdp1_options_reach_fsdp1(write_config: WriteConfig) -> None:
@@ -233,7 +225,7 @@ def test_layer_classes(write_config: WriteConfig) -> None:
 
 def test_sharding_and_resharding_that_contradict(write_config: WriteConfig) -> None:
     text = "use_fsdp: true\nfsdp_sharding_strategy: SHARD_GRAD_OP\nfsdp_reshard_after_forward: true\n"
-    assert "contradict each other" in refusal(write_config, text)
+    assert "both set fsdp_sharding_strategy" in refusal(write_config, text)
 
 
 @pytest.mark.promise("C13")

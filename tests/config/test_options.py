@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vembed.cli.commands.options_page import options_page
+from vembed.cli.commands.config import options_page
 from vembed.config.options import all_options
 from vembed.config.schema import section_titles
 

@@ -67,8 +67,8 @@ def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said() -
     )
     assert "min_pixels: 9 has no effect on a model of the family clip" in clip.lines
     assert (
-        "adam_beta1: 0.5 has no effect with optim: sgd"
-        in resolve({"optim": "sgd", "adam_beta1": 0.5}).notes
+        "adam_epsilon: 0.5 has no effect with optim: sgd"
+        in resolve({"optim": "sgd", "adam_epsilon": 0.5}).notes
     )
     teacher = resolve(
         {
@@ -156,7 +156,7 @@ def test_doctor_counts_the_processes_of_the_config(
         lambda _, environments: started.append(len(environments)) or 0,
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert doctor.run_doctor(str(config), None) == 0
+    assert doctor.doctor(str(config))[1] == 0
     said = capsys.readouterr().out
     assert started == [3]
     assert (

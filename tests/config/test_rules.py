@@ -64,10 +64,6 @@ def config(**values: Any) -> TrainConfig:
         ("use_mrl: true\nmrl_weights: [1]", "needs mrl_dims"),
         ("use_mrl: true\nmrl_dims: [8, 8]", "names a size twice"),
         ("use_mrl: true\nmrl_dims: []", "mrl_dims: [] is empty"),
-        (
-            "mrl_projection: false\nmrl_projection_init: pca",
-            "mrl_projection_init: pca needs a projection",
-        ),
         ("use_lora: false\nuse_qlora: true", "use_lora: false rules them out"),
         ("model_family: composed", "composed needs a second tower"),
         (
@@ -140,14 +136,6 @@ def config(**values: Any) -> TrainConfig:
         (
             "mix_negatives: 2\nnegatives_from: own_rank",
             "negatives_from: own_rank leaves them out",
-        ),
-        (
-            "loss_exchange: ring\nloss: cosent",
-            "loss: cosent compares those of the whole batch at once",
-        ),
-        (
-            "loss_exchange: ring\nlosses:\n- loss: infonce\n- loss: spread_out",
-            "loss: spread_out compares those",
         ),
         (
             "loss: angle\nuse_mrl: true\nmrl_dims: [9, 4]",
@@ -235,10 +223,6 @@ def test_global_batch_that_cannot_be_divided() -> None:
             "max_steps: 5 decides the length of the run, epochs: 2 does not",
         ),
         (
-            {"base_batch_size": 64},
-            "base_batch_size: 64 has no effect with scale_learning_rate: none",
-        ),
-        (
             {"homogeneous_batches": True},
             "homogeneous_batches: true has no effect with a single source in data_path",
         ),
@@ -247,8 +231,6 @@ def test_global_batch_that_cannot_be_divided() -> None:
             "sampling: weights has no effect with a single source in data_path",
         ),
         ({"circle_margin": 0.1}, "circle_margin: 0.1 has no effect with loss: infonce"),
-        ({"pure_dtype": True}, "pure_dtype: true has no effect with torch_dtype: auto"),
-        ({"resume_anyway": True}, "resume_anyway: true has no effect without resume"),
         (
             {"wandb_project": "x"},
             "wandb_project: x has no effect with report_to: tensorboard",
@@ -272,10 +254,6 @@ def test_global_batch_that_cannot_be_divided() -> None:
             "eval_metric: ndcg@10 has no effect without val_data_path",
         ),
         ({"eval_ks": [5]}, "eval_ks: [5] has no effect without val_data_path"),
-        (
-            {"eval_batch_tokens": 64},
-            "eval_batch_tokens: 64 has no effect without val_data_path",
-        ),
         ({"save_merged": False}, "save_merged: false has no effect without use_lora"),
         (
             {"tokenizer_name": "other"},

@@ -66,7 +66,7 @@ def test_no_query_and_no_near_duplicate_is_on_both_sides(
     ]
     assert train.fingerprint != store.fingerprint
     assert len(train.all_keys().starts) == len(train) + 1
-    assert train.keys(0) == [
+    assert train.all_keys().of(0).tolist() == [
         item.key() for item in (train[0].query, train[0].positives[0])
     ]
 

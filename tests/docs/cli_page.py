@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import typer
-
-from vembed.cli.main import app
+from vembed.cli.main import COMMANDS, TAKE_CONFIGS, load_command
 from vembed.config.arguments import COMMAND_FLAGS, LAUNCH_FLAGS
 
 HEAD = """\
@@ -33,17 +31,16 @@ DATA_COMMANDS = frozenset({"mine", "judge", "generate", "audit"})
 
 def cli_page() -> str:
     """Return the page as Markdown."""
-    group: Any = typer.main.get_command(app)
     rows = []
     sections = []
-    for name, command in group.commands.items():
-        if command.hidden:
-            continue
+    for name in COMMANDS:
+        command = load_command(name)
         text = " ".join((command.help or "").split())
         purpose = text.split(". ")[0].rstrip(".").replace("|", "\\|")
         rows.append(f"| [`{name}`](#vembed-{name}) | {purpose}. |")
-        takes_config = command.context_settings.get("ignore_unknown_options")
-        lines = config_command(name) if takes_config else plain_command(name, command)
+        lines = plain_command(name, command)
+        if name in TAKE_CONFIGS:
+            lines = config_command(name)
         sections.append("\n".join([f"## `vembed {name}`", "", text, "", *lines]) + "\n")
     return HEAD + "\n".join(rows) + "\n\n" + "\n".join(sections)
 

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
-
-import typer
 
 from tests.docs.llms import FILE, llms_text
 from tests.docs.pages import ROOT
-from vembed.cli.main import app
-
-PARSE_THEIR_OWN_WORDS = {
-    "config",
-    "plan",
-    "train",
-    "mine",
-    "judge",
-    "audit",
-    "generate",
-    "data",
-}
+from vembed.cli.main import COMMANDS, WITHOUT_JSON
 
 
 def headings_and_links(text: str) -> list[str]:
@@ -40,13 +26,5 @@ def test_llms_txt_is_current() -> None:
 def test_the_page_for_agents_names_the_commands_with_json() -> None:
     page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
     table = page[page.index("## Commands with --json") : page.index("## Files")]
-    group: Any = typer.main.get_command(app)
-    with_json = {
-        name
-        for name, command in group.commands.items()
-        if any("--json" in parameter.opts for parameter in command.params)
-    }
-    assert (
-        set(re.findall(r"^\| `(\w[\w-]*)` ", table, re.MULTILINE))
-        == with_json | PARSE_THEIR_OWN_WORDS
-    )
+    names = set(re.findall(r"^\| `(\w[\w-]*)` ", table, re.MULTILINE))
+    assert names == COMMANDS.keys() - WITHOUT_JSON

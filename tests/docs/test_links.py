@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.docs.pages import PAGES, ROOT, anchors, links, spans, text_of
-from vembed.cli.commands.options_page import options_page
+from vembed.cli.commands.config import options_page
 from vembed.config.aliases import BLOCKS, target_of
 from vembed.config.negatives import EpochMining
 from vembed.data.columns import COLUMNS

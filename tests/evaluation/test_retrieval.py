@@ -1,24 +1,16 @@
-"""Retrieval: exact ranking against plain Python, metrics against numbers worked out by hand and against plain loops."""
+"""Retrieval: metrics against numbers worked out by hand and against plain loops."""
 
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.harness import run_ranks
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.evaluation import retrieval
 from vembed.evaluation.dataset import RetrievalData
-from vembed.evaluation.retrieval import (
-    RunningTopK,
-    own_documents,
-    retrieval_metrics,
-    score_rankings,
-    top_k,
-)
+from vembed.evaluation.retrieval import retrieval_metrics, score_rankings
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
 
@@ -30,128 +22,6 @@ def data_of(num_queries, num_documents, relevance):
         documents=tuple(Item(text=f"document {i}") for i in range(num_documents)),
         relevance=tuple(relevance),
     )
-
-
-def plain_top_k(queries, documents, k, excluded):
-    rankings = []
-    for query, left_out in zip(queries, excluded, strict=True):
-        scores = [
-            (-float(np.dot(query, document)), i)
-            for i, document in enumerate(documents)
-            if i != left_out
-        ]
-        best = [i for _, i in sorted(scores)[:k]]
-        rankings.append(best + [-1] * (k - len(best)))
-    return rankings
-
-
-small = st.integers(-2, 2)
-
-
-@settings(max_examples=150)
-@given(st.data())
-def test_top_k_is_exact_and_breaks_ties_by_index(data):
-    # Whole numbers make many exactly equal scores; tiles of 3 x 4 make many borders.
-    num_queries, num_documents = (
-        data.draw(st.integers(0, 8)),
-        data.draw(st.integers(0, 15)),
-    )
-    queries = np.array(
-        data.draw(
-            st.lists(
-                st.tuples(small, small), min_size=num_queries, max_size=num_queries
-            )
-        )
-    )
-    documents = np.array(
-        data.draw(
-            st.lists(
-                st.tuples(small, small), min_size=num_documents, max_size=num_documents
-            )
-        )
-    )
-    queries, documents = (
-        queries.reshape(-1, 2).astype(np.float32),
-        documents.reshape(-1, 2).astype(np.float32),
-    )
-    excluded = np.array(
-        data.draw(
-            st.lists(
-                st.integers(-1, num_documents - 1),
-                min_size=num_queries,
-                max_size=num_queries,
-            )
-        ),
-        np.int64,
-    )
-    k = data.draw(st.integers(1, 6))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retrieval, "QUERY_TILE", 3)
-        patch.setattr(retrieval, "DOCUMENT_TILE", 4)
-        found = top_k(queries, documents, k, excluded=excluded)
-    assert found.tolist() == plain_top_k(queries, documents, k, excluded)
-
-
-@settings(max_examples=50)
-@given(st.data())
-def test_documents_may_arrive_in_any_order_and_in_pieces(data):
-    num_documents = data.draw(st.integers(1, 15))
-    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    queries, documents = (
-        rng.integers(-2, 3, (rows, 2)).astype(np.float32) for rows in (4, num_documents)
-    )
-    excluded = rng.integers(-1, num_documents, 4)
-    order, cut = (
-        rng.permutation(num_documents),
-        data.draw(st.integers(0, num_documents)),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retrieval, "QUERY_TILE", 3)
-        patch.setattr(retrieval, "DOCUMENT_TILE", 4)
-        found = RunningTopK(queries, 5, num_documents, excluded=excluded)
-        for numbers in (order[:cut], order[cut:]):
-            found.add(documents[numbers], numbers)
-    assert found.rankings().tolist() == plain_top_k(queries, documents, 5, excluded)
-
-
-def test_top_k_of_real_numbers_with_negative_scores_and_both_zeros():
-    rng = np.random.default_rng(0)
-    queries, documents = (
-        rng.normal(size=(40, 8)).astype(np.float32),
-        rng.normal(size=(700, 8)).astype(np.float32),
-    )
-    documents[10:30] = 0.0
-    documents[30:40] = -0.0
-    queries[:5] *= -1
-    scores = queries @ documents.T
-    expected = np.lexsort(
-        (np.broadcast_to(np.arange(700), scores.shape), -scores), axis=1
-    )
-    assert (top_k(queries, documents, 700) == expected).all()
-    assert (top_k(queries, documents, 10) == expected[:, :10]).all()
-
-
-def test_never_more_scores_at_once_than_a_tile(monkeypatch):
-    monkeypatch.setattr(retrieval, "QUERY_TILE", 5)
-    monkeypatch.setattr(retrieval, "DOCUMENT_TILE", 7)
-    largest = []
-    original = retrieval._best_keys
-    monkeypatch.setattr(
-        retrieval,
-        "_best_keys",
-        lambda scores, *rest: (largest.append(scores.shape), original(scores, *rest))[
-            1
-        ],
-    )
-    rng = np.random.default_rng(0)
-    top_k(
-        rng.normal(size=(23, 4)).astype(np.float32),
-        rng.normal(size=(40, 4)).astype(np.float32),
-        3,
-    )
-    assert max(rows for rows, _ in largest) == 5
-    assert max(columns for _, columns in largest) == 7
-    assert sum(rows * columns for rows, columns in largest) == 23 * 40
 
 
 def test_metrics_by_hand():
@@ -218,10 +88,8 @@ def test_a_querys_own_text_is_not_found_unless_it_is_relevant():
     embeddings = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
     query = np.array([[1, 0]], np.float32)
     not_relevant = RetrievalData("test", (same,), documents, ({1: 1},))
-    assert own_documents(not_relevant).tolist() == [0]
     assert retrieval_metrics(query, embeddings, not_relevant, [1])["recall@1"] == 1.0
     relevant = RetrievalData("test", (same,), documents, ({0: 1},))
-    assert own_documents(relevant).tolist() == [-1]
     assert retrieval_metrics(query, embeddings, relevant, [1])["recall@1"] == 1.0
     other = RetrievalData("test", (same,), documents, ({2: 1},))
     assert retrieval_metrics(query, embeddings, other, [2])["mrr@2"] == 0.5
@@ -265,7 +133,6 @@ def test_dot_product_keeps_lengths():
 
 
 def _metrics_on_a_rank():
-    retrieval.QUERY_TILE = 8
     with start_session(
         TrainConfig(model_name="m", data_path="d", strategy="ddp")
     ) as session:
@@ -281,12 +148,10 @@ def _metrics_on_a_rank():
 def test_queries_divided_among_ranks_give_the_same_last_digit():
     queries, documents, data = random_case()
     few = data_of(1, 90, [{5: 1}])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retrieval, "QUERY_TILE", 8)
-        expected = (
-            retrieval_metrics(queries, documents, data, [1, 10], [4]),
-            retrieval_metrics(queries[:1], documents, few, [10]),
-        )
+    expected = (
+        retrieval_metrics(queries, documents, data, [1, 10], [4]),
+        retrieval_metrics(queries[:1], documents, few, [10]),
+    )
     assert run_ranks(_metrics_on_a_rank, 2, process_group=False) == [expected, expected]
 
 
@@ -295,7 +160,7 @@ class Stop(Exception):  # noqa: N818
 
 
 def _stops_while_it_scores():
-    retrieval.QUERY_TILE, retrieval.DOCUMENT_TILE = 8, 32
+    retrieval.DOCUMENT_TILE = 32
     micro_batches, at = [0], None
 
     def between():
@@ -306,9 +171,7 @@ def _stops_while_it_scores():
     with start_session(
         TrainConfig(model_name="m", data_path="d", strategy="ddp")
     ) as session:
-        queries, documents, data = random_case(
-            num_queries=20
-        )  # 3 tiles: 2 for rank 0, 1 for rank 1
+        queries, documents, data = random_case(num_queries=1)  # none for rank 1
         retrieval_metrics(
             queries, documents, data, [10], [4], session=session, between=between
         )
@@ -322,4 +185,4 @@ def _stops_while_it_scores():
 
 
 def test_scoring_can_be_stopped_after_each_tile_on_all_ranks():
-    assert run_ranks(_stops_while_it_scores, 2, process_group=False) == [2 * 2 * 3] * 2
+    assert run_ranks(_stops_while_it_scores, 2, process_group=False) == [2 * 3] * 2

@@ -311,7 +311,7 @@ def test_which_metric_decides(tmp_path):
 
 def _evaluate_on_a_rank(folder, path):
     config = TrainConfig(
-        model_name="m", data_path="d", strategy="ddp", eval_batch_tokens=64
+        model_name="m", data_path="d", strategy="ddp", micro_batch_tokens=64
     )
     with start_session(config) as session:
         model = Embedder(folder, device=session.device)

@@ -405,7 +405,7 @@ def test_gguf_in_the_server_of_llama_cpp(
         reader.encode([""], None)
 
 
-@pytest.mark.parametrize("server", ["tei", "llama.cpp"])
+@pytest.mark.parametrize("server", ["tei", "vllm", "llama.cpp"])
 @pytest.mark.parametrize("pooling", ["max", "weighted_mean"])
 def test_a_server_that_cannot_pool_as_the_model_is_refused(
     server: str, pooling: str, tmp_path: Path

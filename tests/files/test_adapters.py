@@ -57,7 +57,7 @@ def save(model: EmbeddingModel, directory: Path, *, merge: bool) -> Path:
     [
         (tiny.tiny_bert, {}),
         (tiny.tiny_qwen3_st, {"use_mrl": True, "mrl_dims": [16]}),
-        (tiny.tiny_llama, {"use_dora": True}),
+        (tiny.tiny_llama, {"lora_variant": "dora"}),
     ],
 )
 def test_merged_or_not_the_embeddings_are_the_same(

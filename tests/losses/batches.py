@@ -84,8 +84,8 @@ def make_batch(
         scores=(torch.randint(-4, 5, (num_rows,), generator=draw) / 4).to(
             torch.float64
         ),
-        own_rows=slice(None),
-        own_negatives=slice(None),
+        rank_rows=slice(None),
+        rank_negatives=slice(None),
         negative_scores=negative_scores,
         number=seed,
     )

@@ -1,7 +1,7 @@
 """Every loss as its formula reads: dense, float64, plain autograd, masks by Python sets.
 
 The reference of a loss is the function of its name in this file, or the function `reference` in
-tests/losses/test_NAME.py. It returns the share of `batch.own_rows` in L at one Matryoshka size. tests/parity uses it too.
+tests/losses/test_NAME.py. It returns the share of `batch.rank_rows` in L at one Matryoshka size. tests/parity uses it too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Plain:
 
     @property
     def own(self) -> range:
-        return range(self.batch.num_rows)[self.batch.own_rows]
+        return range(self.batch.num_rows)[self.batch.rank_rows]
 
     @property
     def zero(self) -> Tensor:
@@ -63,7 +63,7 @@ def reference_loss(
     mrl_dims: Sequence[int] = (),
     model_temperature: float | None = None,
 ) -> Tensor:
-    """The share of `batch.own_rows` in L; with own_rows = slice(None) it is L.
+    """The share of `batch.rank_rows` in L; with rank_rows = slice(None) it is L.
 
     `parameters`: the loss's learned parameters by name. `model_temperature`: that with
     which the model was trained.
@@ -151,7 +151,7 @@ class Rows:
         self.negatives = range(len(self.negative))
         if getattr(loss, "negatives_from", "all_ranks") == "own_rank":
             self.rows = self.own
-            self.negatives = self.negatives[batch.own_negatives]
+            self.negatives = self.negatives[batch.rank_negatives]
 
     def forbidden(self, i: int) -> set[int]:
         """Contents that are no negatives of row i."""
@@ -331,7 +331,7 @@ def _ordered(plain: Plain, scores: Tensor) -> Tensor:
 def cosine(plain: Plain) -> Tensor:
     x, batch = plain.x, plain.batch
     scores = (x[batch.query] * x[batch.positive]).sum(1)
-    return plain.per_row((scores - batch.scores)[batch.own_rows].square().sum())
+    return plain.per_row((scores - batch.scores)[batch.rank_rows].square().sum())
 
 
 # ---- Losses on listed pairs --------------------------------------------------------------
@@ -472,9 +472,9 @@ def relational(plain: Plain) -> Tensor:
     number = torch.arange(len(everything))
     own = torch.cat(
         (
-            number[: batch.num_rows][batch.own_rows],
-            number[batch.num_rows : 2 * batch.num_rows][batch.own_rows],
-            number[2 * batch.num_rows :][batch.own_negatives],
+            number[: batch.num_rows][batch.rank_rows],
+            number[batch.num_rows : 2 * batch.num_rows][batch.rank_rows],
+            number[2 * batch.num_rows :][batch.rank_negatives],
         )
     )
     rows = everything[own]
@@ -492,7 +492,7 @@ def spread_out(plain: Plain) -> Tensor:
             differ = content[:, None] != content
             differ &= batch.example[:, None] != batch.example
         squares = (x[index] @ x[index].T).square() * differ
-        total = total + squares[batch.own_rows].sum() / max(1, num * (num - 1))
+        total = total + squares[batch.rank_rows].sum() / max(1, num * (num - 1))
     return total
 
 
@@ -508,9 +508,9 @@ def _distances(plain: Plain, projection: Tensor) -> Tensor:
     batch, z, total = plain.batch, plain.z, plain.zero
     vectors = by_embedding(batch, str(plain.term.teacher))
     inputs = (
-        batch.query[batch.own_rows],
-        batch.positive[batch.own_rows],
-        batch.negative[batch.own_negatives],
+        batch.query[batch.rank_rows],
+        batch.positive[batch.rank_rows],
+        batch.negative[batch.rank_negatives],
     )
     for u in torch.cat(inputs).tolist():
         projected = projection[:, : z.shape[1]].double() @ z[u]

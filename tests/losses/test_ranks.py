@@ -58,8 +58,8 @@ def rank_batches(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
         parts.append(
             replace(
                 batch,
-                own_rows=slice(row_start, row_start + len(rows)),
-                own_negatives=slice(negative_start, negative_start + len(negatives)),
+                rank_rows=slice(row_start, row_start + len(rows)),
+                rank_negatives=slice(negative_start, negative_start + len(negatives)),
                 world_size=len(cuts) + 1,
             )
         )
@@ -113,4 +113,4 @@ def test_a_row_split_from_its_example_is_no_different() -> None:
     batch = make_batch(6, max_positives=3)
     config = config_of(hard_negatives_scope="own", bidirectional=True)
     for start in range(batch.num_rows):
-        check(replace(batch, own_rows=slice(start, start + 1)), config)
+        check(replace(batch, rank_rows=slice(start, start + 1)), config)

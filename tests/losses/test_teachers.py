@@ -86,7 +86,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "relational": {"loss": "relational", "teacher": "vectors"},
     "spread-out": {"loss": "spread_out"},
     "embedding": {"loss": "embedding", "teacher": "vectors"},
-    "anchor-weight": {"anchor_weight": 0.7},
+    "anchor": {"loss": "anchor"},
 }
 PAIRS = list(
     itertools.combinations(

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from vembed.evaluation.top_k import Pairs
 from vembed.mining.candidates import Candidates
 from vembed.mining.choice import Limits, calibrate
 from vembed.mining.config import MineConfig
-from vembed.mining.known_positives import Pairs
 
 NUM_QUERIES, NUM_OTHERS, TOP_K = 1500, 60, 50
 
@@ -24,9 +24,10 @@ def drawn(num_known, num_unknown, seed=0):
     queries = np.repeat(np.arange(NUM_QUERIES), num_known)
     positives = Pairs.of(queries, 1000 + np.tile(np.arange(num_known), NUM_QUERIES))
     known = relevant[:, :num_known].ravel().astype(np.float32)
-    return Candidates.unclaimed(
-        0, order, np.take_along_axis(scores, order, axis=1), positives, known
-    ), order < num_unknown
+    sorted_scores = np.take_along_axis(scores, order, axis=1)
+    unclaimed = np.zeros(order.shape, bool)
+    candidates = Candidates(0, order, sorted_scores, positives, known, unclaimed)
+    return candidates, order < num_unknown
 
 
 def true_rate(candidates, is_relevant, limits, config):
@@ -47,7 +48,7 @@ def test_the_true_rate_is_near_what_was_asked_for(count, wanted):
         max_false_negative_rate=wanted,
     )
     candidates, is_relevant = drawn(count, count)
-    found = calibrate([candidates], config)
+    found = calibrate([candidates], config, 42)
     assert found.is_reached
     assert found.rate <= wanted
     assert (

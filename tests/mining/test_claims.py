@@ -1,26 +1,20 @@
 """Claims against float64: a candidate is claimed if another query with its positive is nearer to it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from tests.harness import run_ranks
 from tests.mining.data import assert_same_rows, read_lines, run, write_data
 from tests.mining.test_ranks import mined
+from vembed.evaluation.top_k import Pairs
 from vembed.mining.candidates import CONSIDERED, MARGIN, NEAREST, ClaimFinder
 from vembed.mining.config import MineConfig
-from vembed.mining.known_positives import Pairs
 from vembed.mining.mine import open_session
-from vembed.mining.vectors import VectorStore
-from vembed.parallel.session import Session
+from vembed.mining.retrievers import DenseRetriever
 
 NUM_QUERIES, NUM_DOCUMENTS, DIM = 60, 400, 6
-
-
-def store(folder, kind, vectors):
-    found = VectorStore(folder, kind, np.arange(len(vectors)), "float32")
-    for shard in found.shards:
-        found.write(shard, vectors[shard.first : shard.last])
-    return found
 
 
 def data():
@@ -56,15 +50,15 @@ def test_claims_are_those_of_the_definition(tmp_path):
     queries, documents, positives = data()
     order = np.argsort(-(queries @ documents.T), axis=1)[:, :CONSIDERED]
     scores = np.take_along_axis(queries @ documents.T, order, axis=1)
+    documents_of_test = SimpleNamespace(
+        exact=np.arange(NUM_DOCUMENTS), num_candidates=NUM_DOCUMENTS
+    )
+    known = SimpleNamespace(exact=np.arange(NUM_QUERIES))
     with open_session(None, None) as (session, _):
-        assert isinstance(session, Session)
-        finder = ClaimFinder(
-            store(tmp_path, "query", queries),
-            store(tmp_path, "document", documents),
-            positives,
-            tmp_path / "pairs",
-            session,
-        )
+        dense = DenseRetriever(tmp_path, "m", documents_of_test, known, session)
+        assert dense.queries.encode(lambda numbers: queries[numbers]) == NUM_QUERIES
+        dense.documents.encode(lambda numbers: documents[numbers])
+        finder = ClaimFinder(dense, positives)
         found = finder.claimed(10, order[10:], scores[10:], np.full(50, np.inf))
         limit = scores[10:, 20] - 1e-6
         limited = finder.claimed(10, order[10:], scores[10:], limit)

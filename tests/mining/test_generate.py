@@ -13,7 +13,7 @@ from tests.mining.data import documents, model, read_lines, write_lines
 from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
-from vembed.cli.commands.mine import run_generate
+from vembed.cli.commands.make_data import generate as run_generate
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import open_examples
 from vembed.data.examples import Item
@@ -179,7 +179,7 @@ def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
         run(options, writer=writer)
     answered = {prompt for prompt, _ in server.asked[:3]}
     (kept,) = tmp_path.glob("**/*.answers")
-    kept.write_text(kept.read_text() + '[5, "half')
+    kept.write_text(kept.read_text() + '["5 question", "half')
     num_asked = len(server.asked)
     lives.append(True)
     rows, _ = run(options, writer=writer)
@@ -187,7 +187,6 @@ def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
     assert len(asked) == len(RECORDS) - 3
     assert not asked & answered
     assert len(rows) == len(RECORDS)
-    assert not list(tmp_path.glob("**/*.answers"))
 
 
 def test_a_local_model_writes_queries(options, tmp_path):
@@ -283,9 +282,9 @@ def test_mistakes(options, changes, message):
 
 def test_the_command(options, capsys):
     words = [f"{name}={value}" for name, value in options.items()]
-    assert run_generate([*words, "--dry-run"]) == 0
+    run_generate([*words, "--dry-run"])
     assert "would write" in capsys.readouterr().out
-    assert run_generate([*words, "kinds=title_body,first_sentence"]) == 0
+    run_generate([*words, "kinds=title_body,first_sentence"])
     assert {
         json.loads(line)["kind"]
         for line in Path(options["output_path"]).read_text().splitlines()

@@ -8,7 +8,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.mining.data import read_lines, write_lines
 from tests.mining.test_judges import endpoint, serve, tiny_reranker  # noqa: F401 - a fixture
-from vembed.cli.commands.mine import run_judge
+from vembed.cli.commands.make_data import judge as run_judge
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import open_examples
 from vembed.data_tools.judge import judge
@@ -141,16 +141,11 @@ def judged(options):
 def test_the_command_and_two_ranks(options, tmp_path, capsys):
     judges = [{"model": str(tiny_reranker(tmp_path / "reranker"))}]
     words = [f"{name}={value}" for name, value in options.items()]
-    assert run_judge([*words, f"judges={json.dumps(judges)}", "--dry-run"]) == 0
+    run_judge([*words, f"judges={json.dumps(judges)}", "--dry-run"])
     out = capsys.readouterr().out
     assert "5 rows with 8 negatives, 7 distinct pairs" in out and "would write" in out
     assert not Path(options["output_path"]).exists()
-    assert (
-        run_judge(
-            [*words, f"judges={json.dumps(judges)}", "--false-negatives", "relabel"]
-        )
-        == 0
-    )
+    run_judge([*words, f"judges={json.dumps(judges)}", "--false-negatives", "relabel"])
     alone = read_lines(Path(options["output_path"]))
     own = {
         **options,

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from tests.harness import run_ranks
 from tests.mining.data import documents, read_lines, run, write_data
@@ -18,7 +22,7 @@ from tests.tiny_tokenizers import MAX_POSITIONS, wordpiece_tokenizer
 from vembed.errors import RunError, UserError
 from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT
 from vembed.mining.config import Judge, MineConfig
-from vembed.mining.judges import CrossEncoder, YesNoDecoder, answer_of
+from vembed.mining.judges import answer_of, load_judge
 from vembed.mining.mine import mine
 
 
@@ -260,16 +264,18 @@ def tiny_reranker(folder):
 PAIRS = [("the cat", text) for text in documents()[:20]]
 
 
+OPTIONS = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
+CPU = torch.device("cpu")
+
+
 def test_a_cross_encoder_scores_each_pair(tmp_path):
-    folder = str(tiny_reranker(tmp_path))
-    options = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
-    judge = CrossEncoder(Judge(model=folder), options, torch.device("cpu"))
-    found = dict(judge.judge(PAIRS))
+    folder = tiny_reranker(tmp_path)
+    found = dict(load_judge(Judge(model=str(folder)), OPTIONS, CPU)(PAIRS))
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     for number, (query, document) in enumerate(PAIRS):
         with torch.inference_mode():
-            alone = judge._reranker.model(
-                **judge._reranker.tokenizer(query, document, return_tensors="pt")
-            ).logits
+            alone = model(**tokenizer(query, document, return_tensors="pt")).logits
         assert found[number] == pytest.approx(float(torch.sigmoid(alone)), abs=1e-5)
 
 
@@ -277,43 +283,35 @@ def test_a_reranker_truncates_a_query_that_is_too_long_and_reads_no_pickled_weig
     tmp_path,
 ):
     folder = tiny_reranker(tmp_path)
-    options = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
-    judge = CrossEncoder(
-        Judge(model=str(folder), max_length=16), options, torch.device("cpu")
-    )
-    assert len(dict(judge.judge([("the cat " * 30, "the dog")]))) == 1
-    assert dict(judge.judge([])) == {}
+    judge = load_judge(Judge(model=str(folder), max_length=16), OPTIONS, CPU)
+    assert len(dict(judge([("the cat " * 30, "the dog")]))) == 1
+    assert dict(judge([])) == {}
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"has no \.safetensors file"):
-        CrossEncoder(Judge(model=str(folder)), options, torch.device("cpu"))
+        load_judge(Judge(model=str(folder)), OPTIONS, CPU)
 
 
 def test_a_decoder_answers_yes_or_no(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
     tokenizer.add_tokens(["yes", "no"])
-    model = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3))
+    model = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3)).eval()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    options = MineConfig(model_name="m", data_path="d", output_path="o.jsonl")
-    judge = YesNoDecoder(
-        Judge(model=str(tmp_path), max_length=400), options, torch.device("cpu")
-    )
-    found = dict(judge.judge(PAIRS[:4]))
+    judge = Judge(model=str(tmp_path), max_length=400)
+    found = dict(load_judge(judge, OPTIONS, CPU)(PAIRS[:4]))
+    answers = tokenizer.convert_tokens_to_ids(["no", "yes"])
     for number, (query, document) in enumerate(PAIRS[:4]):
-        body = f"<Instruct>: {judge.reranker.instruction}\n<Query>: {query}\n<Document>: {document}"
-        ids = [
-            one
-            for part in (YES_NO_PROMPT, body, YES_NO_END)
-            for one in judge.reranker.tokenizer.encode(part, add_special_tokens=False)
-        ]
-        with torch.inference_mode():
-            logits = judge.reranker.model(torch.tensor([ids])).logits[
-                0, -1, judge.reranker.answers
-            ]
-        assert found[number] == pytest.approx(
-            float(torch.softmax(logits, 0)[1]), abs=1e-5
+        body = (
+            f"<Instruct>: {judge.instruction}\n<Query>: {query}\n<Document>: {document}"
         )
+        ids = []
+        for part in (YES_NO_PROMPT, body, YES_NO_END):
+            ids += tokenizer.encode(part, add_special_tokens=False)
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1, answers]
+        yes = float(torch.softmax(logits, 0)[1])
+        assert found[number] == pytest.approx(yes, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -336,10 +334,8 @@ def judged(options):
 
 def test_ranks_share_the_judging(options, tmp_path):
     folder = str(tiny_reranker(tmp_path / "reranker"))
-    judge = CrossEncoder(
-        Judge(model=folder), MineConfig(**options), torch.device("cpu")
-    )
-    scores = sorted(dict(judge.judge(PAIRS)).values())
+    judge = load_judge(Judge(model=folder), MineConfig(**options), CPU)
+    scores = sorted(dict(judge(PAIRS)).values())
     judges = [{"model": folder, "unsure": [scores[10], scores[10]]}]
     found = []
     for world_size in (1, 2):

@@ -8,9 +8,9 @@ import pytest
 
 from tests.harness import rank_outcomes, run_ranks
 from tests.mining.data import assert_same_rows, read_lines, write_data
+from vembed.data.row_store import RowStore
 from vembed.mining import candidates
 from vembed.mining.mine import mine
-from vembed.mining.vectors import VectorStore
 
 
 def mined(options, chunk=candidates.CHUNK):
@@ -19,28 +19,28 @@ def mined(options, chunk=candidates.CHUNK):
     return result.counts, result.num_encoded
 
 
-def killed_at_the_third_shard(options):
-    write, written = VectorStore.write, []
+def killed_at_the_third_block(options):
+    add_rows, written = RowStore.add_rows, []
 
-    def write_and_count(self, shard, vectors):
-        written.append(shard)
+    def add_and_count(self, keys, rows):
+        written.append(len(keys))
         if len(written) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        write(self, shard, vectors)
+        return add_rows(self, keys, rows)
 
-    VectorStore.write = write_and_count
+    RowStore.add_rows = add_and_count
     return mined(options)
 
 
 def killed_in_the_search(options):
-    save = candidates.CandidateStore._save
+    find = candidates.CandidateSearch._find
 
-    def save_and_end(self, found):
-        save(self, found)
-        if found.first:
+    def find_and_end(self, first):
+        if first > 16:
             os.kill(os.getpid(), signal.SIGKILL)
+        return find(self, first)
 
-    candidates.CandidateStore._save = save_and_end
+    candidates.CandidateSearch._find = find_and_end
     return mined(options, 16)
 
 
@@ -77,7 +77,7 @@ def test_the_same_for_any_number_of_ranks(options, tmp_path):
 
 @pytest.mark.parametrize(
     "killed, chunk, num_missing",
-    [(killed_at_the_third_shard, 40, 340 - 40 - 128), (killed_in_the_search, 16, 0)],
+    [(killed_at_the_third_block, 40, 340 - 40 - 128), (killed_in_the_search, 16, 0)],
 )
 def test_a_killed_run_goes_on_where_it_was(
     options, tmp_path, killed, chunk, num_missing

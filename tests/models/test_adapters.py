@@ -111,7 +111,7 @@ def test_adapters_alone_are_trained_and_all_of_them_are(make):
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 @pytest.mark.parametrize(
     "options",
-    [{"use_dora": True, "use_rslora": True}, {"use_qlora": True}],
+    [{"lora_variant": "dora"}, {"use_qlora": True}],
     ids=["dora", "qlora"],
 )
 def test_merged_weights_score_as_the_adapter_does(make, options):
@@ -133,7 +133,8 @@ def test_merged_weights_score_as_the_adapter_does(make, options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"use_dora": True}, {"use_rslora": True}, {"use_qlora": True}]
+    "options",
+    [{}, {"lora_variant": "dora"}, {"lora_variant": "rslora"}, {"use_qlora": True}],
 )
 @pytest.mark.parametrize(
     "make", [tiny.tiny_bert_st, tiny.tiny_qwen3, tiny.tiny_clip, tiny.tiny_qwen3_vl]
@@ -157,7 +158,7 @@ def test_an_adapter_saved_alone_loads_and_scores_the_same(make, options, tmp_pat
     "ignore:.is_gradient_checkpointing.:FutureWarning"
 )  # peft's use of an older name
 def test_the_saved_adapter_is_one_that_peft_reads(tmp_path):
-    model = _trained(built(tiny.tiny_qwen3, use_lora=True, use_dora=True))
+    model = _trained(built(tiny.tiny_qwen3, use_lora=True, lora_variant="dora"))
     save_adapter(tmp_path, model.backbone, _backbone_state(model))
     read = PeftModel.from_pretrained(
         AutoModel.from_pretrained(tiny.shared(tiny.tiny_qwen3)), tmp_path
@@ -228,18 +229,15 @@ def test_training_may_go_on_from_an_adapter_saved_alone(tmp_path):
 
 
 def test_towers_choose_where_adapters_go_and_the_others_stay_frozen():
-    model = built(tiny.tiny_clip, use_lora=True, lora_towers="text")
+    model = built(tiny.tiny_clip, use_lora=True, freeze=["vision"])
     names = _adapted_names(model)
-    assert len(names) == 2 * 6 + 1 and all(
-        name.startswith(("text_model.", "text_projection")) for name in names
+    assert len(names) == 2 * 6 + 2 and all(
+        name.startswith(("text_model.", "text_projection", "visual_projection"))
+        for name in names
     )
     assert model.frozen_modalities() == ["image"]
-    model = built(tiny.tiny_qwen3_vl, use_lora=True, lora_towers="vision")
-    assert all(name.startswith("visual.blocks.") for name in _adapted_names(model))
-    with pytest.raises(
-        UserError, match=r"lora_towers: vision is not a tower of .* it has text"
-    ):
-        built(tiny.tiny_bert, use_lora=True, lora_towers="vision")
+    model = built(tiny.tiny_qwen3_vl, use_lora=True, freeze=["text"])
+    assert all(name.startswith("visual.") for name in _adapted_names(model))
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_qwen3, tiny.tiny_bert, tiny.tiny_clip])

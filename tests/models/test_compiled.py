@@ -19,6 +19,7 @@ from tests.measure import gradient_errors
 from tests.models.families import Make, config_for, gradients_of, loss_of, parts_for
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
+from vembed.data.features import Featuriser
 from vembed.models import cpu_kernels, packing, precision
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
@@ -188,11 +189,11 @@ def test_what_the_run_does_after_the_check(
     monkeypatch.setattr(
         compiled, "difference", lambda *_: "compiled layers give other embeddings"
     )
-    monkeypatch.setattr(compiled, "inputs_of", lambda *_: [])
     with start_session(config) as session, caplog.at_level(logging.WARNING, "vembed"):
         session.placement = on_gpu().for_work(1e30)
         model = model_of(config, compiles=True)
-        compiled.check_compiled(model, model, None, [], session)  # type: ignore[arg-type]
+        featuriser = Featuriser(model.description)
+        compiled.check_compiled(model, model, featuriser, [], session)
         assert session.placement.compilation.value is False
         assert all(
             layer._compiled_call_impl is None for layer in layers_of(model.backbone)
@@ -232,7 +233,9 @@ def test_checkpointed_layers_are_compiled_only_where_texts_are_padded(
     with start_session(config) as session, caplog.at_level(logging.INFO, "vembed"):
         model = model_of(config, recompute=True).train()
         loss_of(model(parts_for(model.description))).backward()
-        compiled.log_compilation(model, session)
+        compiled.check_compiled(
+            model, model, Featuriser(model.description), [], session
+        )
         assert session.placement.compilation.value is is_compiled
     assert bool(graph_calls) is is_compiled
     assert f"compiled layers: {str(is_compiled).lower()}" in caplog.text

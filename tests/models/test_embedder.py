@@ -104,8 +104,6 @@ def test_the_mrl_projection_starts_from_a_sample():
     assert torch.equal(
         model.mrl_projection.linear.weight, principal_components(sample, 8)
     )
-    with pytest.raises(UserError, match="needs an MRL projection"):
-        built(tiny.tiny_bert).start_mrl_projection(sample)
 
 
 def test_the_sample_is_of_the_whole_data(monkeypatch):
@@ -268,7 +266,7 @@ def test_scale_and_bias_are_read_and_written_back():
 def test_trained_weights_are_float32_masters_unless_the_user_wants_none():
     assert built(tiny.tiny_bert, torch_dtype="bfloat16").backbone.dtype == torch.float32
     assert (
-        built(tiny.tiny_bert, torch_dtype="bfloat16", pure_dtype=True).backbone.dtype
+        built(tiny.tiny_bert, torch_dtype="pure_bfloat16").backbone.dtype
         == torch.bfloat16
     )
 

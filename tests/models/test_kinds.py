@@ -16,7 +16,7 @@ from tests import tiny
 from tests.harness import run_ranks
 from tests.models.families import SENTENCES
 from tests.tiny_tokenizers import wordpiece_tokenizer
-from vembed.cli.commands.encode import session_config
+from vembed.cli.support import model_session
 from vembed.config.schema import ModelSection
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
@@ -160,8 +160,7 @@ def wide(tmp_path_factory):
 
 def encoded(folder: Path, strategy: str) -> tuple[np.ndarray, str]:
     sessions.bf16_instructions = lambda: "amx_bf16"
-    config = session_config(str(folder), strategy, trust_remote_code=False)
-    with sessions.start_session(config) as session:
+    with model_session(str(folder), strategy, trust_remote_code=False) as session:
         embedder = Embedder(folder, session=session)
         return one_by_one(embedder), embedder.arithmetic
 

@@ -266,7 +266,7 @@ def test_parts_of_one_call_are_the_calls_by_themselves():
 
 def test_embeddings_are_float32_from_half_precision_and_float64_from_double():
     half, double = (
-        built(tiny.tiny_bert, torch_dtype="bfloat16", pure_dtype=True),
+        built(tiny.tiny_bert, torch_dtype="pure_bfloat16"),
         built(tiny.tiny_bert).double(),
     )
     inputs = text_inputs(half.description)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import vembed
 from tests import tiny
-from vembed.cli.commands.export import run_export
+from vembed.cli.commands.export import copy_model
 from vembed.cli.main import app
 from vembed.errors import UserError
 from vembed.mining.config import MineConfig, Retriever
@@ -73,9 +73,9 @@ def test_an_index_that_names_anything_but_safetensors_files_of_its_folder_is_ref
             }
         ),
         "Embedder": lambda: vembed.Embedder(folder),
-        "export": lambda: run_export(str(folder), str(tmp_path / "copy")),
-        "export --merge": lambda: run_export(
-            str(folder), str(tmp_path / "copy"), merge=True
+        "export": lambda: copy_model(str(folder), tmp_path / "copy"),
+        "export --merge": lambda: copy_model(
+            str(folder), tmp_path / "copy", merge=True
         ),
         "merge": lambda: open_source(str(folder)),
         "mining": lambda: SentenceTransformersEncoder(

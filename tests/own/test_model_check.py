@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.docs.pages import ROOT
-from vembed.cli.commands.check_class import check_model
+from vembed.cli.check_class import check_model
 from vembed.cli.main import app
 
 FREE = f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"

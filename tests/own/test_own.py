@@ -468,9 +468,7 @@ def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place: Path) -> No
     assert (folder / "adapter").is_dir()
     vector = vembed.Embedder(folder, trust_remote_code=True).encode(["a red cat"])
     assert vector.shape == (1, 16)
-    result = vembed.train(
-        {**values, "max_steps": 3, "resume": True, "resume_anyway": True}
-    )
+    result = vembed.train({**values, "max_steps": 3, "resume": "force"})
     assert result.steps == 3
     (place / "cfg.yaml").write_text(
         yaml.safe_dump({**values, "output_dir": str(place / "planned")})

@@ -113,7 +113,7 @@ def test_a_function_of_a_file_chooses(free: Any) -> None:
     assert units(model, fsdp) == {"Linear": 32}
     with pytest.raises(
         vembed.UserError,
-        match=r"wrap_policy: .*policies\.py has no tree; it has linear",
+        match=r"fsdp_auto_wrap_policy: .*policies\.py has no tree; it has linear",
     ):
         units(model, fsdp_of({"wrap_policy": f"{ROOT / 'tests/own/policies.py'}:tree"}))
 

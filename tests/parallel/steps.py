@@ -146,7 +146,11 @@ def sharded_step(
         )
         was_meta = sum(one.is_meta for one in built.parameters())
         model = session.prepare(built, built.description.layer_classes)
-        summary = parameters.log_parameter_summary(model)
+        parameters.log_parameter_summary(model)
+        summary = {
+            "total": parameters.num_parameters(model),
+            "trainable": parameters.num_parameters(model, trainable_only=True),
+        }
         forward_parts = [
             cast(parts_of(featuriser, session.rank, one), dtype)
             for one in range(NUM_MICRO_BATCHES)

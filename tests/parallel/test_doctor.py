@@ -13,7 +13,9 @@ import pytest
 from tests.commands import command
 from tests.harness import rank_outcomes
 from tests.tiny import shared, tiny_bert
-from vembed.cli.commands import doctor, selftest
+from vembed.cli import selftest
+from vembed.cli.commands import doctor
+from vembed.pipelines import prediction
 
 FACTS = [
     r"vembed doctor",
@@ -139,7 +141,7 @@ def test_a_point_that_fails_makes_exit_code_1(
     monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
-    assert doctor.run_doctor(str(config), 2) == 1
+    assert doctor.doctor(str(config), 2)[1] == 1
     failed = [
         one for one in capsys.readouterr().out.splitlines() if one.endswith(": FAIL")
     ]
@@ -156,14 +158,14 @@ def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name: {model}\ndata_path: train.jsonl\nstrategy: ddp\n")
     monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
-    assert doctor.run_doctor(str(config), 2) == 1
+    assert doctor.doctor(str(config), 2)[1] == 1
     said = capsys.readouterr().out
     assert (
         f"8. weights: {model} has no .safetensors file" in said
         and "fsdp needed: no (a whole copy takes" in said
     )
-    monkeypatch.setattr(doctor, "memory_of_a_process", lambda *_: 400_000)
-    assert doctor.run_doctor(str(config), 2) == 1
+    monkeypatch.setattr(prediction, "memory_of_a_process", lambda *_: 400_000)
+    assert doctor.doctor(str(config), 2)[1] == 1
     (line,) = [
         one for one in capsys.readouterr().out.splitlines() if one.startswith("2. ")
     ]
@@ -171,7 +173,7 @@ def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
         "on several processes): FAIL"
     )
     (model / "model.safetensors").touch()
-    assert doctor.run_doctor(str(config), 2) == 1
+    assert doctor.doctor(str(config), 2)[1] == 1
     assert (
         "8. weights: " in (said := capsys.readouterr().out)
         and "is not a safetensors file" in said
@@ -182,7 +184,7 @@ def test_a_failed_self_test_makes_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "run_ranks", lambda *_: 1)
-    assert doctor.run_doctor(None, 2) == 1
+    assert doctor.doctor(None, 2)[1] == 1
     assert "Self-test: FAIL" in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "projections": (tiny_clip, {}),
     "frozen": (
         tiny_clip,
-        {"use_lora": True, "torch_dtype": "bfloat16", "lora_towers": "text"},
+        {"use_lora": True, "torch_dtype": "bfloat16", "freeze": ["vision"]},
     ),
 }
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import threading
 import time
 from dataclasses import replace
 
@@ -19,11 +17,9 @@ from vembed.parallel import collectives, heartbeat, session
 from vembed.parallel.heartbeat import (
     Beat,
     HangReport,
-    HeartbeatTable,
-    LastBeat,
     find_hanging_ranks,
 )
-from vembed.parallel.rendezvous import Limit
+from vembed.parallel.launch_check import LaunchCheck
 
 HERE = Beat(
     step=7,
@@ -38,12 +34,14 @@ LOOP = Beat(
 )
 
 
-def message(seen: dict[int, LastBeat], own: Beat = HERE) -> HangReport | None:
-    return find_hanging_ranks(0, own, seen, now=100.0, waited=40.0)
+def message(
+    others: dict[int, tuple[Beat, float]], own: Beat = HERE
+) -> HangReport | None:
+    return find_hanging_ranks(0, own, others, waited=40.0)
 
 
 def test_a_rank_outside_of_collectives_is_named_with_its_place() -> None:
-    found = message({1: LastBeat(HERE, 99.0), 2: LastBeat(LOOP, 99.0)})
+    found = message({1: (HERE, 1.0), 2: (LOOP, 1.0)})
     assert found == HangReport(
         (2,),
         (
@@ -54,7 +52,7 @@ def test_a_rank_outside_of_collectives_is_named_with_its_place() -> None:
 
 
 def test_a_rank_without_signs_of_life_is_named() -> None:
-    found = message({1: LastBeat(HERE, 60.0), 2: LastBeat(HERE, 99.0)})
+    found = message({1: (HERE, 40.0), 2: (HERE, 1.0)})
     assert found is not None and found.ranks == (1,)
     assert (
         "for rank 1 (a, process 1), which has given no sign of life for 40 s; it was in step 7, at "
@@ -63,51 +61,13 @@ def test_a_rank_without_signs_of_life_is_named() -> None:
 
 
 def test_among_ranks_that_all_wait_the_one_behind_is_named_and_otherwise_none() -> None:
-    assert message({1: LastBeat(HERE, 99.0)}) is None
-    found = message(
-        {1: LastBeat(HERE, 99.0), 2: LastBeat(replace(HERE, calls=8), 99.0)}
-    )
+    assert message({1: (HERE, 1.0)}) is None
+    found = message({1: (HERE, 1.0), 2: (replace(HERE, calls=8), 1.0)})
     assert found is not None and found.ranks == (2,)
 
 
 def test_a_rank_that_loops_does_not_accuse_those_that_wait_for_it() -> None:
-    assert message({1: LastBeat(HERE, 99.0)}, own=LOOP) is None
-
-
-def test_only_ranks_that_stand_still_are_answered_with_a_name() -> None:
-    board = HeartbeatTable()
-    assert board.take(1, LOOP, 0.0) is None and board.take(0, HERE, 1.0) is None
-    found = board.take(0, HERE, heartbeat.STILL_SECONDS)
-    assert found is not None and found.ranks == (1,)
-
-
-@pytest.mark.parametrize("host", ["", "127.0.0.1"])
-def test_datagrams_of_others_are_passed_over(host: str) -> None:
-    server, ended = heartbeat._listening(host), threading.Event()
-    board = HeartbeatTable()
-    thread = threading.Thread(
-        target=board.serve, args=(server, "word", ended), daemon=True
-    )
-    thread.start()
-    client = heartbeat._connected("127.0.0.1", server.getsockname()[1])
-    for content in (
-        b"\xff",
-        b"[]",
-        b"{}",
-        b'{"token": "word"}',
-        b'{"token": "other", "rank": 0}',
-    ):
-        client.send(content)
-    client.send(
-        json.dumps(
-            {"token": "word", "rank": 1, "record": {"step": 3}, "waited": 0}
-        ).encode()
-    )
-    assert client.recv(100) == b"null"
-    client.close()
-    ended.set()
-    thread.join(3)
-    assert not thread.is_alive()
+    assert message({1: (HERE, 1.0)}, own=LOOP) is None
 
 
 def loop_for_ever() -> None:
@@ -125,19 +85,14 @@ def in_a_run(folder: str, stops: int, loops: int) -> list[str]:
         1.5,
     )
     heartbeat.FIRST_LINE_SECONDS = 1.6
-    session.Limit = lambda _: Limit(
-        1.0
-    )  # the short limit is for collectives; a busy machine may start ranks slowly
+    # The short limit is for collectives: a busy machine may start ranks slowly.
+    session.LaunchCheck = lambda ranks, _: LaunchCheck(ranks, 1.0)
     lines = listen()
     try:
         with session.start_session(
             config_of(folder, dist_timeout_minutes=3.5 / 60)
         ) as one:
             one.heartbeats.step = 7
-            while (
-                rank and one.heartbeats._answered is None
-            ):  # a rank that rank 0 has not heard of is not named
-                time.sleep(0.01)
             one.barrier()
             if rank == stops:
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -3,8 +3,14 @@ processes."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
+import re
+import socket
+import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,9 +28,10 @@ from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
-from vembed.parallel import launch_check, rendezvous
-from vembed.parallel.environment import read_rank_info
-from vembed.parallel.rendezvous import Limit
+from vembed.parallel import launch_check
+from vembed.parallel.environment import RankInfo, read_rank_info
+from vembed.parallel.launch import free_port
+from vembed.parallel.launch_check import LaunchCheck
 from vembed.training.identity import facts_of
 
 
@@ -58,12 +65,10 @@ def changed(run: ResolvedRun, name: str) -> ResolvedRun:
 
 def sentence(number: int, facts: dict[str, Any], **launch: Any) -> str | None:
     """Return the message of one meeting to this rank, in a part of the store of its own."""
-    ranks = read_rank_info()
     store = dist.PrefixStore(f"meeting-{number}", STORE[0])
+    check = LaunchCheck(read_rank_info(), 1)
     try:
-        launch_check.check_launch(
-            store, ranks, Limit(1), {"num_machines": 1, **launch}, lambda _: facts
-        )
+        check.check(store, {"num_machines": 1, **launch}, lambda _: facts)
     except UserError as error:
         return str(error)
     return None
@@ -80,7 +85,8 @@ def all_meetings(folder: str) -> dict[str, str | None]:
     launch_check.versions = cache(
         launch_check.versions
     )  # which reads all sources at each meeting
-    STORE[:] = [rendezvous.connect(read_rank_info(), Limit(1))]
+    check = LaunchCheck(read_rank_info(), 1)
+    STORE[:] = [check.connect()]
     run = resolve_run(
         {
             "model_name": f"{folder}/model",
@@ -130,14 +136,9 @@ def all_meetings(folder: str) -> dict[str, str | None]:
         os.environ["VEMBED_RUN_ID"] = "friday"
     said["run given once"] = sentence(1009, {})
     os.environ.pop("VEMBED_RUN_ID", None)
-    os.environ["VEMBED_LAUNCH_ID"] = f"launch-{rank}"
-    said["launch"] = sentence(1010, {})
-    del os.environ["VEMBED_LAUNCH_ID"]
     said["alike"] = sentence(1008, facts_of(run))
     STORE[0].add("done", 1)
-    rendezvous.poll(
-        Limit(1), lambda: STORE[0].add("done", 0) == 2
-    )  # rank 0 keeps the store
+    check.poll(lambda: STORE[0].add("done", 0) == 2)  # rank 0 keeps the store
     return said
 
 
@@ -191,7 +192,6 @@ PLAIN_TEXTS = frozenset(
         "sampling",
         "wandb_tags",
         "freeze",
-        "lora_towers",
     ]
 )
 """Options whose texts are not compared by the content of a file."""
@@ -217,10 +217,9 @@ def test_lists_of_options_name_options() -> None:
         ("other model", "model_name is "),
         ("machines", "num_machines is 2 on rank 0"),
         ("version", "torch's version is "),
-        ("job", "belong to different runs (SLURM_JOB_ID 0 and 1)"),
-        ("run", "belong to different runs (VEMBED_RUN_ID run-0 and run-1)"),
-        ("run given once", "the run id is friday on rank 0 ("),
-        ("launch", "belong to different runs (VEMBED_LAUNCH_ID launch-0 and launch-1)"),
+        ("job", "SLURM_JOB_ID is 0 on rank 0 ("),
+        ("run", "(VEMBED_RUN_ID) is run-0 on rank 0 ("),
+        ("run given once", "(VEMBED_RUN_ID) is friday on rank 0 ("),
     ],
 )
 def test_files_versions_and_launches_are_compared(
@@ -247,4 +246,105 @@ def test_checkouts_of_one_version_are_told_apart_by_their_sources(
     assert launch_check.sources_digest(tmp_path) != before
     assert launch_check.versions()["vembed's version"].startswith(
         f"{vembed.__version__} (sources "
+    )
+
+
+# ---- processes that do not find each other, on loopback ----------------------
+
+SHORT = 1.0 / 60
+FIRST, SECOND = RankInfo(0, 2, 0, 1, launched=True), RankInfo(1, 2, 0, 1, launched=True)
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    number = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    monkeypatch.setattr(launch_check, "LINE_SECONDS", 0.05)
+    yield number
+
+
+def failure(ranks: RankInfo) -> str:
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        LaunchCheck(ranks, SHORT).connect()
+    assert time.monotonic() - began < 30, (
+        "near the limit, not two to three times the default one"
+    )
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_nobody_listens(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    said = failure(SECOND)
+    assert said.startswith(
+        f"Rank 1 did not find all 2 processes at 127.0.0.1:{port} within 0.0166667 minutes (nothing "
+    )
+    lines = capsys.readouterr().err.splitlines()
+    place = re.escape(f"127.0.0.1:{port}")
+    assert re.match(
+        rf"vembed: rank 1 has waited \d+ s for the store at {place} \(dist_timeout",
+        lines[0],
+    )
+
+
+def test_a_name_that_cannot_be_resolved(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    assert "(the name nowhere.invalid cannot be resolved: " in failure(SECOND)
+
+
+def test_a_port_in_use(port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("", port))
+        other.listen()
+        assert failure(FIRST).startswith(
+            f"MASTER_PORT: port {port} is in use on this machine"
+        )
+
+
+def test_a_server_of_another_kind(port: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        assert "something listens there that is no run's rank 0" in failure(SECOND)
+
+
+def test_rank_0_says_whom_it_waits_for(
+    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_check, "REFUSAL_SECONDS", 0.1)
+    check = LaunchCheck(FIRST, SHORT)
+    store = check.connect()
+    with (
+        caplog.at_level(logging.WARNING, "vembed"),
+        pytest.raises(UserError, match="rank 1 of 2 did not come"),
+    ):
+        check.check(store, {}, lambda _: {})
+    assert re.search(r"has waited \d+ s for rank 1 of 2", "\n".join(caplog.messages))
+
+
+def test_a_place_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("VEMBED_LAUNCHER", "17")
+    launch_check._claim_rank(store, LaunchCheck(SECOND, 1))
+    launch_check._claim_rank(
+        store, LaunchCheck(SECOND, 1)
+    )  # another process of the same launcher
+    monkeypatch.setenv("VEMBED_LAUNCHER", "18")
+    with pytest.raises(
+        UserError,
+        match=r"rank 1 of the run at 10.0.0.1:29500 is taken already \(by .*process 17\)",
+    ):
+        launch_check._claim_rank(store, LaunchCheck(SECOND, 1))
+
+
+def test_the_store_outlives_its_session(port: int) -> None:
+    LaunchCheck(FIRST, 1).connect().set("sentence", "yes")
+    gc.collect()
+    assert LaunchCheck(SECOND, 1).connect().get("sentence") == b"yes", (
+        "another rank may come for the next session first"
     )

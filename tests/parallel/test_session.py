@@ -10,6 +10,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,6 @@ from vembed.parallel.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.parallel.launch import free_port
 from vembed.parallel.network import interface_to
 from vembed.parallel.placement import Placement, choose_precision, place
-from vembed.parallel.rendezvous import Limit
 
 CPU = torch.device("cpu")
 GROUP = {
@@ -464,11 +464,14 @@ def test_a_state_that_another_trainer_left_is_replaced() -> None:
 # ---- others that fail ------------------------------------------------------------------------------------------------
 
 
+def patient_start() -> None:
+    """Let the short limit be for collectives only: a busy machine may start ranks slowly."""
+    session.LaunchCheck = lambda ranks, _: launch_check.LaunchCheck(ranks, 1.0)
+
+
 def wait_for_others(folder: str, misfortune: str) -> str:
     began = time.monotonic()
-    session.Limit = lambda _: Limit(
-        1.0
-    )  # the short limit is for collectives; a busy machine may start ranks slowly
+    patient_start()
     with session.start_session(
         config_of(folder, strategy="ddp", dist_timeout_minutes=SHORT)
     ) as one:
@@ -606,7 +609,10 @@ def test_machines_that_cannot_reach_each_other_are_told_what_to_set(
             "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: remote=[127.0.0.1]"
         )
 
-    monkeypatch.setattr(session, "_met", lambda _, ranks, __: (dist.HashStore(), ranks))
+    check = SimpleNamespace(
+        connect=dist.HashStore, check=lambda *_: ("run", read_rank_info())
+    )
+    monkeypatch.setattr(session, "LaunchCheck", lambda *_: check)
     monkeypatch.setattr(dist, "init_process_group", refused)
     with pytest.raises(
         UserError,

@@ -237,27 +237,6 @@ def test_units_of_fsdp1_have_the_strategy_that_was_asked_for() -> None:
     )
 
 
-def outputs_in(folder: str, dtype: str | None) -> tuple[str, float]:
-    config = config_of(
-        folder, strategy="fsdp", mixed_precision="bf16", fsdp_output_dtype=dtype
-    )
-    with session.start_session(config) as one:
-        built, featuriser = build(config, dtype=torch.float32, meta=one.builds_empty)
-        model = one.prepare(built, built.description.layer_classes)
-        (output,) = model(parts_of(featuriser, one.rank, 0))
-        output.float().sum().backward()
-        return str(output.dtype), float(output.detach().float().sum())
-
-
-def test_the_output_dtype_is_that_of_the_model_and_of_no_unit() -> None:
-    folder = str(shared(tiny_bert))
-    cases = {"plain": (folder, None), "narrow": (folder, "bfloat16")}
-    results = run_cases(outputs_in, 2, cases, process_group=False)
-    (plain, exact), (narrow, rounded) = (result_of(results, name)[0] for name in cases)
-    assert (plain, narrow) == ("torch.float32", "torch.bfloat16")
-    assert rounded == pytest.approx(exact, abs=0.2)
-
-
 FAMILIES = (tiny_qwen3, tiny_clip, tiny_siglip)
 
 

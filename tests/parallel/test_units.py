@@ -89,8 +89,8 @@ def test_candidates_of_modules_that_declare_none() -> None:
 
 
 def test_embeddings_are_a_unit_or_not(bert: EmbeddingModel) -> None:
-    units = choose_units(bert, FsdpConfig(wrap_embeddings=False), ("BertLayer",))
-    assert kinds(units) == {"BertLayer": 3}
+    units = choose_units(bert, FsdpConfig(), ("BertLayer",))
+    assert kinds(units) == {"BertLayer": 3, "Embedding": 1}
     for policy in ("NO_WRAP", "SIZE_BASED_WRAP"):  # which know nothing of embeddings
         assert "Embedding" not in kinds(
             choose_units(bert, FsdpConfig(wrap_policy=policy), ("BertLayer",))
@@ -169,9 +169,7 @@ def test_units_come_inner_ones_first(bert: EmbeddingModel) -> None:
     units = size_units(bert, 1_000, leaves=False)
     ordered = choose_units(
         bert,
-        FsdpConfig(
-            wrap_policy="SIZE_BASED_WRAP", min_num_params=1_000, wrap_embeddings=False
-        ),
+        FsdpConfig(wrap_policy="SIZE_BASED_WRAP", min_num_params=1_000),
         (),
     )
     assert set(ordered) == set(units)

@@ -33,7 +33,6 @@ from vembed.parallel.session import Session, start_session
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.budget import Budget, MemoryGuard
-from vembed.training.exchange import InRing, LossExchange, loss_exchange
 from vembed.training.frozen import InputSource
 from vembed.training.step import (
     BatchResult,
@@ -171,7 +170,6 @@ def step_on_rank(
     step = ContrastiveStep(
         model, loss, source, session, case.budget(), guard, SEED, teachers, auxiliary
     )
-    step.exchange = exchange_of(config, session)
     result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
     synchronise(model, loss, session)
     return {
@@ -179,13 +177,6 @@ def step_on_rank(
         **loss_gradients(loss),
         "loss": result.loss_share,
     }, result
-
-
-def exchange_of(config: TrainConfig, session: Session) -> LossExchange:
-    """The exchange of one case: its session is that of a group of cases."""
-    if config.objective.loss_exchange == "ring":
-        return InRing(session.rank, session.world_size)
-    return loss_exchange(session)
 
 
 def reference(case: Case, world_size: int) -> dict[str, Tensor]:
@@ -242,8 +233,8 @@ def plain_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser) -> Lo
         negative=extra[:, 0],
         negative_example=extra[:, 1],
         scores=torch.tensor(scores, dtype=torch.float64) if scores else None,
-        own_rows=slice(0, len(rows)),
-        own_negatives=slice(0, len(negatives)),
+        rank_rows=slice(0, len(rows)),
+        rank_negatives=slice(0, len(negatives)),
     )
 
 
@@ -312,8 +303,8 @@ def drawn_batch(
         negative=joined("negative", True),
         negative_example=joined("negative_example", False),
         scores=torch.cat(scores) if scores else None,
-        own_rows=slice(0, sum(len(rank_batch.query) for rank_batch in rank_batches)),
-        own_negatives=slice(
+        rank_rows=slice(0, sum(len(rank_batch.query) for rank_batch in rank_batches)),
+        rank_negatives=slice(
             0, sum(len(rank_batch.negative) for rank_batch in rank_batches)
         ),
     )

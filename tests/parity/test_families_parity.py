@@ -89,7 +89,7 @@ FAMILIES = [
     Family(
         "qwen3-vl-lora",
         tiny.tiny_qwen3_vl,
-        {**LORA, "lora_towers": "text"},
+        {**LORA, "freeze": ["vision"]},
         tolerance=ROUNDED,
     ),
     Family("qwen2-vl", tiny.tiny_qwen2_vl, tolerance=ROUNDED),
@@ -277,8 +277,8 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
         negative=torch.from_numpy(rank_batch.negative),
         negative_example=torch.from_numpy(rank_batch.negative_example),
         scores=None,
-        own_rows=slice(0, len(rank_batch.query)),
-        own_negatives=slice(0, len(rank_batch.negative)),
+        rank_rows=slice(0, len(rank_batch.query)),
+        rank_negatives=slice(0, len(rank_batch.negative)),
     )
     scale, _ = model.initial_scale_and_bias() or (None, None)
     value = reference_loss(

@@ -40,23 +40,7 @@ CASES = [
         },
         data="several",
     ),
-    Case(
-        "ring",
-        {
-            "loss_exchange": "ring",
-            "bidirectional": True,
-            "query_query_negatives": True,
-            "document_document_negatives": True,
-            "false_negative_margin": 0.05,
-            **MRL,
-        },
-        data="several",
-    ),
-    Case(
-        "ring-cached-rows",
-        {"loss_exchange": "ring", "hard_negatives_scope": "own"},
-        micro="row",
-    ),
+    Case("own-negatives-rows", {"hard_negatives_scope": "own"}, micro="row"),
     Case("several-positives", data="several", micro="whole"),
     Case("margin", {"false_negative_margin": 0.01}, micro="odd"),
     Case(
@@ -111,7 +95,6 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
 SOME = (
     "hard-negatives",
     "everything",
-    "ring",
     "checkpointing",
     "lora",
     "dropout",

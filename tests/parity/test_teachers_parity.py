@@ -74,11 +74,6 @@ CASES = [
         data="several",
         cache=False,
     ),
-    Case(
-        "guide-in-ring",
-        {**GUIDED, **EVERY_NEGATIVE, "loss_exchange": "ring"},
-        data="several",
-    ),
     Case("everything", {"losses": [GUIDED, *DISTILLED]}, data="several"),
     Case(
         "everything-matryoshka",
@@ -103,7 +98,12 @@ CASES = [
     # The adapters are not left at zero: at the start model itself the anchor has no gradient.
     Case(
         "anchor",
-        {"anchor_weight": 0.7, "use_lora": True, "lora_r": 2, "lora_dropout": 0.0},
+        {
+            "losses": [{"loss": "infonce"}, {"loss": "anchor", "weight": 0.7}],
+            "use_lora": True,
+            "lora_r": 2,
+            "lora_dropout": 0.0,
+        },
         data="several",
     ),
 ]
@@ -224,9 +224,7 @@ def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
         ]
         negative_scores += list(example.negative_scores or ())
     teachers: dict[str, Any] = {}
-    if (
-        "anchor_weight" in case.options
-    ):  # the start model gives an input one vector in both roles
+    if case.name == "anchor":  # the start model gives an input one vector in both roles
         teachers[str(case.folder())] = TeacherVectors(
             answers(plain, 32), batch.query, batch.positive, batch.negative
         )
@@ -283,5 +281,4 @@ def test_every_declared_loss_goes_through_the_real_step(name: str) -> None:
             case.options.get("loss", "infonce"),
             *(term["loss"] for term in terms),
         }
-        losses |= {"anchor"} if "anchor_weight" in case.options else set()
     assert name in losses, f"loss: {name} is in no case of tests/parity"

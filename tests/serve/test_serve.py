@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 import vembed
 from tests.tiny import shared, tiny_bert_st, tiny_vit
-from vembed.cli.commands.serve import run_serve
+from vembed.cli.commands.serve import serve as run_serve
 from vembed.cli.main import app
 from vembed.errors import UserError
 from vembed.inference.serve.batching import Batcher

@@ -19,7 +19,7 @@ from tests.weights.variants import pairs
 from vembed.cli.main import run_process
 from vembed.config.stages import read_pipeline
 from vembed.errors import UserError
-from vembed.pipelines.stages.requirements import check_requirements
+from vembed.pipelines.stages.checks import check_requirements
 
 COMMON = {
     "batch_size": 4,
@@ -169,7 +169,7 @@ MISTAKES = {
     ),
     "a wrong word": (
         {"evaluate": {"data": "val.jsonl", "task": "sts"}},
-        "stage last: --task sts: give one of",
+        "stage last: Invalid value for '--task'",
     ),
     "a later model": (
         {"evaluate": {"data": "val.jsonl", "model": "last"}},
@@ -205,7 +205,7 @@ MISTAKES = {
     ),
     "a method": (
         {"merge": {"method": "slurp"}},
-        "stage last: --method slurp: give one of",
+        "stage last: Invalid value for '--method'",
     ),
     "one model": (
         {"merge": {}},
@@ -587,9 +587,7 @@ def test_a_stage_that_mines_within_is_a_training():
 
 
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
-    monkeypatch.setattr(
-        "vembed.cli.commands.train.run_ranks", None
-    )  # all in this process
+    monkeypatch.setattr("vembed.cli.run_train.run_ranks", None)  # all in this process
     records = [
         json.loads(line) for line in Path("train.jsonl").read_text().splitlines()
     ]

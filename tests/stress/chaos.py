@@ -224,7 +224,6 @@ def write_run(folder: Path, num_steps: int) -> Path:
         "use_gradient_cache": True,
         "val_data_path": str(folder / "val.jsonl"),
         "eval_steps": 2,
-        "eval_batch_tokens": 64,
         "save_steps": 2,
         "logging_steps": 1,
         "resume": "auto",

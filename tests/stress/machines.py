@@ -51,7 +51,7 @@ class Row:
 
 ROWS = (
     Row("ddp-2", 2, 1, ("strategy=ddp",)),
-    Row("ddp-3", 3, 1, ("strategy=ddp", "loss_exchange=ring")),
+    Row("ddp-3", 3, 1, ("strategy=ddp",)),
     Row("fsdp2-2", 2, 1, ("strategy=fsdp", "fsdp_version=2")),
     Row("fsdp2-3", 3, 1, ("strategy=fsdp", "fsdp_version=2")),
     Row(

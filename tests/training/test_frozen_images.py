@@ -22,7 +22,7 @@ from vembed.training.frozen import FrozenImages
 
 FAMILIES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
 FROZEN = {"freeze": ["vision"]}
-LORA = {"use_lora": True, "lora_r": 4, "lora_towers": "text", "lora_dropout": 0.2}
+LORA = {"use_lora": True, "lora_r": 4, "freeze": ["vision"], "lora_dropout": 0.2}
 
 
 def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 import vembed
 from tests.harness import run_ranks
 from tests.training.test_run import metrics, settings
+from vembed.parallel.placement import Placement
 from vembed.training.update import Update
 
 STEPS = 3
@@ -56,8 +57,15 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_all(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs one after the other, on every rank."""
-    return [train(options) for options in runs]
+    """Each run twice on every rank: gathered once in a step, and for every micro-batch."""
+    results = []
+    for options in runs:
+        results.append(train(options))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Placement, "keeps_gathered", lambda *_: False)
+            output_dir = options["output_dir"] + "-often"
+            results.append(train({**options, "output_dir": output_dir}))
+    return results
 
 
 CASES: list[dict[str, Any]] = [
@@ -73,17 +81,16 @@ def test_units_were_gathered_twice_in_a_step_with_gradient_cache(
 ) -> None:
     runs = []
     for number, more in enumerate(CASES):
-        for once in ({}, {"fsdp_reshard_after_forward": True}):
-            folder = tmp_path / f"{number}{len(once)}"
-            folder.mkdir()
-            common = {
-                "strategy": "fsdp",
-                "batch_size": 8,
-                "max_steps": STEPS,
-                "micro_batch_tokens": 60,
-            }
-            common |= {"val_data_path": None, "lora_dropout": 0.0, "eval_before": False}
-            runs.append(settings(folder, **common, **more, **once))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        common = {
+            "strategy": "fsdp",
+            "batch_size": 8,
+            "max_steps": STEPS,
+            "micro_batch_tokens": 60,
+        }
+        common |= {"val_data_path": None, "lora_dropout": 0.0, "eval_before": False}
+        runs.append(settings(folder, **common, **more))
     found, _ = run_ranks(train_all, 2, runs, process_group=False)
     for more, once, often in zip(CASES, found[::2], found[1::2], strict=True):
         assert once["gathers"] < often["gathers"] / 3, more

@@ -60,25 +60,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     )
 
 
-def test_process_1_of_two_containers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one starts while the first has just linked its file."""
-    link, second = os.link, OutputLock(tmp_path)
-
-    def link_and_wait(*paths: Path) -> None:
-        link(*paths)
-        monkeypatch.setattr(os, "link", link)
-        with pytest.raises(UserError, match="is in use by another run"):
-            second.take()
-
-    monkeypatch.setattr(os, "link", link_and_wait)
-    with OutputLock(tmp_path) as first:
-        first.take()
-        assert first.path.read_bytes() == first._content
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_released_after_an_error(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), OutputLock(tmp_path) as one:
         one.take()

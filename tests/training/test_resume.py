@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.resume_table import updated
 from tests.training.test_checkpoint import starting
 from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
-from vembed.cli.commands.resume_table import updated
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
 from vembed.training.checkpoint import folder as integrity
@@ -117,7 +117,7 @@ def test_differences_are_classified_and_shown(tmp_path):
         refuse(found, "checkpoint-5")
     assert "checkpoint-5 was trained with other settings" in str(caught.value)
     assert "seed 1 -> 2" in str(caught.value)
-    assert "--resume-anyway" in str(caught.value)
+    assert "resume: force" in str(caught.value)
     assert "epochs" not in str(caught.value)
     refuse([one for one in found if one.is_allowed], "checkpoint-5")
     assert compare_resume(now.to_dict(), now.to_dict()) == []
@@ -137,10 +137,10 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
         pytest.raises(UserError, match="data abc -> xyz"),
     ):
         run.resume({"data": "xyz", "global_batch_size": 8})
-    with starting(tmp_path, resume=True, resume_anyway=True, seed=7, epochs=9) as run:
+    with starting(tmp_path, resume="force", seed=7, epochs=9) as run:
         assert run.resume().state["step"] == 1
     assert (
-        "resume_anyway: going on although the settings differ: seed 42 -> 7"
+        "resume: force: going on although the settings differ: seed 42 -> 7"
         in caplog.text
     )
     assert "settings changed since the checkpoint: epochs auto -> 9.0" in caplog.text
@@ -275,6 +275,6 @@ def test_a_run_cuts_its_own_metrics(tmp_path):
 
 
 def test_the_page_says_of_every_option_whether_it_may_change():
-    """`python -m vembed.cli.commands.resume_table` writes the table."""
+    """`python -m tests.docs.resume_table` writes the table."""
     page = Path(__file__).parents[2] / "docs" / "resume.md"
     assert page.read_text(encoding="utf-8") == updated(page.read_text(encoding="utf-8"))

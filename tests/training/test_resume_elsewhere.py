@@ -26,12 +26,12 @@ from vembed.parallel import placement, session
 from vembed.parallel.placement import CHECKPOINT, choose_precision
 from vembed.training import trainer
 from vembed.training.checkpoint import folder as integrity
-from vembed.training.identity import (
+from vembed.training.fingerprints import (
     MAX_SAMPLED_EXAMPLES,
     of_evaluation,
     of_examples,
-    require_same_data,
 )
+from vembed.training.identity import require_same_data
 from vembed.training.update import Outcome, Update
 from vembed.weights.checkpoints import whole_model
 

@@ -185,7 +185,7 @@ def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path: Path) -> 
                 tmp_path,
                 data_path=sources[0]["path"],
                 homogeneous_batches=False,
-                anchor_weight=weight,
+                losses=[{"loss": "infonce"}, {"loss": "anchor", "weight": weight}],
                 output_dir=name,
             )
         )

@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,9 +18,8 @@ from vembed.cli.main import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, UserError
-from vembed.pipelines.tuning import option_search as searching
-from vembed.pipelines.tuning.option_search import Search, run_tune
-from vembed.pipelines.tuning.search_space import ranges
+from vembed.pipelines import option_search as searching
+from vembed.pipelines.option_search import Search, ranges, run_tune
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +53,18 @@ def test_a_search_that_fails_in_the_middle_goes_on(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     search = Search(str(config), (), tmp_path / "tune", 5)
-    original, calls = searching._train, []
+    original = searching._run
 
-    def killed(*arguments: object) -> float:
-        calls.append(arguments)
-        if len(calls) == 2:
+    def killed(search: Search, number: int, *arguments: Any) -> Any:
+        if number == 2:
             raise KeyboardInterrupt
-        return original(*arguments)  # type: ignore[arg-type]
+        return original(search, number, *arguments)
 
-    monkeypatch.setattr(searching, "_train", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run_tune(search)
-    calls += [()]
-    assert run_tune(search) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(searching, "_run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_tune(search)
+    run_tune(search)
     said = capsys.readouterr().out
     assert "trial 0: the config as it is" in said and "2 trials are done" in said
     trials = json.loads((tmp_path / "tune" / "trials.json").read_text())
@@ -83,7 +82,7 @@ def test_a_search_that_fails_in_the_middle_goes_on(
     assert best.run.output_dir == str(config.parent / "run"), (
         "the search's folders are its own"
     )
-    assert run_tune(search) == 0, "nothing is left to do"
+    run_tune(search)  # nothing is left to do
     assert len(json.loads((tmp_path / "tune" / "trials.json").read_text())) == 5
     with pytest.raises(UserError, match="choose another --output"):
         run_tune(Search(str(config), ("seed=3",), tmp_path / "tune", 5))
@@ -152,17 +151,9 @@ def test_an_interrupted_search_says_how_it_goes_on(
 def test_a_trial_whose_time_is_up_has_its_score(config: Path, tmp_path: Path) -> None:
     """The limit is on each training, not on the search."""
     words = ("epochs=1000", "max_train_minutes=0.03")
-    assert (
-        run_tune(
-            Search(
-                str(config),
-                (*words, "eval_steps=5"),
-                tmp_path / "tune",
-                2,
-                ("temperature",),
-            )
-        )
-        == 0
+    options = ("temperature",)
+    run_tune(
+        Search(str(config), (*words, "eval_steps=5"), tmp_path / "tune", 2, options)
     )
     assert len(json.loads((tmp_path / "tune" / "trials.json").read_text())) == 2
     with pytest.raises(RunError, match="the time was up before the first evaluation"):

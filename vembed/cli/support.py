@@ -1,40 +1,40 @@
-"""Helpers shared by the commands of the `vembed` command: exit codes, processes and flags."""
+"""Shared by all commands: their options, exit codes, `--json`, and processes that share the work."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import (
-    contextmanager,
-    nullcontext,
-    redirect_stderr,
-    redirect_stdout,
-    suppress,
-)
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
 from vembed.errors import RunError, Stopped, UserError
 
+if TYPE_CHECKING:
+    from vembed.config.arguments import TrainArguments
+    from vembed.parallel.session import Session
+
+ConfigArguments = Annotated[
+    list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
+]
 Nproc = Annotated[
     int,
     typer.Option(
         "--nproc", min=1, help="Processes on this machine that share the work."
     ),
 ]
-Shards = Annotated[
-    str,
+Strategy = Annotated[
+    Literal["auto", "ddp", "fsdp"],
     typer.Option(
-        "--strategy",
-        help="ddp: a copy of the model per process, fsdp: a shard, for large models, or auto.",
+        help="ddp: a copy of the model per process, fsdp: a shard, for large models, or auto."
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -62,31 +62,63 @@ BatchTokens = Annotated[
     int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")
 ]
 Kind = Annotated[
-    str, typer.Option(help="query or document: which of the model's prompts to use.")
+    Literal["query", "document"],
+    typer.Option(help="query or document: which of the model's prompts to use."),
 ]
+OnBadRecord = Literal["stop", "skip"]
 
-USAGE_ERROR: Any = typer.BadParameter.__base__
-"""Unknown flags, missing arguments, wrong types: of the click that this Typer uses, its own or the installed one."""
-_only_checks: ContextVar[bool] = ContextVar("only_checks", default=False)
-
+MODE: ContextVar[Literal["command", "check", "process"]] = ContextVar(
+    "mode", default="command"
+)
+"""check: a command ends where its work would begin. process: a launcher has started this process."""
 STANDARD_OUTPUT = "-"
-JsonOutput = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="[FILE.json]",
-        help="The result as JSON: alone on standard output, or in this file.",
-    ),
-]
-"""Of commands whose class is JsonCommand."""
 
 
-class JsonCommand(TyperCommand):
-    """A command whose `--json` stands alone or before the name of a file."""
+class StartRanks(Exception):  # noqa: N818 - not an error: the work is for other processes
+    """Ends a command whose work is done by several processes, with the same arguments."""
+
+    def __init__(self, environments: list[dict[str, str]]) -> None:
+        super().__init__()
+        self.environments = environments
+
+
+class Command(TyperCommand):
+    """A command. It returns None, an exit code, the result for `--json`, or (result, exit code)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; `--json` that no file follows means standard output."""
+        self.words = list(args)
         return super().parse_args(ctx, with_json_target(args))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command and exit with its code."""
+        raise typer.Exit(guarded(lambda: self._run(ctx)))
+
+    def _run(self, ctx: Any) -> int:
+        target = ctx.params.pop("json_file", None)
+        ctx.obj = target
+        if target not in (None, STANDARD_OUTPUT) and MODE.get() != "check":
+            folder = Path(target).absolute().parent
+            if not folder.is_dir():
+                raise UserError(f"--json {target}: {folder} is not a folder")
+        try:
+            is_alone = target == STANDARD_OUTPUT
+            with _output_to_stderr() if is_alone else nullcontext():
+                result = super().invoke(ctx)
+        except StartRanks as start:
+            from vembed.parallel.launch import run_ranks
+
+            command = [sys.executable, "-m", "vembed", str(self.name), *self.words]
+            return run_ranks(command, start.environments)
+        code = 0
+        if isinstance(result, tuple):
+            result, code = result
+        if result is None or isinstance(result, int):
+            return result or code
+        # Of several ranks the first one writes.
+        if target is not None and os.environ.get("RANK", "0") == "0":
+            _write_json(target, result)
+        return code
 
 
 def with_json_target(args: Sequence[str]) -> list[str]:
@@ -94,38 +126,16 @@ def with_json_target(args: Sequence[str]) -> list[str]:
     arguments = list(args)
     for number, argument in enumerate(arguments):
         following = arguments[number + 1] if number + 1 < len(arguments) else ""
-        if (
-            argument == "--json"
-            and following != STANDARD_OUTPUT
-            and not following.endswith(".json")
-        ):
+        is_target = following == STANDARD_OUTPUT or following.endswith(".json")
+        if argument == "--json" and not is_target:
             arguments[number] = f"--json={STANDARD_OUTPUT}"
     return arguments
 
 
-@contextmanager
-def json_result(target: str | None) -> Iterator[Callable[[Any], None]]:
-    """Give a function that takes a command's result, and write it as JSON at the end. On standard output it stands alone:
-    all else that this process and its children print goes to standard error. Of several ranks the first one writes."""
-    results: list[Any] = []
-    if (
-        target is not None
-        and target != STANDARD_OUTPUT
-        and not Path(target).absolute().parent.is_dir()
-    ):
-        raise UserError(
-            f"--json {target}: {Path(target).absolute().parent} is not a folder; give one that is there"
-        )
-    with _output_to_stderr() if target == STANDARD_OUTPUT else nullcontext():
-        yield results.append
-    if not results or target is None or os.environ.get("RANK", "0") != "0":
-        return
-    value = (
-        asdict(results[0])
-        if is_dataclass(results[0]) and not isinstance(results[0], type)
-        else results[0]
-    )
-    text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+def _write_json(target: str, result: Any) -> None:
+    if is_dataclass(result) and not isinstance(result, type):
+        result = asdict(result)
+    text = json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n"
     if target == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return
@@ -161,14 +171,10 @@ def open_closed_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
     # Python has no object for a stream that was closed when it started.
-    if sys.stdout is None:
-        sys.stdout = open(  # noqa: SIM115
-            1, "w", encoding="utf-8", errors="backslashreplace", closefd=False
-        )
-    if sys.stderr is None:
-        sys.stderr = open(  # noqa: SIM115
-            2, "w", encoding="utf-8", errors="backslashreplace", closefd=False
-        )
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(number, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def guarded(function: Callable[[], int | None]) -> int:
@@ -176,121 +182,124 @@ def guarded(function: Callable[[], int | None]) -> int:
     message; a bug keeps its traceback."""
     try:
         return function() or 0
-    except UserError as error:
-        return _say_error(error, 2)
-    except RunError as error:
-        return _say_error(error, 1)
+    except (UserError, RunError) as error:
+        _print_error(f"error: {error}\n")
+        return 2 if isinstance(error, UserError) else 1
     except Stopped as stopped:
-        if (
-            os.environ.get("RANK", "0") == "0"
-        ):  # all ranks stop together, for one reason
-            _say(f"{stopped}\n")
+        # All ranks stop together, for one reason.
+        if os.environ.get("RANK", "0") == "0":
+            _print_error(f"{stopped}\n")
         return stopped.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return 130
+    except typer.Exit:
+        raise
     except Exception as error:
         from vembed.saving.durability import refusal
 
-        said = refusal(error)
-        if said is None:
+        message = refusal(error)
+        if message is None:
             raise
-        _say(f"error: {said}\n")
+        _print_error(f"error: {message}\n")
         return 1
 
 
-def end(function: Callable[[], int | None]) -> NoReturn:
-    """Call a command and exit with its code."""
-    raise typer.Exit(guarded(function))
-
-
-def _say_error(error: Exception, code: int) -> int:
-    _say(f"error: {error}\n")
-    return code
-
-
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     """Write to stderr. A closed terminal is ignored: the exit code carries the result too."""
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
+def log_line(line: str) -> None:
+    """Print a line of progress at once."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def share(nproc: int, **machines: Any) -> None:
+    """End the command here if other processes are to do its work. Commands check their arguments before they call it."""
+    if MODE.get() == "check":
+        raise typer.Exit(0)
+    # LOCAL_RANK: this is one of those processes.
+    if os.environ.get("LOCAL_RANK") or nproc * machines.get("num_machines", 1) == 1:
+        return
+    from vembed.parallel.launch import rank_environments
+
+    raise StartRanks(rank_environments(nproc, **machines))
+
+
 @contextmanager
-def only_checked() -> Iterator[io.StringIO]:
-    """Let commands that `share` their work end where they would begin it. Gives what they say about mistakes."""
-    said = io.StringIO()
-    token = _only_checks.set(True)
-    try:
-        with redirect_stderr(said):
-            yield said
-    finally:
-        _only_checks.reset(token)
+def model_session(
+    model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
+) -> Iterator[Session]:
+    """Start a session that uses a model and does not train it: copies or shards, in the dtype of its file."""
+    from vembed.config.schema import TrainConfig
+    from vembed.parallel.session import start_session
 
-
-def share(ctx: typer.Context, nproc: int) -> int | None:
-    """Start the same command on several processes and return its exit code; None inside such a process. Commands check
-    their arguments before they call it."""
-    if _only_checks.get():
-        return 0
-    if nproc == 1 or os.environ.get("LOCAL_RANK"):
-        return None
-    from vembed.parallel.launch import rank_environments, run_ranks
-
-    command_name = ctx.info_name or ""
-    args = (
-        sys.argv[sys.argv.index(command_name) :]
-        if command_name in sys.argv
-        else [command_name, *sys.argv[1:]]
+    config = TrainConfig(
+        model_name=model,
+        data_path="unused",
+        strategy=strategy,
+        mixed_precision="no",
+        trust_remote_code=trust_remote_code,
     )
-    return run_ranks([sys.executable, "-m", "vembed", *args], rank_environments(nproc))
+    with start_session(config) as session:
+        yield session
 
 
-def numbers(flag: str, text: str) -> list[int]:
-    """Return whole numbers from a list with commas."""
+@contextmanager
+def usable_model(name: str) -> Iterator[str]:
+    """Yield a model that can be loaded: `name` itself, or a temporary model made from a checkpoint."""
+    from vembed.weights.checkpoints import is_checkpoint, whole_model
+
+    if not is_checkpoint(Path(name).expanduser()):
+        yield name
+        return
+    # Each rank would make a model of its own, in a folder that the others do not know.
+    if os.environ.get("LOCAL_RANK") is not None:
+        raise UserError(
+            f"{name} is a checkpoint: with --nproc, first make a model of it that all processes read "
+            f"(`vembed export {name} FOLDER`)"
+        )
+    with tempfile.TemporaryDirectory(prefix="vembed-checkpoint-") as folder:
+        yield str(whole_model(name, Path(folder) / "model"))
+
+
+def numbers(flag: str, text: str, kind: type = int) -> Any:
+    """Return the numbers of a list with commas."""
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise UserError(f"{flag} {text}: give whole numbers, as 256,128") from None
-
-
-def floats(flag: str, text: str) -> list[float]:
-    """Return numbers from a list with commas."""
-    try:
-        return [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise UserError(f"{flag} {text}: give numbers, as 0.7,0.3") from None
-
-
-def word(flag: str, value: str, args: Sequence[str]) -> Any:
-    """Return a word that is one of several."""
-    if value not in args:
-        raise UserError(f"{flag} {value}: give one of {', '.join(args)}")
-    return value
-
-
-def model_options(torch_dtype: str, strategy: str) -> dict[str, Any]:
-    """Return the checked options of commands that load a model."""
-    return {
-        "torch_dtype": option("torch_dtype", torch_dtype),
-        "strategy": word("--strategy", strategy, ("auto", "ddp", "fsdp")),
-    }
-
-
-def column_mapping_of(text: str) -> dict[str, str] | None:
-    """Return a column mapping; None for an empty text."""
-    return dict(option("column_mapping", text)) if text else None
+        raise UserError(
+            f"{flag} {text}: give {'whole ' if kind is int else ''}numbers with commas"
+        ) from None
 
 
 def option(name: str, text: str) -> Any:
-    """Parse a value like the config option of that name."""
+    """Parse a value like the config option of that name; None for an empty text."""
     from vembed.config.options import checked
     from vembed.config.spelling import from_text, normalise
 
+    if not text:
+        return None
     try:
         return checked(name, normalise(name, from_text(name, text)))
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def read_config_arguments(
+    command_name: str, about: str | None, args: Sequence[str] | None
+) -> TrainArguments:
+    """Parse the arguments of a command that takes those of train, or print its help and end it."""
+    from vembed.config.arguments import command_help, parse_train_arguments
+
+    if {"-h", "--help"} & set(args or []):
+        sys.stdout.write(command_help(command_name, str(about)))
+        raise typer.Exit
+    return parse_train_arguments(args or [])
 
 
 def taken_flags(

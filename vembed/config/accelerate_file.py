@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vembed
-from vembed.config.aliases import target_of
+from vembed.config.aliases import WeakDefault, target_of
 from vembed.config.options import all_options, checked, join_words, nearest, quoted
 from vembed.config.parsing import Node, parse_value, read_tree
 from vembed.config.spelling import as_bool, normalise
@@ -395,10 +395,10 @@ def _fsdp_options(block: Node, source: str, notes: list[str]) -> dict[str, Any]:
             continue
         name = target_of(key, "fsdp")
         value = node.plain()
-        if name == "fsdp_reshard_after_forward" and normalise(
-            "fsdp_sharding_strategy", value
-        ) in (all_options()["fsdp_sharding_strategy"].choices):
-            name = "fsdp_sharding_strategy"  # Accelerate's spelling for FSDP1
+        if key.removeprefix("fsdp_") == "reshard_after_forward" and callable(name):
+            [(name, value)] = name(value)
+            if isinstance(name, WeakDefault) and name in options:
+                continue
         is_known = name == "gradient_checkpointing" or str(name).startswith("fsdp_")
         if not isinstance(name, str) or not is_known:
             names = [option for option in all_options() if option.startswith("fsdp_")]
@@ -407,6 +407,7 @@ def _fsdp_options(block: Node, source: str, notes: list[str]) -> dict[str, Any]:
                 f"{where}: unknown key {key!r} in fsdp_config"
                 + (f", did you mean {near!r}?" if near else "")
             )
+        name = str(name)
         if value is None:
             continue
         try:

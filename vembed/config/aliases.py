@@ -64,6 +64,7 @@ ALIASES: dict[str, str] = {
     "learning_rate": "lr base_lr",
     "optim": "optimizer optimizer_type",
     "weight_decay": "wd",
+    "adam_betas": "betas",
     "adam_epsilon": "adam_eps",
     "warmup_steps": "num_warmup_steps",
     "lr_scheduler_type": "scheduler lr_scheduler scheduler_type",
@@ -75,9 +76,8 @@ ALIASES: dict[str, str] = {
     "num_machines": "num_nodes nnodes",
     "fsdp_sharding_strategy": "sharding_strategy",
     "fsdp_offload_params": "offload_params fsdp_cpu_offload cpu_offload",
-    "fsdp_auto_wrap_policy": "auto_wrap_policy",
+    "fsdp_auto_wrap_policy": "auto_wrap_policy wrap_policy",
     "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap fsdp_transformer_cls_to_wrap",
-    "fsdp_reshard_after_forward": "reshard_after_forward",
     "fsdp_backward_prefetch": "backward_prefetch",
     "fsdp_forward_prefetch": "forward_prefetch",
     "fsdp_limit_all_gathers": "limit_all_gathers",
@@ -115,8 +115,8 @@ def _flag(
 def _precision(value: Any) -> list[Setting]:
     word = str(value).lower().replace("_", "-")
     if word in ("bf16-true", "16-true"):
-        dtype = "bfloat16" if word == "bf16-true" else "float16"
-        return [("torch_dtype", dtype), ("pure_dtype", True), ("mixed_precision", "no")]
+        dtype = "pure_bfloat16" if word == "bf16-true" else "float16"
+        return [("torch_dtype", dtype), ("mixed_precision", "no")]
     words = {
         "bf16": "bf16-mixed bf16",
         "fp16": "16-mixed fp16-mixed fp16 16",
@@ -126,12 +126,6 @@ def _precision(value: Any) -> list[Setting]:
         if word in spellings.split():
             return [("mixed_precision", precision)]
     raise ValueError("must be bf16-mixed, 16-mixed, bf16-true or 32-true")
-
-
-def _betas(value: Any) -> list[Setting]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError("must be a list of two numbers")
-    return [("adam_beta1", value[0]), ("adam_beta2", value[1])]
 
 
 def _number(value: Any) -> float:
@@ -156,6 +150,15 @@ def _shard_switch(value: Any) -> list[Setting]:
     if as_bool(value):
         return [("strategy", "fsdp")]
     return [(WeakDefault("strategy"), "ddp")]
+
+
+def _reshard(value: Any) -> list[Setting]:
+    # Accelerate writes FSDP1's sharding strategies under this name too.
+    if not isinstance(value, bool) and str(value).lower() not in ("true", "false"):
+        return [("fsdp_sharding_strategy", value)]
+    if as_bool(value):
+        return [(WeakDefault("fsdp_sharding_strategy"), "FULL_SHARD")]
+    return [("fsdp_sharding_strategy", "SHARD_GRAD_OP")]
 
 
 def _fsdp_mixed_precision(value: Any) -> list[Setting]:
@@ -199,8 +202,6 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "flash_attention": _flag("attn_implementation", "flash_attention_2"),
     "use_flash_attention_2": _flag("attn_implementation", "flash_attention_2"),
     "sampling_alpha": lambda value: [("sampling", f"temperature({value})")],
-    "betas": _betas,
-    "adam_betas": _betas,
     "scale": lambda value: [("temperature", 1.0 / _number(value))],
     "negatives_cross_device": _flag("negatives_from", "all_ranks", "own_rank"),
     "gather_across_devices": _flag("negatives_from", "all_ranks", "own_rank"),
@@ -208,6 +209,10 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "fsdp": _fsdp_switch,
     "use_fsdp": _shard_switch,
     "fsdp_mixed_precision": _fsdp_mixed_precision,
+    "fsdp_reshard_after_forward": _reshard,
+    "reshard_after_forward": _reshard,
+    "use_rslora": _flag("lora_variant", "rslora", "lora"),
+    "use_dora": _flag("lora_variant", "dora", "lora"),
     "warmup_ratio": _warmup_ratio,
     "use_wandb": _wandb_switch,
 }
@@ -281,6 +286,11 @@ REFUSED = {
         ("normalize", "normalize_embeddings"),
         "similarity: cosine, the default, brings embeddings to length 1; similarity: dot leaves their length",
     ),
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2"), "adam_betas: [0.9, 0.999] gives both"
+    ),
+    "lora_towers": "freeze: [vision] (or [text]) keeps adapters out of a tower",
+    "anchor_weight": "losses: [{loss: infonce}, {loss: anchor, weight: 1.0}] adds the term",
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
 """Known keys for features that vembed does not have, with the message."""

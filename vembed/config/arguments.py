@@ -14,9 +14,7 @@ from vembed.errors import UserError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
-VALUED_NAMES = frozenset(
-    {"precision", "betas", "adam_betas", "scale", "ddp_timeout", "sampling_alpha"}
-)
+VALUED_NAMES = frozenset({"precision", "scale", "ddp_timeout", "sampling_alpha"})
 """Translated names that are not switches; as flags they need a value."""
 COUNTED_OTHERWISE = frozenset({"effective_batch_size"})
 """Aliases whose number has another meaning than the option's own."""
@@ -48,9 +46,8 @@ LAUNCH_FLAGS = {
     ),
     "resume": (
         "[PATH]",
-        "Go on from the newest checkpoint of output_dir, or from this one.",
+        "Go on from the newest checkpoint, or from this one. force: with other settings too.",
     ),
-    "resume-anyway": ("", "Resume although model, data, batch or seed have changed."),
     "overwrite": ("", "Replace the earlier run in output_dir."),
     "verbose": ("", "All lines of the log file on the console too."),
     "quiet": ("", "Only warnings and errors on the console."),

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from vembed.config.options import quoted
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
 
@@ -42,11 +41,7 @@ class FsdpConfig:
     min_num_params: int = DEFAULT_MIN_NUM_PARAMS
     min_layer_params: int = 0
     """TRANSFORMER_BASED_WRAP: layers with fewer parameters are no units."""
-    wrap_embeddings: bool = True
     reshard_after_forward: bool = True
-    must_reshard: bool = False
-    """True if somebody asked for `fsdp_reshard_after_forward: true`: then parameters are gathered for every
-    micro-batch, also where they would fit for a whole step."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] = (
         "BACKWARD_PRE"
     )
@@ -63,7 +58,6 @@ class FsdpConfig:
     """Dtype of gathered parameters; None: from the precision."""
     reduce_dtype: str = "float32"
     buffer_dtype: str = "float32"
-    output_dtype: str = "float32"
     source: str = "the defaults"
     """The file or launcher that the settings start from."""
 
@@ -72,21 +66,15 @@ FSDP1_ONLY = {
     "fsdp_backward_prefetch": "FSDP2 gathers the next unit of the backward pass by itself",
     "fsdp_limit_all_gathers": "FSDP2 bounds the gathers in flight by itself",
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
-    "fsdp_buffer_dtype": "FSDP2 leaves buffers in their own dtype, and fsdp_output_dtype sets that of the output",
+    "fsdp_buffer_dtype": "FSDP2 leaves buffers in their own dtype",
     "fsdp_sync_module_states": "FSDP2 always starts from the weights of the first process",
 }
 """Options that FSDP2 does not have, with its own behaviour."""
-FSDP2_ONLY = {
-    "fsdp_output_dtype": "FSDP1 has fsdp_buffer_dtype, and the loss is computed in float32 either way",
-    "fsdp_reshard_after_forward": "FSDP1 has fsdp_sharding_strategy: SHARD_GRAD_OP keeps the parameters gathered",
-}
-"""The same for FSDP1."""
 FSDP_OPTIONS = tuple(name for name in option_fields() if name.startswith("fsdp_"))
 
 
 def resolve_fsdp(
     mixed_precision: AskedPrecision,
-    wrap_policy: str | None,
     values: Mapping[str, Any],
     source: str,
     *,
@@ -98,23 +86,23 @@ def resolve_fsdp(
     """
     version: Literal[1, 2] = values.get("fsdp_version", 2)
     offload = bool(values.get("fsdp_offload_params"))
-    sharding, reshard = _sharding(values, version)
+    sharding: Sharding = values.get("fsdp_sharding_strategy") or "FULL_SHARD"
+    policy = values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    names_function = ":" in policy
     precision, why = _precision(mixed_precision, values)
     _check(values, version, trains_adapters=trains_adapters)
     settings = FsdpConfig(
         version=version,
         sharding_strategy=sharding,
         offload=offload,
-        wrap_policy=values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+        wrap_policy="NO_WRAP" if names_function else policy,
         layer_classes=_layer_classes(values.get("fsdp_transformer_layer_cls_to_wrap")),
-        wrap_function=wrap_policy,
+        wrap_function=policy if names_function else None,
         # One option with two meanings: SIZE_BASED_WRAP cannot do without a size; layers are all units unless one is
         # given.
         min_num_params=values.get("fsdp_min_num_params") or DEFAULT_MIN_NUM_PARAMS,
         min_layer_params=values.get("fsdp_min_num_params") or 0,
-        wrap_embeddings=values.get("fsdp_wrap_embeddings", True),
-        reshard_after_forward=reshard,
-        must_reshard=version == 2 and values.get("fsdp_reshard_after_forward") is True,
+        reshard_after_forward=sharding != "SHARD_GRAD_OP",
         backward_prefetch=values.get("fsdp_backward_prefetch", "BACKWARD_PRE"),
         forward_prefetch=values.get("fsdp_forward_prefetch", False),
         limit_all_gathers=values.get("fsdp_limit_all_gathers", True),
@@ -127,25 +115,9 @@ def resolve_fsdp(
         param_dtype=values.get("fsdp_param_dtype"),
         reduce_dtype=values.get("fsdp_reduce_dtype", "float32"),
         buffer_dtype=values.get("fsdp_buffer_dtype", "float32"),
-        output_dtype=values.get("fsdp_output_dtype", "float32"),
         source=source,
     )
     return settings, _without_effect(mixed_precision, values, version)
-
-
-def _sharding(values: Mapping[str, Any], version: int) -> tuple[Sharding, bool]:
-    strategy = values.get("fsdp_sharding_strategy")
-    reshard = values.get("fsdp_reshard_after_forward")
-    keeps = strategy == "SHARD_GRAD_OP"
-    # FSDP1 knows the strategy alone.
-    if version == 1 or reshard is None:
-        return strategy or "FULL_SHARD", not keeps
-    if strategy is not None and reshard == keeps:
-        raise UserError(
-            f"fsdp_sharding_strategy: {strategy} and fsdp_reshard_after_forward: {quoted(reshard).lower()} contradict "
-            f"each other, since under FSDP2 the first means {quoted(not keeps).lower()} for the second: keep one of them"
-        )
-    return strategy or ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"), bool(reshard)
 
 
 def _check(values: Mapping[str, Any], version: int, *, trains_adapters: bool) -> None:
@@ -181,24 +153,26 @@ def _without_effect(
             return f"{name}: {str(value).lower()}"
         return f"{name}: {value:,d}" if isinstance(value, int) else f"{name}: {value}"
 
-    table = FSDP1_ONLY if version == 2 else FSDP2_ONLY
-    notes = [
-        f"{said(name)} has no effect under FSDP{version}: {instead}"
-        for name, instead in table.items()
-        if name in values
-    ]
+    notes = []
+    if version == 2:
+        for name, instead in FSDP1_ONLY.items():
+            if name in values:
+                notes.append(f"{said(name)} has no effect under FSDP2: {instead}")
     policy = values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    for name, looks_at_it in (
-        ("fsdp_transformer_layer_cls_to_wrap", "TRANSFORMER_BASED_WRAP"),
-        ("fsdp_wrap_embeddings", "TRANSFORMER_BASED_WRAP"),
+    if (
+        values.get("fsdp_transformer_layer_cls_to_wrap")
+        and policy != "TRANSFORMER_BASED_WRAP"
     ):
-        if values.get(name) not in (None, [], "") and policy != looks_at_it:
-            notes.append(
-                f"{said(name)} has no effect with fsdp_auto_wrap_policy: {policy}: only {looks_at_it} looks at it"
-            )
-    if values.get("fsdp_min_num_params") and policy == "NO_WRAP":
         notes.append(
-            f"{said('fsdp_min_num_params')} has no effect with fsdp_auto_wrap_policy: NO_WRAP"
+            f"{said('fsdp_transformer_layer_cls_to_wrap')} has no effect with fsdp_auto_wrap_policy: {policy}: only "
+            "TRANSFORMER_BASED_WRAP looks at it"
+        )
+    if values.get("fsdp_min_num_params") and policy not in (
+        "TRANSFORMER_BASED_WRAP",
+        "SIZE_BASED_WRAP",
+    ):
+        notes.append(
+            f"{said('fsdp_min_num_params')} has no effect with fsdp_auto_wrap_policy: {policy}"
         )
     if policy == "SIZE_BASED_WRAP" and not values.get("fsdp_min_num_params"):
         notes.append(

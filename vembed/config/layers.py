@@ -41,7 +41,6 @@ SLOTS = {
     "global_batch_size": "batch_size",
     "max_steps": "epochs",
     "gradient_cache_chunk_size": "micro_batch_tokens",
-    "fsdp_reshard_after_forward": "fsdp_sharding_strategy",
 }
 """Options that say one thing in another unit: a source that gives one of the two overrides both of a weaker source."""
 
@@ -473,9 +472,10 @@ def _stage_layers(
 
 def _contradict(old: OptionValue, new: OptionValue) -> bool:
     """Return whether two values of one source cannot both be meant."""
-    # `use_fsdp: false` is weak, but does not lose silently to `strategy: fsdp`.
-    if new.option == "strategy" and {old.value, new.value} == {"ddp", "fsdp"}:
-        return True
+    # Weak values too: `use_fsdp: false` does not lose silently to `strategy: fsdp`.
+    for values in (["ddp", "fsdp"], ["FULL_SHARD", "SHARD_GRAD_OP"]):
+        if old.value in values and new.value in values and old.value != new.value:
+            return True
     return old.value != new.value and not old.is_weak and not new.is_weak
 
 

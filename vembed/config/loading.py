@@ -17,7 +17,7 @@ from vembed.config.accelerate_file import (
     read_accelerate_file,
 )
 from vembed.config.entries import DataSource
-from vembed.config.fsdp import FSDP1_ONLY, FSDP2_ONLY
+from vembed.config.fsdp import FSDP1_ONLY
 from vembed.config.layers import (
     COMMAND_LINE,
     RESULT_OF,
@@ -42,7 +42,7 @@ from vembed.errors import UserError
 
 DEFAULT_PRESET = "accelerate_fsdp"
 """Base of the FSDP options if no file is named."""
-CODE_OPTIONS = ("model_class", "wrap_policy")
+CODE_OPTIONS = ("model_class", "fsdp_auto_wrap_policy")
 """Options that name a class or function in a file."""
 PATH_OPTIONS = ("data_path", "val_data_path", "image_root", *CODE_OPTIONS)
 
@@ -217,7 +217,7 @@ def render(
     values = config.to_dict()
     # Of two options for one thing, only the one that counts.
     for name, replaced in SLOTS.items():
-        if values[name] is not None and not name.startswith("fsdp_"):
+        if values[name] is not None:
             del values[replaced]
     if "temperature" not in config.given:
         # A learned temperature starts from the model's own, unless this option is given.
@@ -290,7 +290,8 @@ def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
                 if slot_of(name) != slot_of(new.option):
                     continue
                 is_same_option = name == new.option
-                if not is_same_option and (name in layer.values or _agree(new, old)):
+                is_auto = "auto" in (new.value, old.value)
+                if not is_same_option and (name in layer.values or is_auto):
                     continue
                 is_other_source = not is_same_option or old.level != new.level
                 is_seen = old.level > Level.PRESET and is_other_source
@@ -311,25 +312,13 @@ def _values_of_version(
         return values
     if version_of_layer.value == version:
         return values
-    special = sorted(set(layer.values) & (FSDP1_ONLY.keys() | FSDP2_ONLY.keys()))
+    special = sorted(layer.values.keys() & FSDP1_ONLY.keys())
     if special and layer.level > Level.PRESET:
         notes.append(
             f"{', '.join(special)} of {layer.name} not used: the run has fsdp_version: "
             f"{version}"
         )
     return [value for value in values if value.option not in special]
-
-
-def _agree(new: OptionValue, old: OptionValue) -> bool:
-    """Return whether two options for one thing mean the same."""
-    if "auto" in (new.value, old.value):
-        return True
-    reshards = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False}
-    meanings = [
-        reshards.get(value, value) if isinstance(value, str) else value
-        for value in (new.value, old.value)
-    ]
-    return isinstance(meanings[0], bool) and meanings[0] is meanings[1]
 
 
 def _add_implied_options(values: dict[str, OptionValue], problems: list[str]) -> None:

@@ -19,7 +19,6 @@ from vembed.config.terms import (
     loss_names,
     loss_terms,
     needed_teachers,
-    needs_whole_batch,
     run_terms,
 )
 from vembed.config.violation import Violation, word
@@ -182,28 +181,6 @@ def _tasks_are_scored_beside_the_run(data: DataSection) -> Violation | None:
     return None
 
 
-def _ring_has_what_losses_read(
-    objective: ObjectiveSection, terms: list[Term]
-) -> Violation | None:
-    if objective.loss_exchange != "ring":
-        return None
-    loss = needs_whole_batch(terms)
-    if loss is not None:
-        return Violation(
-            ("loss_exchange", "loss", "losses"),
-            f"loss_exchange: ring passes embeddings on block by block, and loss: {loss} compares those of the whole "
-            "batch at once: use loss_exchange: gather, or auto",
-        )
-    form = objective.quantize_embeddings
-    if form is None:
-        return None
-    return Violation(
-        ("loss_exchange", "quantize_embeddings"),
-        f"quantize_embeddings: {form} takes its levels from the whole batch, which loss_exchange: ring does not hold: "
-        "use loss_exchange: gather, or auto",
-    )
-
-
 def _mined_negatives_are_read(
     data: DataSection, losses: tuple[str, ...], terms: list[Term]
 ) -> Violation | None:
@@ -246,7 +223,6 @@ def loss_violations(
         _turns_need_batches_of_one_source(data),
         _tasks_are_scored_beside_the_run(data),
         _each_loss_accepts_its_options(terms, matryoshka.mrl_dims or []),
-        _ring_has_what_losses_read(objective, terms),
         _mined_negatives_are_read(data, losses, terms),
     ]
     return [violation for violation in results if violation is not None]

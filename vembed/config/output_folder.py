@@ -36,7 +36,7 @@ def expand_output_dir(
             f"{{{unknown[0]}}} is not known; a folder's name may contain {{{'}, {'.join(FIELDS)}}}"
         )
     if "time" in names:
-        if resume in (True, "auto"):
+        if resume in (True, "auto", "force"):
             raise ValueError(
                 f"{{time}} names a new folder at each start, so resume: {str(resume).lower()} finds no checkpoint "
                 "there; give resume the folder of the earlier run, or leave out {time}"

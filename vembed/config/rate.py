@@ -98,13 +98,13 @@ def peak_rate(
         )
         return Decision(_two_digits(rate), f"all weights: {reason}")
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out;
-    # with use_rslora it is alpha / sqrt(r), and the root of the rank is left.
+    # with rslora it is alpha / sqrt(r), and the root of the rank is left.
     strength = adapters.lora_alpha * (
-        math.sqrt(adapters.lora_r) if adapters.use_rslora else 1.0
+        math.sqrt(adapters.lora_r) if adapters.lora_variant == "rslora" else 1.0
     )
     rate = math.sqrt(wide * whole) * ADAPTERS * min(max(ALPHA / strength, 0.1), 10.0)
     rate *= math.sqrt(SHORT / min(max(trained.total_steps, SHORTEST), SHORT))
-    root = ", rslora" if adapters.use_rslora else ""
+    root = ", rslora" if adapters.lora_variant == "rslora" else ""
     root += (
         f", only {trained.total_steps:,d} steps" if trained.total_steps < SHORT else ""
     )

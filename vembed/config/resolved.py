@@ -143,7 +143,6 @@ def decide(
         adapters = config.adapters
         fsdp, fsdp_notes = resolve_fsdp(
             config.model.mixed_precision,
-            config.parallel.wrap_policy,
             fsdp_values,
             base,
             trains_adapters=adapters.use_lora or adapters.use_qlora,

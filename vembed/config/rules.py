@@ -48,16 +48,13 @@ LORA_OPTIONS = (
     "lora_alpha",
     "lora_dropout",
     "lora_target_modules",
-    "lora_towers",
-    "use_rslora",
-    "use_dora",
+    "lora_variant",
     "save_merged",
 )
 MATRYOSHKA_OPTIONS = (
     "mrl_dims",
     "mrl_weights",
     "mrl_projection",
-    "mrl_projection_init",
 )
 NEEDED_BY: dict[str, tuple[str, ...]] = {
     "use_mrl": MATRYOSHKA_OPTIONS,
@@ -65,8 +62,6 @@ NEEDED_BY: dict[str, tuple[str, ...]] = {
     "model_class": ("model_arguments", "tokenizer_name"),
     "save_steps": ("async_save",),
     "image_model_name": ("composed_dim",),
-    "push_to_hub": ("push_public",),
-    "resume": ("resume_anyway",),
 }
 """Map from an option to the options that have no effect without it."""
 LOWEST_USUAL_ADAPTER_RATE = 1e-4
@@ -163,12 +158,6 @@ def _matryoshka_rules(section: MatryoshkaSection) -> Iterator[Violation]:
     if dims is not None and len(set(dims)) < len(dims):
         yield Violation(
             ("mrl_dims",), f"mrl_dims: {dims} names a size twice: keep it once"
-        )
-    if section.mrl_projection_init == "pca" and section.mrl_projection is False:
-        yield Violation(
-            ("mrl_projection", "mrl_projection_init"),
-            "mrl_projection_init: pca needs a projection, and mrl_projection: false "
-            "rules it out: set mrl_projection: true",
         )
 
 
@@ -337,13 +326,12 @@ def _rules_between_sections(
             "peak: use fewer warm-up steps",
         )
     trains_adapters = adapters.use_lora or adapters.use_qlora
-    leaves_a_tower = trains_adapters and adapters.lora_towers != "all"
-    if batch.cache_frozen_features and not (adapters.freeze or leaves_a_tower):
+    if batch.cache_frozen_features and not adapters.freeze:
         yield Violation(
             ("cache_frozen_features",),
             "cache_frozen_features: true needs a tower of which nothing is trained, "
-            "and this run trains all: freeze one (freeze: [vision] or [text], or "
-            "lora_towers: text with use_lora: true), or set it to false",
+            "and this run trains all: freeze one (freeze: [vision] or [text]), "
+            "or set it to false",
         )
     if model.quantize_weights is not None and trains_adapters:
         switch = "use_lora" if adapters.use_lora else "use_qlora"
@@ -381,10 +369,8 @@ def remarks(config: TrainConfig) -> list[str]:
     of_optimizers = {name for kind in OPTIMIZERS.values() for name in kind.options}
     unread_options = of_optimizers - OPTIMIZERS[optimizer.optim].options
     without_effect(tuple(sorted(unread_options)), f"with optim: {optimizer.optim}")
-    if optimizer.scale_learning_rate == "none":
-        without_effect(("base_batch_size",), "with scale_learning_rate: none")
     if config.data.val_data_path is None and config.data.val_split is None:
-        unread = ["eval_before", "eval_metric", "eval_ks", "eval_batch_tokens"]
+        unread = ["eval_before", "eval_metric", "eval_ks"]
         for name in ("eval_steps", "patience"):
             if isinstance(values[name], int):
                 unread.insert(0, name)
@@ -396,9 +382,6 @@ def remarks(config: TrainConfig) -> list[str]:
             f"epochs: {optimizer.epochs:g} does not"
         )
     lines += _data_remarks(config.data)
-    if config.model.pure_dtype and config.model.torch_dtype in ("auto", "float32"):
-        dtype = config.model.torch_dtype
-        lines.append(f"pure_dtype: true has no effect with torch_dtype: {dtype}")
     of_trackers = {name for kind in TRACKERS.values() for name in kind.options}
     for name in config.logging.report_to:
         of_trackers -= TRACKERS[name].options

@@ -18,6 +18,7 @@ from vembed.config.entries import (
 )
 from vembed.config.negatives import EpochMining
 from vembed.config.values import (
+    CodeName,
     Dtype,
     Fraction,
     Frozen,
@@ -72,12 +73,12 @@ class ModelSection(Section, title="model"):
     """Model of a second tower for images. `model_name` then encodes text (model_family: composed)."""
     composed_dim: PositiveInt | None = None
     """Size of the shared space of a composed model. Default: the smaller of the two towers' sizes."""
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype in which weights are loaded. Trainable weights are always kept as float32 master weights, unless
-    `pure_dtype: true`. `auto`: float32 for towers with trained weights, the file's own dtype for frozen ones."""
-    pure_dtype: bool = False
-    """Keep trainable weights in `torch_dtype` too (no float32 master weights): half the memory of training. Needs
-    torch_dtype: bfloat16 and optim: adamw, whose updates are then rounded stochastically, lest most vanish."""
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16", "pure_bfloat16"] = (
+        "auto"
+    )
+    """Dtype in which weights are loaded. Trainable weights are kept as float32 master weights. `auto`: float32 for
+    towers with trained weights, the file's own dtype for frozen ones. `pure_bfloat16`: no master weights, half the
+    memory of training. Needs optim: adamw, whose updates are then rounded stochastically, so that few vanish."""
     quantize_weights: Literal["int8"] | None = None
     """Round the weights of the layers' linear maps to int8 in each forward pass, a scale per row, and train through the
     rounding, for a model that is served in int8. `final/` has the rounded weights. Not with `use_lora`."""
@@ -123,10 +124,9 @@ class MatryoshkaSection(Section, title="Matryoshka sizes"):
     """Sizes to train. Default with use_mrl: the embedding's size, halved repeatedly down to 64."""
     mrl_weights: list[PositiveFloat] | None = None
     """Weight of each size in the loss, in the order of `mrl_dims`. Default: 1 for each."""
-    mrl_projection: Literal["auto"] | bool = "auto"
-    """A linear layer from the hidden size to max(mrl_dims). `auto`: only where max(mrl_dims) is smaller."""
-    mrl_projection_init: Literal["identity", "pca"] = "identity"
-    """Initial weights of the projection: rows of the identity, or principal components of a sample of the data."""
+    mrl_projection: Literal["auto", "pca"] | bool = "auto"
+    """A linear layer from the hidden size to max(mrl_dims). `auto`: only where max(mrl_dims) is smaller. It starts as
+    rows of the identity, with `pca` as the principal components of a sample of the data."""
 
 
 class AdapterSection(Section, title="adapters and frozen parts"):
@@ -142,12 +142,9 @@ class AdapterSection(Section, title="adapters and frozen parts"):
     """Dropout inside the adapters. It draws numbers for every input of every adapted layer."""
     lora_target_modules: Literal["auto", "all-linear"] | list[str] = "auto"
     """Layers that get an adapter. `auto`: attention and feed-forward projections of the chosen towers."""
-    lora_towers: Literal["text", "vision", "all"] = "all"
-    """Towers that get adapters. The others are frozen."""
-    use_rslora: bool = False
-    """Scale by alpha / sqrt(r) instead, which suits large ranks."""
-    use_dora: bool = False
-    """Weight-decomposed adapters: slower, often better at small ranks."""
+    lora_variant: Literal["lora", "rslora", "dora"] = "lora"
+    """rslora: scale by alpha / sqrt(r) instead, which suits large ranks (also `use_rslora`). dora: weight-decomposed
+    adapters, slower, often better at small ranks (also `use_dora`)."""
     use_qlora: bool = False
     """Keep the frozen base weights in 4 bits (nf4). This implies `use_lora`. Needs bitsandbytes."""
     save_merged: bool = True
@@ -218,25 +215,17 @@ class _Objective(Section, title="loss"):
     """The loss, its candidates and its teachers: options of the run, beside those of the losses."""
 
     loss: LossName = "infonce"
-    anchor_weight: NonNegativeFloat = 0.0
-    """Weight of a further term against forgetting: the mean of 1 - cos(z, z0) over all inputs of the batch, z0 the
-    embedding that `model_name` gives before training. A source of texts alone (`text`) with `losses: [{loss: anchor}]`
-    adds unlabelled texts. The vectors are computed once and kept on disk, as a teacher's."""
     auxiliary_losses: dict[str, float] | None = None
     """Weight of each loss that an own model returns, by name. Default: 1 for each. 0: logged only."""
     language_modelling: Literal["auto"] | bool = "auto"
     """Train by the model's language-model head: `next_token` for decoders, `masked_token` for encoders. `auto`: with
-    loss: none. true: beside another loss too, for decoders, with the weight that `auxiliary_losses` gives."""
-    mlm_probability: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.15
-    """Share of an encoder's tokens that language modelling hides."""
+    loss: none. true: beside another loss too, for decoders, with the weight that `auxiliary_losses` gives. An encoder's
+    tokens are hidden with probability 0.15."""
     losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section."""
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
-    loss_exchange: Literal["auto", "gather", "ring"] = "auto"
-    """Way in which processes get each other's embeddings: all at once (gather), or block by block in a ring, where each
-    holds its own and one block of another. Same gradient. auto: ring where gathering takes too much memory."""
     quantize_embeddings: Literal["int8", "binary"] | None = None
     """Train for vectors that are stored in int8 or as bits: the loss is the mean of that of the float embeddings and
     that of the stored ones, straight-through, at every size of `mrl_dims`. Evaluations score all stored forms too."""
@@ -272,17 +261,16 @@ class BatchSection(Section, title="batch"):
     """Batches per optimizer step. Each has its own negatives: for a larger contrastive batch raise `batch_size`,
     whose memory is bounded by `micro_batch_tokens`."""
     micro_batch_tokens: Literal["auto"] | PositiveInt = "auto"
-    """Padded tokens (and image patches) per micro-batch. Affects memory and speed, not the result."""
+    """Padded tokens (and image patches) per micro-batch, in evaluations too. Affects memory and speed, not the
+    result."""
     gradient_cache_chunk_size: PositiveInt | None = None
     """Rows per micro-batch. Replaces `micro_batch_tokens`."""
     use_gradient_cache: Literal["auto"] | bool = "auto"
     """Gradient Cache: run every micro-batch twice instead of keeping its autograd graph, so that the memory of one
-    micro-batch is enough. `auto`: only if the batch is larger than `kept_graph_tokens`. The gradient is the same."""
-    kept_graph_tokens: Literal["auto"] | PositiveInt = "auto"
-    """Padded tokens whose autograd graphs fit in memory at once. `auto`: from the available memory."""
+    micro-batch is enough. `auto`: only if the graphs of the batch do not fit in memory. The gradient is the same."""
     cache_frozen_features: bool = False
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
-    all epochs and runs. Needs a tower without trained parameters (`freeze`, `lora_towers`)."""
+    all epochs and runs. Needs a tower without trained parameters (`freeze`)."""
 
     def rows_per_process(self, world_size: int) -> int:
         """Return the rows of a process in a batch. Raise UserError for a remainder."""
@@ -313,17 +301,15 @@ class OptimizerSection(Section, title="optimizer"):
     encoder or a decoder by width and steps, adapters by alpha, a head alone, initial weights, CLIP). The log gives the
     reason."""
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply the learning rate by global batch / `base_batch_size` (or its square root). The log shows the result."""
-    base_batch_size: PositiveInt = 32
-    """The global batch that `learning_rate` was chosen for, only with `scale_learning_rate`."""
+    """Multiply the learning rate by global batch / 32 (or its square root). The log shows the result."""
     optim: OptimizerName = "adamw"
     """Optimizer. The state of the 8-bit ones takes a quarter of the memory."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, not applied to biases and norms."""
-    adam_beta1: Momentum = 0.9
-    """Decay rate of the first moment."""
-    adam_beta2: Momentum = 0.999
-    """Decay rate of the second moment."""
+    adam_betas: Annotated[list[Momentum], Field(min_length=2, max_length=2)] = Field(
+        default_factory=lambda: [0.9, 0.999]
+    )
+    """Decay rates of the first and the second moment."""
     adam_epsilon: PositiveFloat = 1e-8
     """Term added to the denominator for numerical stability."""
     head_learning_rate: PositiveFloat | None = None
@@ -369,27 +355,23 @@ class ParallelSection(Section, title="parallel"):
         Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None
     ) = None
     """Sharding strategy. FULL_SHARD: parameters, gradients and optimizer state are sharded. SHARD_GRAD_OP: parameters
-    stay gathered between forward and backward. NO_SHARD: plain DDP. HYBRID_SHARD: sharded inside a machine, replicated
-    between machines."""
+    stay gathered between forward and backward (also `reshard_after_forward: false`). NO_SHARD: plain DDP. HYBRID_SHARD:
+    sharded inside a machine, replicated between machines."""
     fsdp_offload_params: bool | None = None
     """Keep parameters, gradients and optimizer state in host memory between uses."""
-    fsdp_auto_wrap_policy: (
-        Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None
-    ) = None
-    """Choice of FSDP units: each transformer layer, each module above `fsdp_min_num_params`, or the whole model."""
+    fsdp_auto_wrap_policy: Annotated[
+        Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+        | CodeName
+        | None,
+        NamesFiles("code"),
+    ] = None
+    """Choice of FSDP units: each transformer layer, each module above `fsdp_min_num_params`, or the whole model. Also a
+    function of your own, path/to/file.py:function, which is called with each module and returns whether it is a unit."""
     fsdp_transformer_layer_cls_to_wrap: str | list[str] | None = None
     """Layer classes (name, dotted path, or a list). Default: the classes that the backbone declares."""
-    wrap_policy: Annotated[str | None, NamesFiles("code")] = None
-    """A function of your own that chooses the FSDP units, instead of the policy: path/to/file.py:function. It is called
-    with each module of the model and returns whether it is a unit."""
     fsdp_min_num_params: NonNegativeInt | None = None
     """Minimum number of parameters of a unit. SIZE_BASED_WRAP: 0 or none is 1,000,000. TRANSFORMER_BASED_WRAP: smaller
     layers are no units. 0 or none: every layer is one."""
-    fsdp_wrap_embeddings: bool = True
-    """TRANSFORMER_BASED_WRAP alone: make the input embeddings, trained or frozen, a unit of their own."""
-    fsdp_reshard_after_forward: bool | None = None
-    """FSDP2: free the gathered parameters after the forward pass. Default: from the sharding strategy. If all gathered
-    parameters take at most a fifth of a process's memory, training frees them only at the end of a step."""
     fsdp_backward_prefetch: (
         Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None
     ) = None
@@ -414,9 +396,7 @@ class ParallelSection(Section, title="parallel"):
     fsdp_reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced. Default: float32."""
     fsdp_buffer_dtype: Dtype | None = None
-    """FSDP1 only: dtype of buffers. FSDP2 has fsdp_output_dtype instead."""
-    fsdp_output_dtype: Dtype | None = None
-    """FSDP2 only: dtype of the model's output. Default: float32."""
+    """FSDP1 only: dtype of buffers. FSDP2 leaves them in their own."""
     sync_batchnorm: bool = False
     """Convert batch norms so that they use statistics over all processes. Micro-batches remain separate batches."""
     dist_timeout_minutes: PositiveFloat = 30.0
@@ -442,8 +422,6 @@ class EvaluationSection(Section, title="evaluation"):
     `max_drop` ends, and `final/` is the last checkpoint that held. Needs val_data_path, eval_steps and save_steps."""
     eval_ks: list[PositiveInt] = Field(default_factory=lambda: [1, 5, 10, 100])
     """Cut-offs of nDCG, MRR, Recall and MAP."""
-    eval_batch_tokens: Literal["auto"] | PositiveInt = "auto"
-    """Padded tokens per micro-batch in evaluation."""
 
     def listed_guards(self) -> list[Guard]:
         """Return an entry for each of `guards`."""
@@ -460,8 +438,6 @@ class LoggingSection(Section, title="logging"):
     """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
     report_to: list[TrackerName] = Field(default=["tensorboard"])
     """Trackers. `none` for no tracker."""
-    report_every: PositiveInt | None = None
-    """Steps between writings of the report while the run goes on. Default: only at the end."""
     run_name: str | None = None
     """Name of the run in trackers. For TensorBoard, a folder inside `tensorboard/`. Default: the name of output_dir,
     and no such folder."""
@@ -470,10 +446,8 @@ class LoggingSection(Section, title="logging"):
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the run in wandb."""
     push_to_hub: str | None = None
-    """Repository on the Hub (user/name) that gets each best checkpoint, as a commit with the tag step-N, and in the end
+    """Repository on the Hub (user/name, private) that gets each best checkpoint, as a commit with the tag step-N, and in the end
     `final/` with card, report and a description of the data. The token is that of the login or of HF_TOKEN."""
-    push_public: bool = False
-    """push_to_hub: make the repository public. Default: private."""
     console: Literal["normal", "verbose", "quiet"] = "normal"
     """Lines on the console: five on the set-up, then steps and scores. Or all lines of the log file (also `--verbose`), or
     only warnings (also `--quiet`)."""
@@ -507,14 +481,11 @@ class RunSection(Section, title="run"):
     `auto`: with validation data, where every checkpoint is evaluated."""
     async_save: bool = False
     """Write checkpoints in the background while training continues."""
-    on_save_error: Literal["stop", "continue"] = "stop"
-    """A checkpoint that cannot be written (disk full): end with exit code 1, or continue and keep the last good one."""
     save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights in `final/`. `auto`: that of the original model's files, although training uses float32."""
-    resume: Literal["auto"] | bool | str = False
-    """true: continue from the newest valid checkpoint of output_dir. auto: the same if there is one, or a path."""
-    resume_anyway: bool = False
-    """Resume although model, data, batch or seed have changed."""
+    resume: Literal["auto", "force"] | bool | str = False
+    """true: continue from the newest valid checkpoint of output_dir. auto: the same if there is one, or a path. force: as
+    true, although model, data, batch or seed have changed."""
     max_train_minutes: PositiveFloat | None = None
     """Time limit in minutes. The run saves a checkpoint and ends before it."""
 

@@ -23,11 +23,10 @@ _DTYPE = {
     "float32": "fp32 float torch.float32",
 }
 SPELLINGS: dict[str, dict[str, str]] = {
-    "torch_dtype": _DTYPE,
+    "torch_dtype": {**_DTYPE, "pure_bfloat16": "pure_bf16 bf16_true"},
     "fsdp_param_dtype": _DTYPE,
     "fsdp_reduce_dtype": _DTYPE,
     "fsdp_buffer_dtype": _DTYPE,
-    "fsdp_output_dtype": _DTYPE,
     "mixed_precision": {
         "bf16": "bfloat16",
         "fp16": "float16",

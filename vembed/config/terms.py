@@ -16,7 +16,6 @@ from vembed.config.schema import (
 from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
 from vembed.losses.teacher_scores import SCORES
-from vembed.losses.vectors import Anchor, NoLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,6 @@ def loss_terms(
     for entry in entries or [LossTerm(loss=objective.loss)]:
         term = _term(entry, objective, start_model, source, model_temperature)
         terms.append(term)
-    is_anchored = any(isinstance(term.loss, Anchor | NoLoss) for term in terms)
-    if objective.anchor_weight and not is_anchored:
-        is_alone = False
-        terms.append(Term(objective.anchor_weight, Anchor(), start_model, None))
     return [replace(term, is_alone=is_alone) for term in terms]
 
 
@@ -248,14 +243,6 @@ def reads_scores(terms: Sequence[Term]) -> bool:
 def loss_names(terms: Sequence[Term]) -> tuple[str, ...]:
     """Return the names of the terms' losses, each once."""
     return tuple(dict.fromkeys(term.loss.name for term in terms))
-
-
-def needs_whole_batch(terms: Sequence[Term]) -> str | None:
-    """Return the first loss that needs all embeddings on every process, or None."""
-    for term in terms:
-        if term.loss.needs_whole_batch:
-            return term.loss.name
-    return None
 
 
 def listed_teachers(objective: ObjectiveSection) -> list[Teacher]:

@@ -37,6 +37,14 @@ class Form(str):
     __slots__ = ()
 
 
+CodeName = Annotated[
+    str,
+    Field(pattern=r".:\w+$"),
+    Form("path/to/file.py:name"),
+]
+"""A function or class in a file of the user's."""
+
+
 class Frozen(BaseModel):
     """Base class of config models: immutable; unknown keys are errors."""
 

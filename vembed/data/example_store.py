@@ -5,15 +5,16 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vembed.config.entries import DataSource
-from vembed.config.schema import DataSection, TrainConfig
+from vembed.config.schema import TrainConfig
 from vembed.config.terms import (
     lacks_comparisons,
     loss_names,
@@ -40,7 +41,6 @@ from vembed.data.first_pass import (
     Index,
     IndexCache,
     build_index,
-    content_keys,
 )
 from vembed.data.formats.base import Format
 from vembed.data.formats.opening import open_reader
@@ -108,66 +108,55 @@ class _Source(Records):
     read_as: ReadAs
     stamps: tuple[FileStamp, ...]
     """Of its files, before they were read."""
-    mates: np.ndarray | None
-    """The next example of the class of each, in labelled data."""
     reads_scores: bool
     """True if a loss of the source reads scores of the data."""
 
-    @property
+    @cached_property
     def labels(self) -> np.ndarray | None:
         """Hash of the class of each example in use, in labelled data."""
         return None if self.index.labels is None else self.index.labels[: self.size]
 
-    def example(self, number: int) -> Example:
-        """Return an example. That of labelled data has the next one of its class as positive."""
-        if self.mates is not None:
-            return self.pair(number, int(self.mates[number]))
-        return self.read_as.apply(super().example(number))
+    @cached_property
+    def mates(self) -> np.ndarray | None:
+        """The next example of the class of each, in labelled data."""
+        return None if self.labels is None else next_of_class(self.labels)
 
-    def pair(self, number: int, mate: int) -> Example:
-        """Return an example of labelled data with another one as its positive."""
-        positive = super().example(mate).query
-        example = replace(super().example(number), positives=(positive,))
+    def example(self, number: int, mate: int | None = None) -> Example:
+        """Return an example. That of labelled data has another one of its class as positive: `mate`, or the next."""
+        example = super().example(number)
+        if self.mates is not None:
+            mate = int(self.mates[number]) if mate is None else mate
+            example = replace(example, positives=(super().example(mate).query,))
         return self.read_as.apply(example)
 
     def summary(self) -> str:
         counts = self.index.counts
-        num_records = len(self.index)
-        kinds = [
-            "+".join(
-                name for name, count in (("text", texts), ("image", images)) if count
-            )
-            for texts, images in (
-                (counts.text_queries, counts.image_queries),
-                (counts.text_documents, counts.image_documents),
-            )
-        ]
-        parts = [f"{self.name}: {self.size:,d} examples", f"{kinds[0]} to {kinds[1]}"]
-        if self.size < num_records:
-            parts.append(f"the first of {num_records:,d}")
+        num_counted = counts["records"]
+        kinds = []
+        for side in ("queries", "documents"):
+            names = [name for name in ("text", "image") if counts[f"{name}_{side}"]]
+            kinds.append("+".join(names))
+        parts = [f"{self.name}: {self.size:,d} examples", " to ".join(kinds)]
+        if self.size < len(self):
+            parts.append(f"the first of {len(self):,d}")
         if self.index.num_bad:
             parts.append(f"{self.index.num_bad:,d} bad records left out")
-        if counts.positives > num_records:
-            parts.append(f"{counts.positives / num_records:.1f} positives each")
-        if counts.negatives:
-            parts.append(f"{counts.negatives / num_records:.1f} negatives each")
+        if counts["positives"] > num_counted:
+            parts.append(f"{counts['positives'] / num_counted:.1f} positives each")
+        if counts["negatives"]:
+            parts.append(f"{counts['negatives'] / num_counted:.1f} negatives each")
         if self.labels is not None:
-            parts.append(
-                f"labelled with {len(np.unique(self.labels[self.labels >= 0])):,d} classes"
-            )
-        if counts.scored:
-            parts.append(
-                "scored"
-                if counts.scored == num_records
-                else f"{counts.scored:,d} of them scored"
-            )
+            num_classes = len(np.unique(self.labels[self.labels >= 0]))
+            parts.append(f"labelled with {num_classes:,d} classes")
+        if counts["scored"] == num_counted:
+            parts.append("scored")
+        elif counts["scored"]:
+            parts.append(f"{counts['scored']:,d} of them scored")
         if self.weight != 1.0:
             parts.append(f"weight {self.weight:g}")
-        parts += [
-            f"{name} {value!r}"
-            for name, value in asdict(self.read_as).items()
-            if value is not None
-        ]
+        for name, value in asdict(self.read_as).items():
+            if value is not None:
+                parts.append(f"{name} {value!r}")
         return "data: " + ", ".join(parts)
 
     def weak_points(self) -> list[str]:
@@ -175,18 +164,27 @@ class _Source(Records):
         texts, and records that were left out."""
         counts = self.index.counts
         unused = self.index.unused
-        num_inspected = min(NUM_INSPECTED, self.size)
-        examples = [self.example(number) for number in range(num_inspected)]
+        examples = []
+        score_column = None
+        for number in range(min(NUM_INSPECTED, self.size)):
+            examples.append(self.example(number))
+            score_column = score_column or self._score_column(number)
         takes_matches = self.labels is None and self.form.takes_matches
         is_training = bool(self.form.losses)
         sentences: list[str | None] = []
         if self.labels is None and is_training:
             sentences += [unread_negatives(unused), unread_prompt(unused)]
-        if takes_matches and not counts.scored:
+        if takes_matches and not counts["scored"]:
             sentences.append(unread_judgement(unused))
-        if takes_matches and counts.scored and is_training and not self.reads_scores:
-            sentences.append(self._unread_scores())
-        if counts.scored and self.reads_scores and self._score_column(0) == LABEL:
+        if takes_matches and counts["scored"] and is_training and not self.reads_scores:
+            way_out = "loss: cosent if it says how well a pair matches"
+            if counts["negatives"]:
+                way_out = "loss: kl and teacher: scores if it is a teacher's"
+            sentences.append(
+                f"{score_column or 'score'} is not read by loss: {' and '.join(self.form.losses)}, and every pair is "
+                f"taken for a match: set {way_out}, or leave out the pairs that do not match"
+            )
+        if counts["scored"] and self.reads_scores and score_column == LABEL:
             scores = {score for example in examples for score in example.scores or ()}
             sentences.append(classes_as_scores(scores))
         num_bad = self.index.num_bad
@@ -198,25 +196,12 @@ class _Source(Records):
         said = [sentence for sentence in sentences if sentence is not None]
         return said + taken_for_texts(examples, unused)
 
-    def _unread_scores(self) -> str:
-        name = next(
-            filter(None, map(self._score_column, range(min(NUM_INSPECTED, self.size)))),
-            "score",
-        )
-        way_out = "set loss: cosent if it says how well a pair matches, or leave out the pairs that do not match"
-        if self.index.counts.negatives:
-            way_out = "set loss: kl and teacher: scores if it is a teacher's, or leave out the pairs that do not match"
-        losses = " and ".join(self.form.losses)
-        return f"{name} is not read by loss: {losses}, and every pair is taken for a match: {way_out}"
-
     def _score_column(self, number: int) -> str | None:
         """Return the column with the score of an example."""
         record = self.record(number)
-        name = (
-            LABEL
-            if is_conversation(record)
-            else self.form.columns.layout(tuple(record)).score
-        )
+        name: str | None = LABEL
+        if not is_conversation(record):
+            name = self.form.columns.layout(tuple(record)).score
         return name if name is not None and record.get(name) is not None else None
 
 
@@ -233,99 +218,81 @@ class ExampleStore:
         self.weights = tuple(source.weight for source in sources)
         self.num_skipped = sum(source.index.num_bad for source in sources)
         """Number of bad records that were skipped."""
-
-    @property
-    def labels(self) -> list[np.ndarray | None]:
+        self.labels = [source.labels for source in sources]
         """Hash of the class of each example, by source; None for sources without labels."""
-        return [source.labels for source in self._sources]
-
-    def pair(self, index: int, mate: int) -> Example:
-        """Return an example of a labelled source with another one of the source as its positive."""
-        source, number = self._locate(index)
-        return self._sources[source].pair(number, number + mate - index)
-
-    def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
-        """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
-        kept = [
-            _kept(source, is_kept[end - source.size : end])
-            for source, end in zip(self._sources, self._ends, strict=True)
-        ]
-        empty = next((source.name for source in kept if not source.size), None)
-        if empty is not None:
-            raise UserError(
-                f"{note} takes all examples of {empty}; lower it, or give val_data_path"
-            )
-        return ExampleStore(kept, short_hash(self.fingerprint, note))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Example:
         source, number = self._locate(index)
-        return self._sources[source].example(number)
+        return source.example(number)
+
+    def pair(self, index: int, mate: int) -> Example:
+        """Return an example of a labelled source with another one of the source as its positive."""
+        source, number = self._locate(index)
+        return source.example(number, number + mate - index)
 
     def record(self, index: int) -> dict[str, Any]:
         """Return the record of an example as it stands in its file."""
         source, number = self._locate(index)
-        return self._sources[source].record(number)
+        return source.record(number)
 
     def as_read(self, index: int, example: Example) -> Example:
         """Return an example with the prompts and the maximum length of the source that `index` is from."""
-        return self._sources[self._locate(index)[0]].read_as.apply(example)
+        return self._locate(index)[0].read_as.apply(example)
 
     def source_of(self, index: int) -> int:
         """Return the number of the source that an example comes from."""
-        return self._locate(index)[0]
+        return bisect.bisect_right(self._ends, index)
 
-    def keys(self, index: int) -> list[int]:
-        """Return the distinct content keys of an example's items. Equal contents have equal keys."""
-        source, number = self._locate(index)
-        known = self._sources[source].index.keys
-        return content_keys(self[index]) if known is None else known.of(number).tolist()
+    def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
+        """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
+        kept = []
+        for source, end in zip(self._sources, self._ends, strict=True):
+            is_kept_here = is_kept[end - source.size : end]
+            size = int(is_kept_here.sum())
+            if not size:
+                raise UserError(
+                    f"{note} takes all examples of {source.name}; lower it, or give val_data_path"
+                )
+            index = source.index.subset(is_kept_here)
+            kept.append(replace(source, index=index, size=size))
+        return ExampleStore(kept, short_hash(self.fingerprint, note))
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
         values = []
         counts = []
         for source in self._sources:
-            if source.index.keys is None:
-                raise RuntimeError(
-                    "contents are only remembered with no_duplicates: true"
-                )
+            assert source.index.keys is not None
             # A source limited by max_train_examples has more keys than examples in use.
             starts = source.index.keys.starts[: source.size + 1]
             values.append(source.index.keys.values[: starts[-1]])
             counts.append(np.diff(starts))
-        return ContentKeys(
-            np.concatenate(values),
-            np.concatenate([[0], np.cumsum(np.concatenate(counts))]),
-        )
+        all_starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+        return ContentKeys(np.concatenate(values), all_starts)
 
     def changed_files(self) -> list[str]:
         """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
         stamps = {
             stamp.path: stamp for source in self._sources for stamp in source.stamps
         }
-        return [
-            change
-            for stamp in stamps.values()
-            if (change := stamp.change()) is not None
-        ]
+        changes = [stamp.change() for stamp in stamps.values()]
+        return [change for change in changes if change is not None]
 
     def summary(self) -> list[str]:
         """Return log lines: examples per source, skipped records with the reason, and unused columns."""
         lines = []
         for source in self._sources:
+            index = source.index
             lines.append(source.summary())
-            lines += [
-                f"left out: {problem}" for problem in joined(source.index.problems)
-            ]
-            if source.index.num_bad > len(source.index.problems):
-                lines.append(
-                    f"left out: {source.index.num_bad - len(source.index.problems):,d} more of {source.name}"
-                )
-            if source.index.unused:
-                lines.append(f"{source.name}: not used: {listed(source.index.unused)}")
+            lines += [f"left out: {problem}" for problem in joined(index.problems)]
+            num_more = index.num_bad - len(index.problems)
+            if num_more:
+                lines.append(f"left out: {num_more:,d} more of {source.name}")
+            if index.unused:
+                lines.append(f"{source.name}: not used: {listed(index.unused)}")
         if len(self._sources) > 1:
             lines.append(
                 f"data: {len(self):,d} examples of {len(self._sources):,d} sources"
@@ -334,17 +301,16 @@ class ExampleStore:
 
     def warnings(self) -> list[str]:
         """Return a sentence for each source that is probably not meant as it is read."""
-        return [
-            f"{source.name}: {sentence}"
-            for source in self._sources
-            for sentence in source.weak_points()
-        ]
+        sentences = []
+        for source in self._sources:
+            sentences += [f"{source.name}: {point}" for point in source.weak_points()]
+        return sentences
 
-    def _locate(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[_Source, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        source = bisect.bisect_right(self._ends, index)
-        return source, index - (self._ends[source - 1] if source else 0)
+        source = self._sources[self.source_of(index)]
+        return source, index - self._ends[self.source_of(index)] + source.size
 
 
 def open_examples(
@@ -359,99 +325,95 @@ def open_examples(
     For validation data, `max_train_examples`, `max_negatives` and the requirements of the loss do not apply.
     """
     specs = [path_spec] if isinstance(path_spec, str) else path_spec
-    entries = [
-        DataSource(path=spec) if isinstance(spec, str) else spec for spec in specs
-    ]
-    if not entries:
+    if not specs:
         raise UserError(
             "data_path is an empty list: name at least one file, folder or dataset"
         )
-    cache = cache_folder() if cache_dir is None else cache_dir
+    data = config.data
     is_training = role == "train"
     sources = []
-    for entry in entries:
-        terms = loss_terms(config.objective, config.model.model_name, entry)
-        requirements = _Requirements()
-        if is_training:
-            max_negatives = config.data.max_negatives
-            if entry.max_negatives is not None:
-                max_negatives = entry.max_negatives
-            needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
-            requirements = _Requirements(
-                loss_names(terms),
-                max_negatives,
-                needs_cosines and config.objective.similarity == "cosine",
-                config.data.no_duplicates,
-                config.data.mine is not None and config.data.mine.at_start,
-            )
+    missing: list[set[str]] = []
+    identities = []
+    for spec in specs:
+        entry = DataSource(path=spec) if isinstance(spec, str) else spec
         source = _open_source(
-            config.data, entry, requirements, role, cache, alone=len(entries) == 1
+            config, entry, role, cache_dir or cache_folder(), alone=len(specs) == 1
         )
-        sources.append(replace(source, reads_scores=reads_scores(terms)))
+        sources.append(source)
+        if entry.column_mapping is None:
+            missing.append(set(source.index.missing))
+        identity = [entry.column_mapping, entry.max_negatives]
+        identities.append([*identity, *astuple(source.read_as)])
     for source in sources:
         _refuse_missing_negatives(source)
-    terms = run_terms(config.objective, config.data, config.model.model_name)
-    if is_training and config.data.mine is None and lacks_comparisons(terms):
-        _refuse_nothing_to_compare(sources, loss_names(terms))
+    terms = run_terms(config.objective, data, config.model.model_name)
+    has_negatives = any(source.index.counts["negatives"] for source in sources)
+    if (
+        is_training
+        and data.mine is None
+        and lacks_comparisons(terms)
+        and not has_negatives
+        and any(map(len, sources))
+    ):
+        raise UserError(
+            f"loss: {' and '.join(sorted(loss_names(terms)))} compares a positive with the hard negatives of its "
+            "record, and no record has one, so that the loss would be 0 at every step: `vembed mine` adds some; kl "
+            "with distill_candidates: batch, embedding and relational need none"
+        )
     refuse_bad_records(
         sources,
-        on_bad_record=config.data.on_bad_record,
+        on_bad_record=data.on_bad_record,
         purpose="train" if is_training else "evaluate",
     )
-    if is_training and len(entries) > 1:
-        _refuse_missing_names(
-            source
-            for entry, source in zip(entries, sources, strict=True)
-            if entry.column_mapping is None
+    # Each source may lack names of the run's mapping, which serves all of them.
+    names = sorted(set.intersection(*missing)) if missing else []
+    if is_training and len(specs) > 1 and names:
+        hints = [source.form.columns.nearest() for source in sources]
+        raise UserError(
+            f"column_mapping names {listed(names)}, which no record of any source has{max(hints)}"
         )
-    limit = config.data.max_train_examples if is_training else None
-    sizes = _sizes([len(source) for source in sources], limit)
-    sources = [
-        replace(source, size=size, mates=_mates(source.index, size))
-        for source, size in zip(sources, sizes, strict=True)
-    ]
-    options = [
-        config.data.retrieval_mode,
-        config.data.column_mapping,
-        config.data.max_negatives if is_training else None,
-    ]
-    identities = []
-    for entry, source in zip(entries, sources, strict=True):
-        identity = [source.index.fingerprint, source.size, source.weight]
-        identity += [entry.column_mapping, entry.max_negatives]
-        if source.read_as != ReadAs():
-            identity.append(astuple(source.read_as))
-        identities.append(identity)
+    # Rounded cumulative ends of each source's share, so that the sizes add up to the limit.
+    limit = data.max_train_examples if is_training else None
+    total = sum(map(len, sources))
+    limit = total if limit is None else min(limit, total)
+    end = 0
+    for number, source in enumerate(sources):
+        first = end * limit // total
+        end += len(source)
+        size = max(1, end * limit // total - first)
+        sources[number] = replace(source, size=size)
+        identities[number] += [source.index.fingerprint, size, source.weight]
+    max_negatives = data.max_negatives if is_training else None
+    options = [data.retrieval_mode, data.column_mapping, max_negatives]
     return ExampleStore(sources, short_hash(options, identities))
 
 
-@dataclass(frozen=True)
-class _Requirements:
-    """What a run asks of the records of a source, besides a query and a positive."""
-
-    losses: tuple[str, ...] = ()
-    max_negatives: int | None = None
-    bounded_scores: bool = False
-    with_keys: bool = False
-    gets_negatives: bool = False
-    """Mining adds negatives before the first step."""
-
-
 def _open_source(
-    data: DataSection,
-    entry: DataSource,
-    requirements: _Requirements,
-    role: Role,
-    cache: Path,
-    *,
-    alone: bool,
+    config: TrainConfig, entry: DataSource, role: Role, cache: Path, *, alone: bool
 ) -> _Source:
+    data = config.data
+    terms = loss_terms(config.objective, config.model.model_name, entry)
     mapping = entry.column_mapping
     if mapping is None:
         mapping = data.column_mapping
-    losses = requirements.losses
     # A mapping for several files need not match each of them; validation data may use vembed's own names.
     may_miss = (not alone or role == "validation") and entry.column_mapping is None
+    requirements: dict[str, Any] = {}
+    with_keys = False
+    losses: tuple[str, ...] = ()
+    if role == "train":
+        losses = loss_names(terms)
+        max_negatives = entry.max_negatives
+        if max_negatives is None:
+            max_negatives = data.max_negatives
+        has_cosines = any(term.loss.needs_cosine_scores for term in terms)
+        requirements = {
+            "losses": losses,
+            "max_negatives": max_negatives,
+            "bounded_scores": has_cosines and config.objective.similarity == "cosine",
+            "gets_negatives": data.mine is not None and data.mine.at_start,
+        }
+        with_keys = data.no_duplicates
     texts_alone = role == "train" and all(
         LOSSES[loss].records == "texts" for loss in losses
     )
@@ -466,27 +428,18 @@ def _open_source(
         columns,
         images,
         mode=data.retrieval_mode,
-        losses=losses,
-        max_negatives=requirements.max_negatives,
         numbers_in_text=reader.numbers_are_text,
-        bounded_scores=requirements.bounded_scores,
-        gets_negatives=requirements.gets_negatives,
+        **requirements,
     )
-    options = [
-        reader.name,
-        mapping,
-        data.retrieval_mode,
-        images.folder,
-        images.allow_urls,
-        astuple(requirements),
-    ]
+    options: list[Any] = [reader.name, mapping, data.retrieval_mode, images.folder]
+    options += [images.allow_urls, requirements, with_keys]
     index_cache = IndexCache(cache, reader.files(), options)
     index = index_cache.load()
     if index is None:
         began = time.monotonic()
-        index = build_index(reader, form, with_keys=requirements.with_keys)
+        index = build_index(reader, form, with_keys=with_keys)
         # A short pass is not worth a file in the cache.
-        if time.monotonic() - began >= CACHE_AFTER_SECONDS or len(reader.parts()) > 1:
+        if time.monotonic() - began >= CACHE_AFTER_SECONDS:
             index_cache.save(index)
     if index.missing and not may_miss:
         raise UserError(
@@ -502,8 +455,7 @@ def _open_source(
         size=len(index),
         read_as=ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length),
         stamps=stamps,
-        mates=None,
-        reads_scores=False,
+        reads_scores=reads_scores(terms),
     )
 
 
@@ -540,61 +492,12 @@ def _refuse_missing_negatives(source: _Source) -> None:
     if not num_records or len(source):
         return
     needing = [name for name in source.form.losses if LOSSES[name].negatives == "each"]
-    loss = f"loss: {needing[0]}"
+    reason = f"none of its {num_records:,d} records has a negative"
     if source.form.max_negatives == 0:
-        raise UserError(
-            f"{source.reader.name}: max_negatives: 0 leaves none of its {num_records:,d} records a negative, which "
-            f"{loss} needs: raise it, or use loss: infonce"
+        reason = (
+            f"max_negatives: 0 leaves none of its {num_records:,d} records a negative"
         )
     raise UserError(
-        f"{source.reader.name}: none of its {num_records:,d} records has a negative, which {loss} needs: add "
-        "negatives, take the source out, or use loss: infonce, which takes the others of the batch"
+        f"{source.reader.name}: {reason}, which loss: {needing[0]} needs: add negatives, take the source out, or use "
+        "loss: infonce, which takes the others of the batch"
     )
-
-
-def _refuse_nothing_to_compare(
-    sources: Sequence[_Source], losses: Collection[str]
-) -> None:
-    if any(source.index.counts.negatives for source in sources):
-        return
-    if not any(map(len, sources)):
-        return
-    raise UserError(
-        f"loss: {' and '.join(sorted(losses))} compares a positive with the hard negatives of its record, and no "
-        "record has one, so that the loss would be 0 at every step: `vembed mine` adds some; kl with "
-        "distill_candidates: batch, embedding and relational need none"
-    )
-
-
-def _refuse_missing_names(sources: Iterable[_Source]) -> None:
-    """Raise UserError if the run's column_mapping has a name that none of the sources has which it serves."""
-    missing: set[str] | None = None
-    hint = ""
-    for source in sources:
-        names = set(source.index.missing)
-        missing = names if missing is None else missing & names
-        hint = hint or source.form.columns.nearest()
-    if missing:
-        raise UserError(
-            f"column_mapping names {listed(sorted(missing))}, which no record of any source has{hint}"
-        )
-
-
-def _mates(index: Index, size: int) -> np.ndarray | None:
-    return None if index.labels is None else next_of_class(index.labels[:size])
-
-
-def _sizes(sizes: list[int], limit: int | None) -> list[int]:
-    """Return the number of examples of each source: all, or a part of the limit proportional to its size (min. 1)."""
-    total = sum(sizes)
-    if limit is None or limit >= total:
-        return sizes
-    # Rounded cumulative ends instead of rounded sizes, so that the sizes add up to the limit.
-    ends = [end * limit // total for end in itertools.accumulate(sizes)]
-    return [max(1, end - begin) for begin, end in itertools.pairwise([0, *ends])]
-
-
-def _kept(source: _Source, is_kept: np.ndarray) -> _Source:
-    index = source.index.subset(is_kept)
-    size = int(is_kept.sum())
-    return replace(source, index=index, size=size, mates=_mates(index, size))

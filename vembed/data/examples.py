@@ -54,13 +54,10 @@ class Item:
 
     def read_from(self, where: str) -> Item:
         """Return the item with the file and line of its record on its images."""
-        return (
-            replace(
-                self, images=tuple(replace(image, where=where) for image in self.images)
-            )
-            if self.images
-            else self
-        )
+        if not self.images:
+            return self
+        images = tuple(replace(image, where=where) for image in self.images)
+        return replace(self, images=images)
 
     def key(self) -> int:
         """Return a 63-bit hash of the content, equal on every process and in every run."""
@@ -90,11 +87,14 @@ class Example:
     label: str | None = None
     """Class of the query, in labelled data; the positive is of the same class then."""
 
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Query, positives and negatives."""
+        return (self.query, *self.positives, *self.negatives)
+
     def naming_images(self) -> Example:
         """Return the example with its file and line on its images."""
-        if not self.where or not any(
-            item.images for item in (self.query, *self.positives, *self.negatives)
-        ):
+        if not self.where or not any(item.images for item in self.items):
             return self
         return replace(
             self,

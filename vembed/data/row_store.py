@@ -23,6 +23,7 @@ import numpy as np
 
 from vembed.data.cache import stamp
 from vembed.data.examples import ImageRef
+from vembed.errors import UserError
 
 if TYPE_CHECKING:
     from vembed.data.features import Features
@@ -35,6 +36,8 @@ _BLOCK = struct.Struct("<II")
 """Rows, checksum of their keys."""
 _CHECKSUM = struct.Struct("<I")
 KEY_BYTES = 16
+_DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
+"""Type of the values by their bytes. Two bytes are float16 or bfloat16, which numpy does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +122,40 @@ class RowStore:
         self.num_read += len(rows)
         return rows
 
-    def add_rows(self, keys: Sequence[bytes], rows_ND: np.ndarray) -> None:
-        """Store one row for each key. If the disk is full, log a warning and store nothing from then on."""
+    def read_rows(self, keys: Sequence[bytes]) -> np.ndarray:
+        """Return [N, width] the rows of keys that all have one. Raise UserError if one is damaged."""
+        places = [self._places[key] for key in keys]
+        assert self._shape is not None, "there are rows"
+        width, itemsize = self._shape
+        parts = [np.empty((0, width), _DTYPES[itemsize])]
+        record = np.dtype([("checksum", "<u4"), ("row", _DTYPES[itemsize], width)])
+        begin = 0
+        while begin < len(places):
+            file, place = places[begin]
+            end = begin + 1
+            # Rows that were written one after the other are read at once.
+            while end < len(places) and places[end][0] is file:
+                if places[end][1] != place + (end - begin) * record.itemsize:
+                    break
+                end += 1
+            size = (end - begin) * record.itemsize
+            held = np.frombuffer(os.pread(file.descriptor, size, place), record)
+            for checksum, row in zip(
+                held["checksum"].tolist(), held["row"], strict=True
+            ):
+                if zlib.crc32(row.tobytes()) != checksum:
+                    raise UserError(
+                        f"{file.path} is damaged: delete it, and start again"
+                    )
+            parts.append(held["row"])
+            begin = end
+        return np.concatenate(parts)
+
+    def add_rows(self, keys: Sequence[bytes], rows_ND: np.ndarray) -> bool:
+        """Store one row for each key. If the disk is full, log a warning, store nothing from then on and return False."""
         self.num_added += len(keys)
         if not self._writes or not len(keys):
-            return
+            return self._writes
         rows_ND = np.ascontiguousarray(rows_ND)
         joined = b"".join(keys)
         rows = [row.tobytes() for row in rows_ND]
@@ -143,6 +175,7 @@ class RowStore:
                 self.folder,
                 error.strerror,
             )
+        return self._writes
 
     def close(self) -> None:
         """Close all files."""
@@ -208,7 +241,7 @@ class RowStore:
             )
             shape = self._shape or (width, itemsize)
             wanted = (self.kind.magic.ljust(17, b"\0"), self._identity, *shape)
-            if (magic, identity, width, itemsize) != wanted or itemsize not in (4, 8):
+            if (magic, identity, width, itemsize) != wanted or itemsize not in _DTYPES:
                 self._give_up(file, f"does not hold {self.kind.contents}")
                 return
             self._shape = shape
@@ -256,7 +289,7 @@ class RowStore:
             with suppress(OSError):
                 file.path.unlink()  # else the damaged rows would be found first in the next run too
             return None
-        return np.frombuffer(row, dtype=np.float32 if itemsize == 4 else np.float64)
+        return np.frombuffer(row, dtype=_DTYPES[itemsize])
 
     def _give_up(self, file: _File, reason: str) -> None:
         file.is_whole = False

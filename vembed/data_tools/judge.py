@@ -15,12 +15,13 @@ from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.examples import Example
 from vembed.data_tools.config import JudgeConfig
 from vembed.errors import UserError
+from vembed.mining.choice import UNDECIDED
 from vembed.mining.documents import content_key, row_value
-from vembed.mining.judges import UNDECIDED, Cascade, Pair, text_of
+from vembed.mining.judges import Cascade, Pair, text_of
 from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
-from vembed.mining.output import check_output, row_writer
+from vembed.mining.output import check_output, write_rows
 from vembed.mining.record_tables import Rows, open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
@@ -131,9 +132,7 @@ def judge(
             config, rows, judged, judged >= cascade.decided_at, pairs.starts
         )
         if running.is_main:
-            with row_writer(target) as writer:
-                for row in maker.rows():
-                    writer.write(row)
+            write_rows(target, maker.rows())
         running.barrier()
         result = JudgeResult(
             target,

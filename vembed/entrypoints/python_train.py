@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.cli.main import check_arguments, run_process
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import Source, resolve_run
 from vembed.config.resolved import ResolvedRun
@@ -72,14 +71,7 @@ def train(
         train_once(resolved, on_step=on_step, on_evaluation=on_evaluation)
         return 0
 
-    code = run_stages(
-        pipeline,
-        arguments,
-        run_process,
-        check_arguments,
-        starts_processes=False,
-        train=train_stage,
-    )
+    code = run_stages(pipeline, arguments, starts_processes=False, train=train_stage)
     if code:
         raise RunError(
             f"a step between the stages has failed with exit code {code}; what it said is above"

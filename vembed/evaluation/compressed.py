@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from vembed.evaluation.dataset import RetrievalData
-from vembed.evaluation.retrieval import own_documents, score_rankings, top_k
+from vembed.evaluation.retrieval import excluded_pairs, score_rankings
+from vembed.evaluation.top_k import top_k
 from vembed.inference.encoding import first_dims
 from vembed.inference.quantization import quantized, ranges_of
 
@@ -30,7 +31,7 @@ def compressed_scores(
     int8: queries stay float, documents are levels of each coordinate. binary: signs of both. binary_rescored: the first
     documents by signs, ordered by the float query and the documents' signs, so that only bits are stored.
     """
-    excluded = own_documents(data)
+    excluded = excluded_pairs(data, range(len(data.queries)))
     scores: dict[str, float] = {}
     for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
         asked, documents = (
@@ -41,14 +42,14 @@ def compressed_scores(
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
         query_signs = np.where(asked > 0, 1, -1).astype(np.float32)
         ranked = {
-            "float32": top_k(asked, documents, K, excluded=excluded),
+            "float32": top_k(asked, documents, K, excluded),
             # The query keeps its floats: only what is stored loses precision.
-            "int8": top_k(asked, _restored(documents), K, excluded=excluded),
-            "binary": top_k(query_signs, signs, K, excluded=excluded),
+            "int8": top_k(asked, _restored(documents), K, excluded),
+            "binary": top_k(query_signs, signs, K, excluded),
             "binary_rescored": _rescored(
                 asked,
                 signs,
-                top_k(query_signs, signs, K * OVERSAMPLING, excluded=excluded),
+                top_k(query_signs, signs, K * OVERSAMPLING, excluded),
             ),
         }
         for form, rankings in ranked.items():

@@ -93,7 +93,6 @@ def evaluate(
         column_mapping=column_mapping,
         on_bad_record=on_bad_record,
         eval_ks=list(ks),
-        eval_batch_tokens=batch_tokens or "auto",
     )
     if isinstance(data, str | Path):
         splits = (split,) if split else TEST_FIRST
@@ -116,6 +115,7 @@ def evaluate(
         data,
         config.evaluation,
         session,
+        micro_batch_tokens=batch_tokens or "auto",
         dims=dims,
         compressed=compressed,
         show_progress=show_progress,
@@ -129,6 +129,7 @@ def evaluate_model(
     evaluation: EvaluationSection,
     session: Session | None,
     *,
+    micro_batch_tokens: int | Literal["auto"] = "auto",
     dims: Sequence[int] | None = None,
     compressed: bool = False,
     show_progress: bool = False,
@@ -147,9 +148,7 @@ def evaluate_model(
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
     budget = (
-        default_budget(device)
-        if evaluation.eval_batch_tokens == "auto"
-        else evaluation.eval_batch_tokens
+        default_budget(device) if micro_batch_tokens == "auto" else micro_batch_tokens
     )
     normalize = description.similarity == "cosine"
     full = (

@@ -66,9 +66,11 @@ class Start:
 
 def server_refusal(server: ServerName, description: ModelDescription) -> str | None:
     """Return why a server cannot run a model as it is; None: it can."""
-    if server not in ("tei", "llama.cpp"):
+    if server not in ("tei", "vllm", "llama.cpp"):
         return None
     if description.pooling == MODEL_POOLING:
+        if server == "vllm":
+            return None
         return "it pools the tokens of texts, and this model pools itself"
     if server in POOLINGS[description.pooling].servers:
         return None

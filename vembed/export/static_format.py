@@ -266,8 +266,8 @@ def _relational(
         negative=no_rows,
         negative_example=no_rows,
         scores=None,
-        own_rows=slice(None),
-        own_negatives=slice(None),
+        rank_rows=slice(None),
+        rank_negatives=slice(None),
         teachers={TEACHER: teacher},
     )
     value: Tensor = loss(batch)

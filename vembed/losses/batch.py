@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.losses.exchange import RingParts
 
 PAIRS_AT_ONCE = 4096
 INDEX_FIELDS = (
@@ -27,7 +26,7 @@ INDEX_FIELDS = (
 
 def copied_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return host tensors on a device, by one copy for each dtype, which the host does not wait for."""
-    if device.type != "cuda":
+    if device.type != "cuda" or tensors[0].device == device:
         return [tensor.to(device) for tensor in tensors]
     copies: list[Tensor] = list(tensors)
     for dtype in {tensor.dtype for tensor in tensors}:
@@ -62,20 +61,13 @@ class TeacherVectors:
     """
 
     vectors: Tensor
-    """[V, E] float32 or float64, of length 1. A row of zeros stands for an input that the teacher does not know. In a
-    ring those of this rank's inputs alone."""
+    """[V, E] float32 or float64, of length 1. A row of zeros stands for an input that the teacher does not know."""
     query: Tensor
     """[R] index of each row's query in `vectors`."""
     positive: Tensor
     """[R] index of each row's positive."""
     negative: Tensor
     """[H] index of each hard negative."""
-    first: int = 0
-    """Index of the first of `vectors`: in a ring indices count over all ranks."""
-
-    def positions(self, index: Tensor) -> Tensor:
-        """Return where in `vectors` the vectors of these indices are."""
-        return index - self.first if self.first else index
 
     def occurrences(self) -> Tensor:
         """Return [2 R + H] the index of each query, positive and hard negative."""
@@ -85,8 +77,6 @@ class TeacherVectors:
         """See ListedScores."""
         left = torch.cat((self.query[rows], self.query[negative_row]))
         right = torch.cat((self.positive[rows], self.negative[negative]))
-        left = self.positions(left)
-        right = self.positions(right)
         scores = self.vectors.new_empty(1, left.numel())
         # In chunks, so that the gathered vectors [P, E] never exist at once.
         for start in range(0, left.numel(), PAIRS_AT_ONCE):
@@ -120,15 +110,12 @@ class LossBatch:
     """One global batch as input of a loss: U distinct embeddings, R rows, H hard negatives.
 
     A row is a (query, positive) pair. All tensors are on one device. Every rank holds
-    the same values. Only `own_rows` and `own_negatives` differ. A text that occurs in
+    the same values. Only `rank_rows` and `rank_negatives` differ. A text that occurs in
     several roles or rows has one embedding and several indices.
-
-    In a ring (`ring` is given) the integers are those of the whole batch too, but
-    `embeddings` and the teachers' vectors are those of this rank's inputs alone.
     """
 
     embeddings: Tensor
-    """[U, D] float32 or float64, not normalised. A leaf that requires grad in training. In a ring this rank's."""
+    """[U, D] float32 or float64, not normalised. A leaf that requires grad in training."""
     content: Tensor
     """[U] int64 content id. Equal ids mean equal content. One text may have two embeddings, from two ranks."""
     query: Tensor
@@ -143,9 +130,9 @@ class LossBatch:
     """[H] int64 id of the example that each hard negative comes from."""
     scores: Tensor | None
     """[R] label score of each row's pair. None if the data have no scores."""
-    own_rows: slice
+    rank_rows: slice
     """Rows whose loss terms this rank computes."""
-    own_negatives: slice
+    rank_negatives: slice
     """Hard negatives of this rank's examples."""
     world_size: int = 1
     negative_scores: Tensor | None = None
@@ -158,14 +145,17 @@ class LossBatch:
     """Number of the source of the batch. That of the first example, where sources are mixed."""
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
-    ring: RingParts | None = None
-    """Source of other ranks' embeddings where they were not gathered."""
     host_indices: Mapping[str, Tensor] | None = None
     """The integer fields on the host, by name, where the batch is on a GPU: to read them there would wait for it."""
 
-    def positions(self, numbers: Tensor) -> Tensor:
-        """Return where in `embeddings` the inputs of these numbers are. In a ring they must be this rank's."""
-        return numbers if self.ring is None else self.ring.positions(numbers)
+    def __post_init__(self) -> None:
+        """Give both slices plain bounds."""
+        rows = range(self.num_rows)[self.rank_rows]
+        negatives = range(self.negative.numel())[self.rank_negatives]
+        object.__setattr__(self, "rank_rows", slice(rows.start, rows.stop))
+        object.__setattr__(
+            self, "rank_negatives", slice(negatives.start, negatives.stop)
+        )
 
     def on_host(self) -> LossBatch:
         """Return the batch with its integers on the host, where they are known."""
@@ -178,21 +168,10 @@ class LossBatch:
         """Number of rows R of the global batch."""
         return int(self.query.numel())
 
-    def own(self) -> slice:
-        """Return `own_rows` with plain bounds: 0 <= start <= stop <= R."""
-        start, stop, _ = self.own_rows.indices(self.num_rows)
-        return slice(start, max(start, stop))
-
     @property
-    def num_own_rows(self) -> int:
-        """Number of rows in `own_rows`."""
-        rank_rows = self.own()
-        return int(rank_rows.stop - rank_rows.start)
-
-    def own_hard_negatives(self) -> slice:
-        """Return `own_negatives` with plain bounds: 0 <= start <= stop <= H."""
-        start, stop, _ = self.own_negatives.indices(self.negative.numel())
-        return slice(start, max(start, stop))
+    def num_rank_rows(self) -> int:
+        """Number of rows in `rank_rows`."""
+        return int(self.rank_rows.stop - self.rank_rows.start)
 
     def negative_numbers(self) -> Tensor:
         """Return [H] the numbers of all hard negatives."""

@@ -1,8 +1,8 @@
 """Candidates of each row: score blocks, explicit pairs and exclusion masks.
 
-A loss compares the own pair of each row (q_i, p_i) with its candidates. Which scores that
-takes is decided here, from indices and contents alone; `tiles.py` computes them. The
-candidates' table has one position for each occurrence of a text:
+A loss compares the positive p_i of each row (q_i, p_i) with the row's candidates. Which
+scores that takes is decided here, from indices and contents alone; `tiles.py` computes
+them. The candidates' table has one position for each occurrence of a text:
 
     [ hard negatives | positives | queries | hard negatives of explicit pairs ]
       '------- documents -------'
@@ -18,9 +18,8 @@ hard negative meets the rows of its own example only, as explicit pairs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 import torch
@@ -28,7 +27,6 @@ from torch import Tensor
 
 from vembed.losses.batch import LossBatch, copied_together
 from vembed.losses.declaration import CandidateLoss
-from vembed.losses.exchange import Ring, RingParts
 
 # Fill values of unused key slots. They differ, so that an empty row slot never equals an
 # empty column slot.
@@ -39,7 +37,7 @@ REVERSE = 1
 SPARSE_SHARE = 4
 """A mask with keys in fewer than one of so many columns is kept as single scores."""
 Anchor = Literal["query", "positive"]
-LeftOut = Tensor | tuple[Tensor, Tensor]
+ExcludedScores = Tensor | tuple[Tensor, Tensor]
 """A bool mask of some rows and columns, or the rows and columns of single scores."""
 
 
@@ -52,35 +50,54 @@ class ExclusionMask:
     column_keys: Tensor
     """[C, S'] int32 keys of the columns. Unused slots are -2."""
 
-    def left_out(self, rows: slice, columns: slice, size: int) -> Iterator[LeftOut]:
+    def excluded(self, rows: slice, size: int) -> Iterator[ExcludedScores]:
         """Yield what is left out of every `size` of the columns.
 
         It is a bool mask, or the places of its true values if these are few.
         """
-        row_keys = _trimmed(self.row_keys[rows])
-        column_keys = _trimmed(self.column_keys[columns])
+        row_keys = self.row_keys[rows]
+        column_keys = self.column_keys
         num_columns = column_keys.shape[0]
         # On a CPU a comparison of all keys takes almost as long as the scores, and most
         # columns have no key of any row. On a GPU it is cheap, and the number of places
         # would have to be waited for.
         if row_keys.device.type == "cpu" and row_keys.numel():
+            row_keys = row_keys[:, : int((row_keys >= 0).sum(1).max())]
             ordered = row_keys.flatten().sort().values
             nearest = torch.searchsorted(ordered, column_keys.contiguous())
             nearest.clamp_(max=ordered.numel() - 1)
             has_key = (ordered[nearest] == column_keys).any(1).nonzero()[:, 0]
             if SPARSE_SHARE * has_key.numel() <= num_columns:
                 mask = _any_equal(column_keys[has_key], row_keys)
-                yield from _places(has_key, mask, num_columns, size)
+                column, row = mask.nonzero(as_tuple=True)
+                column = has_key[column]
+                # `column` ascends, so that the places of each part are adjacent.
+                limits = torch.arange(0, num_columns + size, size)
+                bounds = torch.searchsorted(column, limits).tolist()
+                for part, (first, last) in enumerate(itertools.pairwise(bounds)):
+                    yield row[first:last], column[first:last] - part * size
                 return
         for tile_keys in torch.split(column_keys, size):
             yield _any_equal(row_keys, tile_keys)
+
+
+def _any_equal(row_keys: Tensor, column_keys: Tensor) -> Tensor:
+    """Return a bool mask [rows, columns], true where any of the keys are equal."""
+    # One [rows, columns] comparison per pair of slots. A single broadcast would need
+    # [rows, columns, S, S'].
+    mask = row_keys[:, :1] == column_keys[:, 0]
+    for row_slot in range(row_keys.shape[1]):
+        for column_slot in range(column_keys.shape[1]):
+            if row_slot or column_slot:
+                mask |= row_keys[:, row_slot, None] == column_keys[:, column_slot]
+    return mask
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreBlock:
     """The anchors of all rows of this rank against a range of columns.
 
-    The row's own pair is always left out here. It enters the loss separately.
+    The row's positive is always left out here. It enters the loss separately.
     """
 
     anchor: Anchor
@@ -88,16 +105,16 @@ class ScoreBlock:
     exclusion_masks: tuple[ExclusionMask, ...]
     direction: int
 
-    def left_out(
-        self, rows: slice, columns: slice, size: int
-    ) -> Iterator[tuple[LeftOut, ...]]:
-        """Yield what the masks leave out of every `size` of the columns.
+    @property
+    def num_columns(self) -> int:
+        """Number of columns."""
+        return int(self.columns.stop - self.columns.start)
 
-        Columns count from the score block's first.
-        """
+    def excluded(self, rows: slice, size: int) -> Iterator[tuple[ExcludedScores, ...]]:
+        """Yield what the masks leave out of every `size` of the columns."""
         if not self.exclusion_masks:
             return itertools.repeat(())
-        masks = (mask.left_out(rows, columns, size) for mask in self.exclusion_masks)
+        masks = (mask.excluded(rows, size) for mask in self.exclusion_masks)
         return zip(*masks, strict=True)
 
 
@@ -114,26 +131,6 @@ class ExplicitPairs:
     host_row: Tensor
     """`row`, on the host where it is known there."""
 
-    def of_rows(self, rows: slice) -> slice:
-        """Return the pairs of a range of rows, which are next to each other."""
-        first = int(torch.searchsorted(self.host_row, rows.start))
-        last = int(torch.searchsorted(self.host_row, rows.stop))
-        return slice(first, last)
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignColumns:
-    """Columns of other ranks that are not in the table.
-
-    This rank's are the first rows of its table, in the same order.
-    """
-
-    ring: Ring
-    counts: tuple[int, ...]
-    """Number of columns of each rank."""
-    score_blocks: Callable[[int], tuple[ScoreBlock, ...]]
-    """The score blocks of this rank's rows against one rank's columns, whose positions count from its first column."""
-
 
 @dataclass(frozen=True, slots=True)
 class LossCandidates:
@@ -149,50 +146,11 @@ class LossCandidates:
     """Positions of the positives of this rank's rows."""
     score_blocks: tuple[ScoreBlock, ...]
     explicit: tuple[ExplicitPairs, ...]
-    foreign: ForeignColumns | None = None
-    """Columns of other ranks, where the table holds only this rank's."""
-
-    def anchors(self, anchor: Anchor) -> slice:
-        """Return the positions of the rows' anchors of one kind."""
-        return self.queries if anchor == "query" else self.positives
 
     @property
-    def num_own_rows(self) -> int:
+    def num_rows(self) -> int:
         """Number of rows whose loss terms this rank computes."""
         return int(self.queries.stop - self.queries.start)
-
-    def to(self, device: torch.device) -> LossCandidates:
-        """Return the candidates on a device, copied together."""
-        if self.index.device == device:
-            return self
-        tensors = [self.index, self.occurrence]
-        for pairs in self.explicit:
-            tensors += [pairs.row, pairs.position]
-        for block in self.score_blocks:
-            for mask in block.exclusion_masks:
-                tensors += [mask.row_keys, mask.column_keys]
-        distinct = {id(tensor): tensor for tensor in tensors}
-        copies = copied_together(list(distinct.values()), device)
-        copy_of = dict(zip(distinct, copies, strict=True))
-        explicit = []
-        for pairs in self.explicit:
-            row = copy_of[id(pairs.row)]
-            position = copy_of[id(pairs.position)]
-            explicit.append(replace(pairs, row=row, position=position))
-        blocks = []
-        for block in self.score_blocks:
-            masks = []
-            for mask in block.exclusion_masks:
-                row_keys = copy_of[id(mask.row_keys)]
-                masks.append(ExclusionMask(row_keys, copy_of[id(mask.column_keys)]))
-            blocks.append(replace(block, exclusion_masks=tuple(masks)))
-        return replace(
-            self,
-            index=copy_of[id(self.index)],
-            occurrence=copy_of[id(self.occurrence)],
-            score_blocks=tuple(blocks),
-            explicit=tuple(explicit),
-        )
 
 
 def find_candidates(
@@ -211,40 +169,31 @@ def find_candidates(
     device = batch.query.device
     # On the host, where nothing waits for a GPU to tell how many there are of something.
     batch = batch.on_host()
-    rank_rows = batch.own()
-    # The rows and hard negatives whose columns are in the table.
-    rows = slice(0, batch.num_rows)
-    negatives = batch.negative_numbers()
-    all_ranks = options.negatives_from == "all_ranks"
-    if not all_ranks:
+    num_rows = batch.num_rows
+    rank_rows = batch.rank_rows
+    # The rows and hard negatives that are columns.
+    rows = slice(0, num_rows)
+    negatives = torch.arange(batch.negative.numel(), device=batch.negative.device)
+    if options.negatives_from == "own_rank":
         # Fewer candidates. The loss still divides by the rows of the global batch.
         rows = rank_rows
-        own_negatives = batch.own_hard_negatives()
-        negatives = negatives[own_negatives]
-    elif batch.ring is not None:
-        # Columns of other ranks come later (`foreign`).
-        rows = batch.ring.rows[batch.ring.rank]
-        negatives = batch.ring.negatives[batch.ring.rank]
-    # Queries of other rows are needed only as columns. Otherwise the queries of this
-    # rank's rows are enough, as anchors.
-    has_query_columns = query_query or both_directions
-    query_rows = rows if has_query_columns else rank_rows
-
-    has_negative_columns = options.hard_negatives_scope == "all"
+        negatives = negatives[batch.rank_negatives]
     explicit_row = batch.negative[:0]
     explicit_position = batch.negative[:0]
     explicit_negative = batch.negative[:0]
-    if not has_negative_columns:
-        explicit_row, negative = explicit_negatives(
+    if options.hard_negatives_scope == "own":
+        explicit_row, explicit_negative = explicit_negatives(
             batch, rank_rows, negatives, mask_duplicates=options.mask_duplicates
         )
         explicit_negative, explicit_position = torch.unique(
-            negative, return_inverse=True
+            explicit_negative, return_inverse=True
         )
         negatives = negatives[:0]
+    # Queries of other rows are needed only as columns. Otherwise the queries of this
+    # rank's rows are enough, as anchors.
+    query_rows = rows if query_query or both_directions else rank_rows
 
     # Occurrences are numbered: queries from 0, positives from R, hard negatives from 2 R.
-    num_rows = batch.num_rows
     numbers = torch.arange(2 * num_rows, device=batch.query.device)
     occurrence = torch.cat(
         (
@@ -258,64 +207,88 @@ def find_candidates(
     num_documents = negatives.numel() + rows.stop - rows.start
     first_explicit = num_documents + query_rows.stop - query_rows.start
 
+    # Keys are contents, as ranks among the distinct ones. Without mask_duplicates they
+    # are example ids: a row leaves out only the query and positives of its own example.
+    if options.mask_duplicates:
+        content = _ranks(batch.content)
+        row_keys = _content_sets(batch)
+        query_keys = content[batch.query]
+        positive_keys = content[batch.positive]
+        negative_keys = content[negative_parts(batch)]
+    else:
+        query_keys = _ranks(batch.example)
+        positive_keys = query_keys
+        row_keys = query_keys[:, None]
+        # Hard negatives have no key: none is ever left out.
+        negative_keys = torch.full_like(
+            batch.negative[:, None], NO_KEY_COLUMN, dtype=torch.int32
+        )
+    negative_keys = negative_keys[negatives]
+    # A mixture has two keys, so a positive's single key is repeated to that width.
+    width = negative_keys.shape[1]
+    document_keys = torch.cat(
+        (negative_keys, positive_keys[rows, None].expand(-1, width))
+    )
+    # The keys of rows serve as columns in the reverse direction, so their fill value must
+    # become that of columns.
+    keys_of_rows = row_keys[rows]
+    keys_of_rows = keys_of_rows.where(keys_of_rows != NO_KEY_ROW, NO_KEY_COLUMN)
+
+    tensors = (
+        inputs[occurrence],
+        occurrence,
+        explicit_row,
+        first_explicit + explicit_position,
+        row_keys[rank_rows],
+        document_keys,
+        query_keys[query_rows, None],
+        positive_keys[rank_rows, None],
+        query_keys[rank_rows, None],
+        keys_of_rows if both_directions else keys_of_rows[:0],
+    )
+    copies = copied_together(tensors, device)
+    index, occurrence, explicit_rows, position, row_keys, *column_keys = copies
+    document_keys, query_keys, row_positive, row_query, keys_of_rows = column_keys
+
+    # Documents, or queries, with the content of the row's query or of one of its
+    # positives are left out.
+    documents = slice(0, num_documents)
+    queries = slice(num_documents, first_explicit)
+    of_documents = (ExclusionMask(row_keys, document_keys),)
+    of_queries: tuple[ExclusionMask, ...] = (ExclusionMask(row_keys, query_keys),)
+    blocks = [ScoreBlock("query", documents, of_documents, FORWARD)]
+    if query_query:
+        blocks.append(ScoreBlock("query", queries, of_queries, FORWARD))
+    if document_document:
+        blocks.append(ScoreBlock("positive", documents, of_documents, FORWARD))
+    if both_directions:
+        if options.mask_duplicates:
+            # Queries of examples that have the row's positive (as positive or query), and
+            # queries with the content of the row's own query.
+            of_queries = (
+                ExclusionMask(row_positive, keys_of_rows),
+                ExclusionMask(row_query, query_keys),
+            )
+        blocks.append(ScoreBlock("positive", queries, of_queries, REVERSE))
     explicit = []
     if explicit_row.numel():
-        position = first_explicit + explicit_position
-        explicit.append(
-            ExplicitPairs("query", explicit_row, position, FORWARD, explicit_row)
-        )
+        pairs = ExplicitPairs("query", explicit_rows, position, FORWARD, explicit_row)
+        explicit.append(pairs)
         if document_document:
-            explicit.append(replace(explicit[0], anchor="positive"))
-    blocks = _BlockBuilder(
-        batch,
-        rank_rows,
-        by_content=options.mask_duplicates,
-        query_query=query_query,
-        document_document=document_document,
-        both_directions=both_directions,
-    )
-    foreign = None
-    if batch.ring is not None and all_ranks:
-        foreign = _foreign_columns(
-            batch.ring,
-            blocks,
-            with_negatives=has_negative_columns,
-            with_queries=has_query_columns,
-        )
-    candidates = LossCandidates(
-        index=batch.positions(inputs[occurrence]),
+            explicit.append(replace(pairs, anchor="positive"))
+    # `rank_rows` counts rows of the global batch. The table may begin at another row.
+    first_query = num_documents - query_rows.start
+    first_positive = negatives.numel() - rows.start
+    return LossCandidates(
+        index=index,
         occurrence=occurrence,
-        # `own` counts rows of the global batch. The table may begin at another row.
-        queries=_shifted(rank_rows, num_documents - query_rows.start),
-        positives=_shifted(rank_rows, negatives.numel() - rows.start),
-        score_blocks=blocks.build(rows, negatives),
+        queries=slice(rank_rows.start + first_query, rank_rows.stop + first_query),
+        positives=slice(
+            rank_rows.start + first_positive, rank_rows.stop + first_positive
+        ),
+        score_blocks=tuple(block for block in blocks if block.num_columns),
         explicit=tuple(explicit),
-        foreign=foreign,
     )
-    return candidates.to(device)
-
-
-def _foreign_columns(
-    ring: RingParts,
-    blocks: _BlockBuilder,
-    *,
-    with_negatives: bool,
-    with_queries: bool,
-) -> ForeignColumns:
-    negatives = ring.negatives
-    if not with_negatives:
-        negatives = tuple(numbers[:0] for numbers in ring.negatives)
-    roles = 2 if with_queries else 1
-    counts = []
-    for rows, numbers in zip(ring.rows, negatives, strict=True):
-        counts.append(numbers.numel() + roles * (rows.stop - rows.start))
-
-    # Kept from the first round for the second: keys of all columns, which are integers.
-    @cache
-    def score_blocks(rank: int) -> tuple[ScoreBlock, ...]:
-        return blocks.build(ring.rows[rank], negatives[rank])
-
-    return ForeignColumns(ring.ring, tuple(counts), score_blocks)
 
 
 def explicit_negatives(
@@ -331,12 +304,11 @@ def explicit_negatives(
     negative = negatives[negative]
     if not mask_duplicates or not row.numel():
         return row, negative
-    excluded = _content_sets(batch)[rows][row]  # [P, S]
-    content = batch.content[negative_parts(batch)[negative]]  # [P, 1 or 2]
+    row_contents = _content_sets(batch)[rows][row]  # [P, S]
     # Ranks among the sorted distinct contents, the numbers that `_content_sets` uses.
-    ranks = torch.searchsorted(torch.unique(batch.content), content).to(torch.int32)
-    is_kept = (excluded[:, :, None] != ranks[:, None]).flatten(1).all(1)
-    return row[is_kept], negative[is_kept]
+    contents = _ranks(batch.content)[negative_parts(batch)[negative]]  # [P, 1 or 2]
+    differs = (row_contents[:, :, None] != contents[:, None]).flatten(1).all(1)
+    return row[differs], negative[differs]
 
 
 def negative_parts(batch: LossBatch) -> Tensor:
@@ -344,90 +316,6 @@ def negative_parts(batch: LossBatch) -> Tensor:
     if batch.negative_parts is None:
         return batch.negative[:, None]
     return batch.negative_parts
-
-
-class _BlockBuilder:
-    """Builder of score blocks with their masks: this rank's rows against any columns.
-
-    With `by_content` (mask_duplicates) keys are contents. Otherwise keys are example ids:
-    a row leaves out only the query and positives of its own example.
-    """
-
-    def __init__(
-        self,
-        batch: LossBatch,
-        rank_rows: slice,
-        *,
-        by_content: bool,
-        query_query: bool,
-        document_document: bool,
-        both_directions: bool,
-    ) -> None:
-        self.by_content = by_content
-        self.query_query = query_query
-        self.document_document = document_document
-        self.both_directions = both_directions
-        if by_content:
-            content = _ranks(batch.content)
-            self.excluded = _content_sets(batch)
-            self.query = content[batch.query]
-            self.positive = content[batch.positive]
-            self.negative = content[negative_parts(batch)]
-        else:
-            example = _ranks(batch.example)
-            self.excluded = example[:, None]
-            self.query = example
-            self.positive = example
-            # Hard negatives have no key: without mask_duplicates none is ever left out.
-            self.negative = torch.full_like(
-                batch.negative[:, None], NO_KEY_COLUMN, dtype=torch.int32
-            )
-        self.row_excluded = self.excluded[rank_rows]
-        self.row_query = self.query[rank_rows]
-        self.row_positive = self.positive[rank_rows]
-
-    def build(self, rows: slice, negatives: Tensor) -> tuple[ScoreBlock, ...]:
-        """Return the score blocks against [negatives, positives, queries].
-
-        The columns are the hard negatives of these numbers, then the positives and the
-        queries of these rows. Empty blocks are left out.
-        """
-        num_rows = rows.stop - rows.start
-        documents = slice(0, negatives.numel() + num_rows)
-        queries = slice(documents.stop, documents.stop + num_rows)
-        negative = self.negative[negatives]
-        # A mixture has two keys, so a positive's single key is repeated to that width.
-        positive = self.positive[rows, None].expand(-1, negative.shape[1])
-        document = torch.cat((negative, positive))
-        # Documents, or queries, with the content of the row's query or of one of its
-        # positives are left out.
-        of_documents = (ExclusionMask(self.row_excluded, document),)
-        of_queries = (ExclusionMask(self.row_excluded, self.query[rows, None]),)
-        blocks = [ScoreBlock("query", documents, of_documents, FORWARD)]
-        if self.query_query:
-            blocks.append(ScoreBlock("query", queries, of_queries, FORWARD))
-        if self.document_document:
-            blocks.append(ScoreBlock("positive", documents, of_documents, FORWARD))
-        if self.both_directions:
-            masks = self._reverse_masks(rows) if self.by_content else of_queries
-            blocks.append(ScoreBlock("positive", queries, masks, REVERSE))
-        return tuple(
-            block for block in blocks if block.columns.stop > block.columns.start
-        )
-
-    def _reverse_masks(self, rows: slice) -> tuple[ExclusionMask, ...]:
-        """Return masks of queries against the positives of this rank's rows.
-
-        They leave out queries of examples that have the row's positive (as positive or
-        query), and queries with the content of the row's own query.
-        """
-        # The excluded contents serve as columns here, so their fill value must become
-        # that of columns.
-        excluded = self.excluded[rows]
-        column_keys = excluded.where(excluded != NO_KEY_ROW, NO_KEY_COLUMN)
-        knows_positive = ExclusionMask(self.row_positive[:, None], column_keys)
-        same_query = ExclusionMask(self.row_query[:, None], self.query[rows, None])
-        return knows_positive, same_query
 
 
 def _ranks(values: Tensor) -> Tensor:
@@ -467,42 +355,3 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     before = (count.cumsum(0) - count)[rows]
     within = torch.arange(rows.numel(), device=left.device) - before
     return rows, order[first[rows] + within]
-
-
-def _places(
-    columns: Tensor, mask: Tensor, num_columns: int, size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows and columns of a mask [columns, rows] for every `size` of all columns."""
-    column, row = mask.nonzero(as_tuple=True)
-    column = columns[column]
-    # `columns` ascend, so that the places of each part are adjacent.
-    limits = torch.arange(0, num_columns + size, size)
-    bounds = torch.searchsorted(column, limits).tolist()
-    starts = range(0, num_columns, size)
-    for start, (first, last) in zip(starts, itertools.pairwise(bounds), strict=True):
-        yield row[first:last], column[first:last] - start
-
-
-def _any_equal(row_keys: Tensor, column_keys: Tensor) -> Tensor:
-    """Return a bool mask [rows, columns], true where any of the keys are equal."""
-    # One [rows, columns] comparison per pair of slots. A single broadcast would need
-    # [rows, columns, S, S'].
-    mask = row_keys[:, :1] == column_keys[:, 0]
-    for row_slot in range(row_keys.shape[1]):
-        for column_slot in range(column_keys.shape[1]):
-            if row_slot or column_slot:
-                mask |= row_keys[:, row_slot, None] == column_keys[:, column_slot]
-    return mask
-
-
-def _trimmed(keys: Tensor) -> Tensor:
-    """Return the keys without slots that no row of this block uses."""
-    # The check pays only with more than two slots, and where nothing waits for it.
-    if keys.shape[1] <= 2 or not keys.shape[0] or keys.device.type != "cpu":
-        return keys
-    num_used = int((keys >= 0).sum(1).max())
-    return keys[:, :num_used]
-
-
-def _shifted(positions: slice, offset: int) -> slice:
-    return slice(positions.start + offset, positions.stop + offset)

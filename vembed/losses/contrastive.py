@@ -136,6 +136,7 @@ class InfoNCE(GuidedLoss, Temperature):
     """
 
     name = "infonce"
+    is_cross_entropy = True
     summary = "the positive above all other candidates of the batch"
     records = "matches"
     negatives = "optional"

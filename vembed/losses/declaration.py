@@ -66,8 +66,6 @@ class Loss(Frozen):
     records: ClassVar[Records]
     negatives: ClassVar[Negatives]
     follows: ClassVar[Follows] = "nobody"
-    needs_whole_batch: ClassVar[bool] = False
-    """It compares what a ring never has in one place."""
     default_temperature: ClassVar[float | None] = None
     """Temperature where none is given, if it is not the default of the option."""
     takes_model_temperature: ClassVar[bool] = False
@@ -76,6 +74,10 @@ class Loss(Frozen):
     """With `similarity: cosine` the scores of the data must lie in [-1, 1]."""
     ranks_pairs: ClassVar[bool] = False
     """It compares the pairs of a batch with each other by their scores."""
+    is_of_model: ClassVar[bool] = False
+    """It stands for the losses that the model itself returns."""
+    is_cross_entropy: ClassVar[bool] = False
+    """With equal scores it is the logarithm of the number of candidates, and 0 only without any."""
 
     @abstractmethod
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:

@@ -30,8 +30,8 @@ class StudentScores:
         # One call for all pairs, so that their gradients are accumulated once.
         return pair_scores(
             batch.embeddings,
-            batch.positions(left),
-            batch.positions(right),
+            left,
+            right,
             self.similarity,
         )
 
@@ -53,13 +53,13 @@ class ListedPairs:
     @classmethod
     def of_rank(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
         """Return a group for each row of this rank, whose own pairs come first."""
-        rank_rows = batch.own()
+        rank_rows = batch.rank_rows
         device = batch.query.device
         batch = batch.on_host()
         row, negative = explicit_negatives(
             batch, rank_rows, batch.negative_numbers(), mask_duplicates=mask_duplicates
         )
-        numbers = torch.arange(batch.num_own_rows, device=row.device)
+        numbers = torch.arange(batch.num_rank_rows, device=row.device)
         columns = (
             numbers + rank_rows.start,
             row + rank_rows.start,
@@ -67,7 +67,7 @@ class ListedPairs:
             torch.cat((numbers, row)),
         )
         rows, negative_row, negative, group = copied_together(columns, device)
-        return cls(rows, negative_row, negative, group, batch.num_own_rows)
+        return cls(rows, negative_row, negative, group, batch.num_rank_rows)
 
     @classmethod
     def of_examples(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
@@ -98,7 +98,7 @@ class ListedPairs:
         A list belongs to one rank, also where its rows lie on two: otherwise it would
         count twice.
         """
-        rank_rows = batch.own()
+        rank_rows = batch.rank_rows
         first_row = _first_rows(batch)[self.group]
         is_own = (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
         num_rows = self.rows.numel()

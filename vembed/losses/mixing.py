@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import LossBatch, TeacherVectors
-from vembed.losses.exchange import RingParts
 from vembed.losses.similarity import arithmetic_dtype
 
 # Constants of SplitMix64, as signed integers.
@@ -90,75 +89,42 @@ def with_mixtures(
 ) -> LossBatch:
     """Return the batch with `count` mixed negatives of each example behind its own.
 
-    `own_negatives` stay those of the data. In a ring each rank mixes for its own
-    examples. The draws and the numbers are those of all.
+    `rank_negatives` stay those of the data.
     """
     drawn = draw_mixtures(batch, seed, count)
     left = batch.negative[drawn.left]
     right = batch.negative[drawn.right]
-    here = slice(0, left.numel())
-    num_inputs = batch.embeddings.shape[0]
-    ring = batch.ring
-    if ring is not None:
-        here = _range_of(drawn, batch.own_hard_negatives())
-        num_inputs = ring.num_inputs
-        ring = _with_numbers(batch, ring, drawn, here)
     embeddings = batch.embeddings.to(arithmetic_dtype(batch.embeddings))
-    mixed = _mixed(
-        embeddings[batch.positions(left[here])],
-        embeddings[batch.positions(right[here])],
-        drawn.share[here],
-        unit=cosine,
-    )
-    numbers = torch.arange(num_inputs, num_inputs + left.numel(), device=left.device)
+    mixed = _mixed(embeddings[left], embeddings[right], drawn.share, unit=cosine)
+    numbers = torch.arange(left.numel(), device=left.device)
     # A hard negative of the data is made of itself twice.
     twice = batch.negative[:, None].expand(-1, 2)
     teachers = dict(batch.teachers)
-    for name, answers in batch.teachers.items():
-        if isinstance(answers, TeacherVectors):
-            teachers[name] = _with_mixed_vectors(answers, drawn, here)
+    for name, teacher in batch.teachers.items():
+        if isinstance(teacher, TeacherVectors):
+            # The teacher's vector of a mixture is the mixture of its vectors, of length 1.
+            vectors = teacher.vectors
+            teacher_left = vectors[teacher.negative[drawn.left]]
+            teacher_right = vectors[teacher.negative[drawn.right]]
+            mixtures = _mixed(teacher_left, teacher_right, drawn.share, unit=True)
+            mixtures = F.normalize(mixtures, dim=1).to(vectors.dtype)
+            teachers[name] = replace(
+                teacher,
+                vectors=torch.cat((vectors, mixtures)),
+                negative=torch.cat((teacher.negative, len(vectors) + numbers)),
+            )
     return replace(
         batch,
         embeddings=torch.cat((embeddings, mixed)),
         # Exclusion looks at both parts (`negative_parts`). This only gives each input
         # an id.
         content=torch.cat((batch.content, batch.content[left])),
-        negative=torch.cat((batch.negative, numbers)),
+        negative=torch.cat((batch.negative, len(embeddings) + numbers)),
         negative_example=torch.cat((batch.negative_example, drawn.example)),
         negative_parts=torch.cat((twice, torch.stack((left, right), dim=1))),
         teachers=teachers,
-        ring=ring,
         host_indices=None,  # the mixtures are drawn on the device
     )
-
-
-def _range_of(drawn: Mixtures, negatives: slice) -> slice:
-    """Return the mixtures of a range of hard negatives."""
-    # They are in the order of the negatives' examples.
-    first = int((drawn.left < negatives.start).sum())
-    last = int((drawn.left < negatives.stop).sum())
-    return slice(first, last)
-
-
-def _with_numbers(
-    batch: LossBatch, ring: RingParts, drawn: Mixtures, here: slice
-) -> RingParts:
-    """Count each rank's mixtures among its hard negatives."""
-    num = batch.negative.numel()
-    all_negatives = []
-    start = 0
-    for negatives in ring.negatives:
-        stop = start + negatives.numel()
-        mixtures = _range_of(drawn, slice(start, stop))
-        numbers = torch.arange(
-            num + mixtures.start, num + mixtures.stop, device=negatives.device
-        )
-        all_negatives.append(torch.cat((negatives, numbers)))
-        start = stop
-    # Mixture k has the number num_inputs + k, and among this rank's embeddings the
-    # position (its inputs) + k - (first mixture here).
-    first_mixture = ring.num_inputs + here.start - batch.embeddings.shape[0]
-    return replace(ring, negatives=tuple(all_negatives), first_mixture=first_mixture)
 
 
 def _mixed(left: Tensor, right: Tensor, share: Tensor, *, unit: bool) -> Tensor:
@@ -169,26 +135,3 @@ def _mixed(left: Tensor, right: Tensor, share: Tensor, *, unit: bool) -> Tensor:
         left = F.normalize(left, dim=1)
         right = F.normalize(right, dim=1)
     return weight * left + (1 - weight) * right
-
-
-def _with_mixed_vectors(
-    teacher: TeacherVectors, drawn: Mixtures, here: slice
-) -> TeacherVectors:
-    """Return the teacher with vectors of the mixtures: mixtures of its vectors, of length 1."""
-    left = teacher.positions(teacher.negative[drawn.left[here]])
-    right = teacher.positions(teacher.negative[drawn.right[here]])
-    mixed = _mixed(
-        teacher.vectors[left], teacher.vectors[right], drawn.share[here], unit=True
-    )
-    vectors = F.normalize(mixed, dim=1).to(teacher.vectors.dtype)
-    # The first of the mixtures here follows the last of the vectors. What lies before
-    # and after belongs to other ranks.
-    first = teacher.first + teacher.vectors.shape[0] - here.start
-    numbers = torch.arange(
-        first, first + drawn.left.numel(), device=teacher.negative.device
-    )
-    return replace(
-        teacher,
-        vectors=torch.cat((teacher.vectors, vectors)),
-        negative=torch.cat((teacher.negative, numbers)),
-    )

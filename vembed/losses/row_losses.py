@@ -1,6 +1,6 @@
 """Row losses: the loss of each row of a score matrix and its derivatives, computed tile by tile.
 
-A row has the logit of its own pair and the logits of its candidates. Excluded candidates have the logit LEFT_OUT.
+A row has the logit of its positive and the logits of its candidates. Excluded candidates have the logit EXCLUDED.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEFT_OUT = -1e30
+EXCLUDED = -1e30
 """Logit of an excluded candidate. Finite, since 0 * -inf would be NaN."""
 
 
-def is_left_out(logits: Tensor) -> Tensor:
+def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # Explicit pairs are excluded before they are scaled: their logit is LEFT_OUT times any scale.
-    return logits <= LEFT_OUT * 1e-6
+    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times any scale.
+    return logits <= EXCLUDED * 1e-6
 
 
 class RowLoss(ABC):
-    """Losses of n rows. Create it with the own pairs' logits, add all candidates, then ask for the derivatives.
+    """Losses of n rows. Create it with the positives' logits, add all candidates, then ask for the derivatives.
 
-    `target`: a teacher's scores of the same pairs, for losses that follow one.
+    Candidates come as a tile of logits [n, t], or with `row` [P] as single logits [P] of these rows, which may repeat.
+    `target`: a teacher's scores of the same pairs, for losses that follow one. `out`: a tensor like the logits, which
+    is overwritten in place of a new one.
     """
 
     def __init__(
@@ -42,42 +44,79 @@ class RowLoss(ABC):
 
     @abstractmethod
     def add(
-        self, logits: Tensor, scratch: Tensor, target: Tensor | None = None
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> None:
-        """Add a tile of logits [n, t]; `scratch` has the same shape and is overwritten."""
-
-    @abstractmethod
-    def add_explicit(
-        self, logits: Tensor, row: Tensor, target: Tensor | None = None
-    ) -> None:
-        """Add single logits [P] of the rows `row` [P]."""
+        """Add logits of candidates. `out` must not be the logits."""
 
     @abstractmethod
     def total(self) -> Tensor:
         """Return coefficient * sum of the rows' losses. Call it after all candidates have been added."""
 
     @abstractmethod
-    def grad_of_logits(
-        self, logits: Tensor, out: Tensor, target: Tensor | None = None
+    def grad(
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Write the gradient of the total with respect to a tile's logits to `out`, which may be the tile itself."""
-
-    @abstractmethod
-    def grad_of_explicit_logits(
-        self, logits: Tensor, row: Tensor, target: Tensor | None = None
-    ) -> Tensor:
-        """Return the gradient of the total with respect to single logits [P]."""
+        """Return the gradient of the total with respect to logits of candidates. `out` may be the logits."""
 
     @abstractmethod
     def grad_of_positive_logit(self) -> Tensor:
-        """Return the gradient of the total with respect to the own pairs' logits [n]."""
+        """Return the gradient of the total with respect to the positives' logits [n]."""
+
+
+def _each(values: Tensor, row: Tensor | None) -> Tensor:
+    """Return a value of each row [n] in a shape that meets its logits: [n, 1] for a tile, [P] for single logits."""
+    return values[:, None] if row is None else values[row]
+
+
+def _add_to_rows(sums: Tensor, values: Tensor, row: Tensor | None) -> Tensor:
+    """Return the sums of rows [n] plus the values of a tile [n, t], or of single logits [P]."""
+    return sums + values.sum(1) if row is None else sums.index_add(0, row, values)
+
+
+class _OnlineSum:
+    """Sum of exp(logit) of each row, relative to the row's largest logit so far.
+
+    No exp has a positive exponent. When a tile raises the maximum, what was summed before is rescaled to it.
+    """
+
+    def __init__(self, largest: Tensor, total: Tensor) -> None:
+        self.largest = largest
+        self.sum = total
+
+    def add(
+        self, logits: Tensor, row: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add logits. Return their exp(logit - largest), and [n] the factor of what was summed before."""
+        if row is None:
+            largest = torch.maximum(self.largest, logits.amax(1))
+        else:
+            largest = self.largest.scatter_reduce(0, row, logits, "amax")
+        terms = torch.sub(logits, _each(largest, row), out=out).exp_()
+        rescale = torch.exp(self.largest - largest)
+        self.sum = _add_to_rows(self.sum * rescale, terms, row)
+        self.largest = largest
+        return terms, rescale
+
+    def log(self) -> Tensor:
+        """Return [n] the logarithm of the sums."""
+        return self.largest + self.sum.log()
 
 
 class SoftmaxRows(RowLoss):
-    """Negative log softmax of the own pair among itself and all candidates, as an online softmax.
+    """Negative log softmax of the positive among itself and all candidates, as an online softmax.
 
-    State per row: the largest logit so far and the sum of the candidates' exp(logit - largest). The own pair's term is
-    added at the end by expm1 and log1p, which keeps the precision of small losses.
+    `rest` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
+    precision of small losses.
 
     `stretch`: candidates enter as stretch * logit, and the difference to the logit has no gradient (hardness_alpha).
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
@@ -97,40 +136,34 @@ class SoftmaxRows(RowLoss):
         super().__init__(positive, coefficient, bias, target)
         self.stretch = stretch
         self.focal_gamma = focal_gamma
-        # The own pair is part of the maximum from the start: no exp below has a positive exponent.
-        self.largest = positive
-        self.rest = torch.zeros_like(positive)
+        # The positive is part of the maximum from the start.
+        self.rest = _OnlineSum(positive, torch.zeros_like(positive))
 
     def add(
-        self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> None:
         """See RowLoss."""
+        del target
         if self.stretch is not None:
-            logits = torch.mul(logits, self.stretch, out=scratch)
-        largest = torch.maximum(self.largest, logits.amax(1))
-        torch.sub(logits, largest[:, None], out=scratch).exp_()
-        # Rescale the earlier sum to the new maximum before adding this tile's terms.
-        self.rest = self.rest * torch.exp(self.largest - largest) + scratch.sum(1)
-        self.largest = largest
-
-    def add_explicit(
-        self, logits: Tensor, row: Tensor, _target: Tensor | None = None
-    ) -> None:
-        """See RowLoss."""
-        if self.stretch is not None:
-            logits = logits * self.stretch
-        # A row may occur several times in `row`; the reduction includes the old maximum.
-        largest = self.largest.scatter_reduce(0, row, logits, "amax")
-        self.rest = self.rest * torch.exp(self.largest - largest)
-        self.rest = self.rest.index_add(0, row, torch.exp(logits - largest[row]))
-        self.largest = largest
+            logits = torch.mul(logits, self.stretch, out=out)
+        self.rest.add(logits, row, out)
 
     def _surplus(self) -> Tensor:
-        """Return log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the own pair dominates."""
-        return torch.log1p(self.rest + torch.expm1(self.positive - self.largest))
+        """Return [n] log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the positive dominates."""
+        return torch.log1p(
+            self.rest.sum + torch.expm1(self.positive - self.rest.largest)
+        )
+
+    def _log_sum(self) -> Tensor:
+        return self._surplus() + self.rest.largest
 
     def _losses(self) -> Tensor:
-        return self._surplus() + (self.largest - self.positive)
+        return self._surplus() + (self.rest.largest - self.positive)
 
     def total(self) -> Tensor:
         """See RowLoss."""
@@ -140,113 +173,45 @@ class SoftmaxRows(RowLoss):
             losses = losses * (-torch.expm1(-losses)) ** self.focal_gamma
         return self.coefficient * losses.sum()
 
-    def _log_sum(self) -> Tensor:
-        return self._surplus() + self.largest
-
-    def _coefficients(self) -> Tensor | None:
-        """[n] d(total)/d(loss of the row), where that is not the same for all."""
+    def _coefficients(self) -> Tensor | float:
+        """Return d(total)/d(loss of the row), [n] or the same for all."""
         if not self.focal_gamma:
-            return None
+            return self.coefficient
         losses = self._losses()
         rest = -torch.expm1(-losses)
         # d/dl of rest^g * l; l / rest is 1 in the limit of l = 0.
         ratio = torch.where(rest > 0, losses / rest, torch.ones_like(rest))
-        return (
-            self.coefficient
-            * rest**self.focal_gamma
-            * (1 + self.focal_gamma * (1 - rest) * ratio)
-        )
+        slope = 1 + self.focal_gamma * (1 - rest) * ratio
+        return self.coefficient * rest**self.focal_gamma * slope
 
-    def grad_of_logits(
-        self, logits: Tensor, out: Tensor, _target: Tensor | None = None
+    def grad(
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See RowLoss."""
+        del target
         # coefficient * softmax = exp(logit - log_sum + log(coefficient)): one subtraction and one exp over the tile.
         coefficients = self._coefficients()
-        log = (
-            math.log(self.coefficient)
-            if coefficients is None
-            else torch.log(coefficients)
-        )
-        shift = self._log_sum() - log
+        if isinstance(coefficients, Tensor):
+            shift = self._log_sum() - torch.log(coefficients)
+        else:
+            shift = self._log_sum() - math.log(coefficients)
         if self.stretch is not None:
             logits = torch.mul(logits, self.stretch, out=out)
-        return torch.sub(logits, shift[:, None], out=out).exp_()
-
-    def grad_of_explicit_logits(
-        self, logits: Tensor, row: Tensor, _target: Tensor | None = None
-    ) -> Tensor:
-        """See RowLoss."""
-        coefficients = self._coefficients()
-        by_pair = self.coefficient if coefficients is None else coefficients[row]
-        if self.stretch is not None:
-            logits = logits * self.stretch
-        return by_pair * torch.exp(logits - self._log_sum()[row])
+        return torch.sub(logits, _each(shift, row), out=out).exp_()
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""
         # coefficient * (softmax - 1); expm1 avoids the cancellation where the softmax is near 1.
-        coefficients = self._coefficients()
-        by_row = self.coefficient if coefficients is None else coefficients
-        return by_row * torch.expm1(self.positive - self._log_sum())
-
-
-class SigmoidRows(RowLoss):
-    """Sum of -log sigmoid(logit + bias) of the own pair and -log sigmoid(-(logit + bias)) of every candidate."""
-
-    def __init__(
-        self,
-        positive: Tensor,
-        coefficient: float,
-        bias: Tensor | None,
-        target: Tensor | None = None,
-    ) -> None:
-        super().__init__(positive, coefficient, bias, target)
-        self.shift = positive.new_zeros(()) if bias is None else bias
-        self.sum = _softplus(-(positive + self.shift)).sum()
-
-    def add(
-        self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None
-    ) -> None:
-        """See RowLoss."""
-        # No mask: softplus and sigmoid of LEFT_OUT are exactly 0.
-        torch.add(logits, self.shift, out=scratch)
-        self.sum = self.sum + _softplus(scratch).sum()
-
-    def add_explicit(
-        self, logits: Tensor, _row: Tensor, _target: Tensor | None = None
-    ) -> None:
-        """See RowLoss."""
-        self.sum = self.sum + _softplus(logits + self.shift).sum()
-
-    def total(self) -> Tensor:
-        """See RowLoss."""
-        return self.coefficient * self.sum
-
-    def grad_of_logits(
-        self, logits: Tensor, out: Tensor, _target: Tensor | None = None
-    ) -> Tensor:
-        """See RowLoss."""
-        return torch.add(logits, self.shift, out=out).sigmoid_().mul_(self.coefficient)
-
-    def grad_of_explicit_logits(
-        self, logits: Tensor, _row: Tensor, _target: Tensor | None = None
-    ) -> Tensor:
-        """See RowLoss."""
-        return self.coefficient * torch.sigmoid(logits + self.shift)
-
-    def grad_of_positive_logit(self) -> Tensor:
-        """See RowLoss."""
-        return -self.coefficient * torch.sigmoid(-(self.positive + self.shift))
-
-
-def _softplus(x: Tensor) -> Tensor:
-    """Return log(1 + exp(x)). torch returns x itself above 20 by default, which is too coarse in float64."""
-    return F.softplus(x, threshold=50.0)
+        return self._coefficients() * torch.expm1(self.positive - self._log_sum())
 
 
 class CircleRows(SoftmaxRows):
-    """Softmax over weighted logits: that of the own pair is a (s - 1 + m) / T, that of a candidate b (s - m) / T, with
+    """Softmax over weighted logits: that of the positive is a (s - 1 + m) / T, that of a candidate b (s - m) / T, with
     s = T * logit. Their derivatives by the logit are a and b."""
 
     def __init__(
@@ -269,56 +234,102 @@ class CircleRows(SoftmaxRows):
 
     def _weights(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Return b, 0 for excluded candidates."""
-        return (
-            torch.mul(logits, self.temperature, out=out)
-            .add_(self.margin)
-            .clamp_(min=0.0)
-        )
+        scores = torch.mul(logits, self.temperature, out=out)
+        return scores.add_(self.margin).clamp_(min=0.0)
 
-    def _weighted(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and LEFT_OUT for excluded candidates."""
-        left_out = is_left_out(logits)  # first, since `out` may be the tile itself
+    def _weighted(self, logits: Tensor, out: Tensor | None) -> Tensor:
+        """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and EXCLUDED for excluded candidates."""
+        excluded = is_excluded(logits)  # first, since `out` may be the tile itself
         weights = self._weights(logits, out)
         weighted = weights.mul_(weights - 2.0 * self.margin).div_(self.temperature)
-        return weighted.masked_fill_(left_out, LEFT_OUT)
+        return weighted.masked_fill_(excluded, EXCLUDED)
 
     def add(
-        self, logits: Tensor, scratch: Tensor, _target: Tensor | None = None
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> None:
         """See RowLoss."""
-        super().add(self._weighted(logits, scratch), scratch)
+        super().add(self._weighted(logits, out), target, row=row, out=out)
 
-    def add_explicit(
-        self, logits: Tensor, row: Tensor, _target: Tensor | None = None
-    ) -> None:
-        """See RowLoss."""
-        super().add_explicit(self._weighted(logits), row)
-
-    def grad_of_logits(
-        self, logits: Tensor, out: Tensor, _target: Tensor | None = None
+    def grad(
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See RowLoss."""
-        # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own.
-        weights = self._weights(
-            logits
-        )  # before `out`, which may be the tile itself, is written
-        return super().grad_of_logits(self._weighted(logits, out), out).mul_(weights)
-
-    def grad_of_explicit_logits(
-        self, logits: Tensor, row: Tensor, _target: Tensor | None = None
-    ) -> Tensor:
-        """See RowLoss."""
-        return super().grad_of_explicit_logits(
-            self._weighted(logits), row
-        ) * self._weights(logits)
+        # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which may
+        # be the tile itself, is written.
+        weights = self._weights(logits)
+        weighted = self._weighted(logits, out)
+        return super().grad(weighted, target, row=row, out=out).mul_(weights)
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""
         return super().grad_of_positive_logit() * self.positive_weight
 
 
+class SigmoidRows(RowLoss):
+    """Sum of -log sigmoid(logit + bias) of the positive and -log sigmoid(-(logit + bias)) of every candidate."""
+
+    def __init__(
+        self,
+        positive: Tensor,
+        coefficient: float,
+        bias: Tensor | None,
+        target: Tensor | None = None,
+    ) -> None:
+        super().__init__(positive, coefficient, bias, target)
+        self.shift = positive.new_zeros(()) if bias is None else bias
+        self.sum = _softplus(-(positive + self.shift)).sum()
+
+    def add(
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> None:
+        """See RowLoss."""
+        del target, row
+        # No mask: softplus and sigmoid of EXCLUDED are exactly 0.
+        self.sum = self.sum + _softplus(torch.add(logits, self.shift, out=out)).sum()
+
+    def total(self) -> Tensor:
+        """See RowLoss."""
+        return self.coefficient * self.sum
+
+    def grad(
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See RowLoss."""
+        del target, row
+        return torch.add(logits, self.shift, out=out).sigmoid_().mul_(self.coefficient)
+
+    def grad_of_positive_logit(self) -> Tensor:
+        """See RowLoss."""
+        return -self.coefficient * torch.sigmoid(-(self.positive + self.shift))
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x)). torch returns x itself above 20 by default, which is too coarse in float64."""
+    return F.softplus(x, threshold=50.0)
+
+
 class DivergenceRows(RowLoss):
-    """KL(softmax(teacher) || softmax(student)) over the own pair and all candidates of a row.
+    """KL(softmax(teacher) || softmax(student)) over the positive and all candidates of a row.
 
     With t and s the logits of teacher and student it is sum_c softmax(t)_c * (t_c - s_c) - log sum exp(t) + log sum
     exp(s). Each of the three is summed up relative to the largest logit so far.
@@ -338,94 +349,65 @@ class DivergenceRows(RowLoss):
         assert target is not None, "a divergence needs a teacher's scores"
         super().__init__(positive, coefficient, bias, target)
         self.target_scale = target_scale
-        self.own_target = target * target_scale
-        # The own pair is the first candidate: exp(0) = 1.
-        self.largest = positive
-        self.sum = torch.ones_like(positive)
-        self.target_largest = self.own_target
-        self.target_sum = torch.ones_like(positive)
-        self.difference = self.own_target - positive
-        """sum of exp(t - target_largest) * (t - s)"""
+        self.positive_target = target * target_scale
+        # The positive is the first candidate: exp(0) = 1.
+        self.student = _OnlineSum(positive, torch.ones_like(positive))
+        self.teacher = _OnlineSum(self.positive_target, torch.ones_like(positive))
+        self.difference = self.positive_target - positive
+        """[n] sum of exp(t - largest t) * (t - s)"""
 
     def _targets(self, logits: Tensor, target: Tensor | None) -> Tensor:
-        """The teacher's logits, with what the student leaves out left out too."""
+        """Return the teacher's logits, with what the student leaves out left out too."""
         assert target is not None
-        return (target * self.target_scale).masked_fill_(is_left_out(logits), LEFT_OUT)
+        return (target * self.target_scale).masked_fill_(is_excluded(logits), EXCLUDED)
 
     def add(
-        self, logits: Tensor, scratch: Tensor, target: Tensor | None = None
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> None:
         """See RowLoss."""
         targets = self._targets(logits, target)
-        # The student's sum as in SoftmaxRows; then the teacher's sum and the weighted difference, rescaled alike.
-        largest = torch.maximum(self.largest, logits.amax(1))
-        self.sum = self.sum * torch.exp(self.largest - largest)
-        torch.sub(logits, largest[:, None], out=scratch).exp_()
-        self.sum = self.sum + scratch.sum(1)
-        self.largest = largest
-        target_largest = torch.maximum(self.target_largest, targets.amax(1))
-        before = torch.exp(self.target_largest - target_largest)
-        torch.sub(targets, target_largest[:, None], out=scratch).exp_()
-        self.target_sum = self.target_sum * before + scratch.sum(1)
-        # An excluded candidate has weight exp(LEFT_OUT) = 0 and a finite difference, so it adds 0.
-        scratch.mul_(targets.sub_(logits))
-        self.difference = self.difference * before + scratch.sum(1)
-        self.target_largest = target_largest
-
-    def add_explicit(
-        self, logits: Tensor, row: Tensor, target: Tensor | None = None
-    ) -> None:
-        """See RowLoss."""
-        targets = self._targets(logits, target)
-        largest = self.largest.scatter_reduce(0, row, logits, "amax")
-        self.sum = self.sum * torch.exp(self.largest - largest)
-        self.sum = self.sum.index_add(0, row, torch.exp(logits - largest[row]))
-        self.largest = largest
-        target_largest = self.target_largest.scatter_reduce(0, row, targets, "amax")
-        before = torch.exp(self.target_largest - target_largest)
-        weights = torch.exp(targets - target_largest[row])
-        self.target_sum = (self.target_sum * before).index_add(0, row, weights)
-        self.difference = (self.difference * before).index_add(
-            0, row, weights * (targets - logits)
-        )
-        self.target_largest = target_largest
-
-    def _log_sum(self) -> Tensor:
-        return self.largest + self.sum.log()
-
-    def _target_log_sum(self) -> Tensor:
-        return self.target_largest + self.target_sum.log()
+        self.student.add(logits, row, out)
+        weights, rescale = self.teacher.add(targets, row, out)
+        # An excluded candidate has weight exp(EXCLUDED) = 0 and a finite difference, so it adds 0.
+        weighted = weights.mul_(targets.sub_(logits))
+        self.difference = _add_to_rows(self.difference * rescale, weighted, row)
 
     def total(self) -> Tensor:
         """See RowLoss."""
-        cross = self.difference / self.target_sum
-        losses = cross - self._target_log_sum() + self._log_sum()
+        cross = self.difference / self.teacher.sum
+        losses = cross - self.teacher.log() + self.student.log()
         return self.coefficient * losses.sum()
 
-    def grad_of_logits(
-        self, logits: Tensor, out: Tensor, target: Tensor | None = None
+    def grad(
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See RowLoss."""
-        wanted = self._targets(logits, target)
-        wanted.sub_(self._target_log_sum()[:, None]).exp_()
-        torch.sub(logits, self._log_sum()[:, None], out=out).exp_()
-        return out.sub_(wanted).mul_(self.coefficient)
-
-    def grad_of_explicit_logits(
-        self, logits: Tensor, row: Tensor, target: Tensor | None = None
-    ) -> Tensor:
-        """See RowLoss."""
-        wanted = torch.exp(self._targets(logits, target) - self._target_log_sum()[row])
-        return self.coefficient * (torch.exp(logits - self._log_sum()[row]) - wanted)
+        # coefficient * (softmax of the student - softmax of the teacher)
+        targets = self._targets(logits, target)
+        targets.sub_(_each(self.teacher.log(), row)).exp_()
+        student = torch.sub(logits, _each(self.student.log(), row), out=out).exp_()
+        return student.sub_(targets).mul_(self.coefficient)
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""
-        wanted = torch.exp(self.own_target - self._target_log_sum())
-        return self.coefficient * (torch.exp(self.positive - self._log_sum()) - wanted)
+        target = torch.exp(self.positive_target - self.teacher.log())
+        return self.coefficient * (
+            torch.exp(self.positive - self.student.log()) - target
+        )
 
 
 class SquaredErrorRows(RowLoss):
-    """(logit - target)^2 summed over all candidates, with 0 for the target where there is no teacher. The own pair does
+    """(logit - target)^2 summed over all candidates, with 0 for the target where there is no teacher. The positive does
     not count."""
 
     def __init__(
@@ -438,43 +420,40 @@ class SquaredErrorRows(RowLoss):
         super().__init__(positive, coefficient, bias, target)
         self.sum = positive.new_zeros(())
 
-    def _errors(self, logits: Tensor, target: Tensor | None, out: Tensor) -> Tensor:
-        left_out = is_left_out(logits)  # first, since `out` may be the tile itself
-        if target is None:
-            out.copy_(logits)
-        else:
-            torch.sub(logits, target, out=out)
-        return out.masked_fill_(left_out, 0.0)
+    def _errors(
+        self, logits: Tensor, target: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        excluded = is_excluded(logits)  # first, since `out` may be the tile itself
+        errors = torch.sub(logits, 0.0 if target is None else target, out=out)
+        return errors.masked_fill_(excluded, 0.0)
 
     def add(
-        self, logits: Tensor, scratch: Tensor, target: Tensor | None = None
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> None:
         """See RowLoss."""
-        self.sum = self.sum + self._errors(logits, target, scratch).square_().sum()
-
-    def add_explicit(
-        self, logits: Tensor, _row: Tensor, target: Tensor | None = None
-    ) -> None:
-        """See RowLoss."""
-        errors = self._errors(logits, target, torch.empty_like(logits))
-        self.sum = self.sum + errors.square_().sum()
+        del row
+        self.sum = self.sum + self._errors(logits, target, out).square_().sum()
 
     def total(self) -> Tensor:
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def grad_of_logits(
-        self, logits: Tensor, out: Tensor, target: Tensor | None = None
+    def grad(
+        self,
+        logits: Tensor,
+        target: Tensor | None = None,
+        *,
+        row: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See RowLoss."""
+        del row
         return self._errors(logits, target, out).mul_(2 * self.coefficient)
-
-    def grad_of_explicit_logits(
-        self, logits: Tensor, _row: Tensor, target: Tensor | None = None
-    ) -> Tensor:
-        """See RowLoss."""
-        errors = self._errors(logits, target, torch.empty_like(logits))
-        return errors.mul_(2 * self.coefficient)
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""

@@ -31,7 +31,6 @@ class CoSENT(Temperature):
     summary = "the order of the scores"
     records = "scores"
     negatives = "unread"
-    needs_whole_batch = True
     # The sum runs over all comparisons of a batch, of which a smaller temperature leaves
     # the few worst.
     default_temperature = 0.1
@@ -52,7 +51,7 @@ class CoSENT(Temperature):
         # The zero column is the "1 +" of the formula. [K, 1 + rows with lower ones]
         zero_column = logits.new_zeros(len(logits), 1)
         terms = torch.cat((zero_column, below - logits[:, has_lower]), dim=1)
-        share = batch.num_own_rows / max(1, batch.num_rows)
+        share = batch.num_rank_rows / max(1, batch.num_rows)
         return similarity.total(terms.logsumexp(dim=1)) * share
 
     def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
@@ -126,7 +125,7 @@ class Cosine(Loss):
         """See Loss."""
         from vembed.losses.similarity import arithmetic_dtype, pair_scores
 
-        rank_rows = batch.own()
+        rank_rows = batch.rank_rows
         embeddings = batch.embeddings
         labels = batch.required_scores(self.name)[rank_rows]
         labels = labels.to(embeddings.device, arithmetic_dtype(embeddings))
@@ -136,8 +135,8 @@ class Cosine(Loss):
                 f"loss: cosine compares similarities with unscaled scores, and the data have scores from "
                 f"{float(labels.min()):g} to {float(labels.max()):g}: scale them into [-1, 1], or use loss: cosent."
             )
-        left = batch.positions(batch.query[rank_rows])
-        right = batch.positions(batch.positive[rank_rows])
+        left = batch.query[rank_rows]
+        right = batch.positive[rank_rows]
         scores = pair_scores(embeddings, left, right, similarity)  # [K, n]
         errors = (scores - labels).square().sum(1)
         return similarity.total(errors) / max(1, batch.num_rows)

@@ -74,20 +74,6 @@ def arithmetic_dtype(embeddings: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixColumns:
-    """Some columns of the score matrix: what a tile reads of them, and their gradient."""
-
-    x: Tensor
-    """[C, d]"""
-    prefix_scales: Tensor | None
-    """[K - 1, C]"""
-    dx: Tensor | None
-    """[C, d]; None in a pass without gradients, as the next."""
-    norm_grad: Tensor | None
-    """[K - 1, C]"""
-
-
-@dataclass(frozen=True, slots=True)
 class Anchors:
     """Some rows of the score matrix, scaled, with room for their gradient."""
 
@@ -154,12 +140,6 @@ class PrefixTable:
         embeddings = embeddings[:, : self.similarity.dims[-1]]
         return embeddings.to(arithmetic_dtype(embeddings))
 
-    def columns(self) -> PrefixColumns:
-        """Return all rows of the table as columns of the score matrix."""
-        if not self.with_gradient:
-            return PrefixColumns(self.x, self.prefix_scales, None, None)
-        return PrefixColumns(self.x, self.prefix_scales, self.dx, self.norm_grad)
-
     # ---- Single pairs ----------------------------------------------------------------
 
     def pair_scores(self, left: Positions, right: Positions) -> Tensor:
@@ -203,10 +183,8 @@ class PrefixTable:
             positions, x, torch.zeros_like(x) if self.with_gradient else None
         )
 
-    def scores(
-        self, anchors: Anchors, columns: PrefixColumns, tile: slice, out: Tensor
-    ) -> Iterator[int]:
-        """Fill `out` [K, n, t] with logits, and yield each size k when out[k] is there.
+    def scores(self, anchors: Anchors, columns: slice, out: Tensor) -> Iterator[int]:
+        """Fill `out` [K, n, t] with the logits of t positions, and yield each size k when out[k] is there.
 
         Sizes come from the smallest to the largest. The caller may overwrite out[k]
         once it is yielded.
@@ -214,7 +192,7 @@ class PrefixTable:
         # The last size's buffer accumulates the raw products: each size costs its
         # additional coordinates only. Masks are written after that size's copy was
         # taken. At the last size no product follows that they could spoil.
-        x = columns.x[tile]
+        x = self.x[columns]
         products = out[-1]
         for k, part in enumerate(self.similarity.parts):
             if k == 0:
@@ -222,14 +200,13 @@ class PrefixTable:
             else:
                 products.addmm_(anchors.x[:, part], x[:, part].T)
             if k < len(out) - 1:
-                self._scale_prefixes(products, k, anchors, columns, tile, out[k])
+                self._scale_prefixes(products, k, anchors, columns, out[k])
             yield k
 
     def add_gradient(
         self,
         anchors: Anchors,
-        columns: PrefixColumns,
-        tile: slice,
+        columns: slice,
         logits: Tensor,
         derivative: Callable[[int], Tensor],
         scratch: Tensor,
@@ -244,10 +221,9 @@ class PrefixTable:
         size that is large enough, so the gradients with respect to the products
         accumulate in the buffer of the largest size.
         """
-        assert columns.dx is not None and columns.norm_grad is not None
         assert anchors.dx is not None
-        x = columns.x[tile]
-        dx = columns.dx[tile]
+        x = self.x[columns]
+        dx = self.dx[columns]
         d_products = logits[-1]
         for k, part in reversed(list(enumerate(self.similarity.parts))):
             d_logits = derivative(k)
@@ -257,9 +233,9 @@ class PrefixTable:
                     # gradient of the norm.
                     norm_terms = logits[k].mul_(d_logits)
                     self.norm_grad[k, anchors.positions] += norm_terms.sum(1)
-                    columns.norm_grad[k, tile] += norm_terms.sum(0)
+                    self.norm_grad[k, columns] += norm_terms.sum(0)
                 d_products += self._scale_prefixes(
-                    d_logits, k, anchors, columns, tile, scratch
+                    d_logits, k, anchors, columns, scratch
                 )
             # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
             anchors.dx[:, part].addmm_(d_products, x[:, part])
@@ -270,15 +246,14 @@ class PrefixTable:
         source: Tensor,
         k: int,
         anchors: Anchors,
-        columns: PrefixColumns,
-        tile: slice,
+        columns: slice,
         out: Tensor,
     ) -> Tensor:
         """Write `source` [n, t] times the prefix scales of rows and columns to `out`."""
-        if self.prefix_scales is None or columns.prefix_scales is None:
+        if self.prefix_scales is None:
             return out.copy_(source)
         row_scales = self.prefix_scales[k, anchors.positions, None]
-        torch.mul(source, columns.prefix_scales[k, tile], out=out)
+        torch.mul(source, self.prefix_scales[k, columns], out=out)
         return out.mul_(row_scales)
 
     def finish(self, anchors: Anchors, scale: Tensor) -> Tensor:

@@ -226,7 +226,6 @@ class Listwise(SoftmaxLoss):
     records = "pairs"
     negatives = "optional"
     follows = "scores_or_teacher"
-    needs_whole_batch = True
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
@@ -263,7 +262,6 @@ class RankNet(ListedLoss, Temperature):
     records = "pairs"
     negatives = "optional"
     follows = "scores_or_teacher"
-    needs_whole_batch = True
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""

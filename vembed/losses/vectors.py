@@ -77,14 +77,14 @@ class Anchor(Loss):
 
         from vembed.losses.similarity import Similarity, arithmetic_dtype
 
-        teacher = batch.teacher_vectors(str(term.teacher), "anchor_weight")
+        teacher = batch.teacher_vectors(str(term.teacher), "loss: anchor")
         embeddings = batch.embeddings
         dim = embeddings.shape[1]
         teacher_dim = teacher.vectors.shape[1]
         if dim != teacher_dim:
             raise UserError(
-                f"anchor_weight: the embeddings have {dim} dimensions, and those of {term.teacher} before "
-                f"training have {teacher_dim}: leave out what changes the size, or anchor_weight"
+                f"loss: anchor: the embeddings have {dim} dimensions, and those of {term.teacher} before "
+                f"training have {teacher_dim}: leave out what changes the size, or this loss"
             )
         identity = torch.eye(
             dim, device=embeddings.device, dtype=arithmetic_dtype(embeddings)
@@ -106,7 +106,6 @@ class Relational(TeacherLoss):
     records = "texts"
     negatives = "optional"
     follows = "vectors"
-    needs_whole_batch = True
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
@@ -115,13 +114,13 @@ class Relational(TeacherLoss):
         from vembed.losses.candidates import ExclusionMask
 
         num = batch.num_rows
-        rank_rows = batch.own()
+        rank_rows = batch.rank_rows
         num_inputs = 2 * num + batch.negative.numel()
         numbers = torch.arange(num_inputs, device=batch.query.device)
         # Occurrences are numbered: the N queries, the N positives, the H negatives.
         queries = numbers[:num][rank_rows]
         positives = numbers[num : 2 * num][rank_rows]
-        negatives = numbers[2 * num :][batch.own_hard_negatives()]
+        negatives = numbers[2 * num :][batch.rank_negatives]
         rows = torch.cat((queries, positives, negatives))
         # Its own number is the key of an occurrence on both sides: equal keys are left
         # out, which is the diagonal.
@@ -146,7 +145,6 @@ class SpreadOut(MaskedLoss):
     summary = "queries away from each other, and documents away from each other"
     records = "texts"
     negatives = "unread"
-    needs_whole_batch = True
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
@@ -155,7 +153,7 @@ class SpreadOut(MaskedLoss):
         from vembed.losses.candidates import ExclusionMask
 
         num = batch.num_rows
-        rank_rows = batch.own()
+        rank_rows = batch.rank_rows
         numbers = torch.arange(2 * num, device=batch.query.device)
         content = torch.unique(batch.content, return_inverse=True)[1]
         example = torch.unique(batch.example, return_inverse=True)[1]
@@ -185,6 +183,7 @@ class NoLoss(Loss):
     """Zero, for runs that train by the model's own losses alone."""
 
     name = "none"
+    is_of_model = True
     summary = "the losses of the model itself alone train it"
     records = "texts"
     negatives = "unread"
@@ -255,8 +254,8 @@ def _mean_distance(
 
     from vembed.losses.projection import projected_distances
 
-    rank_rows = batch.own()
-    negatives = batch.own_hard_negatives()
+    rank_rows = batch.rank_rows
+    negatives = batch.rank_negatives
     inputs = torch.cat(
         (batch.query[rank_rows], batch.positive[rank_rows], batch.negative[negatives])
     )
@@ -271,8 +270,8 @@ def _mean_distance(
         batch.embeddings,
         projection,
         teacher.vectors.to(batch.embeddings.device, projection.dtype),
-        batch.positions(inputs),
-        teacher.positions(targets),
+        inputs,
+        targets,
         similarity,
     )
     return distances / max(1, 2 * batch.num_rows + batch.negative.numel())

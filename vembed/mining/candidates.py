@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
+from vembed.config.negatives import ChoiceOptions
 from vembed.data.cache import short_hash
+from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.mining.config import BM25, MineConfig
 from vembed.mining.documents import Documents, array_identity
-from vembed.mining.known_positives import KnownPositives, Pairs
-from vembed.mining.retrievers import DenseRetriever, LexicalRetriever, fuse
-from vembed.mining.search import pair_scores, search
-from vembed.mining.vectors import VectorStore
+from vembed.mining.known_positives import KnownPositives
+from vembed.mining.retrievers import (
+    DenseRetriever,
+    LexicalRetriever,
+    Ranking,
+    fuse,
+    open_dense,
+)
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
+from vembed.saving.durability import replaced_file
 
 CHUNK = 32_768
 """Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""
@@ -49,32 +55,11 @@ class ClaimFinder:
     positives, so few claimed candidates are relevant. A hard negative is usually near to what another query asks for.
     """
 
-    def __init__(
-        self,
-        queries: VectorStore,
-        documents: VectorStore,
-        positives: Pairs,
-        folder: Path,
-        session: Session,
-    ) -> None:
-        """Write the vectors of the pairs that are not in `folder` yet. Collective."""
-        self._documents = documents
+    def __init__(self, retriever: DenseRetriever, positives: Pairs) -> None:
+        """Write the sums of the vectors of all pairs. Collective."""
+        self._documents = retriever.documents
+        self._sums = retriever.sums_of(positives)
         self._positives = positives
-        self._session = session
-        # Part of a file's name: vectors of other pairs are never read for these.
-        # The product may wrap around in int64, which changes nothing: it is a hash.
-        keys = (
-            queries.keys[positives.queries] * 31 + documents.keys[positives.documents]
-        )
-        self._pairs = VectorStore(folder, "query", keys, queries.dtype_name)
-        # Ascending, as pairs are.
-        self._codes = positives.queries << 32 | positives.documents
-        for shard in self._pairs.missing(self._pairs.of_rank(session)):
-            query = queries.take(positives.queries[shard.first : shard.last])
-            positive = documents.take(positives.documents[shard.first : shard.last])
-            # Not normalised: s(q', d) + s(p', d) is the dot product of d with this sum.
-            self._pairs.write(shard, (query + positive).numpy())
-        session.barrier()
 
     def claimed(
         self,
@@ -91,19 +76,17 @@ class ClaimFinder:
         eligible &= np.cumsum(eligible, axis=1) <= CONSIDERED
         is_claimed = np.zeros(candidates_QK.shape, bool)
         place = np.flatnonzero(eligible)
-        if not len(place) or not len(self._positives):
+        num_pairs = len(self._positives)
+        if not len(place) or not num_pairs:
             return is_claimed
         # Many queries share candidates: each distinct one is searched for once.
         documents, which = np.unique(candidates_QK.ravel()[place], return_inverse=True)
         query = first + place // candidates_QK.shape[1]
-        nothing = Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
         for start in range(0, len(documents), BLOCK):
             inside = np.flatnonzero((which >= start) & (which < start + BLOCK))
             vectors = self._documents.take(documents[start : start + BLOCK])
-            num_pairs = len(self._positives)
-            nearest, scores = search(
-                vectors, self._pairs, num_pairs, NEAREST, nothing, self._session
-            )
+            # s(q', d) + s(p', d) is the dot product of d with the sum of q' and p'.
+            nearest, scores = self._sums.search(vectors, num_pairs, NEAREST, NO_PAIRS)
             row = which[inside] - start
             best = self._best_of_query(query[inside], row, vectors)
             is_claimed.ravel()[place[inside]] = self._is_claimed(
@@ -123,8 +106,7 @@ class ClaimFinder:
         offset = np.arange(len(position)) - np.repeat(np.cumsum(count) - count, count)
         pairs = Pairs(row_N[position], np.repeat(begin, count) + offset)
         best = np.full(len(query_N), -np.inf)
-        scores = pair_scores(vectors, self._pairs, pairs, self._session)
-        np.maximum.at(best, position, scores)
+        np.maximum.at(best, position, self._sums.pair_scores(vectors, pairs))
         return best
 
     def _is_claimed(
@@ -139,9 +121,8 @@ class ClaimFinder:
         pairs = np.where(is_pair, pairs_NR, 0)
         # A pair speaks for the query if it is one of its pairs, or if the pair's document is a positive of it too.
         codes = query_N[:, None] << 32 | self._positives.documents[pairs]
-        at = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
         is_query = self._positives.queries[pairs] == query_N[:, None]
-        speaks = is_pair & ((self._codes[at] == codes) | is_query)
+        speaks = is_pair & (np.isin(codes, self._positives.codes) | is_query)
         for_query = np.where(speaks, scores_NR, -np.inf).max(axis=1)
         for_query = np.maximum(best_N, for_query)
         for_others = np.where(is_pair & ~speaks, scores_NR, -np.inf).max(axis=1)
@@ -170,25 +151,6 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.documents)
 
-    @classmethod
-    def unclaimed(
-        cls,
-        first: int,
-        documents: np.ndarray,
-        scores: np.ndarray,
-        positives: Pairs,
-        positive_scores: np.ndarray,
-    ) -> Candidates:
-        """Candidates of which none is known to be claimed."""
-        return cls(
-            first,
-            documents,
-            scores,
-            positives,
-            positive_scores,
-            np.zeros(documents.shape, bool),
-        )
-
     def lowest_positive(self) -> np.ndarray:
         """[Q] the lowest score of each query's known positives, inf where none is known."""
         lowest = np.full(len(self), np.inf)
@@ -196,124 +158,94 @@ class Candidates:
         return lowest
 
 
-def with_claims(candidates: Candidates, claims: ClaimFinder | None) -> Candidates:
-    """Return the candidates with the claims that a finder finds. Collective."""
-    if claims is None:
-        return candidates
-    limit = claimed_limit(candidates.lowest_positive())
-    claimed = claims.claimed(
-        candidates.first, candidates.documents, candidates.scores, limit
-    )
-    return replace(candidates, claimed=claimed)
-
-
-class CandidateStore:
-    """Searches for all queries chunk by chunk, and keeps the results on disk."""
+class CandidateSearch:
+    """The search for all queries by all retrievers, chunk by chunk. Methods are collective."""
 
     def __init__(
         self,
-        config: MineConfig,
-        documents: Documents,
+        options: ChoiceOptions,
         known: KnownPositives,
-        folder: Path,
+        retrievers: Sequence[LexicalRetriever | DenseRetriever],
         session: Session,
+        *,
+        excluded: Pairs,
+        folder: Path | None = None,
+        fuse_rankings: Callable[[Sequence[Ranking]], np.ndarray] | None = None,
     ) -> None:
-        """Encode what has no vectors on disk yet. Collective."""
-        self._config = config
+        """`folder`: for the result of each chunk, which all ranks see. `fuse_rankings`: of several retrievers."""
+        self._top_k = options.top_k
         self._known = known
-        self._folder = folder
+        self._retrievers = retrievers
         self._session = session
-        self._excluded = known.excluded(with_negatives=config.keep_negatives)
-        self._options = config.all_retrievers()
-        self._retrievers: list[LexicalRetriever | DenseRetriever] = []
-        for options in self._options:
-            if options.model == BM25:
-                lexical = LexicalRetriever(folder, documents, known, session)
-                self._retrievers.append(lexical)
-            else:
-                dense = DenseRetriever(
-                    options, config, folder, documents, known, session
-                )
-                self._retrievers.append(dense)
-        # Limits are on the scores of one model: the first dense one, since those of BM25 have no common scale.
-        self._primary = next(iter(self._dense), self._retrievers[0])
-        self._claims: ClaimFinder | None = None
-        if config.takes_claimed and isinstance(self._primary, DenseRetriever):
-            self._claims = ClaimFinder(
-                self._primary.queries,
-                self._primary.documents,
-                known.positives,
-                self._primary.queries.folder / "pairs",
-                session,
-            )
-        self._name = self._identity(documents)
-
-    @property
-    def _dense(self) -> list[DenseRetriever]:
-        return [
-            retriever
-            for retriever in self._retrievers
-            if isinstance(retriever, DenseRetriever)
-        ]
-
-    @property
-    def num_encoded(self) -> int:
+        self._excluded = excluded
+        self._folder = folder
+        self._fuse = fuse_rankings
+        dense = [each for each in retrievers if isinstance(each, DenseRetriever)]
+        self.summary = [retriever.summary for retriever in dense]
+        self.num_encoded = sum(retriever.num_encoded for retriever in dense)
         """Vectors that were computed now, and not found on disk."""
-        return sum(retriever.num_encoded for retriever in self._dense)
-
-    def summary(self) -> list[str]:
-        """One line for each model: in which precision its vectors are computed and stored."""
-        return [retriever.summary for retriever in self._dense]
+        # Limits are on the scores of one model: the first dense one, since those of BM25 have no common scale.
+        self._primary = next(iter(dense), retrievers[0])
+        self._claims: ClaimFinder | None = None
+        if options.takes_claimed and dense:
+            self._claims = ClaimFinder(dense[0], known.positives)
 
     def find_all(self) -> None:
-        """Search for every query whose chunk is not on disk yet. Collective."""
+        """Search for every query whose chunk is not on disk yet."""
         num_queries = self._known.num_queries
         with ProgressReport("searching", active=self._session.is_main) as progress:
             for first in range(0, num_queries, CHUNK):
-                last = min(first + CHUNK, num_queries)
+                path = self._path(first)
                 # All ranks see the folder, and files appear only before the barrier below: they agree on what is
                 # missing.
-                if not self._path(first).exists():
-                    candidates = self._find(first, last)
+                if not path.exists():
+                    candidates = self._find(first)
                     if self._session.is_main:
-                        self._save(candidates)
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        arrays = asdict(candidates)
+                        arrays |= {
+                            f"positive_{name}": array
+                            for name, array in arrays.pop("positives").items()
+                        }
+                        with replaced_file(path) as partial, partial.open("wb") as file:
+                            np.savez(file, **arrays)
                     self._session.barrier()
-                progress(last, num_queries)
+                progress(min(first + CHUNK, num_queries), num_queries)
 
     def chunks(self) -> Iterator[Candidates]:
-        """Candidates, chunk by chunk."""
+        """Candidates, chunk by chunk, from disk where there is a folder."""
         for first in range(0, self._known.num_queries, CHUNK):
-            with np.load(self._path(first)) as arrays:
-                yield Candidates(
-                    first,
-                    arrays["documents"],
-                    arrays["scores"],
-                    Pairs(arrays["positive_queries"], arrays["positive_documents"]),
-                    arrays["positive_scores"],
-                    arrays["claimed"],
-                )
+            if self._folder is None:
+                yield self._find(first)
+                continue
+            with np.load(self._path(first)) as file:
+                arrays = dict(file)
+            queries = arrays.pop("positive_queries")
+            positives = Pairs(queries, arrays.pop("positive_documents"))
+            yield Candidates(positives=positives, **arrays)
 
     def scores_of(self, pairs: Pairs) -> np.ndarray:
-        """Return the first model's scores of pairs. Collective."""
+        """Return the first model's scores of pairs."""
         scores = [np.zeros(0, np.float32)]
         for first in range(0, self._known.num_queries, CHUNK):
             chunk = pairs.from_query(first, first + CHUNK)
             scores.append(self._primary.pair_scores(first, chunk))
         return np.concatenate(scores)
 
-    def _find(self, first: int, last: int) -> Candidates:
-        config = self._config
+    def _path(self, first: int) -> Path:
+        assert self._folder is not None
+        last = min(first + CHUNK, self._known.num_queries)
+        return self._folder / f"{first:09d}-{last:09d}.npz"
+
+    def _find(self, first: int) -> Candidates:
+        last = min(first + CHUNK, self._known.num_queries)
         excluded = self._excluded.from_query(first, last)
-        rankings = [
-            retriever.search(first, last, config.top_k, excluded)
-            for retriever in self._retrievers
-        ]
+        rankings = []
+        for retriever in self._retrievers:
+            rankings.append(retriever.search(first, last, self._top_k, excluded))
         documents, scores = rankings[0]
-        if len(rankings) > 1:
-            weights = [options.weight for options in self._options]
-            documents = fuse(
-                rankings, weights, config.top_k, config.fusion, config.rrf_k
-            )
+        if self._fuse is not None:
+            documents = self._fuse(rankings)
             query, column = np.nonzero(documents >= 0)
             pairs = Pairs(query, documents[query, column])
             scores = np.full(documents.shape, -np.inf, np.float32)
@@ -321,51 +253,64 @@ class CandidateStore:
             scores[query, column] = self._primary.pair_scores(first, pairs)
         positives = self._known.positives.from_query(first, last)
         positive_scores = self._primary.pair_scores(first, positives)
-        candidates = Candidates.unclaimed(
-            first, documents, scores, positives, positive_scores
+        claimed = np.zeros(documents.shape, bool)
+        candidates = Candidates(
+            first, documents, scores, positives, positive_scores, claimed
         )
-        return with_claims(candidates, self._claims)
+        if self._claims is not None:
+            limit = claimed_limit(candidates.lowest_positive())
+            claimed[:] = self._claims.claimed(first, documents, scores, limit)
+        return candidates
 
-    def _identity(self, documents: Documents) -> str:
-        """Everything that the result of a search depends on."""
-        config = self._config
-        retrievers = []
-        for options, retriever in zip(self._options, self._retrievers, strict=True):
-            retrievers.append([options.model_dump(), retriever.identity])
-        arrays = (
-            documents.exact,
-            self._known.exact,
-            self._excluded.queries,
-            self._excluded.documents,
-            self._known.positives.queries,
-            self._known.positives.documents,
-        )
-        return short_hash(
-            retrievers,
-            config.top_k,
-            config.fusion,
-            config.rrf_k,
-            [array_identity(array) for array in arrays],
-            documents.num_candidates,
-            self._claims is not None,
-        )
 
-    def _path(self, first: int) -> Path:
-        last = min(first + CHUNK, self._known.num_queries)
-        return self._folder / "candidates" / self._name / f"{first:09d}-{last:09d}.npz"
-
-    def _save(self, candidates: Candidates) -> None:
-        path = self._path(candidates.first)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.part")
-        with partial.open("wb") as file:
-            np.savez(
-                file,
-                documents=candidates.documents,
-                scores=candidates.scores,
-                positive_queries=candidates.positives.queries,
-                positive_documents=candidates.positives.documents,
-                positive_scores=candidates.positive_scores,
-                claimed=candidates.claimed,
+def open_candidates(
+    config: MineConfig,
+    documents: Documents,
+    known: KnownPositives,
+    folder: Path,
+    session: Session,
+) -> CandidateSearch:
+    """Encode and index what is not in a folder yet, and return the search. Collective."""
+    options = config.all_retrievers()
+    weights = [each.weight for each in options]
+    retrievers: list[LexicalRetriever | DenseRetriever] = []
+    for each in options:
+        if each.model == BM25:
+            retrievers.append(LexicalRetriever(folder, documents, known, session))
+        else:
+            retrievers.append(
+                open_dense(each, config, folder, documents, known, session)
             )
-        partial.replace(path)
+    excluded = known.excluded(with_negatives=config.keep_negatives)
+    arrays = (
+        documents.exact,
+        known.exact,
+        excluded.queries,
+        excluded.documents,
+        known.positives.queries,
+        known.positives.documents,
+    )
+    # Everything that the result of a search depends on.
+    name = short_hash(
+        [each.model_dump() for each in options],
+        [retriever.identity for retriever in retrievers],
+        config.top_k,
+        config.fusion,
+        config.rrf_k,
+        [array_identity(array) for array in arrays],
+        documents.num_candidates,
+        config.takes_claimed,
+    )
+
+    def fuse_rankings(rankings: Sequence[Ranking]) -> np.ndarray:
+        return fuse(rankings, weights, config.top_k, config.fusion, config.rrf_k)
+
+    return CandidateSearch(
+        config,
+        known,
+        retrievers,
+        session,
+        excluded=excluded,
+        folder=folder / "candidates" / name,
+        fuse_rankings=fuse_rankings if len(retrievers) > 1 else None,
+    )

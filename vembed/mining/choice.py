@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from vembed.config.negatives import ChoiceOptions
 from vembed.data.near_duplicates import DuplicateFinder
 from vembed.errors import UserError
 from vembed.mining.candidates import Candidates, claimed_limit
-from vembed.mining.config import MineConfig
 from vembed.mining.documents import Documents
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -39,10 +38,13 @@ class Limits:
     min_score: float | None
 
     @classmethod
-    def of(cls, config: MineConfig) -> Limits:
-        """Those of the config."""
+    def of(cls, options: ChoiceOptions) -> Limits:
+        """Those of the options."""
         return cls(
-            config.relative_margin, config.margin, config.max_score, config.min_score
+            options.relative_margin,
+            options.margin,
+            options.max_score,
+            options.min_score,
         )
 
     def highest(self, positive_Q: np.ndarray) -> np.ndarray:
@@ -58,12 +60,27 @@ class Limits:
         return highest
 
 
+UNDECIDED = -1.0
+"""In place of a judgement."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """The negatives of some consecutive queries, best first; -1 and -inf where there are fewer."""
 
     documents: np.ndarray
     scores: np.ndarray
+    judgements: np.ndarray
+    """[Q, n] how likely each is relevant; UNDECIDED where no judge gave an answer."""
+
+    @classmethod
+    def joined(cls, chunks: Sequence[Chosen]) -> Chosen:
+        """Those of consecutive chunks of queries."""
+        return cls(
+            np.concatenate([chunk.documents for chunk in chunks]),
+            np.concatenate([chunk.scores for chunk in chunks]),
+            np.concatenate([chunk.judgements for chunk in chunks]),
+        )
 
 
 class Chooser:
@@ -71,80 +88,81 @@ class Chooser:
 
     def __init__(
         self,
-        config: MineConfig,
+        options: ChoiceOptions,
+        seed: int,
         limits: Limits,
         documents: Documents,
         session: Session,
     ) -> None:
-        self._config = config
+        self._options = options
+        self._seed = seed
         self._limits = limits
         self._session = session
         self._near = DuplicateFinder(
-            lambda number: documents.item(number).text, config.near_duplicate
+            lambda number: documents.item(number).text, options.near_duplicate
         )
-        self._counts: Counter[str] = Counter()
+        names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
+        self._counts = dict.fromkeys(names, 0)
 
     def choose(self, candidates: Candidates, depth: int) -> Chosen:
         """At most `depth` negatives for each query. Collective: the ranks share the queries."""
-        rank = self._session.rank
-        world_size = self._session.world_size
-        # Consecutive queries for each rank: their parts are joined in order by the gather below.
-        bounds = [
-            len(candidates) * number // world_size for number in range(world_size + 1)
-        ]
-        queries = range(bounds[rank], bounds[rank + 1])
+        session = self._session
+        queries = range(session.rank, len(candidates), session.world_size)
         documents = np.full((len(queries), depth), -1, np.int64)
         scores = np.full((len(queries), depth), -np.inf, np.float32)
         allowed = self._allowed(candidates, queries)
-        positive_bounds = candidates.positives.bounds(len(candidates))
-        claimed = candidates.claimed & self._config.takes_claimed
+        bounds = candidates.positives.bounds(len(candidates))
+        claimed = candidates.claimed & self._options.takes_claimed
         for row, query in enumerate(queries):
-            begin = positive_bounds[query]
-            end = positive_bounds[query + 1]
-            positives = candidates.positives.documents[begin:end]
+            positives = candidates.positives.documents[
+                bounds[query] : bounds[query + 1]
+            ]
+            compared = positives[:MAX_COMPARED_POSITIVES].tolist()
             # First the candidates that another query claims: they are relevant there, and hardly here.
             is_first = allowed[row] & claimed[query]
             is_second = allowed[row] & ~claimed[query]
-            order = np.concatenate(
-                [
-                    self._order(candidates, query, np.flatnonzero(is_first)),
-                    self._order(candidates, query, np.flatnonzero(is_second)),
-                ]
-            )
-            columns = self._without_near(
-                candidates.documents[query],
-                order,
-                positives[:MAX_COMPARED_POSITIVES].tolist(),
-                depth,
-            )
-            documents[row, : len(columns)] = candidates.documents[query, columns]
-            scores[row, : len(columns)] = candidates.scores[query, columns]
-        sizes = np.diff(bounds).tolist()
+            order = [
+                *self._order(candidates, query, np.flatnonzero(is_first)),
+                *self._order(candidates, query, np.flatnonzero(is_second)),
+            ]
+            place = 0
+            for column in order:
+                document = int(candidates.documents[query, column])
+                if self._near.is_near(document, compared):
+                    self._counts["near_duplicates"] += 1
+                    continue
+                documents[row, place] = document
+                scores[row, place] = candidates.scores[query, column]
+                place += 1
+                if place == depth:
+                    break
+        num_queries = len(candidates)
         return Chosen(
-            collectives.all_gather_rows(torch.from_numpy(documents), sizes).numpy(),
-            collectives.all_gather_rows(torch.from_numpy(scores), sizes).numpy(),
+            collectives.all_gather_dealt(
+                torch.from_numpy(documents), num_queries
+            ).numpy(),
+            collectives.all_gather_dealt(torch.from_numpy(scores), num_queries).numpy(),
+            np.full((num_queries, depth), UNDECIDED, np.float32),
         )
 
     def counts(self) -> dict[str, int]:
         """Candidates by what became of them, of all ranks. Collective."""
-        names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
-        totals = collectives.sum_ints([self._counts[name] for name in names])
-        return dict(zip(names, totals, strict=True))
+        totals = collectives.sum_ints(list(self._counts.values()))
+        return dict(zip(self._counts, totals, strict=True))
 
     def _allowed(self, candidates: Candidates, queries: range) -> np.ndarray:
-        """[Q, K] which candidates keep to the limits."""
-        rows = slice(queries.start, queries.stop)
+        """[n, K] which candidates of some queries keep to the limits."""
+        rows = slice(queries.start, None, queries.step)
         scores = candidates.scores[rows]
         is_candidate = candidates.documents[rows] >= 0
         # Counted among those that are there, so that skip_first skips documents and not empty places.
         place = np.cumsum(is_candidate, axis=1)
-        later = is_candidate & (place > self._config.skip_first)
+        later = is_candidate & (place > self._options.skip_first)
         lowest = candidates.lowest_positive()[rows]
-        highest = self._limits.highest(lowest)
         # In float64: a candidate at the limit is at it in any arithmetic.
         exact = scores.astype(np.float64)
-        low_enough = exact <= highest[:, None]
-        if self._config.takes_claimed and self._config.prefer_claimed == "auto":
+        low_enough = exact <= self._limits.highest(lowest)[:, None]
+        if self._options.takes_claimed and self._options.prefer_claimed == "auto":
             # Nobody has set a limit: the default margin is for those that nobody claims.
             is_below = exact <= claimed_limit(lowest)[:, None]
             low_enough |= candidates.claimed[rows] & is_below
@@ -158,38 +176,20 @@ class Chooser:
         self._counts["too_low"] += int((low_enough & ~is_allowed).sum())
         return is_allowed
 
-    def _without_near(
-        self,
-        documents: np.ndarray,
-        columns: np.ndarray,
-        positives: list[int],
-        depth: int,
-    ) -> list[int]:
-        """Return the first columns whose documents are no near-duplicates of positives."""
-        chosen: list[int] = []
-        for column in columns:
-            if self._near.is_near(int(documents[column]), positives):
-                self._counts["near_duplicates"] += 1
-                continue
-            chosen.append(int(column))
-            if len(chosen) == depth:
-                break
-        return chosen
-
     def _order(
         self, candidates: Candidates, query: int, columns: np.ndarray
     ) -> np.ndarray:
         """The columns in the order in which they are taken: a pure function of seed, query and candidates."""
-        if self._config.sampling == "top" or not len(columns):
+        if self._options.sampling == "top" or not len(columns):
             return columns
-        random = np.random.default_rng([self._config.seed, candidates.first + query])
+        random = np.random.default_rng([self._seed, candidates.first + query])
         # Drawn for all columns and then selected: a candidate's draw does not depend on which others are allowed.
         draws = random.uniform(size=(candidates.documents.shape[1],))[columns]
-        if self._config.sampling == "random":
+        if self._options.sampling == "random":
             return columns[np.argsort(draws, kind="stable")]
         # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.
         noise = -np.log(-np.log(draws + 1e-300))
-        scores = candidates.scores[query, columns] / self._config.sampling_temperature
+        scores = candidates.scores[query, columns] / self._options.sampling_temperature
         return columns[np.argsort(-(scores + noise), kind="stable")]
 
 
@@ -232,35 +232,33 @@ class Calibration:
         return f"{line}; no threshold brings the rate to {goal:.1%}"
 
 
-def calibrate(chunks: Iterable[Candidates], config: MineConfig) -> Calibration:
+def calibrate(
+    chunks: Iterable[Candidates], options: ChoiceOptions, seed: int
+) -> Calibration:
     """The highest threshold at which the estimated rate is at most `max_false_negative_rate`.
 
     With several positives per query, a random half of them is hidden, and the threshold is a margin below the lowest of
     the others. With one each, it is hidden for all queries, and the threshold is an absolute score. The estimate
     assumes that as many relevant documents are unknown as are known, so a hidden one may stand for several.
     """
-    sample = _Sample.of(chunks, config)
+    sample = _Sample.of(chunks, options, seed)
     # The other limits of the config stay; the margin is what is looked for.
-    base = replace(Limits.of(config), relative_margin=None)
+    base = replace(Limits.of(options), relative_margin=None)
     if sample.is_relative:
         limits = [replace(base, relative_margin=float(margin)) for margin in MARGINS]
     else:
         scores = np.quantile(sample.positive_scores, np.maximum(QUANTILES, 0.0))
         limits = [replace(base, max_score=float(score)) for score in scores]
-    rates = [sample.rate(limit, config) for limit in limits]
-    reached = [
-        number
-        for number, rate in enumerate(rates)
-        if rate <= config.max_false_negative_rate
-    ]
+    rates = np.array([sample.rate(limit, options) for limit in limits])
+    reaches = rates <= options.max_false_negative_rate
     # From the loosest to the strictest: the first that keeps to the rate leaves the hardest negatives.
-    best = reached[0] if reached else int(np.argmin(rates))
+    best = int(np.argmax(reaches) if reaches.any() else np.argmin(rates))
     return Calibration(
         limits[best],
-        rates[best],
-        sample.rate(base, config),
+        float(rates[best]),
+        sample.rate(base, options),
         int(sample.is_hidden.sum()),
-        bool(reached),
+        bool(reaches.any()),
     )
 
 
@@ -280,7 +278,9 @@ class _Sample:
     positive_scores: np.ndarray
 
     @classmethod
-    def of(cls, chunks: Iterable[Candidates], config: MineConfig) -> _Sample:
+    def of(
+        cls, chunks: Iterable[Candidates], options: ChoiceOptions, seed: int
+    ) -> _Sample:
         # Per query: scores of candidates and of known positives.
         queries: list[tuple[np.ndarray, np.ndarray]] = []
         for candidates in chunks:
@@ -302,8 +302,8 @@ class _Sample:
                 f"threshold: auto estimates from queries with known positives, and {len(used):,d} are too few (at "
                 f"least {MIN_QUERIES}): set relative_margin or max_score"
             )
-        random = np.random.default_rng([config.seed, 1])
-        width = config.top_k + max(len(positives) for _, positives in used)
+        random = np.random.default_rng([seed, 1])
+        width = options.top_k + max(len(positives) for _, positives in used)
         all_scores = np.full((len(used), width), -np.inf)
         is_hidden = np.zeros((len(used), width), bool)
         lowest = np.full(len(used), np.inf)
@@ -322,28 +322,28 @@ class _Sample:
             lowest[row] = positives[order[num_hidden:]].min(initial=np.inf)
         # What is below the top_k would not be a candidate.
         return cls(
-            all_scores[:, : config.top_k],
-            is_hidden[:, : config.top_k],
+            all_scores[:, : options.top_k],
+            is_hidden[:, : options.top_k],
             weights,
             lowest,
             is_relative,
             np.concatenate([positives for _, positives in used]),
         )
 
-    def rate(self, limits: Limits, config: MineConfig) -> float:
+    def rate(self, limits: Limits, options: ChoiceOptions) -> float:
         """The share of hidden positives among the negatives that would be chosen."""
         is_allowed = np.isfinite(self.scores)
-        is_allowed[:, : config.skip_first] = False
+        is_allowed[:, : options.skip_first] = False
         lowest = self.lowest if self.is_relative else np.full(len(self.lowest), np.inf)
         is_allowed &= self.scores <= limits.highest(lowest)[:, None]
         if limits.min_score is not None:
             is_allowed &= self.scores >= limits.min_score
-        if config.sampling == "top":
-            is_allowed &= np.cumsum(is_allowed, axis=1) <= config.num_negatives
+        if options.sampling == "top":
+            is_allowed &= np.cumsum(is_allowed, axis=1) <= options.num_negatives
             num_hidden = (is_allowed & self.is_hidden).sum(axis=1)
             return float(num_hidden @ self.weights / max(is_allowed.sum(), 1))
         # Any of those that are left is as likely as any other: the expected share.
         num_kept = is_allowed.sum(axis=1)
-        per_query = np.minimum(num_kept, config.num_negatives)
+        per_query = np.minimum(num_kept, options.num_negatives)
         shares = (is_allowed & self.is_hidden).sum(axis=1) / np.maximum(num_kept, 1)
         return float((shares * per_query) @ self.weights / max(per_query.sum(), 1))

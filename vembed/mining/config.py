@@ -20,6 +20,13 @@ BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""
 
 
+def paths_of(paths: str | list[str] | None) -> list[str]:
+    """Return the paths of an option that is one path or a list."""
+    if paths is None:
+        return []
+    return [paths] if isinstance(paths, str) else paths
+
+
 class Retriever(Frozen):
     """One entry of `retrievers`."""
 

@@ -20,6 +20,7 @@ from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_items
 from vembed.mining.config import ModelOptions, Retriever
+from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import model_folder
 from vembed.models.families.weight_files import check_no_pickles
 from vembed.parallel.placement import precision_of_use
@@ -87,16 +88,9 @@ class SentenceTransformersEncoder:
 
         folder = model_folder(retriever.model)
         check_no_pickles(folder)
-        dtypes = {
-            "float32": torch.float32,
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-        }
-        dtype = (
-            {}
-            if options.torch_dtype == "auto"
-            else {"dtype": dtypes[options.torch_dtype]}
-        )
+        dtype = {}
+        if options.torch_dtype != "auto":
+            dtype = {"dtype": DTYPES[options.torch_dtype]}
         self._model = SentenceTransformer(
             str(folder),
             device=str(device),
@@ -161,7 +155,10 @@ def load_encoder(
 ) -> Encoder:
     """The model of a retriever, by the library that its options name."""
     if retriever.library == "sentence_transformers":
-        _check_installed()
+        if find_spec("sentence_transformers") is None:
+            raise UserError(
+                "library: sentence_transformers needs that package: pip install sentence-transformers"
+            )
         return SentenceTransformersEncoder(retriever, options, device)
     try:
         return VembedEncoder(retriever, options, device, precision)
@@ -207,10 +204,3 @@ def files_identity(model: str) -> list[list[object]]:
         ]
     cached = try_to_load_from_cache(model, "config.json") if "/" in model else None
     return [[model, str(cached)]]
-
-
-def _check_installed() -> None:
-    if find_spec("sentence_transformers") is None:
-        raise UserError(
-            "library: sentence_transformers needs that package: pip install sentence-transformers"
-        )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Protocol
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -17,26 +14,21 @@ import torch
 from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
+from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
 from vembed.errors import UserError
 from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker, YesNoReranker
 from vembed.mining.candidates import Candidates
-from vembed.mining.choice import Chosen
+from vembed.mining.choice import UNDECIDED, Chosen
 from vembed.mining.config import Judge, MineConfig, WeightOptions
 from vembed.mining.documents import Documents
 from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.known_positives import KnownPositives
+from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""Values of `torch_dtype`; `auto` is not among them, and means the file's own."""
 
 ENDPOINT_PROMPT = (
     "{instruction}.\n\nQuery: {query}\n\nDocument: {document}\n\n"
@@ -44,89 +36,15 @@ ENDPOINT_PROMPT = (
 )
 ANSWER = re.compile(r"\b(yes|no|true|false|relevant|irrelevant|not)\b", re.IGNORECASE)
 POSITIVE = frozenset({"yes", "true", "relevant"})
+KIND = StoreKind(
+    "judges", "judgements of this model", ".judgements", b"vembed judged 1"
+)
+BLOCK = 256
+"""Pairs that are judged before they are written down: what a kill loses."""
 
 Pair = tuple[str, str]
-
-
-class JudgeModel(Protocol):
-    """A judge that is ready."""
-
-    def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
-        """The number of each pair and how likely it is relevant, in any order; None where there is no usable answer."""
-        ...
-
-
-class CrossEncoder:
-    """A reranker: one logit, or two of which the second one says relevant."""
-
-    def __init__(
-        self, judge: Judge, options: WeightOptions, device: torch.device
-    ) -> None:
-        self._reranker = Reranker(
-            whole_model_folder(judge.model, option="judges"),
-            role=f"judges: {judge.model}",
-            max_labels=2,
-            dtype=DTYPES.get(options.torch_dtype),
-            device=device,
-            trust_remote_code=options.trust_remote_code,
-        )
-        self._max_length = judge.max_length
-
-    def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
-        """The number of each pair, and the sigmoid of its logit, or the second of two probabilities."""
-        for number, logits in self._reranker.logits(pairs, self._max_length):
-            shares = (
-                torch.sigmoid(logits)
-                if len(logits) == 1
-                else torch.softmax(logits, dim=0)
-            )
-            yield number, float(shares[-1])
-
-
-class YesNoDecoder:
-    """A decoder that is asked, and whose next token is yes or no."""
-
-    def __init__(
-        self, judge: Judge, options: WeightOptions, device: torch.device
-    ) -> None:
-        self.reranker = YesNoReranker(
-            whole_model_folder(judge.model, option="judges"),
-            role=f"judges: {judge.model}",
-            instruction=judge.instruction,
-            dtype=DTYPES.get(options.torch_dtype),
-            device=device,
-            trust_remote_code=options.trust_remote_code,
-        )
-        self._max_length = judge.max_length
-
-    def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
-        """The number of each pair, and the probability of yes among yes and no."""
-        for number, logits in self.reranker.logits(pairs, self._max_length):
-            yield number, float(torch.softmax(logits, dim=0)[1])
-
-
-class EndpointJudge:
-    """A model behind an OpenAI-compatible endpoint."""
-
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
-        self._client = ChatClient(judge, judge.model)
-
-    def judge(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
-        """The number of each pair, and 1 for yes, 0 for no, None for another answer."""
-        longest = 4 * self._judge.max_length  # about so many characters
-        prompts = [
-            ENDPOINT_PROMPT.format(
-                instruction=self._judge.instruction,
-                query=query,
-                document=document[:longest],
-            )
-            for query, document in pairs
-        ]
-        return (
-            (number, answer_of(text))
-            for number, text in self._client.complete(prompts, max_tokens=8)
-        )
+JudgePairs = Callable[[Sequence[Pair]], Iterator[tuple[int, float | None]]]
+"""Gives the number of each pair and how likely it is relevant, in any order; None where there is no usable answer."""
 
 
 def answer_of(text: str) -> float | None:
@@ -135,124 +53,129 @@ def answer_of(text: str) -> float | None:
     return None if match is None else float(match[1].lower() in POSITIVE)
 
 
-def _kind(judge: Judge) -> str:
-    """Return the kind of judge of a model if the config leaves it open."""
-    if judge.kind != "auto":
-        return judge.kind
-    if judge.base_url is not None:
-        return "endpoint"
-    kind = kind_of(model_folder(judge.model, option="judges"))
-    if kind in ("sparse encoder", "late-interaction model"):
-        raise UserError(f"judges: {judge.model} is a {kind}; give a reranker")
-    return "yes_no" if kind == "yes_no" else "cross_encoder"
-
-
 def load_judge(
     judge: Judge, options: WeightOptions, device: torch.device
-) -> JudgeModel:
-    """The model of a judge."""
-    kind = _kind(judge)
-    if kind == "endpoint":
-        return EndpointJudge(judge)
-    return (
-        YesNoDecoder(judge, options, device)
-        if kind == "yes_no"
-        else CrossEncoder(judge, options, device)
-    )
+) -> JudgePairs:
+    """Return what judges pairs: an endpoint, a decoder that answers yes or no, or a cross-encoder."""
+    if judge.base_url is not None and judge.kind in ("auto", "endpoint"):
+        client = ChatClient(judge, judge.model)
 
+        def ask(pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+            prompts = []
+            for query, document in pairs:
+                # About four characters to a token.
+                prompt = ENDPOINT_PROMPT.format(
+                    instruction=judge.instruction,
+                    query=query,
+                    document=document[: 4 * judge.max_length],
+                )
+                prompts.append(prompt)
+            for number, text in client.complete(prompts, max_tokens=8):
+                yield number, answer_of(text)
 
-def judge_identity(judge: Judge, options: WeightOptions) -> str:
-    """A short name for everything that a judgement depends on besides query and document."""
-    model = judge.model if judge.base_url else files_identity(judge.model)
-    prompt = [YES_NO_PROMPT, YES_NO_END, ENDPOINT_PROMPT]
-    return short_hash(
-        model,
-        judge.base_url,
-        judge.kind,
-        judge.instruction,
-        judge.max_length,
-        options.torch_dtype,
-        prompt,
-    )
+        return ask
 
-
-BLOCK = 256
-"""Pairs that are judged before they are written down: what a kill loses."""
-UNDECIDED = -1.0
-
-
-class JudgementCache:
-    """Judgements of one judge, by the contents of query and document: files of lines, one for each process."""
-
-    def __init__(self, identity: str) -> None:
-        self._folder = cache_folder() / "judgements" / identity
-        self._known: dict[str, float] = {}
-        for path in sorted(self._folder.glob("*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    key, value = json.loads(line)
-                except ValueError:  # the last line of a process that was killed
-                    continue
-                self._known[key] = float(value)
-
-    def get(self, key: str) -> float | None:
-        """Return the judgement of a pair; None: it was not judged before."""
-        return self._known.get(key)
-
-    def add(self, judgements: Sequence[tuple[str, float]]) -> None:
-        """Write judgements down at once."""
-        if not judgements:
-            return
-        self._known.update(judgements)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{os.uname().nodename}-{os.getpid()}.jsonl"
-        with path.open("a", encoding="utf-8") as file:
-            for judgement in judgements:
-                file.write(json.dumps(judgement) + "\n")
-
-
-@dataclass
-class JudgeCounts:
-    """Counts of one judge on this rank."""
-
-    asked: int = 0
-    cached: int = 0
-    undecided: int = 0
-
-
-@dataclass(frozen=True)
-class Judged:
-    """Remaining candidates of some queries, and those that became positives."""
-
-    chosen: Chosen
-    judgements: np.ndarray
-    """[Q, budget] how likely each chosen negative is relevant; UNDECIDED where no judge gave an answer."""
-    relabelled: dict[int, list[int]] = field(default_factory=dict)
-    """Query (of all) -> documents that became its positives."""
-    num_relevant: int = 0
-    num_undecided: int = 0
-
-    @classmethod
-    def unseen(cls, chosen: Chosen) -> Judged:
-        """Chosen candidates that no judge has seen."""
-        return cls(chosen, np.full(chosen.documents.shape, UNDECIDED, np.float32))
-
-    @classmethod
-    def joined(cls, chunks: Sequence[Judged]) -> Judged:
-        """Those of consecutive chunks of queries."""
-        relabelled: dict[int, list[int]] = {}
-        for chunk in chunks:
-            relabelled |= chunk.relabelled
-        return cls(
-            Chosen(
-                np.concatenate([chunk.chosen.documents for chunk in chunks]),
-                np.concatenate([chunk.chosen.scores for chunk in chunks]),
-            ),
-            np.concatenate([chunk.judgements for chunk in chunks]),
-            relabelled,
-            sum(chunk.num_relevant for chunk in chunks),
-            sum(chunk.num_undecided for chunk in chunks),
+    kind: str = judge.kind
+    if kind == "auto":
+        kind = kind_of(model_folder(judge.model, option="judges"))
+    if kind in ("sparse encoder", "late-interaction model"):
+        raise UserError(f"judges: {judge.model} is a {kind}; give a reranker")
+    folder = whole_model_folder(judge.model, option="judges")
+    role = f"judges: {judge.model}"
+    dtype = DTYPES.get(options.torch_dtype)
+    trust = options.trust_remote_code
+    reranker: Reranker | YesNoReranker
+    if kind == "yes_no":
+        reranker = YesNoReranker(
+            folder,
+            role=role,
+            instruction=judge.instruction,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust,
         )
+    else:
+        reranker = Reranker(
+            folder,
+            role=role,
+            max_labels=2,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust,
+        )
+
+    def score(pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+        for number, logits in reranker.logits(pairs, judge.max_length):
+            # One logit, or two of which the second one says relevant, or yes.
+            if len(logits) == 1:
+                yield number, float(torch.sigmoid(logits)[0])
+            else:
+                yield number, float(torch.softmax(logits, dim=0)[1])
+
+    return score
+
+
+class CachedJudge:
+    """One judge, whose judgements are kept on disk by the contents of query and document, for all runs."""
+
+    def __init__(
+        self, judge: Judge, options: WeightOptions, device: torch.device
+    ) -> None:
+        self.judge = judge
+        self._options = options
+        self._device = device
+        self._model: JudgePairs | None = None
+        """Loaded when it is first asked. A later judge may never be."""
+        identity = short_hash(
+            judge.model if judge.base_url else files_identity(judge.model),
+            judge.base_url,
+            judge.kind,
+            judge.instruction,
+            judge.max_length,
+            options.torch_dtype,
+            [YES_NO_PROMPT, YES_NO_END, ENDPOINT_PROMPT],
+        )
+        self._store = RowStore(cache_folder() / "judgements", identity, KIND)
+        self.counts = {"asked": 0, "cached": 0, "undecided": 0}
+
+    def answers(self, pairs: Sequence[Pair]) -> list[float | None]:
+        """Return how likely each pair is relevant; None where there is no usable answer."""
+        keys = []
+        for pair in pairs:
+            content = json.dumps(pair).encode()
+            keys.append(blake2b(content, digest_size=KEY_BYTES).digest())
+        answers: list[float | None] = [None] * len(pairs)
+        for place, row in self._store.find_rows(keys).items():
+            answers[place] = float(row[0])
+        missing = [place for place, answer in enumerate(answers) if answer is None]
+        self.counts["cached"] += len(pairs) - len(missing)
+        if not missing:
+            return answers
+        if self._model is None:
+            self._model = load_judge(self.judge, self._options, self._device)
+        answered: list[int] = []
+        try:
+            for index, answer in self._model([pairs[place] for place in missing]):
+                self.counts["asked"] += 1
+                if answer is None or not math.isfinite(answer):
+                    self.counts["undecided"] += 1
+                    continue
+                answers[missing[index]] = answer
+                answered.append(missing[index])
+        finally:
+            # Also where an endpoint ends it: what was answered costs nothing again.
+            rows = np.array([[answers[place]] for place in answered], np.float32)
+            self._store.add_rows([keys[place] for place in answered], rows)
+        return answers
+
+    def summary(self) -> str:
+        """One line for the log. Collective."""
+        asked, cached, undecided = collectives.sum_ints(list(self.counts.values()))
+        where = f" at {self.judge.base_url}" if self.judge.base_url else ""
+        line = f"judge {self.judge.model}{where}: {asked:,d} pairs asked, {cached:,d} known from before"
+        if undecided:
+            line += f", {undecided:,d} answers that are neither yes nor no (not used as negatives)"
+        return line
 
 
 class Cascade:
@@ -261,63 +184,40 @@ class Cascade:
     def __init__(
         self, judges: Sequence[Judge], options: WeightOptions, session: Session
     ) -> None:
-        self._judges = tuple(judges)
+        self._judges = [CachedJudge(judge, options, session.device) for judge in judges]
         self._session = session
-        self._caches = [
-            JudgementCache(judge_identity(judge, options)) for judge in judges
-        ]
-        self.counts = [JudgeCounts() for _ in judges]
-        # A later judge is loaded only when an earlier one was unsure of a pair.
-        self._load: Callable[[int], JudgeModel] = cache(
-            lambda number: load_judge(judges[number], options, session.device)
-        )
-
-    @property
-    def decided_at(self) -> float:
+        self.decided_at = sum(judges[-1].unsure) / 2
         """Probability from which on a pair is relevant."""
-        return sum(self._judges[-1].unsure) / 2
 
     def judge(self, num_pairs: int, pair_of: Callable[[int], Pair]) -> np.ndarray:
         """[num_pairs] how likely each pair is relevant; UNDECIDED where no judge gave an answer. Collective."""
-        world_size = self._session.world_size
+        session = self._session
         # Dealt in turn: neighbouring pairs are of one query, and of similar length.
-        numbers = range(self._session.rank, num_pairs, world_size)
+        numbers = range(session.rank, num_pairs, session.world_size)
         judgements = np.full(len(numbers), UNDECIDED, np.float32)
-        with ProgressReport("judging", active=self._session.is_main) as progress:
+        with ProgressReport("judging", active=session.is_main) as progress:
             for begin in range(0, len(numbers), BLOCK):
                 pairs = [pair_of(number) for number in numbers[begin : begin + BLOCK]]
                 end = begin + len(pairs)
                 judgements[begin:end] = self._decide(pairs)
                 progress(end, len(numbers))
-        sizes = [len(range(rank, num_pairs, world_size)) for rank in range(world_size)]
-        gathered = collectives.all_gather_rows(torch.from_numpy(judgements), sizes)
-        result = np.empty(num_pairs, np.float32)
-        for rank, part in enumerate(torch.split(gathered, sizes)):
-            result[rank::world_size] = part.numpy()
-        return result
+        rows = torch.from_numpy(judgements)
+        return collectives.all_gather_dealt(rows, num_pairs).numpy()
 
     def summary(self) -> list[str]:
         """One line for each judge. Collective."""
-        lines = []
-        for judge, counts in zip(self._judges, self.counts, strict=True):
-            num_asked, num_cached, num_undecided = collectives.sum_ints(
-                [counts.asked, counts.cached, counts.undecided]
-            )
-            where = f" at {judge.base_url}" if judge.base_url else ""
-            line = f"judge {judge.model}{where}: {num_asked:,d} pairs asked, {num_cached:,d} known from before"
-            if num_undecided:
-                line += f", {num_undecided:,d} answers that are neither yes nor no (not used as negatives)"
-            lines.append(line)
-        return lines
+        return [judge.summary() for judge in self._judges]
 
     def _decide(self, pairs: Sequence[Pair]) -> list[float]:
         """Return the probability that each pair is relevant, by the first judge that is sure; 0 or 1 after the last."""
         judgements = [UNDECIDED] * len(pairs)
         open_pairs = list(range(len(pairs)))
-        for number, judge in enumerate(self._judges):
-            answers = self._ask(number, [pairs[pair] for pair in open_pairs])
-            is_last = number == len(self._judges) - 1
-            low, high = judge.unsure
+        for judge in self._judges:
+            if not open_pairs:
+                break
+            answers = judge.answers([pairs[pair] for pair in open_pairs])
+            is_last = judge is self._judges[-1]
+            low, high = judge.judge.unsure
             unsure: list[int] = []
             for pair, answer in zip(open_pairs, answers, strict=True):
                 if answer is not None:
@@ -326,35 +226,7 @@ class Cascade:
                 if answer is None or (not is_last and low <= answer < high):
                     unsure.append(pair)
             open_pairs = unsure
-            if not open_pairs:
-                break
         return judgements
-
-    def _ask(self, number: int, pairs: Sequence[Pair]) -> list[float | None]:
-        """Return the answers of one judge, from the cache if it was asked before."""
-        known = self._caches[number]
-        counts = self.counts[number]
-        keys = [short_hash(*pair) for pair in pairs]
-        answers = [known.get(key) for key in keys]
-        missing = [place for place, answer in enumerate(answers) if answer is None]
-        counts.cached += len(pairs) - len(missing)
-        if not missing:
-            return answers
-        new: list[tuple[str, float]] = []
-        model = self._load(number)
-        try:
-            for index, answer in model.judge([pairs[place] for place in missing]):
-                place = missing[index]
-                counts.asked += 1
-                if answer is None or not math.isfinite(answer):
-                    counts.undecided += 1
-                    continue
-                answers[place] = answer
-                new.append((keys[place], answer))
-        finally:
-            # Also where an endpoint ends it: what was answered costs nothing again.
-            known.add(new)
-        return answers
 
 
 class CandidateJudge:
@@ -371,55 +243,49 @@ class CandidateJudge:
         self._documents = documents
         self._known = known
         self._cascade = Cascade(config.judges, config, session)
+        self.summary = self._cascade.summary
+        self.counts = {"judged_relevant": 0, "undecided": 0}
+        self.relabelled: dict[int, list[int]] = {}
+        """Query -> documents that became its positives."""
 
-    def apply(self, candidates: Candidates, chosen: Chosen) -> Judged:
+    def apply(self, candidates: Candidates, chosen: Chosen) -> Chosen:
         """Judge chosen candidates, and keep at most `budget` of each query. Collective: the ranks share the pairs."""
-        queries, columns = np.nonzero(chosen.documents >= 0)
-        documents = chosen.documents[queries, columns]
+        config = self._config
+        is_candidate = chosen.documents >= 0
+        queries, columns = np.nonzero(is_candidate)
+        documents = chosen.documents[is_candidate]
 
         def pair_of(number: int) -> Pair:
             query = self._known.item(candidates.first + int(queries[number]))
             document = self._documents.item(int(documents[number]))
             return text_of(query), text_of(document)
 
-        judgements = np.full(chosen.documents.shape, UNDECIDED, np.float32)
-        judgements[queries, columns] = self._cascade.judge(len(queries), pair_of)
-        return self._keep(candidates, chosen, judgements)
-
-    def summary(self) -> list[str]:
-        """One line for each judge. Collective."""
-        return self._cascade.summary()
-
-    def _keep(
-        self, candidates: Candidates, chosen: Chosen, judged_QK: np.ndarray
-    ) -> Judged:
-        config = self._config
-        is_candidate = chosen.documents >= 0
-        relevant = is_candidate & (judged_QK >= self._cascade.decided_at)
-        undecided = is_candidate & (judged_QK == UNDECIDED)
+        judged = chosen.judgements.copy()
+        judged[queries, columns] = self._cascade.judge(len(queries), pair_of)
+        relevant = is_candidate & (judged >= self._cascade.decided_at)
+        undecided = is_candidate & (judged == UNDECIDED)
+        self.counts["judged_relevant"] += int(relevant.sum())
+        self.counts["undecided"] += int(undecided.sum())
         stays = is_candidate & ~undecided
         if config.false_negatives != "keep":
             stays &= ~relevant
-        relabelled: dict[int, list[int]] = {}
         if config.false_negatives == "relabel":
-            for query, column in zip(*np.nonzero(relevant), strict=True):
-                documents = relabelled.setdefault(candidates.first + int(query), [])
-                documents.append(int(chosen.documents[query, column]))
-        # Kept ones first, in their order.
+            for query, column in np.argwhere(relevant).tolist():
+                positives = self.relabelled.setdefault(candidates.first + query, [])
+                positives.append(int(chosen.documents[query, column]))
+        # Those that stay first, in their order.
         order = np.argsort(~stays, axis=1, kind="stable")[:, : config.budget]
         is_kept = np.take_along_axis(stays, order, axis=1)
-
-        def sorted_values(values: np.ndarray, fill: float) -> np.ndarray:
-            return np.where(is_kept, np.take_along_axis(values, order, axis=1), fill)
-
-        scores = sorted_values(chosen.scores, -np.inf).astype(np.float32)
-        return Judged(
-            Chosen(sorted_values(chosen.documents, -1), scores),
-            sorted_values(judged_QK, UNDECIDED),
-            relabelled,
-            int(relevant.sum()),
-            int(undecided.sum()),
-        )
+        kept = []
+        for values, fill in (
+            (chosen.documents, -1),
+            (chosen.scores, -np.inf),
+            (judged, UNDECIDED),
+        ):
+            ordered = np.take_along_axis(values, order, axis=1)
+            ordered[~is_kept] = fill
+            kept.append(ordered)
+        return Chosen(*kept)
 
 
 def text_of(item: Item) -> str:

@@ -10,18 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from vembed.config.schema import TrainConfig
-from vembed.mining.candidates import CandidateStore
+from vembed.mining.candidates import open_candidates
 from vembed.mining.choice import Calibration, Chooser, Chosen, Limits, calibrate
 from vembed.mining.config import BM25, MineConfig
-from vembed.mining.documents import Documents, open_documents
-from vembed.mining.judges import CandidateJudge, Judged
-from vembed.mining.known_positives import KnownPositives, Pairs
-from vembed.mining.merged import PairScores, RowMaker
+from vembed.mining.documents import Documents
+from vembed.mining.judges import CandidateJudge
+from vembed.mining.known_positives import KnownPositives
+from vembed.mining.merged import RowMaker
 from vembed.mining.options import Source, load_options
-from vembed.mining.output import check_output, row_writer
+from vembed.mining.output import check_output, write_rows
 from vembed.mining.record_tables import Rows, open_rows
 from vembed.mining.retrievers import check_bm25
 from vembed.parallel.session import Session, start_session
@@ -72,7 +70,7 @@ class Inputs:
 def read_inputs(config: MineConfig) -> Inputs:
     """Check and read the data, the corpus and what is known."""
     rows = open_rows(config)
-    documents = open_documents(config, rows)
+    documents = Documents(config, rows)
     return Inputs(rows, documents, KnownPositives(rows, documents, config))
 
 
@@ -95,46 +93,50 @@ def mine(
         folder = work_folder(config)
         for line in inputs.summary():
             log_line(line)
-        store = CandidateStore(config, inputs.documents, inputs.known, folder, running)
-        for line in store.summary():
+        search = open_candidates(
+            config, inputs.documents, inputs.known, folder, running
+        )
+        for line in search.summary:
             log_line(line)
-        store.find_all()
+        search.find_all()
 
         calibration: Calibration | None = None
         limits = Limits.of(config)
         if config.threshold == "auto":
-            calibration = calibrate(store.chunks(), config)
+            calibration = calibrate(search.chunks(), config, config.seed)
             limits = calibration.limits
             log_line(calibration.summary(config.max_false_negative_rate))
-        chooser = Chooser(config, limits, inputs.documents, running)
+        chooser = Chooser(config, config.seed, limits, inputs.documents, running)
         judge: CandidateJudge | None = None
         if config.judges:
             judge = CandidateJudge(config, inputs.documents, inputs.known, running)
         chunks = []
         # Chunk by chunk: choice and judging look at one query at a time.
-        for candidates in store.chunks():
-            chosen = chooser.choose(candidates, config.depth)
-            if judge is None:
-                chunks.append(Judged.unseen(chosen))
-            else:
-                chunks.append(judge.apply(candidates, chosen))
-        judged = Judged.joined(chunks)
-        counts = chooser.counts()
-        counts["judged_relevant"] = judged.num_relevant
-        counts["undecided"] = judged.num_undecided
-        log_line(_counts_line(counts, judged.chosen))
+        for candidates in search.chunks():
+            negatives = chooser.choose(candidates, config.depth)
+            if judge is not None:
+                negatives = judge.apply(candidates, negatives)
+            chunks.append(negatives)
+        chosen = Chosen.joined(chunks)
+        counts = chooser.counts() | {"judged_relevant": 0, "undecided": 0}
+        if judge is not None:
+            counts |= judge.counts
+        log_line(_counts_line(counts, chosen))
         if judge is not None:
             for line in judge.summary():
                 log_line(line)
 
-        scores = _known_scores(config, inputs, store, judged)
         maker = RowMaker(
-            inputs.rows, inputs.documents, inputs.known, config, judged, scores
+            inputs.rows,
+            inputs.documents,
+            inputs.known,
+            config,
+            chosen,
+            judge.relabelled if judge is not None else {},
+            search,
         )
         if running.is_main:
-            with row_writer(target) as writer:
-                for row in maker.rows():
-                    writer.write(row)
+            write_rows(target, maker.rows())
         # The others wait here: none may clear the folder, or log that it is done, before the file is whole.
         running.barrier()
         result = MineResult(
@@ -145,7 +147,7 @@ def mine(
             counts,
             limits,
             calibration,
-            store.num_encoded,
+            search.num_encoded,
             time.monotonic() - began,
         )
         for line in _result_lines(result, maker, folder, config):
@@ -189,24 +191,6 @@ def check_config(config: MineConfig) -> Path:
 def work_folder(config: MineConfig) -> Path:
     """Folder of vectors and intermediate results."""
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
-
-
-def _known_scores(
-    config: MineConfig, inputs: Inputs, store: CandidateStore, judged: Judged
-) -> PairScores:
-    known = inputs.known
-    documents = inputs.documents
-    if not config.scores:
-        return PairScores(documents, Pairs.of(np.zeros(0), np.zeros(0)), np.zeros(0))
-    queries: list[int] = []
-    relevant: list[int] = []
-    for query, query_documents in judged.relabelled.items():
-        queries += [query] * len(query_documents)
-        relevant += query_documents
-    relabelled = Pairs.of(np.array(queries), np.array(relevant))
-    # Every document that a row may hold in the output, so that each gets its score.
-    pairs = Pairs.union([known.positives, known.negatives, relabelled])
-    return PairScores(documents, pairs, store.scores_of(pairs))
 
 
 def _counts_line(counts: dict[str, int], chosen: Chosen) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vembed.errors import UserError
+from vembed.saving.durability import replaced_file
 
 ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
 ROWS_PER_GROUP = 4096
@@ -31,99 +32,51 @@ def check_output(path: str) -> Path:
     return target
 
 
-class RowWriter(Protocol):
-    """Takes rows in order."""
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Append a row."""
-        ...
-
-    def close(self) -> None:
-        """Finish the file."""
-        ...
-
-
-class _JsonLines:
-    def __init__(self, path: Path) -> None:
-        # A lone surrogate becomes its escape, as JSON has it.
-        self._file = path.open("w", encoding="utf-8", errors="backslashreplace")
-
-    def write(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(row, ensure_ascii=False, default=_no_json) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Parquet:
-    """Groups of rows are held as tables until the end: only then are the types of all columns known."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._rows: list[dict[str, Any]] = []
-        self._tables: list[pa.Table] = []
-
-    def write(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
-        if len(self._rows) == ROWS_PER_GROUP:
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        try:
-            table = (
-                pa.concat_tables(self._tables, promote_options="permissive")
-                if self._tables
-                else pa.table({})
-            )
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise _mixed(error) from error
-        pq.write_table(table, self._path, compression="zstd")
-
-    def _flush(self) -> None:
-        if not self._rows:
-            return
-        names = list(dict.fromkeys(name for row in self._rows for name in row))
-        try:
-            columns = {
-                name: pa.array([row.get(name) for row in self._rows]) for name in names
-            }
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise _mixed(error) from error
-        except (
-            OverflowError,
-            UnicodeEncodeError,
-        ) as error:  # a whole number beyond 64 bits, a lone surrogate
-            raise UserError(
-                f"Parquet cannot hold a value of the rows ({error}): write .jsonl"
-            ) from error
-        self._tables.append(pa.table(columns))
-        self._rows = []
-
-
-@contextmanager
-def row_writer(target: Path) -> Iterator[RowWriter]:
+def write_rows(target: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write beside the target and move it there at the end; nothing is left where an error ends it."""
-    partial = target.with_name(target.name + ".part")
-    is_lines = target.suffix.lower() in (".jsonl", ".ndjson")
-    writer: RowWriter = _JsonLines(partial) if is_lines else _Parquet(partial)
+    write = _write_parquet
+    if target.suffix.lower() in (".jsonl", ".ndjson"):
+        write = _write_lines
     try:
-        yield writer
-        writer.close()
-        partial.replace(target)
+        with replaced_file(target) as partial:
+            write(partial, rows)
     except OSError as error:
         raise UserError(
             f"{target} cannot be written: {error.strerror or error}"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
-def _mixed(error: Exception) -> UserError:
-    first = str(error).splitlines()[0]
-    return UserError(
-        f"a Parquet column has one type, and the rows hold several ({first}): write .jsonl"
-    )
+def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    # A lone surrogate becomes its escape, as JSON has it.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, default=_no_json) + "\n")
+
+
+def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Groups of rows are held as tables until the end: only then are the types of all columns known."""
+    tables = [pa.table({})]
+    remaining = iter(rows)
+    try:
+        while group := list(islice(remaining, ROWS_PER_GROUP)):
+            names = dict.fromkeys(name for row in group for name in row)
+            tables.append(
+                pa.table(
+                    {name: pa.array([row.get(name) for row in group]) for name in names}
+                )
+            )
+        table = pa.concat_tables(tables[1:] or tables, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(
+            f"a Parquet column has one type, and the rows hold several ({first}): write .jsonl"
+        ) from error
+    # A whole number beyond 64 bits, a lone surrogate.
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise UserError(
+            f"Parquet cannot hold a value of the rows ({error}): write .jsonl"
+        ) from error
+    pq.write_table(table, path, compression="zstd")
 
 
 def _no_json(value: Any) -> Any:

@@ -14,7 +14,13 @@ import torch
 from vembed.data.cache import short_hash
 from vembed.data.near_duplicates import words
 from vembed.errors import UserError
-from vembed.evaluation.ranking_keys import NOTHING, as_keys, documents_of, scores_of
+from vembed.evaluation.top_k import (
+    NOTHING,
+    Pairs,
+    as_keys,
+    documents_of,
+    scores_of,
+)
 from vembed.mining.config import ModelOptions, Retriever
 from vembed.mining.documents import Documents, array_identity
 from vembed.mining.encoders import (
@@ -23,12 +29,13 @@ from vembed.mining.encoders import (
     encoder_precision,
     load_encoder,
 )
-from vembed.mining.known_positives import KnownPositives, Pairs
-from vembed.mining.search import pair_scores, search
-from vembed.mining.vectors import VectorStore, encode_missing
+from vembed.mining.known_positives import KnownPositives
+from vembed.mining.vectors import VectorStore
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
+Ranking = tuple[np.ndarray, np.ndarray]
+"""[Q, k] numbers of documents, best first, -1 where there are fewer; and their scores."""
 FORMAT = 2
 """Format version of the index. Increase it when `words` gives other words."""
 
@@ -72,9 +79,7 @@ class LexicalRetriever:
             str(self._folder), mmap=True, load_corpus=False, show_progress=False
         )
 
-    def search(
-        self, first: int, last: int, k: int, excluded: Pairs
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def search(self, first: int, last: int, k: int, excluded: Pairs) -> Ranking:
         """[Q, k] best candidates for queries first .. last - 1, and their scores, as `search` of dense vectors.
 
         `excluded` counts queries from `first`. Collective: the ranks share the queries.
@@ -82,53 +87,38 @@ class LexicalRetriever:
         num_candidates = self._documents.num_candidates
         numbers = torch.arange(num_candidates)
         bounds = excluded.bounds(last - first)
-        best = torch.full((last - first, k), NOTHING, dtype=torch.int64)
         # The index is mapped by every rank, so that the queries are shared and not the documents.
-        for query in range(self._session.rank, last - first, self._session.world_size):
-            scores = torch.from_numpy(
-                self._scores(first + query)[:num_candidates].copy()
-            )
+        dealt = range(self._session.rank, last - first, self._session.world_size)
+        best = torch.full((len(dealt), k), NOTHING, dtype=torch.int64)
+        for row, query in enumerate(dealt):
+            scores = self._scores(first + query)[:num_candidates]
             # A score of 0 means no word in common, and no candidate.
             keys = torch.where(scores > 0, as_keys(scores, numbers), NOTHING)
             left_out = excluded.documents[bounds[query] : bounds[query + 1]]
             # Documents of the rows beyond the candidates may be excluded too, and have no key.
             keys[torch.from_numpy(left_out[left_out < num_candidates])] = NOTHING
             best_keys = keys.topk(min(k, num_candidates)).values
-            best[query, : len(best_keys)] = best_keys
-        merged = self._from_all(best)
+            best[row, : len(best_keys)] = best_keys
+        device = self._session.device
+        merged = collectives.all_gather_dealt(best.to(device), last - first).cpu()
         return documents_of(merged).numpy(), scores_of(merged).numpy()
 
     def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
         """The score of each pair, whose queries count from `first`. Collective."""
         result = torch.zeros(len(pairs))
-        order = np.argsort(pairs.queries, kind="stable")
-        queries, starts = np.unique(pairs.queries[order], return_index=True)
-        for query, places in zip(queries, np.split(order, starts)[1:], strict=True):
+        for query in np.unique(pairs.queries).tolist():
             if query % self._session.world_size == self._session.rank:
-                scores = self._scores(first + int(query))[pairs.documents[places]]
-                result[torch.from_numpy(places)] = torch.from_numpy(scores.copy())
+                begin, end = np.searchsorted(pairs.queries, [query, query + 1])
+                scores = self._scores(first + query)
+                result[begin:end] = scores[torch.from_numpy(pairs.documents[begin:end])]
         return collectives.sum_tensor(result).numpy()
 
-    def _from_all(self, best_QK: torch.Tensor) -> torch.Tensor:
-        """Fill in the rows of the queries that other ranks have searched for."""
-        world_size = self._session.world_size
-        if world_size == 1:
-            return best_QK
-        counts = [
-            len(range(rank, len(best_QK), world_size)) for rank in range(world_size)
-        ]
-        rank_rows = best_QK[self._session.rank :: world_size].to(self._session.device)
-        gathered = collectives.all_gather_rows(rank_rows, counts).cpu()
-        for rank, part in enumerate(torch.split(gathered, counts)):
-            best_QK[rank::world_size] = part
-        return best_QK
-
-    def _scores(self, query: int) -> np.ndarray:
+    def _scores(self, query: int) -> torch.Tensor:
         tokens = self._index.get_tokens_ids(words(self._known.item(query).text or ""))
         if not tokens:
-            return np.zeros(len(self._documents), np.float32)
-        scores: np.ndarray = self._index.get_scores_from_ids(tokens)
-        return scores.astype(np.float32, copy=False)
+            return torch.zeros(len(self._documents))
+        scores = self._index.get_scores_from_ids(tokens)
+        return torch.tensor(scores, dtype=torch.float32)
 
     def _build(self) -> None:
         import bm25s
@@ -155,66 +145,114 @@ class LexicalRetriever:
 
 
 class DenseRetriever:
-    """Vectors of a model. Methods are collective."""
+    """Vectors of queries and documents on disk. Methods are collective."""
+
+    identity = ""
+    summary = ""
+    """One line for the log."""
+    num_encoded = 0
+    """Vectors that were computed now, and not found on disk."""
 
     def __init__(
         self,
-        retriever: Retriever,
-        options: ModelOptions,
         folder: Path,
+        identity: str,
         documents: Documents,
         known: KnownPositives,
         session: Session,
+        dtype: str = "float32",
     ) -> None:
-        """Encode what is not on disk yet."""
-        self._session = session
+        """`identity`: of the model that encodes."""
+        self.identity = identity
+        self._folder = folder
         self._num_candidates = documents.num_candidates
-        precision = encoder_precision(retriever, options, session)
-        dtype = "bfloat16" if precision.value == "bf16" else "the dtype of the weights"
-        self.summary = (
-            f"{retriever.model}: vectors are computed in {dtype} ({precision.reason}) and stored as "
-            f"{options.vector_dtype}"
-        )
-        """One line for the log."""
-        self.identity = encoder_identity(retriever, options, precision.value)
-        place = folder / "vectors" / self.identity
-        self.documents = VectorStore(
-            place, "document", documents.exact, options.vector_dtype
-        )
-        self.queries = VectorStore(place, "query", known.exact, options.vector_dtype)
+        self._document_keys = documents.exact
+        self._query_keys = known.exact
+        self._session = session
+        self._dtype = dtype
+        self._stores: list[VectorStore] = []
+        self.documents = self._open("document", documents.exact)
+        self.queries = self._open("query", known.exact)
 
-        # Loaded at most once, and only where vectors are missing.
-        @cache
-        def encoder() -> Encoder:
-            return load_encoder(retriever, options, session.device, precision.value)
+    def _open(self, name: str, keys: np.ndarray) -> VectorStore:
+        folder = self._folder / name
+        store = VectorStore(folder, self.identity, keys, self._dtype, self._session)
+        self._stores.append(store)
+        return store
 
-        title = f"{retriever.model}: encoding"
-        self.num_encoded = encode_missing(
-            self.queries, encoder, known.item, session, f"{title} queries"
-        )
-        self.num_encoded += encode_missing(
-            self.documents, encoder, documents.item, session, f"{title} documents"
-        )
-
-    def search(
-        self, first: int, last: int, k: int, excluded: Pairs
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def search(self, first: int, last: int, k: int, excluded: Pairs) -> Ranking:
         """[Q, k] best candidates for queries first .. last - 1 and their scores. `excluded` counts from `first`."""
-        queries = self.queries.between(first, last)
-        return search(
-            queries, self.documents, self._num_candidates, k, excluded, self._session
-        )
+        queries = self.queries.take(np.arange(first, last))
+        return self.documents.search(queries, self._num_candidates, k, excluded)
 
     def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
         """The score of each pair, whose queries count from `first`."""
         if not len(pairs):
             return np.zeros(0, np.float32)
-        queries = self.queries.between(first, first + int(pairs.queries.max()) + 1)
-        return pair_scores(queries, self.documents, pairs, self._session)
+        last = first + int(pairs.queries.max()) + 1
+        queries = self.queries.take(np.arange(first, last))
+        return self.documents.pair_scores(queries, pairs)
+
+    def sums_of(self, pairs: Pairs) -> VectorStore:
+        """Return the sums of the vectors of query and document of each pair, without normalising."""
+        queries = self._query_keys[pairs.queries]
+        documents = self._document_keys[pairs.documents]
+        sums = self._open("sum", np.stack([queries, documents], axis=1))
+
+        def add(numbers: np.ndarray) -> np.ndarray:
+            queries = self.queries.take(pairs.queries[numbers])
+            documents = self.documents.take(pairs.documents[numbers])
+            return (queries + documents).numpy()
+
+        sums.encode(add)
+        return sums
+
+    def close(self) -> None:
+        """Close the files."""
+        for store in self._stores:
+            store.close()
+
+
+def open_dense(
+    retriever: Retriever,
+    options: ModelOptions,
+    folder: Path,
+    documents: Documents,
+    known: KnownPositives,
+    session: Session,
+) -> DenseRetriever:
+    """Encode what is not on disk yet with the model of a retriever. Collective."""
+    precision = encoder_precision(retriever, options, session)
+    dtype = "bfloat16" if precision.value == "bf16" else "the dtype of the weights"
+    dense = DenseRetriever(
+        folder / "vectors",
+        encoder_identity(retriever, options, precision.value),
+        documents,
+        known,
+        session,
+        options.vector_dtype,
+    )
+    dense.summary = f"{retriever.model}: vectors are computed in {dtype} ({precision.reason}) and stored as {options.vector_dtype}"
+
+    # Loaded at most once, and only where vectors are missing.
+    @cache
+    def encoder() -> Encoder:
+        return load_encoder(retriever, options, session.device, precision.value)
+
+    def encode_queries(numbers: np.ndarray) -> np.ndarray:
+        return encoder().encode(list(map(known.item, numbers.tolist())), "query")
+
+    def encode_documents(numbers: np.ndarray) -> np.ndarray:
+        return encoder().encode(list(map(documents.item, numbers.tolist())), "document")
+
+    title = f"{retriever.model}: encoding"
+    dense.num_encoded = dense.queries.encode(encode_queries, f"{title} queries")
+    dense.num_encoded += dense.documents.encode(encode_documents, f"{title} documents")
+    return dense
 
 
 def fuse(
-    rankings: Sequence[tuple[np.ndarray, np.ndarray]],
+    rankings: Sequence[Ranking],
     weights: Sequence[float],
     k: int,
     method: str,

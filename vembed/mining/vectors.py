@@ -1,32 +1,30 @@
-"""Vectors on disk: shards of consecutive items, each written whole by one rank, kept for later runs."""
+"""Vectors of a list of items on disk: encoded once, kept for later runs, read and searched by all ranks."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.data.cache import short_hash
-from vembed.data.examples import Item, Kind
+from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
 from vembed.errors import UserError
-from vembed.inference.encoding import first_dims
-from vembed.mining.encoders import Encoder
+from vembed.evaluation.top_k import Pairs, TopK, documents_of, products, scores_of
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
-SMALLEST_SHARD = 128
-LARGEST_SHARD = 16_384
-NUM_SHARDS_WANTED = 64
-"""Shards are small enough that every rank has some, and that a kill loses little; their size depends on the number of
-items alone, so that any number of ranks makes the same shards."""
-
+SMALLEST_BLOCK = 128
+LARGEST_BLOCK = 16_384
+NUM_BLOCKS_WANTED = 64
+"""Blocks of items are small enough that every rank has some, and that a kill loses little. Their size depends on the
+number of items alone, so that any number of ranks encodes the same blocks."""
+PAIRS = 4096
+"""Documents whose vectors are held at once for scores of pairs."""
+GATHERED_QUERIES = 8192
+KIND = StoreKind("mine", "vectors of this model", ".vectors", b"vembed vectors 1")
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -34,194 +32,146 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Items first .. last - 1."""
-
-    number: int
-    first: int
-    last: int
-    path: Path
-
-
 class VectorStore:
-    """The vectors of a list of items, in a folder that all ranks see."""
+    """The vectors of a list of items, by their contents, in a folder that all ranks see."""
 
-    def __init__(self, folder: Path, kind: Kind, keys: np.ndarray, dtype: str) -> None:
-        """`keys`: the contents of the items. A shard's file is named by those in it, so that it counts for no other."""
-        self.kind: Kind = kind
-        self.folder = folder
-        self.keys = keys
-        self.dtype_name = dtype
-        self.dtype = DTYPES[dtype]
-        self.shards = [
-            Shard(
-                number,
-                first,
-                last,
-                folder
-                / f"{kind}-{number:06d}-{short_hash(_hash(keys[first:last]))}.npy",
-            )
-            for number, (first, last) in enumerate(_bounds(len(keys)))
-        ]
+    def __init__(
+        self,
+        folder: Path,
+        identity: str,
+        keys: np.ndarray,
+        dtype: str,
+        session: Session,
+    ) -> None:
+        """`keys`: the contents of the items, [N] or [N, 2] int64. `identity`: all else that the vectors depend on."""
+        columns = keys.reshape(len(keys), -1)
+        self._keys = np.zeros((len(keys), 2), np.int64)
+        self._keys[:, : columns.shape[1]] = columns
+        self._rows = RowStore(folder, identity, KIND)
+        self._dtype = DTYPES[dtype]
+        self._session = session
+        size = SMALLEST_BLOCK
+        # Doubling: a few more items leave the blocks as they are.
+        while size < LARGEST_BLOCK and size * NUM_BLOCKS_WANTED < len(keys):
+            size *= 2
+        starts = range(0, len(keys), size)
+        self._blocks = [np.arange(i, min(i + size, len(keys))) for i in starts]
 
-    def __len__(self) -> int:
-        return self.shards[-1].last if self.shards else 0
+    def encode(
+        self,
+        compute: Callable[[np.ndarray], np.ndarray],
+        title: str | None = None,
+        *,
+        together: bool = False,
+    ) -> int:
+        """Compute and store the vectors that are not there yet, each rank those of its blocks. Collective.
 
-    def of_rank(self, session: Session) -> list[Shard]:
-        """The shards that a rank writes and searches."""
-        return self.shards[session.rank :: session.world_size]
-
-    def missing(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Those that are not there yet."""
-        return [shard for shard in shards if not shard.path.exists()]
-
-    def write(self, shard: Shard, vectors_ND: np.ndarray) -> None:
-        """Write a shard under another name, then rename it: a half-written one never counts."""
-        values = torch.from_numpy(np.ascontiguousarray(vectors_ND)).to(self.dtype)
-        stored = (
-            values.view(torch.uint16) if self.dtype is torch.bfloat16 else values
-        )  # numpy has no bfloat16
-        shard.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = shard.path.with_suffix(f".{os.getpid()}.part")
-        try:
-            with partial.open("wb") as file:
-                np.save(file, stored.numpy())
-            partial.replace(shard.path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
+        `compute` gets the numbers of items. `together`: all ranks call it equally often, some without numbers, as
+        models with sharded weights need. Return how many vectors all ranks have computed.
+        """
+        session = self._session
+        is_missing = np.zeros(len(self._keys), bool)
+        is_missing[self._rows.missing(self._keys_of(slice(None)))] = True
+        todo: list[np.ndarray] = []
+        for first in range(0, len(self._blocks), session.world_size):
+            numbers = np.zeros(0, np.int64)
+            # Behind the last block the rank only takes part.
+            if first + session.rank < len(self._blocks):
+                block = self._blocks[first + session.rank]
+                numbers = block[is_missing[block]]
+            if len(numbers) or together:
+                todo.append(numbers)
+        total = sum(map(len, todo))
+        done = 0
+        is_shown = session.is_main and title is not None
+        with ProgressReport(title or "", active=is_shown) as progress:
+            for numbers in todo:
+                vectors = compute(numbers)
+                broken = int((~np.isfinite(vectors).all(axis=1)).sum())
+                if broken:
+                    raise UserError(
+                        f"the model gives vectors that are not numbers for {broken:,d} of {len(vectors):,d} inputs: its "
+                        "weights are broken, or overflow in their dtype (try torch_dtype: float32)"
+                    )
+                self._store(numbers, vectors)
+                done += len(numbers)
+                progress(done, total)
+        session.barrier()
+        # After the barrier every rank has written. What is not here lies on another machine's disk.
+        if self._rows.missing(self._keys_of(slice(None))):
             raise UserError(
-                f"{shard.path} cannot be written ({error.strerror or error}): free some space, name another work_dir, "
-                "or set vector_dtype: float16"
-            ) from error
-
-    def rows(self, shard: Shard, numbers: np.ndarray) -> Tensor:
-        """The float32 vectors of some items of a shard."""
-        return self._wide(np.load(shard.path, mmap_mode="r")[numbers - shard.first])
-
-    def read(self, shard: Shard) -> Tensor:
-        """All float32 vectors of a shard."""
-        return self._wide(np.load(shard.path, mmap_mode="r"))
+                f"{self._rows.folder} lacks vectors that another rank has written: work_dir must be a folder that all "
+                "machines see"
+            )
+        return sum(collectives.sum_ints([total]))
 
     def take(self, numbers: np.ndarray) -> Tensor:
-        """The float32 vectors of some items of any shards, in the order of the numbers."""
-        order = np.argsort(numbers, kind="stable")
-        ordered = numbers[order]
-        vectors: Tensor | None = None
-        for shard in self.shards:
-            begin, end = np.searchsorted(ordered, [shard.first, shard.last])
-            if begin < end:
-                rows = self.rows(shard, ordered[begin:end])
-                vectors = (
-                    torch.empty(len(numbers), rows.shape[1])
-                    if vectors is None
-                    else vectors
-                )
-                vectors[torch.from_numpy(order[begin:end])] = rows
-        return torch.empty(0, 0) if vectors is None else vectors
+        """[n, D] the float32 vectors of some items."""
+        rows = torch.from_numpy(self._rows.read_rows(self._keys_of(numbers)))
+        return rows.view(self._dtype).to(torch.float32)
 
-    def between(self, first: int, last: int) -> Tensor:
-        """The float32 vectors of items first .. last - 1, of any shards."""
-        parts = []
-        for shard in self.shards:
-            if shard.first < last and shard.last > first:
-                stored = np.load(shard.path, mmap_mode="r")
-                parts.append(
-                    self._wide(stored[max(first - shard.first, 0) : last - shard.first])
-                )
-        return torch.cat(parts)
+    def search(
+        self, queries_QD: Tensor, num_candidates: int, k: int, excluded: Pairs
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[Q, k] numbers of the best among the first `num_candidates` items, and their scores; best first, of equal
+        scores the lower number first; -1 and -inf where there are fewer.
 
-    def _wide(self, stored: np.ndarray) -> Tensor:
-        # A copy: the mapped file cannot be written to, which torch warns about.
-        values = torch.from_numpy(np.array(stored))
-        if self.dtype is torch.bfloat16:
-            values = values.view(torch.bfloat16)
-        return values.to(torch.float32)
+        Collective: every rank searches its blocks for all queries and gets the same result as one rank alone would.
+        """
+        session = self._session
+        best = TopK(queries_QD.to(session.device), k, excluded)
+        for block in self._blocks[session.rank :: session.world_size]:
+            numbers = block[block < num_candidates]
+            if len(numbers):
+                best.add(self.take(numbers), torch.from_numpy(numbers))
+        keys = best.keys()
+        if session.world_size > 1:
+            parts = [keys[:0]]
+            for part in torch.split(keys, GATHERED_QUERIES):
+                gathered = collectives.all_gather_rows(part)
+                of_ranks = gathered.view(session.world_size, *part.shape)
+                joined = torch.cat(of_ranks.unbind(), dim=1)
+                parts.append(joined.topk(k, dim=1).values)
+            keys = torch.cat(parts)
+        keys = keys.cpu()
+        return documents_of(keys).numpy(), scores_of(keys).numpy()
 
-
-def encode_missing(
-    store: VectorStore,
-    encoder: Callable[[], Encoder],
-    item: Callable[[int], Item],
-    session: Session,
-    title: str,
-) -> int:
-    """Encode the shards that are not there yet, each rank its own; returns how many vectors were computed by all.
-
-    Collective. `encoder` is called only where something is missing.
-    """
-    todo = store.missing(store.of_rank(session))
-    total = sum(shard.last - shard.first for shard in todo)
-    done = 0
-    with ProgressReport(title, active=session.is_main) as progress:
-        for shard in todo:
-            vectors = encoder().encode(
-                [item(number) for number in range(shard.first, shard.last)], store.kind
+    def pair_scores(self, queries_QD: Tensor, pairs: Pairs) -> np.ndarray:
+        """The score of each pair (row of the query, number of the item). Collective: the ranks share the items."""
+        session = self._session
+        scores = torch.zeros(len(pairs))
+        items, which = np.unique(pairs.documents, return_inverse=True)
+        order = np.argsort(which, kind="stable")
+        for first in range(
+            session.rank * PAIRS, len(items), session.world_size * PAIRS
+        ):
+            begin, end = np.searchsorted(which[order], [first, first + PAIRS])
+            chosen = torch.from_numpy(order[begin:end])
+            scores[chosen] = products(
+                queries_QD,
+                torch.from_numpy(pairs.queries)[chosen],
+                self.take(items[first : first + PAIRS]),
+                torch.from_numpy(which)[chosen] - first,
             )
-            _check_finite(vectors, store.kind)
-            store.write(shard, vectors)
-            done += shard.last - shard.first
-            progress(done, total)
-    session.barrier()
-    # After the barrier every shard is written by its rank; one that is not here lies on another machine's disk.
-    if lost := store.missing(store.shards):
-        raise UserError(
-            f"{lost[0].path} was written by another rank and is not here: work_dir must be a folder that all machines "
-            "see"
-        )
-    return sum(collectives.sum_ints([total]))
+        # Each item is of one rank, so all other ranks add 0.
+        return collectives.sum_tensor(scores).numpy()
 
+    def close(self) -> None:
+        """Close the files."""
+        self._rows.close()
 
-def encode_together(
-    store: VectorStore,
-    item: Callable[[int], Item],
-    encode: Callable[[Sequence[tuple[Item, Kind]]], np.ndarray],
-    session: Session,
-    *,
-    unit: bool,
-) -> None:
-    """Encode all shards by a model whose ranks must run together, as those of sharded weights must. Collective.
+    def _store(self, numbers: np.ndarray, vectors_ND: np.ndarray) -> None:
+        if not len(numbers):
+            return
+        values = torch.from_numpy(np.ascontiguousarray(vectors_ND)).to(self._dtype)
+        if values.itemsize == 2:
+            values = values.view(torch.uint16)
+        if not self._rows.add_rows(self._keys_of(numbers), values.numpy()):
+            raise UserError(
+                f"{self._rows.folder} cannot be written: free some space, name another work_dir, or set vector_dtype: "
+                "float16"
+            )
 
-    `encode` is called equally often on all ranks, without items where a rank has no shard left. `unit`: vectors get
-    length 1.
-    """
-    for first in range(0, len(store.shards), session.world_size):
-        # One shard for each rank in a round. Behind the last shard a slice is empty, and the rank only takes part.
-        rank_shards = store.shards[first : first + session.world_size][
-            session.rank : session.rank + 1
-        ]
-        vectors = encode(
-            [
-                (item(number), store.kind)
-                for shard in rank_shards
-                for number in range(shard.first, shard.last)
-            ]
-        )
-        for shard in rank_shards:
-            _check_finite(vectors, store.kind)
-            store.write(shard, first_dims(vectors, vectors.shape[1], unit))
-    session.barrier()
-
-
-def _bounds(num_items: int) -> Iterator[tuple[int, int]]:
-    size = SMALLEST_SHARD
-    # Doubling: a few more items leave the size of the shards, and so their files, as they are.
-    while size < LARGEST_SHARD and size * NUM_SHARDS_WANTED < num_items:
-        size *= 2
-    for first in range(0, num_items, size):
-        yield first, min(first + size, num_items)
-
-
-def _hash(keys: np.ndarray) -> list[int]:
-    return list(
-        hashlib.blake2b(np.ascontiguousarray(keys).tobytes(), digest_size=12).digest()
-    )
-
-
-def _check_finite(vectors_ND: np.ndarray, kind: Kind) -> None:
-    broken = int((~np.isfinite(vectors_ND).all(axis=1)).sum())
-    if broken:
-        raise UserError(
-            f"the model gives vectors that are not numbers for {broken:,d} of {len(vectors_ND):,d} inputs ({kind}): "
-            "its weights are broken, or overflow in their dtype (try torch_dtype: float32)"
-        )
+    def _keys_of(self, numbers: np.ndarray | slice) -> Sequence[bytes]:
+        joined = self._keys[numbers].tobytes()
+        return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]

@@ -23,7 +23,7 @@ from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.models.bf16 import Bf16Linear, joint_linear
 from vembed.models.families.backbones import linear_names, linear_names_inside_layers
-from vembed.models.families.family import Family, Tower
+from vembed.models.families.family import Family
 from vembed.models.families.weight_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -81,8 +81,8 @@ def add_adapters(
         target_modules=name_pattern(
             names, [name for name, _ in backbone.named_modules()]
         ),
-        use_rslora=options.use_rslora,
-        use_dora=options.use_dora,
+        use_rslora=options.lora_variant == "rslora",
+        use_dora=options.lora_variant == "dora",
         fan_in_fan_out=any(
             isinstance(backbone.get_submodule(name), Conv1D) for name in names
         ),
@@ -96,11 +96,11 @@ def add_adapters(
     ):  # its projections are newly initialised, so train them in full
         for name, parameter in backbone.named_parameters():
             parameter.requires_grad |= "_projection." in name and name not in frozen
-    # Trained weights are float32 masters even if the base model is loaded in 16 bits, unless pure_dtype is set.
+    # Trained weights are float32 masters even if the base model is loaded in 16 bits.
     for parameter in backbone.parameters():
-        if parameter.requires_grad and not model.pure_dtype:
+        if parameter.requires_grad and model.torch_dtype != "pure_bfloat16":
             parameter.data = parameter.data.float()
-    if not options.use_dora and options.lora_dropout == 0.0:
+    if options.lora_variant != "dora" and options.lora_dropout == 0.0:
         join_adapters(backbone, _NAME)
     kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
@@ -135,35 +135,18 @@ def target_names(
     backbone: nn.Module, family: Family, options: AdapterSection
 ) -> list[str]:
     """Return the names of the layers that get an adapter."""
-    prefixes = _chosen_towers(family, options)
+    prefixes = tuple(family.towers.values())
     linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
     inside = set(linear_names_inside_layers(backbone))
-    towers: Iterable[Tower] = (
-        family.adapter_targets
-        if options.lora_towers == "all"
-        else [options.lora_towers]
-    )
-    behind = [
-        name for tower in towers for name in family.adapter_targets.get(tower, ())
-    ]
+    behind: list[str] = []
+    for tower in family.adapter_targets:
+        behind += family.adapter_targets[tower]
     wanted = options.lora_target_modules
     if wanted == "auto":
         # A module without layers, such as a bag of embeddings, has its linear layers anywhere.
         return [name for name in linear if name in inside or not inside] + behind
     every = linear + [name for name in behind if name not in linear]
     return every if wanted == "all-linear" else _named(wanted, every)
-
-
-def _chosen_towers(family: Family, options: AdapterSection) -> tuple[str, ...]:
-    towers = family.towers
-    if options.lora_towers == "all":
-        return tuple(towers.values())
-    if options.lora_towers not in towers:
-        raise UserError(
-            f"lora_towers: {options.lora_towers} is not a tower of this {family.name} model; "
-            f"it has {' and '.join(towers)}"
-        )
-    return (towers[options.lora_towers],)
 
 
 def _named(wanted: Sequence[str], linear: Sequence[str]) -> list[str]:

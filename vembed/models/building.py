@@ -71,9 +71,11 @@ def build_backbone(
     meta: bool,
     compute_dtype: torch.dtype = torch.float32,
     with_head: bool = False,
+    keeps_masters: bool = True,
 ) -> nn.Module:
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
-    dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone."""
+    dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone.
+    `keeps_masters`: trained weights are float32, whatever `torch_dtype` says."""
     folder = Path(description.source)
     whole: nn.Module = _load(
         description,
@@ -84,6 +86,7 @@ def build_backbone(
         compute_dtype,
         meta=meta,
         with_head=with_head,
+        keeps_masters=keeps_masters,
     )
     text: Any = whole.base_model if with_head else whole
     if description.adapter is not None and not meta:
@@ -106,6 +109,7 @@ def build_backbone(
         device,
         compute_dtype,
         meta=meta,
+        keeps_masters=keeps_masters,
     )
     towers = TwoTowers(
         text,
@@ -140,6 +144,7 @@ def _load(
     *,
     meta: bool,
     with_head: bool = False,
+    keeps_masters: bool,
 ) -> PreTrainedModel:
     trust = description.trust_remote_code
     model_config = backbones.read_config(folder, trust_remote_code=trust)
@@ -150,7 +155,9 @@ def _load(
     adapted = wants_adapters(adapters)
     # With adapters the backbone is frozen: no optimizer step needs float32 masters of it.
     dtype = (
-        precision.wanted_dtype(options) if adapted else precision.trained_dtype(options)
+        torch.float32
+        if keeps_masters and not adapted
+        else precision.wanted_dtype(options)
     )
     held = backbones.file_dtype(model_config) if dtype == "auto" else dtype
     half = precision.is_half(compute_dtype, held)
@@ -284,12 +291,7 @@ def cast_frozen_towers(
         for parameter in backbone.parameters()
         if not parameter.requires_grad and parameter.dtype == torch.float32
     ]
-    if (
-        options.torch_dtype in ("bfloat16", "float16")
-        and freeze
-        and partly
-        and not options.pure_dtype
-    ):
+    if options.torch_dtype in ("bfloat16", "float16") and freeze and partly:
         log.info(
             "torch_dtype: %s is for whole frozen towers: %d frozen tensors of partly trained towers stay float32",
             options.torch_dtype,

@@ -262,10 +262,7 @@ class EmbeddingModel(nn.Module):
     def start_mrl_projection(self, sample: Tensor) -> None:
         """Start the MRL projection from the principal components of `sample` [n, size before the projection]."""
         projection = self.mrl_projection
-        if projection is None:
-            raise UserError(
-                "mrl_projection_init: pca needs an MRL projection, and this run has none; set mrl_projection: true"
-            )
+        assert projection is not None
         weight = projection.linear.weight
         with torch.no_grad():
             weight.copy_(
@@ -290,6 +287,7 @@ def build_model(
     recompute: bool = False,
     compiles: bool | None = None,
     meta: bool = False,
+    for_use: bool = False,
 ) -> EmbeddingModel:
     """Return the described model, with its weights, on `device`.
 
@@ -298,12 +296,13 @@ def build_model(
     `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
     arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `compiles`: compile
     the layers; None: only if the config asks for it. `meta`: leave backbone parameters empty, for a process that
-    receives its weights from another rank.
+    receives its weights from another rank. `for_use`: it is not trained, and needs no float32 master weights.
     """
     device = torch.device(device)
     computes_on = computes_on or device
     adapters = adapters or AdapterSection()
     has_adapters = wants_adapters(adapters)
+    keeps_masters = not for_use and options.torch_dtype != "pure_bfloat16"
     with torch.random.fork_rng(devices=[]):
         # New weights depend on the seed only, not on earlier draws.
         torch.manual_seed(seed)
@@ -320,6 +319,7 @@ def build_model(
             meta=empty,
             compute_dtype=compute_dtype,
             with_head=has_language,
+            keeps_masters=keeps_masters,
         )
         backbone: nn.Module = whole.base_model if has_language else whole
         language = None
@@ -327,7 +327,6 @@ def build_model(
             language = LanguageHead(
                 whole,
                 description,
-                share=objective.mlm_probability,
                 from_scratch=options.from_scratch,
             )
         if has_adapters:
@@ -355,7 +354,7 @@ def build_model(
         # Adapters keep out of frozen parts, and freeze all others themselves.
         freeze_parts(backbone, description.traits, adapters.freeze)
         cast_frozen_towers(description, options, adapters.freeze, backbone)
-    if not options.pure_dtype:
+    if keeps_masters:
         # Also frozen ones, whose file may hold 16 bits.
         for head_module in model.heads():
             head_module.float()
@@ -392,7 +391,6 @@ def load_embedder(
     options = ModelSection(
         model_name=str(directory),
         torch_dtype=torch_dtype,
-        pure_dtype=True,
         trust_remote_code=trust_remote_code,
     )
     model = build_model(
@@ -401,5 +399,6 @@ def load_embedder(
         device=device,
         computes_on=computes_on,
         meta=meta,
+        for_use=True,
     )
     return model.eval().requires_grad_(False)

@@ -40,6 +40,8 @@ MASKED_TOKEN = "masked_token"
 IGNORED_TARGET = -100
 TOKENS_AT_ONCE = 1024
 """Tokens whose logits are held at once: those of a large vocabulary would take more memory than the model."""
+HIDDEN_SHARE = 0.15
+"""Of an encoder's tokens: the share that is to be predicted."""
 KEPT_SHARE = 0.1
 REPLACED_SHARE = 0.1
 """Of the tokens to be predicted: the share that stays as it is, and the share that another token replaces."""
@@ -94,11 +96,10 @@ class LanguageHead(nn.Module):
         whole: PreTrainedModel,
         description: ModelDescription,
         *,
-        share: float,
         from_scratch: bool,
     ) -> None:
         """`whole`: the model with its head, of the class that `language_class` names. Its base model is taken out.
-        `share`: of an encoder's tokens that are hidden. `from_scratch`: the weights are new."""
+        `from_scratch`: the weights are new."""
         super().__init__()
         prefix = f"{whole.base_model_prefix}."
         self.kind = type(whole)
@@ -117,7 +118,6 @@ class LanguageHead(nn.Module):
             if source.startswith(prefix)
         }
         self.prefix = prefix
-        self.share = share
         self.tokens = _Tokens.of(description)
         if not self.is_causal and self.tokens.mask is None:
             raise UserError(
@@ -149,7 +149,7 @@ class LanguageHead(nn.Module):
         may = is_token & ~torch.isin(
             ids, torch.tensor(self.tokens.special, device=ids.device)
         )
-        chosen = may & (torch.rand(ids.shape, device=ids.device) < self.share)
+        chosen = may & (torch.rand(ids.shape, device=ids.device) < HIDDEN_SHARE)
         # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
         how = torch.rand(ids.shape, device=ids.device)
         others = torch.randint(self.tokens.count, ids.shape, device=ids.device)

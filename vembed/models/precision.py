@@ -29,6 +29,7 @@ _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "pure_bfloat16": torch.bfloat16,
 }
 _NAMES_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -38,11 +39,6 @@ def wanted_dtype(options: ModelSection) -> torch.dtype | Literal["auto"]:
     if options.torch_dtype == "auto":
         return "auto"
     return _DTYPES[options.torch_dtype]
-
-
-def trained_dtype(options: ModelSection) -> torch.dtype | Literal["auto"]:
-    """Return the dtype of trained weights: float32 masters, unless pure_dtype is set."""
-    return wanted_dtype(options) if options.pure_dtype else torch.float32
 
 
 def frozen_dtype(options: ModelSection, file_dtype: torch.dtype) -> torch.dtype:

@@ -6,12 +6,10 @@ group has one, so that they do not wait for the GPU's queue.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -87,12 +85,7 @@ def _reduce_scatter_single(output: Tensor, full: Tensor) -> None:
 
 def barrier() -> None:
     """Block until every rank has called it."""
-    if world_size() == 1:
-        return
-    with _collective("barrier"):
-        arrived = torch.ones(1, dtype=torch.int64, device=number_device())
-        dist.all_reduce(arrived)
-        arrived.item()  # on a GPU the call above is asynchronous: wait for its result
+    _reduced("barrier", [1], torch.int64, dist.ReduceOp.SUM)
 
 
 def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
@@ -111,34 +104,28 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
 
 def max_ints(values: Sequence[int]) -> list[int]:
     """Return the maximum of each number over all ranks."""
-    if world_size() == 1:
-        return list(values)
-    with _collective("max_ints"):
-        largest = torch.tensor(list(values), dtype=torch.int64, device=number_device())
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        result: list[int] = largest.tolist()
-        return result
+    return _reduced("max_ints", values, torch.int64, dist.ReduceOp.MAX)
 
 
 def sum_ints(values: Sequence[int]) -> list[int]:
     """Return the sum of each number over all ranks."""
-    if world_size() == 1:
-        return list(values)
-    with _collective("sum_ints"):
-        total = torch.tensor(list(values), dtype=torch.int64, device=number_device())
-        dist.all_reduce(total)
-        result: list[int] = total.tolist()
-        return result
+    return _reduced("sum_ints", values, torch.int64, dist.ReduceOp.SUM)
 
 
 def sum_scalars(values: Sequence[float]) -> list[float]:
     """Return the sum of each number over all ranks, in float64."""
+    return _reduced("sum_scalars", values, torch.float64, dist.ReduceOp.SUM)
+
+
+def _reduced(
+    name: str, values: Sequence[Any], dtype: torch.dtype, op: Any
+) -> list[Any]:
     if world_size() == 1:
-        return [float(value) for value in values]
-    with _collective("sum_scalars"):
-        total = torch.tensor(list(values), dtype=torch.float64, device=number_device())
-        dist.all_reduce(total)
-        result: list[float] = total.tolist()
+        return list(values)
+    with _collective(name):
+        total = torch.tensor(list(values), dtype=dtype, device=number_device())
+        dist.all_reduce(total, op=op)
+        result: list[Any] = total.tolist()  # on a GPU this waits for the result
         return result
 
 
@@ -158,23 +145,28 @@ def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Ten
         longest = max(counts)
         local_rows = rows_ND.detach()
         if local_rows.shape[0] < longest:
-            local_rows = torch.cat(
-                [
-                    local_rows,
-                    local_rows.new_zeros(
-                        longest - local_rows.shape[0], *local_rows.shape[1:]
-                    ),
-                ]
-            )
+            padding = longest - local_rows.shape[0]
+            zeros = local_rows.new_zeros(padding, *local_rows.shape[1:])
+            local_rows = torch.cat([local_rows, zeros])
         padded = local_rows.new_empty(world_size() * longest, *local_rows.shape[1:])
         _all_gather_single(padded, local_rows.contiguous())
         if min(counts) == longest:
             return padded
-        parts = [
-            padded[start : start + count]
-            for start, count in zip(_starts(longest), counts, strict=False)
-        ]
+        parts = []
+        for number, count in enumerate(counts):
+            parts.append(padded[number * longest : number * longest + count])
         return torch.cat(parts)
+
+
+def all_gather_dealt(rows_ND: Tensor, num_rows: int) -> Tensor:
+    """Return `num_rows` rows in their order, of which rank r passes rows r, r + W, r + 2W and so on."""
+    ranks = range(world_size())
+    counts = [len(range(rank, num_rows, len(ranks))) for rank in ranks]
+    gathered = all_gather_rows(rows_ND, counts)
+    ordered = torch.empty_like(gathered)
+    for rank, part in zip(ranks, torch.split(gathered, counts), strict=True):
+        ordered[rank :: len(ranks)] = part
+    return ordered
 
 
 def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
@@ -188,45 +180,12 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
         full = rows_ND
         if min(counts) < longest:
             full = rows_ND.new_zeros(world_size() * longest, *rows_ND.shape[1:])
-            for start, part in zip(
-                _starts(longest), torch.split(rows_ND, list(counts)), strict=False
-            ):
+            for number, part in enumerate(torch.split(rows_ND, list(counts))):
+                start = number * longest
                 full[start : start + part.shape[0]] = part
         local_rows = full.new_empty(longest, *full.shape[1:])
         _reduce_scatter_single(local_rows, full.contiguous())
         return local_rows[: counts[rank()]]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Point-to-point messages under way."""
-
-    works: Sequence[dist.Work]
-    kept: tuple[Tensor, ...] = ()
-    """Tensors that are sent and received, so that they live as long as the messages."""
-
-    def wait(self) -> None:
-        """Block until all have arrived; on a GPU, make what is computed next wait for them."""
-        for work in self.works:
-            work.wait()
-
-
-def start_ring_shift(sent: Tensor, received: Tensor) -> Transfer:
-    """Start to send a tensor to the next rank, and to receive one from the rank before, which may have another size.
-
-    Messages between two ranks arrive in the order in which they were started. Empty ones are not sent.
-    """
-    with _collective("ring_shift"):
-        # All ranks send and receive in one batch: a blocking send on every rank would wait for a receive on none.
-        following = (rank() + 1) % world_size()
-        before = (rank() - 1) % world_size()
-        messages = []
-        if sent.numel():
-            messages.append(dist.P2POp(dist.isend, sent.contiguous(), following))
-        if received.numel():
-            messages.append(dist.P2POp(dist.irecv, received, before))
-        works = dist.batch_isend_irecv(messages) if messages else []
-        return Transfer(works, tuple(message.tensor for message in messages))
 
 
 def all_reduce_gradients(
@@ -256,12 +215,7 @@ def all_reduce_gradients(
             dist.all_reduce(flat)
             if average:
                 flat /= world_size()
-            for gradient, summed in zip(
-                bucket,
-                torch.split(flat, [gradient.numel() for gradient in bucket]),
-                strict=True,
-            ):
-                gradient.copy_(summed.view_as(gradient))
+            _scatter(flat, bucket)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], source: int = 0) -> None:
@@ -273,12 +227,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], source: int = 0) -> None:
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
             dist.broadcast(flat, src=source)
-            for tensor, sent in zip(
-                bucket,
-                torch.split(flat, [tensor.numel() for tensor in bucket]),
-                strict=True,
-            ):
-                tensor.detach().copy_(sent.view_as(tensor))
+            _scatter(flat, bucket)
 
 
 def sync_from_rank0(tensors: dict[str, Tensor]) -> list[str]:
@@ -288,19 +237,17 @@ def sync_from_rank0(tensors: dict[str, Tensor]) -> list[str]:
     """
     if world_size() == 1 or not tensors:
         return []
-    sums = torch.stack(
-        [tensor.detach().to(torch.float64).sum().cpu() for tensor in tensors.values()]
-    )
-    # Compare the bits as integers: NaN equals NaN that way, and max(-x) gives the minimum with the same collective.
-    local_rows = (
-        (sums + 0.0).view(torch.int64).tolist()
-    )  # + 0.0 turns -0.0 into 0.0: its bits are INT64_MIN, which has no negative
-    lowest = [-value for value in max_ints([-value for value in local_rows])]
-    different = [
-        name
-        for name, low, high in zip(tensors, lowest, max_ints(local_rows), strict=True)
-        if low != high
+    sums = [
+        tensor.detach().to(torch.float64).sum().cpu() for tensor in tensors.values()
     ]
+    # Compare the bits as integers: NaN equals NaN that way, and max(-x) gives the minimum with the same collective.
+    # + 0.0 turns -0.0 into 0.0: its bits are INT64_MIN, which has no negative.
+    bits = (torch.stack(sums) + 0.0).view(torch.int64).tolist()
+    negatives = max_ints([-value for value in bits])
+    different = []
+    for name, low, high in zip(tensors, negatives, max_ints(bits), strict=True):
+        if -low != high:
+            different.append(name)
     broadcast_tensors(tensors[name] for name in different)
     return different
 
@@ -320,20 +267,14 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     if world_size() == 1:
         return json.loads(json.dumps(value))
     with _collective("broadcast_json"):
-        device = number_device()
-        payload = (
-            _to_bytes(value) if rank() == source else torch.empty(0, dtype=torch.uint8)
-        )
+        payload = _to_bytes(value if rank() == source else None).to(number_device())
         # The length first: a receiving rank must have room before the content comes.
-        size = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
+        size = torch.tensor([payload.numel()], device=payload.device)
         dist.broadcast(size, src=source)
-        buffer = (
-            payload.to(device)
-            if rank() == source
-            else torch.empty(int(size), dtype=torch.uint8, device=device)
-        )
-        dist.broadcast(buffer, src=source)
-        return _from_bytes(buffer)
+        if rank() != source:
+            payload = payload.new_empty(int(size))
+        dist.broadcast(payload, src=source)
+        return _from_bytes(payload)
 
 
 def gather_objects_as_json(value: Any) -> list[Any]:
@@ -379,15 +320,18 @@ def _from_bytes(payload: Tensor) -> Any:
     return json.loads(payload.cpu().numpy().tobytes())
 
 
-def _starts(longest: int) -> Iterator[int]:
-    return itertools.count(0, longest) if longest else itertools.repeat(0)
-
-
 def _check_rows(num_rows: int, expected: int) -> None:
     if num_rows != expected:
         raise ValueError(
             f"rank {rank()} gave {num_rows:,d} rows where its counts say {expected:,d}"
         )
+
+
+def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the parts of a flat tensor into the tensors that it was made of."""
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
+        tensor.detach().copy_(part.view_as(tensor))
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

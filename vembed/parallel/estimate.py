@@ -23,6 +23,11 @@ KEPT_PER_HIDDEN = 16
 """Numbers that a transformer layer keeps for the backward pass, per token and hidden unit, besides the feed-forward."""
 WORKING_BYTES = 64 * 2**20
 """Tiles of the loss and other small buffers."""
+LOSS_COPIES = 4
+"""Numbers that a loss holds for each number of the gathered embeddings: the embeddings, their unit vectors, and the
+gradients of both."""
+LOSS_INDEX_BYTES = 80
+"""Bytes of the indices and contents of each input of the global batch."""
 CPU_MICRO_BATCH_TOKENS = 4096
 """On CPUs larger micro-batches are not faster, and their activations fall out of the caches."""
 SMALL_MICRO_BATCH_TOKENS = 4096
@@ -177,7 +182,7 @@ def optimizer_bytes(
     """Return the bytes of the optimizer's state for the whole model."""
     float32_bytes = size.trained * OPTIMIZERS[optimizer.optim].state_bytes
     # The moments have the dtype of the weights.
-    if model.pure_dtype and model.torch_dtype == "bfloat16":
+    if model.torch_dtype == "pure_bfloat16":
         return float32_bytes / 2
     return float32_bytes
 
@@ -191,6 +196,12 @@ def copied_bytes(size: ModelSize) -> float:
         if is_wide
         else size.trained
     )
+
+
+def loss_bytes(inputs: int, world_size: int, dim: int) -> float:
+    """Estimate the bytes of the loss of each process, over `inputs` embeddings of `dim` numbers of every process."""
+    gathered = inputs * world_size
+    return (4.0 * LOSS_COPIES * dim + LOSS_INDEX_BYTES) * gathered + WORKING_BYTES
 
 
 def inputs_per_example(max_negatives: int | None) -> int:

@@ -1,9 +1,8 @@
-"""Heartbeats: signs of life of all ranks. They name the rank that hangs, and not the one that noticed.
+"""Heartbeats: which rank hangs, in place of the name of a rank that merely noticed it.
 
-Every few seconds each rank sends rank 0 a record: its step, the number of its collectives, and where the thread of its
-run is. A rank that stands still asks rank 0 whom it waits for: one that sends no records any more (halted, or its
-machine is gone), or one that is outside of all collectives while others wait (in a loop, or slow). The records are
-datagrams: they block nobody, and where a network does not let them through nobody is named.
+Every few seconds each rank writes into the store its step, the number of its collectives, and where the thread of its
+run is. A rank that stands still reads those of all, and names the ranks that it waits for: one that writes nothing any
+more (halted, or its machine is gone), or one that is outside of all collectives while others wait (in a loop, or slow).
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -33,16 +31,12 @@ log = logging.getLogger("vembed")
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 15.0
-"""Time without progress from which a rank asks whom it waits for."""
+"""Time without progress from which a rank looks whom it waits for."""
 SILENT_SECONDS = 20.0
-"""Time without a new record, or without an answer of rank 0, from which a rank counts as silent."""
+"""Time without a new record, or without an answer of the store, from which a rank counts as silent."""
 FIRST_LINE_SECONDS = 60.0
 """Time of waiting before the first line about it; each further line takes twice as long."""
 MAX_NAMED_RANKS = 3
-MAX_DATAGRAM_BYTES = 8192
-LOOPBACK = "127.0.0.1"
-KEY = "heartbeat"
-_COLLECTIVE_FILES = (f"{os.sep}torch{os.sep}distributed{os.sep}", collectives.__file__)
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
@@ -60,13 +54,9 @@ class Beat:
     host: str = ""
     pid: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class LastBeat:
-    """The last record of a rank, and when it came."""
-
-    record: Beat
-    at: float
+    def __str__(self) -> str:
+        step = f"in step {self.step:,d}, " if self.step else ""
+        return f"{step}at {self.place}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,41 +67,6 @@ class HangReport:
     text: str
 
 
-class HeartbeatTable:
-    """Records of all ranks, on rank 0, and answers to those that ask whom they wait for."""
-
-    def __init__(self) -> None:
-        self._last_beats: dict[int, LastBeat] = {}
-        self._lock = threading.Lock()
-
-    def take(self, rank: int, record: Beat, waited: float) -> HangReport | None:
-        """Keep a record; return whom its rank waits for, if it has stood still for `waited` seconds."""
-        now = time.monotonic()
-        with self._lock:
-            self._last_beats[rank] = LastBeat(record, now)
-            if waited < STILL_SECONDS:
-                return None
-            others = dict(self._last_beats)
-            del others[rank]
-        return find_hanging_ranks(rank, record, others, now, waited)
-
-    def serve(self, server: socket.socket, token: str, ended: threading.Event) -> None:
-        """Answer the other ranks. Runs in a thread of its own."""
-        server.settimeout(0.5)
-        while not ended.is_set():
-            # A timeout, or a datagram that is not of this run.
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                content, address = server.recvfrom(MAX_DATAGRAM_BYTES)
-                message = json.loads(content)
-                if message["token"] != token:
-                    continue
-                beat = Beat(**message["record"])
-                report = self.take(int(message["rank"]), beat, float(message["waited"]))
-                answer = None if report is None else asdict(report)
-                server.sendto(json.dumps(answer).encode(), address)
-        server.close()
-
-
 class Heartbeats:
     """Heartbeats of this rank, and what it knows of the others. Does nothing before `start`."""
 
@@ -119,144 +74,122 @@ class Heartbeats:
         self.step = 0
         """Step of the run, for the records; 0 before the first."""
         self._ranks = ranks
-        self._host = machine_name().partition(" ")[0]
         self._thread_id = threading.get_ident()
         self._beat = Beat()
-        self._still_since = self._next_line = 0.0
-        self._table: HeartbeatTable | None = None
-        self._client: socket.socket | None = None
-        self._token = ""
-        self._answered: float | None = None
-        """Time of rank 0's last answer; None before its first answer."""
+        self._still_since = self._answered = self._report_time = time.monotonic()
         self._report: HangReport | None = None
-        self._report_time = 0.0
-        self._has_written = self._is_final = False
+        self._is_final = False
         self._ended = threading.Event()
 
     def start(self, store: Store) -> None:
-        """Begin. Rank 0 says through the store where it listens. All ranks call it."""
-        is_one_machine = self._ranks.local_world_size == self._ranks.world_size
-        if self._ranks.rank == 0:
-            self._table = HeartbeatTable()
-            server = _listening(LOOPBACK if is_one_machine else "")
-            token = uuid.uuid4().hex
-            store.set(KEY, json.dumps([server.getsockname()[1], token]))
-            listener = threading.Thread(
-                target=self._table.serve, args=(server, token, self._ended), daemon=True
-            )
-            listener.start()
-        else:
-            # The store carries the port alone, and waits for rank 0. The records go as datagrams, which never wait.
-            port, self._token = json.loads(store.get(KEY))
-            self._client = _connected(
-                LOOPBACK if is_one_machine else os.environ["MASTER_ADDR"], port
-            )
+        """Begin. All ranks call it."""
+        # A connection of its own: a thread that waits for an answer would block the others that use the store.
+        own_store = store.clone()  # type: ignore[attr-defined]
+        own_store.set_timeout(timedelta(seconds=SILENT_SECONDS))
+        own_store.set(_key(self._ranks.rank), json.dumps([0, asdict(self._beat)]))
         threading.Thread(
-            target=self._watch, name="vembed-heartbeat", daemon=True
+            target=self._watch, args=[own_store], name="vembed-heartbeat", daemon=True
         ).start()
 
     def stop(self) -> None:
-        """End the threads. Not waited for."""
+        """End the thread. Not waited for."""
         self._ended.set()
         if not self._is_final:
-            self._write_report(None)
+            self._leave_for_launcher(None)
 
     def hang_report(self, error: BaseException) -> str | None:
         """Return the sentence on the rank that hangs, if this error is a collective in which this rank waited for it;
         also for the launcher. None otherwise."""
+        traceback = error.__traceback__
+        while traceback is not None and traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        if traceback is None or not _is_collective(traceback.tb_frame):
+            return None
+        now = time.monotonic()
         report = self._report
+        silence = now - self._answered
         # An older report was about another wait.
-        is_recent = time.monotonic() - self._report_time < STILL_SECONDS + BEAT_SECONDS
-        if (
-            report is None
-            or not is_recent
-            or not _is_in_collective(error.__traceback__)
-        ):
+        if now - self._report_time > STILL_SECONDS + BEAT_SECONDS:
+            report = None
+        if report is None and self._ranks.rank and silence > SILENT_SECONDS:
+            # Rank 0 keeps the store, so a halted rank 0 answers nobody, and the thread waits for it.
+            waiting = _waiting(self._ranks.rank, self._beat, now - self._still_since)
+            text = (
+                f"{waiting} rank 0, which has given no sign of life for {silence:.0f} s"
+            )
+            report = HangReport((0,), text)
+        if report is None:
             return None
         self._ended.set()
         self._is_final = True
-        self._write_report(report)
+        self._leave_for_launcher(report)
         return report.text
 
-    def _watch(self) -> None:
-        """Follow this rank's progress, and log what it waits for. Runs in a thread of its own."""
+    def _watch(self, store: Store) -> None:
+        """Write this rank's records, and log what it waits for. Runs in a thread of its own."""
+        rank = self._ranks.rank
+        host = machine_name().partition(" ")[0]
+        keys = [_key(other) for other in range(self._ranks.world_size)]
+        last_changes: dict[int, tuple[bytes, float]] = {}
+        number = 0
+        next_line = FIRST_LINE_SECONDS
         while not self._ended.wait(BEAT_SECONDS):
-            now = time.monotonic()
-            has_moved = self._update(now)
-            waited = now - self._still_since
-            report = self._exchange(waited)
-            if report is not None:
-                self._report = report
-                self._report_time = now
-            if has_moved:
-                self._write_report(None)
-            elif report is not None and waited >= self._next_line:
-                self._next_line *= 2
-                self._write_report(report)
-                self._log_report(report)
-        if self._client is not None:
-            self._client.close()
+            # From outside, without the run's cooperation: a thread blocked inside a C call is seen too.
+            waits, place = _place(sys._current_frames().get(self._thread_id))
+            calls = collectives.num_calls()
+            beat = Beat(self.step, calls, waits, place, host, os.getpid())
+            if beat != self._beat:
+                self._beat = beat
+                self._still_since = time.monotonic()
+                next_line = FIRST_LINE_SECONDS
+                last_changes.clear()
+                self._leave_for_launcher(None)
+            waited = time.monotonic() - self._still_since
+            number += 1
+            values: list[bytes] = []
+            # Of the store: rank 0 has ended, or does not answer in time.
+            with suppress(RuntimeError):
+                store.set(_key(rank), json.dumps([number, asdict(beat)]))
+                # Only those that stand still read: many ranks share one store.
+                if waited >= STILL_SECONDS:
+                    values = store.multi_get(keys)
+                self._answered = time.monotonic()
+            others = {}
+            for other, value in enumerate(values):
+                # By the own clock, and from the first look on: clocks of machines differ.
+                if other not in last_changes or last_changes[other][0] != value:
+                    last_changes[other] = (value, self._answered)
+                if other != rank:
+                    silence = self._answered - last_changes[other][1]
+                    others[other] = (Beat(**json.loads(value)[1]), silence)
+            report = find_hanging_ranks(rank, beat, others, waited)
+            if report is None:
+                continue
+            self._report = report
+            self._report_time = time.monotonic()
+            if waited >= next_line:
+                next_line *= 2
+                self._leave_for_launcher(report)
+                self._log(report)
 
-    def _update(self, now: float) -> bool:
-        """Look where this rank is; return whether it has moved since the last look."""
-        before = self._beat
-        # From outside, without the run's cooperation: a thread blocked inside a C call is seen too.
-        waits, place = _place(sys._current_frames().get(self._thread_id))
-        self._beat = Beat(
-            self.step, collectives.num_calls(), waits, place, self._host, os.getpid()
-        )
-        if before == self._beat:
-            return False
-        self._still_since = now
-        self._next_line = FIRST_LINE_SECONDS
-        return True
-
-    def _exchange(self, waited: float) -> HangReport | None:
-        """Send the record, and return whom this rank waits for, if it waits."""
-        if self._table is not None:
-            return self._table.take(0, self._beat, waited)
-        now = time.monotonic()
-        message = {
-            "token": self._token,
-            "rank": self._ranks.rank,
-            "record": asdict(self._beat),
-            "waited": waited,
-        }
-        with suppress(OSError, ValueError):
-            assert self._client is not None
-            self._client.send(json.dumps(message).encode())
-            # An answer later than the timeout is read at the next beat, and is then one beat old.
-            answer = json.loads(self._client.recv(MAX_DATAGRAM_BYTES))
-            self._answered = time.monotonic()
-            if answer is None:
-                return None
-            return HangReport(tuple(answer["ranks"]), answer["text"])
-        silence = 0.0 if self._answered is None else now - self._answered
-        if silence < SILENT_SECONDS or waited < STILL_SECONDS or not self._beat.waits:
-            return None
-        text = f"{_waiting(self._ranks.rank, self._beat, waited)} rank 0, which has given no sign of life for"
-        return HangReport((0,), f"{text} {silence:.0f} s")
-
-    def _log_report(self, report: HangReport) -> None:
+    def _log(self, report: HangReport) -> None:
         """Write a line, on the first rank that is not waited for."""
-        first = next(
-            rank for rank in range(self._ranks.world_size) if rank not in report.ranks
-        )
+        first = min(set(range(self._ranks.world_size)) - set(report.ranks))
         if first != self._ranks.rank:
             return
         if first == 0:
             log.warning("%s", report.text)
             return
-        with suppress(
-            OSError, AttributeError, ValueError
-        ):  # the other ranks have no log on the console
+        # The other ranks have no log on the console.
+        with suppress(OSError, AttributeError, ValueError):
             sys.stderr.write(f"vembed: {report.text}\n")
             sys.stderr.flush()
 
-    def _write_report(self, report: HangReport | None) -> None:
-        """Leave the sentence for the launcher of this machine, or take it back."""
+    def _leave_for_launcher(self, report: HangReport | None) -> None:
+        """Leave the sentence for the launcher of this machine, or take it back: NCCL ends a process without an error
+        that could be caught."""
         folder = os.environ.get(HANG_REPORTS)
-        if folder is None or (report is None and not self._has_written):
+        if folder is None:
             return
         path = Path(folder, str(self._ranks.rank))
         with suppress(OSError):
@@ -264,38 +197,35 @@ class Heartbeats:
                 path.unlink(missing_ok=True)
             else:
                 path.write_text(report.text, encoding="utf-8", errors="replace")
-            self._has_written = report is not None
 
 
 def find_hanging_ranks(
-    rank: int, beat: Beat, others: Mapping[int, LastBeat], now: float, waited: float
+    rank: int, beat: Beat, others: Mapping[int, tuple[Beat, float]], waited: float
 ) -> HangReport | None:
-    """Return which of the other ranks hang while `rank` stands still. None if nothing is known."""
-    silent = set()
-    outside = set()
-    behind = set()
-    for other, last in others.items():
-        if now - last.at > SILENT_SECONDS:
-            silent.add(other)
-        # Without GPUs a rank that waits is inside a collective.
-        if beat.waits and not last.record.waits:
-            outside.add(other)
-        # Kernels run on beside Python: on GPUs only the number of collectives tells.
-        if last.record.calls < beat.calls:
-            behind.add(other)
+    """Return which of the other ranks hang while `rank` stands still. None if nothing is known.
+
+    `others`: the last record of each, and the seconds since it came.
+    """
+    silent = {
+        other for other, (_, silence) in others.items() if silence > SILENT_SECONDS
+    }
+    # Without GPUs a rank that waits is inside a collective.
+    outside = {
+        other for other, (last, _) in others.items() if beat.waits and not last.waits
+    }
+    # Kernels run on beside Python: on GPUs only the number of collectives tells.
+    behind = {other for other, (last, _) in others.items() if last.calls < beat.calls}
     hanging = sorted(silent | outside or behind)
     if not hanging or not (beat.waits or behind):
         return None
     sentences = []
     for other in hanging[:MAX_NAMED_RANKS]:
-        record = others[other].record
+        last, silence = others[other]
         sign = "is"
         if other in silent:
-            seconds = now - others[other].at
-            sign = f"has given no sign of life for {seconds:.0f} s; it was"
+            sign = f"has given no sign of life for {silence:.0f} s; it was"
         sentences.append(
-            f"rank {other} ({record.host}, process {record.pid}), which {sign} "
-            f"{_in_step(record)}"
+            f"rank {other} ({last.host}, process {last.pid}), which {sign} {last}"
         )
     num_more = len(hanging) - len(sentences)
     more = f"; and {num_more} more ranks" if num_more else ""
@@ -303,79 +233,39 @@ def find_hanging_ranks(
     return HangReport(tuple(hanging), text)
 
 
+def _key(rank: int) -> str:
+    return f"heartbeat-{rank}"
+
+
 def _waiting(rank: int, beat: Beat, waited: float) -> str:
-    return f"rank {rank} has waited {waited:.0f} s, {_in_step(beat)}, for"
-
-
-def _in_step(record: Beat) -> str:
-    return (f"in step {record.step:,d}, " if record.step else "") + f"at {record.place}"
-
-
-def _listening(host: str) -> socket.socket:
-    """Return a socket that takes datagrams at an address, or without one on all interfaces, IPv4 and IPv6."""
-    if host:
-        server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        server.bind((host, 0))
-        return server
-    try:
-        server = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
-        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        server.bind(("::", 0))
-    except OSError:  # no IPv6 here
-        server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        server.bind(("", 0))
-    return server
-
-
-def _connected(host: str, port: int) -> socket.socket:
-    family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
-        0
-    ]
-    client = socket.socket(family, kind)
-    client.connect(address)
-    client.settimeout(min(1.0, BEAT_SECONDS))
-    return client
+    return f"rank {rank} has waited {waited:.0f} s, {beat}, for"
 
 
 def _place(innermost: FrameType | None) -> tuple[bool, str]:
     """Return whether a thread is inside a collective, and its line with the nearest line of vembed."""
     if innermost is None:
         return False, "its end"
-    frames: list[FrameType] = []
-    frame: FrameType | None = innermost
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    waits = _is_collective(innermost)
     vembed_frame = None
     calling_frame = None
-    for frame in frames:
-        name = frame.f_code.co_filename
-        if vembed_frame is None and _is_in_vembed(name):
-            vembed_frame = frame
-        if calling_frame is None and not _is_collective(name):
-            calling_frame = frame
-    if _is_collective(innermost.f_code.co_filename):
+    frame: FrameType | None = innermost
+    while frame is not None:
+        if not _is_collective(frame):
+            calling_frame = calling_frame or frame
+            if frame.f_code.co_filename.startswith(_PACKAGE):
+                vembed_frame = vembed_frame or frame
+        frame = frame.f_back
+    if waits:
         return True, _line(vembed_frame or calling_frame or innermost)
     if vembed_frame is None or vembed_frame is innermost:
         return False, _line(innermost)
     return False, f"{_line(innermost)}, called from {_line(vembed_frame)}"
 
 
-def _is_collective(name: str) -> bool:
-    return _COLLECTIVE_FILES[0] in name or name == _COLLECTIVE_FILES[1]
-
-
-def _is_in_vembed(name: str) -> bool:
-    return name.startswith(_PACKAGE) and name != _COLLECTIVE_FILES[1]
-
-
-def _is_in_collective(traceback: TracebackType | None) -> bool:
-    """Return whether an error was raised inside a collective."""
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and _is_collective(
-        traceback.tb_frame.f_code.co_filename
-    )
+def _is_collective(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    torchs = f"{os.sep}torch{os.sep}distributed{os.sep}"
+    return torchs in name or name == collectives.__file__
 
 
 def _line(frame: FrameType) -> str:

@@ -12,9 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -38,8 +37,6 @@ JOIN_SECONDS = 2.0
 DEFAULT_PORT = 29500
 RUN_ID = "VEMBED_RUN_ID"
 """Environment variable with the id of a run, given on every machine (`--run-id`) and compared."""
-LAUNCH_ID = "VEMBED_LAUNCH_ID"
-"""Environment variable with the id that machine 0's launcher makes for its own processes."""
 LAUNCHER = "VEMBED_LAUNCHER"
 """Environment variable with the process number of the launcher that started the processes of this machine."""
 HANG_REPORTS = "VEMBED_HANG_REPORTS"
@@ -68,19 +65,17 @@ def free_port() -> int:
 
     It lies below those that the kernel gives to outgoing connections, which may take one before rank 0 listens.
     """
-    try:
-        first = int(
-            Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
-        )
-    except (OSError, ValueError, IndexError):
-        first = 32768
-    below = range(max(1024, first - 20_000), first)
+    end = 32768
+    with suppress(OSError, ValueError):
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+        end = int(text.split()[0])
+    ports = range(max(1024, end - 20_000), end) or range(1024, 65_536)
     draws = random.SystemRandom()  # runs with equal seeds must not choose the same port
-    for port in (*(draws.choice(below) for _ in range(20 if below else 0)), 0):
+    for _ in range(100):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            port_number: int = probe.getsockname()[1]
-            return port_number
+            probe.bind(("", draws.choice(ports)))
+            port: int = probe.getsockname()[1]
+            return port
     raise UserError(
         "this machine has no free port: end processes that hold connections open"
     )
@@ -106,11 +101,6 @@ def rank_environments(
     # Each process would otherwise start one thread per core, and the processes would compete for the cores.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes)))
     shared[LAUNCHER] = str(os.getpid())
-    shared.pop(LAUNCH_ID, None)
-    if (
-        machine_rank == 0
-    ):  # the processes of the other machines take it over from rank 0
-        shared[LAUNCH_ID] = uuid.uuid4().hex[:12]
     return [
         shared
         | {"RANK": str(machine_rank * num_processes + local), "LOCAL_RANK": str(local)}
@@ -122,8 +112,21 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]])
     """Run the command once in each environment, wait for all processes, and return one exit code.
 
     0: success. 130, 143: stopped by a signal. 2: a rank raised a UserError. 1: a rank failed or was killed.
+
+    torch's elastic launcher would import torch first (1.6 s), sends SIGTERM to all ranks as soon as one exits with a
+    code above 0, also with 143 after a checkpoint, and names the first that ended in place of the cause.
     """
-    return _Ranks(command, environments).wait()
+    ranks = _Ranks(command, environments)
+    before = {}
+    for signum in FORWARDED:
+        # Keep ignored signals ignored, as SIGHUP under nohup.
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            before[signum] = signal.signal(signum, ranks.handle_signal)
+    try:
+        return ranks.run()
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 class _Ranks:
@@ -132,188 +135,150 @@ class _Ranks:
     def __init__(
         self, command: Sequence[str], environments: Sequence[Mapping[str, str]]
     ) -> None:
+        self.command = command
+        self.environments = environments
         self.numbers = [int(environment["RANK"]) for environment in environments]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.pumps: list[_Pump] = []
         self.stop_signal: signal.Signals | None = None
         self.stopped_at = 0.0
         self.ends_at_once = False
-        self.cause: str | None = None
-        self.code = 0
+        self.code: int | None = None
+        """Exit code, once the cause of a failure is known."""
         self.failed_at: float | None = None
         self.deadline: float | None = None
-        self.command = command
-        self.hang_reports = tempfile.TemporaryDirectory(
+
+    def run(self) -> int:
+        """Start all ranks, wait until they have ended, and return the exit code."""
+        with tempfile.TemporaryDirectory(
             prefix="vembed-", ignore_cleanup_errors=True
-        )
-        self.environments = [
-            {**environment, HANG_REPORTS: self.hang_reports.name}
-            for environment in environments
-        ]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.pumps: list[_Pump] = []
-        self.all_started = False
-        self.passed_on = False
-
-    def _start_all(self) -> None:
-        # Start all processes before the first thread: between fork and exec, other threads' locks could deadlock.
-        for position, environment in enumerate(self.environments):
-            self.processes.append(_start(self.command, environment, position == 0))
-        self.pumps = [
-            _Pump(number, pipe, target)
-            for number, process in zip(self.numbers, self.processes, strict=True)
-            for pipe, target in (
-                (process.stdout, sys.stdout),
-                (process.stderr, sys.stderr),
-            )
-            if pipe is not None
-        ]
-        self.all_started = True
-        self._pass_on()
-
-    def wait(self) -> int:
-        """Wait until all ranks have ended and return the exit code."""
-        try:
-            with self._signals():
-                self._start_all()
-                while self._update():
+        ) as reports:
+            try:
+                # All processes before the first thread: between fork and exec, other threads' locks could deadlock.
+                for environment in self.environments:
+                    variables = {**environment, HANG_REPORTS: reports}
+                    self.processes.append(
+                        _start(self.command, variables, not self.processes)
+                    )
+                for number, process in zip(self.numbers, self.processes, strict=True):
+                    if process.stdout is not None and process.stderr is not None:
+                        self.pumps.append(_Pump(number, process.stdout, sys.stdout))
+                        self.pumps.append(_Pump(number, process.stderr, sys.stderr))
+                if self.stop_signal is not None:  # it came while they were started
+                    self._send(self.stop_signal)
+                while self._update(Path(reports)):
                     time.sleep(POLL_SECONDS)
-        finally:
-            self._kill()
-            for pump in self.pumps:
-                pump.join(timeout=JOIN_SECONDS)
-                # After a UserError on one rank, the tracebacks of the others are only consequences.
-                pump.release(drop=self.code == 2)
-            self.hang_reports.cleanup()
-        if self.cause is not None:
+            finally:
+                self._kill()
+                for pump in self.pumps:
+                    pump.join(timeout=JOIN_SECONDS)
+                    # After a UserError on one rank, the tracebacks of the others are only consequences.
+                    pump.release(drop=self.code == 2)
+        if self.code is not None:
             return self.code
-        if self.stop_signal is not None and any(
-            process.returncode for process in self.processes
-        ):
-            return 128 + (
-                signal.SIGINT if self.stop_signal is signal.SIGINT else signal.SIGTERM
-            )
-        return max(process.returncode for process in self.processes)
+        codes = [process.returncode for process in self.processes]
+        if self.stop_signal is not None and any(codes):
+            is_interrupt = self.stop_signal == signal.SIGINT
+            return 128 + (signal.SIGINT if is_interrupt else signal.SIGTERM)
+        return max(codes)
 
-    def _update(self) -> bool:
-        """Poll the ranks and handle those that ended; return True while any rank is running."""
-        codes = [process.poll() for process in self.processes]
-        for pump in self.pumps:
-            if pump.has_held_for(TRACEBACK_HOLD_SECONDS):
-                pump.release()
-        ended = [
-            (number, code)
-            for number, code in zip(self.numbers, codes, strict=True)
-            if code
-        ]
-        failed = [(number, code) for number, code in ended if not self._is_stop(code)]
+    def handle_signal(self, signum: int, _frame: object) -> None:
+        """Forward the first signal and wait for the checkpoint. Another one, two seconds later or more, ends all."""
         now = time.monotonic()
-        if failed and self.cause is None and not self.ends_at_once:
+        if self.stop_signal is not None:
+            # Wrappers pass Ctrl-C on although it reaches the launcher too: that is the same request.
+            if now - self.stopped_at > REPEATED_SIGNAL_SECONDS:
+                self.ends_at_once = True
+            return
+        self.stopped_at = now
+        self.stop_signal = signal.Signals(
+            signal.SIGTERM if signum == signal.SIGHUP else signum
+        )
+        if len(self.processes) == len(self.environments):
+            self._send(self.stop_signal)
+
+    def _update(self, reports: Path) -> bool:
+        """Poll the ranks and handle those that ended; return True while any rank is running."""
+        now = time.monotonic()
+        codes = dict(
+            zip(
+                self.numbers,
+                [process.poll() for process in self.processes],
+                strict=True,
+            )
+        )
+        for pump in self.pumps:
+            if pump.held and now - pump.held_since > TRACEBACK_HOLD_SECONDS:
+                pump.release()
+        stop_codes: set[int | None] = {None, 0, *STOPPED_CODES}
+        if self.stop_signal is not None:
+            # A rank that has not installed its handlers yet is killed by the signal itself.
+            stop_codes |= {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}
+        failed = {
+            rank: code
+            for rank, code in codes.items()
+            if code not in stop_codes and code
+        }
+        is_any_running = None in codes.values()
+        if failed and self.code is None and not self.ends_at_once:
             self.failed_at = self.failed_at or now
             # The failure of one rank makes others fail, and they may end before it: wait a moment for the cause.
-            if now - self.failed_at > CAUSE_SECONDS or None not in codes:
-                self._report(failed)
+            if now - self.failed_at > CAUSE_SECONDS or not is_any_running:
+                self._report(failed, reports)
                 self.deadline = now + KILL_TIMEOUT_SECONDS
                 self._send(signal.SIGTERM)
-        elif ended and self.deadline is None:
+        elif any(codes.values()) and self.deadline is None:
             self.deadline = now + STOP_TIMEOUT_SECONDS
-        if self.ends_at_once:
-            self._kill()
-        elif self.deadline is not None and now > self.deadline:
-            if self.cause is None:
+        if self.deadline is not None and now > self.deadline:
+            if self.code is None:
+                seconds = f"{STOP_TIMEOUT_SECONDS:g} seconds"
                 self._fail(
-                    f"a rank stopped, and the others did not within {STOP_TIMEOUT_SECONDS:g} seconds",
-                    code=1,
+                    f"a rank stopped, and the others did not within {seconds}", 1
                 )
             self._kill()
-        return None in codes
+        elif self.ends_at_once:
+            self._kill()
+        return is_any_running
 
-    def _is_stop(self, code: int) -> bool:
-        if code in STOPPED_CODES:
-            return True
-        # A rank that has not installed its handlers yet is killed by the signal itself.
-        return self.stop_signal is not None and -code in (
-            signal.SIGINT,
-            signal.SIGTERM,
-            signal.SIGUSR1,
-        )
-
-    def _report(self, failed: Sequence[tuple[int, int]]) -> None:
+    def _report(self, failed: Mapping[int, int], reports: Path) -> None:
         """Report the likely cause: a rank that was killed, else one with exit code 2, else the first that does not name
         another."""
-        number, code = min(
+        named = {}
+        for rank in failed:
+            with suppress(OSError):  # in which a rank names the one that it waits for
+                named[rank] = (reports / str(rank)).read_text("utf-8", "replace")
+        rank = min(
             failed,
-            key=lambda ending: (
-                ending[1] >= 0,
-                ending[1] != 2,
-                bool(self._hang_report_of(ending[0])),
-                ending[0],
+            key=lambda rank: (
+                failed[rank] >= 0,
+                failed[rank] != 2,
+                rank in named,
+                rank,
             ),
         )
+        code = failed[rank]
         for pump in self.pumps:
-            if pump.number == number:
+            if pump.number == rank:
                 pump.join(timeout=JOIN_SECONDS)
                 pump.release()
-        halted = self._halted()
-        hang_report = self._hang_report_of(number)
-        if halted and code not in (2, -signal.SIGKILL):
-            self._fail(
-                f"rank {halted[0]} is halted (SIGSTOP?), and rank {number} gave up waiting for it",
-                code=1,
-            )
-        elif hang_report is not None and code not in (2, -signal.SIGKILL):
-            self._fail(f"{hang_report}; rank {number} gave up waiting", code=1)
+        if rank in named and code not in (2, -signal.SIGKILL):
+            self._fail(f"{named[rank]}; rank {rank} gave up waiting", 1)
         elif code < 0:
-            why = " (perhaps because memory ran out)" if -code == signal.SIGKILL else ""
-            self._fail(
-                f"rank {number} was killed by signal {-code}, {signal.Signals(-code).name}{why}",
-                code=1,
-            )
+            why = " (perhaps because memory ran out)" if code == -signal.SIGKILL else ""
+            name = signal.Signals(-code).name
+            self._fail(f"rank {rank} was killed by signal {-code}, {name}{why}", 1)
         else:
             self._fail(
-                f"rank {number} ended with exit code {code}", code=2 if code == 2 else 1
+                f"rank {rank} ended with exit code {code}", 2 if code == 2 else 1
             )
-
-    def _hang_report_of(self, number: int) -> str | None:
-        """Return the sentence in which a rank names the one that it waited for in vain."""
-        with suppress(OSError):
-            return (
-                Path(self.hang_reports.name, str(number)).read_text(
-                    encoding="utf-8", errors="replace"
-                )
-                or None
-            )
-        return None
-
-    def _halted(self) -> list[int]:
-        """Return the ranks that are stopped as by SIGSTOP: those that others wait for in vain."""
-        import psutil
-
-        halted = []
-        for number, process in zip(self.numbers, self.processes, strict=True):
-            with suppress(psutil.Error):
-                if (
-                    process.poll() is None
-                    and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
-                ):
-                    halted.append(number)
-        return halted
 
     def _fail(self, cause: str, code: int) -> None:
-        self.cause = cause
         self.code = code
         num_left = sum(process.poll() is None for process in self.processes)
         ending = f"; ending the other {num_left}" if num_left else ""
         with suppress(OSError):  # the terminal may be closed
             sys.stderr.write(f"vembed: {cause}{ending}\n")
             sys.stderr.flush()
-
-    def _pass_on(self) -> None:
-        """Forward a received signal to all ranks, once, after all have been started."""
-        if self.stop_signal is None or self.passed_on or not self.all_started:
-            return
-        self.passed_on = True
-        self._send(
-            signal.SIGTERM if self.stop_signal is signal.SIGHUP else self.stop_signal
-        )
 
     def _send(self, signum: signal.Signals) -> None:
         for process in self.processes:
@@ -325,35 +290,6 @@ class _Ranks:
             if process.poll() is None:
                 # Each rank has its own session, so its process group is the rank and its children.
                 os.killpg(process.pid, signal.SIGKILL)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Forward the first signal and wait for the checkpoint; kill all ranks on another one, two seconds later or
-        more."""
-
-        def handle(signum: int, _frame: object) -> None:
-            now = time.monotonic()
-            if self.stop_signal is not None:
-                # Wrappers pass Ctrl-C on although it reaches the launcher too: that is the same request.
-                self.ends_at_once = (
-                    self.ends_at_once or now - self.stopped_at > REPEATED_SIGNAL_SECONDS
-                )
-                return
-            self.stopped_at = now
-            self.stop_signal = signal.Signals(signum)
-            self._pass_on()
-
-        before = {}
-        for signum in FORWARDED:
-            if (
-                signal.getsignal(signum) is not signal.SIG_IGN
-            ):  # keep ignored signals ignored, as SIGHUP under nohup
-                before[signum] = signal.signal(signum, handle)
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
 
 
 class _Pump(threading.Thread):
@@ -383,16 +319,11 @@ class _Pump(threading.Thread):
                 )
                 with self.lock:
                     if self.held or TRACEBACK in line or raw.startswith(b"error: "):
-                        self.held_since = (
-                            self.held_since if self.held else time.monotonic()
-                        )
+                        if not self.held:
+                            self.held_since = time.monotonic()
                         self.held.append(line)
                     else:
                         self._write(line)
-
-    def has_held_for(self, seconds: float) -> bool:
-        """Return True if lines have been held for longer than `seconds`."""
-        return bool(self.held) and time.monotonic() - self.held_since > seconds
 
     def release(self, *, drop: bool = False) -> None:
         """Write the held lines, or drop them."""
@@ -426,7 +357,7 @@ def _start(
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
     """Return a function for the child, before exec: ask the kernel to kill it when its parent ends."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

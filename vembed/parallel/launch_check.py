@@ -1,40 +1,40 @@
-"""Meeting: the comparison of how all processes of a run were started, before anything is built.
+"""Launch check: the processes of a run find each other, and compare how each was started, before anything is built.
 
-Each rank writes two records into the store: `hello` (machine, number of processes, versions) at once, and `record`
-(what the run says about itself) when it has read its data's fingerprints. Rank 0 compares them and writes the result,
-which all ranks read: a run id, or one sentence with which each of them ends.
+Rank 0 keeps a store. Each rank writes its record there: its machine, and what must be equal. Rank 0 compares them and
+writes the result, which all ranks read: a run id, or one sentence with which each of them ends.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import socket
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 import vembed
 from vembed.errors import UserError
 from vembed.parallel import collectives
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.launch import LAUNCH_ID, LAUNCHER, RUN_ID
+from vembed.parallel.launch import LAUNCHER, RUN_ID
 from vembed.parallel.network import machine_name
-from vembed.parallel.rendezvous import (
-    POLL_SECONDS,
-    Limit,
-    Waiting,
-    address,
-    not_found,
-    poll,
-)
+
+log = logging.getLogger("vembed")
 
 RankFacts = Callable[[RankInfo], Mapping[str, Any]]
 """Facts of a rank about its run: values by name, equal on all ranks. It may raise UserError, which then ends all."""
@@ -47,29 +47,238 @@ COMPARED = "compared"
 """Key of a fact that is a dict of what is compared and how a message shows it ("shown")."""
 DERIVED = " (decided)"
 """Ending of the name of a fact that follows from others."""
+ADVICE = (
+    "start every machine with the same config, data, model, packages and --run-id, and two runs on two ports "
+    "(--main-process-port)"
+)
+LINE_SECONDS = 30.0
+"""Time between two lines of a process that waits for others."""
 REFUSAL_SECONDS = 5.0
 """Time for which rank 0 keeps the store after a refusal, for ranks that have not read it yet."""
+ATTEMPT_SECONDS = 2.0
+POLL_SECONDS = 0.02
+SLOWEST_POLL_SECONDS = 0.5
 MAX_DIFFERENCES = 3
 MAX_VALUE_CHARACTERS = 100
 
-
-@dataclass(frozen=True, slots=True)
-class LaunchFacts:
-    """Result of a meeting."""
-
-    run_id: str
-    machines: tuple[str, ...]
-    """Machine of each rank."""
+_kept: dict[int, Store] = {}
+"""Rank 0's stores by port, up to the end of the process: where a launch holds several sessions, the others may come for
+the next one before rank 0 has left this one, and a store that was about to close would answer them."""
 
 
-def is_named() -> bool:
-    """Return whether this process was given an id of its run or job, by which another run's machine is sentence apart."""
-    return bool(_job().keys() - {LAUNCH_ID})
+class LaunchCheck:
+    """This process among those that come together, within a time limit."""
 
+    def __init__(self, ranks: RankInfo, minutes: float) -> None:
+        self.ranks = ranks
+        self.minutes = minutes
+        self.host = os.environ["MASTER_ADDR"]
+        self.port = int(os.environ["MASTER_PORT"])
+        self.address = f"{self.host}:{self.port}"
+        self._end = time.monotonic() + 60 * minutes
 
-def new_run_id() -> str:
-    """Return an id for a run."""
-    return uuid.uuid4().hex[:12]
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the limit; not below 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    def not_found(self, why: str) -> UserError:
+        """Return the error of a process that did not find the others in time."""
+        return UserError(
+            f"Rank {self.ranks.rank} did not find all {self.ranks.world_size} processes at {self.address} within "
+            f"{self.minutes:g} minutes ({why}): check that each is started with the same MASTER_ADDR, MASTER_PORT and "
+            "WORLD_SIZE and a RANK of its own"
+        )
+
+    def poll(
+        self, is_done: Callable[[], bool], waited_for: Callable[[], str] | None = None
+    ) -> bool:
+        """Ask until the answer is True or the time is up; return the answer. Say every 30 s what is waited for."""
+        began = time.monotonic()
+        next_line = began + LINE_SECONDS
+        while not is_done():
+            now = time.monotonic()
+            if self.seconds_left == 0.0:
+                return False
+            if waited_for is not None and now >= next_line:
+                next_line = now + LINE_SECONDS
+                self._log_waiting(now - began, waited_for())
+            # Seldom where the wait is long: many ranks ask one store. The answer is late by a tenth of the wait.
+            time.sleep(
+                min(max(POLL_SECONDS, 0.1 * (now - began)), SLOWEST_POLL_SECONDS)
+            )
+        return True
+
+    def _log_waiting(self, seconds: float, what: str) -> None:
+        line = (
+            f"rank {self.ranks.rank} has waited {seconds:.0f} s for {what} "
+            f"(dist_timeout_minutes: {self.minutes:g})"
+        )
+        if self.ranks.rank == 0:
+            log.warning("%s", line)
+        elif self.ranks.local_rank == 0:  # without a log on the console
+            with suppress(OSError, AttributeError, ValueError):
+                sys.stderr.write(f"vembed: {line}\n")
+                sys.stderr.flush()
+
+    def connect(self) -> Store:
+        """Return the store at MASTER_ADDR:MASTER_PORT. Rank 0 keeps it, unless torchrun does."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            limit = timedelta(seconds=self.seconds_left)
+            store: Store = next(iter(rendezvous("env://", timeout=limit)))[0]
+            return store
+        return self._keep_store() if self.ranks.rank == 0 else self._join_store()
+
+    def _keep_store(self) -> Store:
+        try:
+            # Through loopback: the server listens on all interfaces. Whether others reach it, they will say.
+            _kept[self.port] = TCPStore(
+                "127.0.0.1",
+                self.port,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=timedelta(seconds=max(self.seconds_left, 1.0)),
+            )
+            return _kept[self.port]
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error) and "EACCES" not in str(error):
+                raise self.not_found(str(error).splitlines()[0]) from error
+            raise UserError(
+                f"MASTER_PORT: port {self.port} is in use on this machine, or this user may not use it, so rank 0 "
+                "cannot meet the others there: end what uses it (another run, perhaps), or give all machines another "
+                "(--main-process-port)"
+            ) from error
+
+    def _join_store(self) -> Store:
+        problem = "nothing answers there"
+        stores: list[Store] = []
+
+        def is_listening() -> bool:
+            nonlocal problem
+            try:
+                socket.create_connection(
+                    (self.host, self.port), timeout=ATTEMPT_SECONDS
+                ).close()
+                return True
+            except socket.gaierror as error:
+                problem = f"the name {self.host} cannot be resolved: {error}"
+            except OSError as error:
+                problem = f"nothing answers there: {error.strerror or error}"
+            return False
+
+        def join() -> None:
+            nonlocal problem
+            limit = timedelta(seconds=max(self.seconds_left, 1.0))
+            try:
+                store = TCPStore(
+                    self.host,
+                    self.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=limit,
+                )
+                stores.append(store)
+            except RuntimeError as error:
+                problem = str(error).splitlines()[0]
+
+        # torch's own client would print tracebacks and take two to three times the limit, so it starts once rank 0
+        # listens.
+        if not self.poll(is_listening, lambda: f"the store at {self.address}"):
+            raise self.not_found(problem)
+        problem = "something listens there that is no run's rank 0"
+        # In a thread: with a server of another kind at the address, torch waits without a limit for its answer.
+        thread = threading.Thread(target=join, name="vembed-join", daemon=True)
+        thread.start()
+        thread.join(self.seconds_left)
+        if not stores:
+            raise self.not_found(problem)
+        return stores[0]
+
+    def check(
+        self, store: Store, launch: Mapping[str, Any], rank_facts: RankFacts
+    ) -> tuple[str, RankInfo]:
+        """Compare all ranks; return the run's id, and the rank info with the processes of this machine.
+
+        Raise the same UserError on every rank if they differ.
+        """
+        ranks = self.ranks
+        _claim_rank(store, self)
+        facts = {**launch, **versions(), **_job()}
+        record: dict[str, Any] = {"machine": machine_name(), "host": _host(ranks)}
+        try:
+            # On rank 0 it takes the lock on output_dir: another run's folder must not be waited for.
+            record["facts"] = facts | dict(rank_facts(ranks))
+        except UserError as error:
+            record["error"] = str(error)
+        try:
+            store.set(f"record-{ranks.rank}", json.dumps(record))
+            if ranks.rank == 0:
+                self._coordinate(store)
+            elif not self.poll(
+                lambda: bool(store.check(["result"])),
+                lambda: (
+                    f"rank 0 at {self.address}, which waits for the other processes"
+                ),
+            ):
+                raise self.not_found("rank 0 did not answer")
+            result = json.loads(store.get("result"))
+            store.set(f"read-{ranks.rank}", "1")
+        except dist.DistNetworkError as error:
+            raise UserError(
+                f"Rank {ranks.rank} lost the connection to rank 0, which ended during the launch check: its own "
+                "message says why; start all machines again"
+            ) from error
+        if result["error"] is not None:
+            if ranks.rank == 0:
+                names = [f"read-{rank}" for rank in range(ranks.world_size)]
+                end = time.monotonic() + REFUSAL_SECONDS
+                while time.monotonic() < end and not store.check(names):
+                    time.sleep(POLL_SECONDS)
+            raise UserError(result["error"])
+        if not ranks.is_counted:
+            count = result["machines"].count(result["machines"][ranks.rank])
+            ranks = replace(ranks, local_world_size=count, is_counted=True)
+        return result["run"], ranks
+
+    def _coordinate(self, store: Store) -> None:
+        """Collect the records of all ranks, compare, and write the result. On rank 0."""
+        num_ranks = self.ranks.world_size
+        records: dict[int, dict[str, Any]] = {}
+        problem: str | None = None
+
+        def has_all() -> bool:
+            nonlocal problem
+            num_before = len(records)
+            for rank in range(num_ranks):
+                if rank in records or not store.check([f"record-{rank}"]):
+                    continue
+                records[rank] = json.loads(store.get(f"record-{rank}"))
+                if problem is None and "error" in records[rank]:
+                    where = f" (rank {rank}, {records[rank]['host']})" if rank else ""
+                    problem = records[rank]["error"] + where
+            if problem is None and len(records) > num_before:
+                facts = {
+                    rank: (record["facts"], record["host"])
+                    for rank, record in sorted(records.items())
+                }
+                differing = difference(facts)
+                problem = f"{differing}: {ADVICE}" if differing else None
+            return problem is not None or len(records) == num_ranks
+
+        def absent() -> str:
+            missing = [str(rank) for rank in range(num_ranks) if rank not in records]
+            listed = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            return f"rank{'s' if len(missing) > 1 else ''} {listed} of {num_ranks}"
+
+        if not self.poll(has_all, absent):
+            problem = str(self.not_found(f"{absent()} did not come"))
+        result = {
+            "error": problem,
+            "run": os.environ.get(RUN_ID) or uuid.uuid4().hex[:12],
+            "machines": [records[rank]["machine"] for rank in sorted(records)],
+        }
+        store.set("result", json.dumps(result))
 
 
 def versions() -> dict[str, str]:
@@ -85,48 +294,18 @@ def sources_digest(folder: Path) -> str:
     """Return a digest of a package's source files: checkouts of different days have one version number."""
     digest = hashlib.blake2b(digest_size=4)
     for path in sorted(folder.rglob("*.py")):
-        digest.update(
-            path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes()
-        )
+        name = path.relative_to(folder).as_posix()
+        digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
-
-
-def check_launch(
-    store: Store,
-    ranks: RankInfo,
-    limit: Limit,
-    launch: Mapping[str, Any],
-    rank_facts: RankFacts,
-) -> LaunchFacts:
-    """Compare all ranks and return the run's id and machines. Raise the same UserError on every rank if they differ.
-
-    `launch`: facts that are known without reading a file. They are compared first.
-    """
-    _claim_rank(store, ranks)
-    hello = {
-        "machine": machine_name(),
-        "host": _host(ranks),
-        "facts": {**launch, **versions()},
-        "job": _job(),
-    }
-    _put(store, f"hello-{ranks.rank}", hello)
-    try:
-        if ranks.rank == 0:
-            return _coordinate(store, ranks, limit, hello, rank_facts)
-        return _report(store, ranks, limit, rank_facts)
-    except dist.DistNetworkError as error:
-        raise UserError(
-            f"Rank {ranks.rank} lost the connection to rank 0, which ended during the launch check: its own message "
-            "says why; start all machines again"
-        ) from error
 
 
 def require_equal(name: str, value: Any, advice: str) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
-    facts = {}
     gathered = collectives.gather_objects_as_json([value, _host(None)])
-    for rank, (rank_value, host) in enumerate(gathered):
-        facts[rank] = ({name: rank_value}, host)
+    facts = {
+        rank: ({name: rank_value}, host)
+        for rank, (rank_value, host) in enumerate(gathered)
+    }
     problem = difference(facts)
     if problem is not None:
         raise UserError(f"{problem}: {advice}")
@@ -135,225 +314,60 @@ def require_equal(name: str, value: Any, advice: str) -> None:
 def difference(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str | None:
     """Return what differs between ranks, on which rank and machine, with the values. None if nothing does.
 
-    `facts`: values by name, and the machine, of each rank.
+    `facts`: values by name, and the machine, of each rank. A name is compared among the ranks that have it.
     """
-    names: dict[str, None] = {}
-    for values, _ in facts.values():
-        names |= dict.fromkeys(values)
-    differing = []
-    for name in names:
-        if len({_compared(values.get(name)) for values, _ in facts.values()}) > 1:
-            differing.append(name)
+    first_ranks: dict[str, dict[str, list[int]]] = {}  # name -> compared value -> ranks
+    for rank, (values, _) in facts.items():
+        for name, value in values.items():
+            is_shown_otherwise = isinstance(value, dict) and COMPARED in value
+            content = value[COMPARED] if is_shown_otherwise else value
+            compared = json.dumps(content, sort_keys=True)
+            first_ranks.setdefault(name, {}).setdefault(compared, []).append(rank)
+    differing = [name for name, by_value in first_ranks.items() if len(by_value) > 1]
     if not differing:
         return None
     # What follows from options that differ would only repeat them.
     differing = [name for name in differing if not name.endswith(DERIVED)] or differing
-    sentences = [_sentence(name, facts) for name in differing[:MAX_DIFFERENCES]]
+    sentences = []
+    for name in differing[:MAX_DIFFERENCES]:
+        parts = []
+        for ranks in list(first_ranks[name].values())[:MAX_DIFFERENCES]:
+            values, host = facts[ranks[0]]
+            others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
+            parts.append(f"{_shown(values[name])} on rank {ranks[0]} ({host}){others}")
+        sentences.append(f"{name} is {' but '.join(parts)}")
     num_more = len(differing) - len(sentences)
     more = f"; and {num_more} more differ" if num_more else ""
     return f"the processes of this run were not started alike: {'; '.join(sentences)}{more}"
 
 
-def _sentence(name: str, facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str:
-    ranks_by_value: dict[str, list[int]] = {}
-    for rank in sorted(facts):
-        value = _compared(facts[rank][0].get(name))
-        ranks_by_value.setdefault(value, []).append(rank)
-    parts = []
-    for ranks in list(ranks_by_value.values())[:MAX_DIFFERENCES]:
-        values, host = facts[ranks[0]]
-        others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-        parts.append(f"{_shown(values.get(name))} on rank {ranks[0]} ({host}){others}")
-    return f"{name} is {' but '.join(parts)}"
-
-
-def _compared(value: Any) -> str:
-    return json.dumps(
-        value[COMPARED] if isinstance(value, dict) and COMPARED in value else value,
-        sort_keys=True,
-    )
-
-
 def _shown(value: Any) -> str:
     if isinstance(value, dict) and COMPARED in value:
-        text = str(value["shown"])
-    elif isinstance(value, str):
-        text = value
-    elif isinstance(value, bool) or value is None:
-        text = {True: "true", False: "false", None: "not set"}[value]
-    else:
-        text = json.dumps(value)
+        value = value["shown"]
+    if value is None:
+        return "not set"
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= MAX_VALUE_CHARACTERS:
+        return text
     # The end matters too: long values may differ there alone.
-    return (
-        text
-        if len(text) <= MAX_VALUE_CHARACTERS
-        else f"{text[: MAX_VALUE_CHARACTERS // 2]}...{text[-MAX_VALUE_CHARACTERS // 2 :]}"
-    )
+    half = MAX_VALUE_CHARACTERS // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
-def _claim_rank(store: Store, ranks: RankInfo) -> None:
+def _claim_rank(store: Store, check: LaunchCheck) -> None:
     """Take the place of this machine, or of this rank, in the run. Raise UserError if another has it."""
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is not None:  # it has started all processes of this machine
-        place = ranks.rank - ranks.local_rank
-        process = f"{_host(None)}, process {launcher}"
-    else:
-        place = ranks.rank
-        process = f"{_host(None)}, process {os.getpid()}"
+    ranks = check.ranks
+    launcher = os.environ.get(LAUNCHER)  # has started all processes of this machine
+    place = ranks.rank if launcher is None else ranks.rank - ranks.local_rank
+    process = f"{_host(None)}, process {launcher or os.getpid()}"
     # Writes only where nothing stands: the first process wins, and all others read its name.
     holder = store.compare_set(f"claim-{place}", "", process).decode()
     if holder != process:
         raise UserError(
-            f"rank {ranks.rank} of the run at {address()} is taken already (by {holder}), so this process ({process}) has "
-            "no place in it: give each machine its own --machine-rank (RANK), and each run its own port "
-            "(--main-process-port)"
+            f"rank {ranks.rank} of the run at {check.address} is taken already (by {holder}), so this process "
+            f"({process}) has no place in it: give each machine its own --machine-rank (RANK), and each run its own "
+            "port (--main-process-port)"
         )
-
-
-def _coordinate(
-    store: Store,
-    ranks: RankInfo,
-    limit: Limit,
-    hello: Mapping[str, Any],
-    rank_facts: RankFacts,
-) -> LaunchFacts:
-    """Collect the records of all ranks, compare, and write the result. On rank 0."""
-    run_id = os.environ.get(RUN_ID) or os.environ.get(LAUNCH_ID) or new_run_id()
-    hellos: dict[int, Mapping[str, Any]] = {0: hello}
-    records: dict[int, Mapping[str, Any]] = {}
-    problem: str | None = None
-
-    def has_all_hellos() -> bool:
-        nonlocal problem
-        for rank in range(1, ranks.world_size):
-            if rank not in hellos and store.check([f"hello-{rank}"]):
-                hellos[rank] = _get(store, f"hello-{rank}")
-                problem = problem or _launch_difference(hellos)
-        return problem is not None or len(hellos) == ranks.world_size
-
-    def has_all_records() -> bool:
-        nonlocal problem
-        for rank in range(1, ranks.world_size):
-            if rank not in records and store.check([f"record-{rank}"]):
-                records[rank] = _get(store, f"record-{rank}")
-                problem = problem or _refusal(records[rank], rank, hellos[rank])
-        return problem is not None or len(records) == ranks.world_size
-
-    def absent() -> str:
-        known = records if len(hellos) == ranks.world_size else hellos
-        missing = [rank for rank in range(ranks.world_size) if rank not in known]
-        listed = ", ".join(map(str, missing[:8])) + (
-            ", ..." if len(missing) > 8 else ""
-        )
-        what = "" if known is hellos else " (which read their data's fingerprints)"
-        return f"rank{'s' if len(missing) > 1 else ''} {listed} of {ranks.world_size}{what}"
-
-    # The lock on output_dir comes first: another run's folder must not be waited for.
-    records[0] = _rank_record(rank_facts, ranks)
-    problem = _refusal(records[0], 0, hello)
-    if problem is None:
-        with Waiting(ranks, limit, absent):
-            # Two phases: what is known without reading a file is compared before anyone waits for fingerprints of the
-            # data.
-            if not (
-                poll(limit, has_all_hellos)
-                and (problem is not None or poll(limit, has_all_records))
-            ):
-                problem = str(not_found(ranks, limit, f"{absent()} did not come"))
-    if problem is None:
-        sentence = difference(
-            {
-                rank: (records[rank]["facts"], hellos[rank]["host"])
-                for rank in sorted(records)
-            }
-        )
-        problem = None if sentence is None else f"{sentence}: {_ADVICE}"
-    machines = [hellos[rank]["machine"] for rank in sorted(hellos)]
-    _put(store, "result", {"error": problem, "run": run_id, "machines": machines})
-    if problem is not None:
-        _wait_for_readers(store, ranks)
-        raise UserError(problem)
-    return LaunchFacts(run_id, tuple(machines))
-
-
-_ADVICE = "give every machine the same config, data, model and packages"
-
-
-def _report(
-    store: Store, ranks: RankInfo, limit: Limit, rank_facts: RankFacts
-) -> LaunchFacts:
-    """Introduce this rank and wait for the result. On all ranks but 0."""
-    # A result that is there already is a refusal: the data need not be read for it.
-    if not store.check(["result"]):
-        _put(store, f"record-{ranks.rank}", _rank_record(rank_facts, ranks))
-    state = f"rank 0 at {address()}, which waits for the other processes"
-    with Waiting(ranks, limit, lambda: state):
-        if not poll(limit, lambda: bool(store.check(["result"]))):
-            raise not_found(ranks, limit, "rank 0 did not answer")
-    result = _get(store, "result")
-    store.set(f"read-{ranks.rank}", "1")
-    if result["error"] is not None:
-        raise UserError(result["error"])
-    return LaunchFacts(result["run"], tuple(result["machines"]))
-
-
-def _rank_record(rank_facts: RankFacts, ranks: RankInfo) -> dict[str, Any]:
-    """Return the record of this rank: its facts, or the mistake that it found."""
-    try:
-        return {"facts": dict(rank_facts(ranks))}
-    except UserError as error:
-        return {"error": str(error)}
-
-
-def _refusal(
-    record: Mapping[str, Any], rank: int, hello: Mapping[str, Any]
-) -> str | None:
-    if "error" not in record:
-        return None
-    return (
-        str(record["error"])
-        if rank == 0
-        else f"{record['error']} (rank {rank}, {hello['host']})"
-    )
-
-
-def _launch_difference(hellos: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """Return what differs between the launches of the ranks that have come, or None."""
-    sentence = difference(
-        {rank: (hello["facts"], hello["host"]) for rank, hello in hellos.items()}
-    )
-    if sentence is not None:
-        return f"{sentence}: {_ADVICE}, and the same number of machines and processes"
-    first_job = hellos[0]["job"]
-    first_host = hellos[0]["host"]
-    for rank, hello in hellos.items():
-        job = hello["job"]
-        host = hello["host"]
-        first_id = first_job.get(RUN_ID)
-        run_id = job.get(RUN_ID)
-        if (first_id is None) != (run_id is None):
-            return (
-                f"the run id is {first_id or 'not given'} on rank 0 ({first_host}) and "
-                f"{run_id or 'not given'} on rank {rank} ({host}): give the same "
-                "--run-id (VEMBED_RUN_ID) on every machine, or on none"
-            )
-        # A job id that only one of the two has does not tell them apart.
-        for name in first_job.keys() & job.keys():
-            if first_job[name] != job[name]:
-                return (
-                    f"rank 0 ({first_host}) and rank {rank} ({host}) belong to different "
-                    f"runs ({name} {first_job[name]} and {job[name]}): give each run a "
-                    "port of its own (--main-process-port)"
-                )
-    return None
-
-
-def _wait_for_readers(store: Store, ranks: RankInfo) -> None:
-    """Keep the store until all ranks have read the result, or for some seconds."""
-    end = time.monotonic() + REFUSAL_SECONDS
-    names = [f"read-{rank}" for rank in range(1, ranks.world_size)]
-    while time.monotonic() < end and not store.check(names):
-        time.sleep(POLL_SECONDS)
 
 
 def _host(ranks: RankInfo | None) -> str:
@@ -368,33 +382,12 @@ def _host(ranks: RankInfo | None) -> str:
     return f"machine {ranks.rank // ranks.local_world_size}, {name}"
 
 
-def _job() -> dict[str, str]:
-    """Return the ids of run and job that this process was given."""
-    # The parts of a heterogeneous Slurm job have different ids.
-    jobs = [
-        name
-        for name in JOB_IDS
-        if name != "SLURM_JOB_ID" or "SLURM_HET_SIZE" not in os.environ
-    ]
-    return {
-        name: value
-        for name in (RUN_ID, LAUNCH_ID, *jobs)
-        if (value := os.environ.get(name))
-    }
-
-
-def counted(ranks: RankInfo, launch_facts: LaunchFacts) -> RankInfo:
-    """Return the rank info with the number of processes on this machine, if no launcher has said it."""
-    if ranks.is_counted:
-        return ranks
-    count = launch_facts.machines.count(launch_facts.machines[ranks.rank])
-    return replace(ranks, local_world_size=count, is_counted=True)
-
-
-def _put(store: Store, key: str, value: Mapping[str, Any]) -> None:
-    store.set(key, json.dumps(value))
-
-
-def _get(store: Store, key: str) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(store.get(key))
-    return value
+def _job() -> dict[str, str | None]:
+    """Return the ids of run and job by which another run's machine is told apart."""
+    ids = {f"the run id ({RUN_ID})": os.environ.get(RUN_ID) or None}
+    for name in JOB_IDS:
+        # The parts of a heterogeneous Slurm job have different ids.
+        is_part = name == "SLURM_JOB_ID" and "SLURM_HET_SIZE" in os.environ
+        if os.environ.get(name) and not is_part:
+            ids[name] = os.environ[name]
+    return ids

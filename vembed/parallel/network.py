@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,29 +14,38 @@ _ELSEWHERE = ("198.51.100.1", "2001:db8::1")
 
 
 def interface_to(address: str, port: int) -> str | None:
-    """Return the interface for packets to an address or a host; None without a route.
+    """Return the interface for packets to an address or a host; None without a route. Sends nothing.
 
-    Of a host's addresses, the first one that is not loopback is preferred. Sends nothing.
+    Of a host's addresses, the first one that is not loopback is preferred.
     """
-    local_addresses = _own_addresses(address, port)
-    outward = [
-        local_address
-        for local_address in local_addresses
-        if not _is_loopback(local_address)
-    ]
-    return _interface_of((outward or local_addresses)[0]) if local_addresses else None
+    sources: list[str] = []
+    with suppress(OSError):
+        for family, kind, protocol, _, target in socket.getaddrinfo(
+            address, port, type=socket.SOCK_DGRAM
+        ):
+            # An IPv6 address without an IPv6 network, for example, fails.
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # UDP: chooses the route, sends nothing
+                sources.append(str(probe.getsockname()[0]))
+    if not sources:
+        return None
+    source = min(sources, key=_is_loopback)
+    # An IPv6 address may carry its interface (fe80::1%eth0), and two interfaces may have the same bare address.
+    interfaces: dict[str, str] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            interfaces.setdefault(entry.address, name)
+            interfaces.setdefault(entry.address.partition("%")[0], name)
+    return interfaces.get(source) or interfaces.get(source.partition("%")[0])
 
 
 def default_interface() -> str | None:
     """Return the interface of the default route; None without one. Sends nothing."""
-    return next(
-        (
-            name
-            for address in _ELSEWHERE
-            if (name := interface_to(address, 9)) is not None
-        ),
-        None,
-    )
+    for address in _ELSEWHERE:
+        interface = interface_to(address, 9)
+        if interface is not None:
+            return interface
+    return None
 
 
 def is_loopback_by_name(host: str) -> bool:
@@ -61,42 +71,9 @@ def machine_name() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def _own_addresses(address: str, port: int) -> list[str]:
-    """Return the source address of this machine for packets to each reachable address of a host."""
-    try:
-        addresses = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
-    except OSError:
-        return []
-    local_addresses: list[str] = []
-    for family, kind, protocol, _, target in addresses:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # UDP: chooses the route, sends nothing
-                local_addresses.append(str(probe.getsockname()[0]))
-        except OSError:  # an IPv6 address without an IPv6 network, for example
-            continue
-    return local_addresses
-
-
 def _is_loopback(text: str) -> bool:
     """Return True if a text is a loopback address."""
     try:
         return ipaddress.ip_address(text.partition("%")[0]).is_loopback
     except ValueError:
         return False
-
-
-def _interface_of(local_addresses: str) -> str | None:
-    # An IPv6 address may carry its interface (fe80::1%eth0), and two interfaces may have the same bare address.
-    entries = [
-        (name, entry.address)
-        for name, addresses in psutil.net_if_addrs().items()
-        for entry in addresses
-    ]
-    exact = [name for name, address in entries if address == local_addresses]
-    bare = [
-        name
-        for name, address in entries
-        if address.partition("%")[0] == local_addresses.partition("%")[0]
-    ]
-    return next(iter(exact + bare), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,114 +33,88 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
     FSDP2 requires one dtype among the trainable parameters. FSDP1 requires one dtype for all parameters of a unit. The
     target is the widest dtype, so float32 master weights are never downcast.
     """
-    floating = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.is_floating_point()
-    }
+    floating: dict[str, nn.Parameter] = {}
+    together: dict[str, nn.Parameter] = {}  # that must have one dtype
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            floating[name] = parameter
+            if parameter.requires_grad or fsdp_version == 1:
+                together[name] = parameter
     if len({parameter.dtype for parameter in floating.values()}) <= 1:
         log.info(
             "FSDP dtype check: all parameters already in %s", _dtypes(floating.values())
         )
         return 0
-    together = {
-        name: parameter
-        for name, parameter in floating.items()
-        if parameter.requires_grad or fsdp_version == 1
-    }
     dtypes = {parameter.dtype for parameter in together.values()}
     # float32 also for bfloat16 beside float16: neither can represent the other's values.
-    widest = (
-        torch.float64
-        if torch.float64 in dtypes
-        else torch.float32
-        if len(dtypes) > 1
-        else None
-    )
-    converted = {
-        name: parameter
-        for name, parameter in together.items()
-        if widest is not None and parameter.dtype != widest
-    }
-    for dtype in sorted({parameter.dtype for parameter in converted.values()}, key=str):
-        names = [
-            name for name, parameter in converted.items() if parameter.dtype == dtype
-        ]
-        num_values = sum(converted[name].numel() for name in names)
+    widest = torch.float64 if torch.float64 in dtypes else torch.float32
+    converted: dict[torch.dtype, list[str]] = {}  # names by the dtype before
+    if len(dtypes) > 1:
+        for name, parameter in together.items():
+            if parameter.dtype != widest:
+                converted.setdefault(parameter.dtype, []).append(name)
+    for dtype in sorted(converted, key=str):
+        names = converted[dtype]
+        more = len(names) - NAMES_SHOWN
         log.info(
             "FSDP dtype check: converted %s parameters (%s values) from %s to %s: %s",
             f"{len(names):,d}",
-            f"{num_values:,d}",
+            f"{sum(floating[name].numel() for name in names):,d}",
             dtype,
             widest,
-            _some(names),
+            ", ".join(names[:NAMES_SHOWN])
+            + (f" and {more:,d} more" if more > 0 else ""),
         )
-    if fsdp_version == 1 and any(
-        not parameter.requires_grad for parameter in converted.values()
-    ):
+        for name in names:
+            floating[name].data = floating[name].data.to(widest)
+    frozen = {name for name in floating if not floating[name].requires_grad}
+    if fsdp_version != 1:
+        if together and frozen:
+            log.info(
+                "FSDP dtype check: trainable parameters in %s, frozen ones in %s",
+                _dtypes(together.values()),
+                _dtypes(floating[name] for name in frozen),
+            )
+    elif any(frozen.intersection(names) for names in converted.values()):
         log.info(
             "FSDP dtype check: FSDP1 needs one dtype for all; fsdp_version: 2 would leave frozen ones as they are"
         )
-    for parameter in converted.values():
-        parameter.data = parameter.data.to(widest)
-    frozen = [
-        parameter for parameter in floating.values() if not parameter.requires_grad
-    ]
-    if fsdp_version != 1 and together and frozen:
-        trained = _dtypes(together.values())
-        log.info(
-            "FSDP dtype check: trainable parameters in %s, frozen ones in %s",
-            trained,
-            _dtypes(frozen),
-        )
-    return len(converted)
+    return sum(len(names) for names in converted.values())
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> str:
     return " and ".join(sorted({str(tensor.dtype) for tensor in tensors}))
 
 
-def _some(names: Sequence[str]) -> str:
-    more = (
-        f" and {len(names) - NAMES_SHOWN:,d} more" if len(names) > NAMES_SHOWN else ""
-    )
-    return ", ".join(names[:NAMES_SHOWN]) + more
-
-
 # ---- counts ----------------------------------------------------------------------------------------------------------
 
 
-def log_parameter_summary(model: nn.Module) -> dict[str, int]:
+def log_parameter_summary(model: nn.Module) -> None:
     """Log the number of parameters: total, trainable, and per rank. Collective."""
     total = num_parameters(model)
     trainable = num_parameters(model, trainable_only=True)
-    local = sum(_local(parameter).numel() for parameter in model.parameters())
     log.info("FSDP parameter summary:")
-    log.info("  Total: %s", _count(total))
-    log.info("  Trainable: %s", _count(trainable))
-    log.info("  Frozen: %s", _count(total - trainable))
+    counts = {"Total": total, "Trainable": trainable, "Frozen": total - trainable}
+    for name, count in counts.items():
+        log.info("  %s: %s", name, f"{count:,d} ({count / 1e9:.2f}B)")
     if collectives.world_size() > 1:
-        held = ", ".join(
-            f"{rank[0]:,d}" for rank in collectives.all_gather_ints([local])
-        )
-        log.info("  Held by each rank: %s", held)
-    return {"total": total, "trainable": trainable, "local": local}
+        local = sum(_local(parameter).numel() for parameter in model.parameters())
+        held = [f"{row[0]:,d}" for row in collectives.all_gather_ints([local])]
+        log.info("  Held by each rank: %s", ", ".join(held))
 
 
 def num_parameters(model: nn.Module, *, trainable_only: bool = False) -> int:
     """Return the number of parameters of the whole model, also if it is sharded. Shared parameters count once."""
+    count = 0
     units = FullyShardedDataParallel.fsdp_modules(model)
-    if not units:
-        return sum(
-            _true_size(parameter)
-            for parameter in model.parameters()
-            if parameter.requires_grad or not trainable_only
-        )
-    count = sum(
-        1
-        for weight in model.parameters()
-        if weight.dim() == 0 and (weight.requires_grad or not trainable_only)
-    )
+    for parameter in model.parameters():
+        if trainable_only and not parameter.requires_grad:
+            continue
+        if units and parameter.dim() > 0:  # FSDP1 flattens all but scalars: see below
+            continue
+        # bitsandbytes packs two 4-bit values into a byte and keeps the true shape aside.
+        packed = getattr(parameter, "quant_state", None)
+        count += parameter.numel() if packed is None else packed.shape.numel()
     for unit in units:
         flat = unit._flat_param
         if flat is None:
@@ -148,9 +122,8 @@ def num_parameters(model: nn.Module, *, trainable_only: bool = False) -> int:
         # With use_orig_params the flat tensor keeps the originals, each with its own requires_grad.
         originals = flat._params or [flat] * len(flat._shapes)
         for original, shape in zip(originals, flat._shapes, strict=True):
-            count += (
-                shape.numel() if original.requires_grad or not trainable_only else 0
-            )
+            if original.requires_grad or not trainable_only:
+                count += shape.numel()
     return count
 
 
@@ -158,42 +131,21 @@ def local_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, int]:
     """Return the bytes on this rank: parameters, gradients, and optimizer state."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    gradients = [
-        parameter.grad for parameter in model.parameters() if parameter.grad is not None
-    ]
-    states = optimizer.state.values() if optimizer is not None else []
-    return {
-        "parameters": sum(_bytes(parameter) for parameter in model.parameters()),
-        "gradients": sum(_bytes(gradient) for gradient in gradients),
-        "optimizer": sum(
-            _bytes(value)
-            for state in states
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ),
-    }
-
-
-def _true_size(parameter: Tensor) -> int:
-    # bitsandbytes packs two 4-bit values into a byte and keeps the true shape aside.
-    packed = type(parameter).__name__ == "Params4bit"
-    return int(parameter.quant_state.shape.numel()) if packed else parameter.numel()  # type: ignore[attr-defined]
-
-
-def _bytes(tensor: Tensor) -> int:
-    local = _local(tensor)
-    return local.numel() * local.element_size()
+    reshard(model)
+    sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for parameter in model.parameters():
+        sizes["parameters"] += _local(parameter).nbytes
+        if parameter.grad is not None:
+            sizes["gradients"] += _local(parameter.grad).nbytes
+    for state in optimizer.state.values() if optimizer is not None else ():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                sizes["optimizer"] += _local(value).nbytes
+    return sizes
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _count(number: int) -> str:
-    return f"{number:,d} ({number / 1e9:.2f}B)"
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -241,13 +193,10 @@ def forget_forward(model: nn.Module) -> None:
     to that forward pass; if it is discarded, the next backward pass would silently leave no gradients.
     """
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        hook = (
-            vars(unit._flat_param).pop("_post_backward_hook_state", None)
-            if unit._flat_param is not None
-            else None
-        )
-        if hook is not None:
-            hook[-1].remove()
+        if unit._flat_param is not None:
+            hook = vars(unit._flat_param).pop("_post_backward_hook_state", None)
+            if hook is not None:
+                hook[-1].remove()
 
 
 def discard_passes(model: nn.Module) -> None:
@@ -315,11 +264,12 @@ def global_grad_norm(
 
     The result equals the norm in one process under every strategy.
     """
-    whole: list[Tensor] = [
-        weight.grad for weight in replicated if weight.grad is not None
-    ]
+    whole = [weight.grad for weight in replicated if weight.grad is not None]
     sharded: dict[ProcessGroup | None, list[Tensor]] = {}
     units = FullyShardedDataParallel.fsdp_modules(model)
+    if units:
+        # Also where no shard of any gradient is on this rank: the collective needs all ranks.
+        sharded[units[0].process_group] = []
     for parameter in model.parameters():
         gradient = parameter.grad
         if gradient is None:
@@ -327,16 +277,12 @@ def global_grad_norm(
         if isinstance(gradient, DTensor):
             sharded.setdefault(_shard_group(gradient), []).append(gradient.to_local())
         elif units:
-            sharded.setdefault(units[0].process_group, []).append(gradient)
+            sharded[units[0].process_group].append(gradient)
         else:
             whole.append(gradient)
     # Replicated gradients are complete on each rank and count once. Shards are disjoint: sum their squares over the
     # ranks that hold the other shards.
     squares = _sum_of_squares(whole)
-    if units and not sharded:
-        sharded[
-            units[0].process_group
-        ] = []  # no shard of any gradient on this rank, but the collective needs all ranks
     for group, gradients in sharded.items():
         squares = squares + collectives.sum_tensor(_sum_of_squares(gradients), group)
     return squares.sqrt()
@@ -354,16 +300,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 def _shard_group(gradient: DTensor) -> ProcessGroup | None:
     """Return the group of ranks that hold the other shards. The replicated dimension of a 2-D mesh is excluded, or its
     copies would be counted twice."""
-    dims = [
-        dim for dim, placement in enumerate(gradient.placements) if placement.is_shard()
-    ]
-    if not dims:
-        return None
-    if len(dims) > 1:
-        raise ValueError(
-            f"a gradient is sharded over {len(dims)} dimensions of its mesh; vembed shards over one"
-        )
-    return gradient.device_mesh.get_group(dims[0])
+    for dim, placement in enumerate(gradient.placements):
+        if placement.is_shard():
+            return gradient.device_mesh.get_group(dim)
+    return None
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
@@ -373,9 +313,8 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64)
     for same_kind in by_kind.values():
-        total += (
-            torch.nn.utils.get_total_norm(same_kind).to("cpu", torch.float64).square()
-        )
+        norm = torch.nn.utils.get_total_norm(same_kind)
+        total += norm.to("cpu", torch.float64).square()
     return total
 
 
@@ -391,23 +330,16 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     with _gathered_by_fsdp1(model):
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            whole = _whole(
-                parameter
-            )  # a collective: all ranks call it, in the same order
+            # A collective: all ranks call it, in the same order.
+            whole = _whole(parameter)
             if keeps:
                 state[plain_name(name)] = whole.detach().to("cpu", copy=True)
         for prefix, module in model.named_modules() if keeps else ():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
-                    state[plain_name(f"{prefix}.{name}")] = buffer.detach().to(
-                        "cpu", copy=True
-                    )
+                    copied = buffer.detach().to("cpu", copy=True)
+                    state[plain_name(f"{prefix}.{name}")] = copied
     return state
-
-
-def edit_weight(model: nn.Module, name: str, edit: Callable[[Tensor], Tensor]) -> None:
-    """Replace one parameter by `edit(parameter)` under every strategy. Collective."""
-    edit_weights(model, {name: edit})
 
 
 def edit_weights(
@@ -418,10 +350,9 @@ def edit_weights(
     At most one parameter (FSDP1: the model) is gathered at a time.
     """
     with torch.no_grad(), _gathered_by_fsdp1(model, write=True):
-        by_name = {
-            plain_name(full_name): parameter
-            for full_name, parameter in model.named_parameters(remove_duplicate=False)
-        }
+        by_name = {}
+        for full_name, parameter in model.named_parameters(remove_duplicate=False):
+            by_name[plain_name(full_name)] = parameter
         for name, edit in edits.items():
             if name not in by_name:
                 raise KeyError(f"the model has no parameter {name!r}")
@@ -454,9 +385,7 @@ def restore_local_shards(model: nn.Module, shards: Mapping[str, Tensor]) -> None
 def _gathered_by_fsdp1(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     """Gather FSDP1's parameters for a context. For reading from GPUs, only in the host memory of rank 0."""
     if not FullyShardedDataParallel.fsdp_modules(model):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
         yield
         return
     aside = not write and next(model.parameters()).device.type == "cuda"
@@ -469,8 +398,7 @@ def _gathered_by_fsdp1(model: nn.Module, *, write: bool = False) -> Iterator[Non
 def _whole(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
-    on_mesh = parameter.detach().to(
-        parameter.device_mesh.device_type
-    )  # offloaded shards are on the CPU
+    # Offloaded shards are on the CPU.
+    on_mesh = parameter.detach().to(parameter.device_mesh.device_type)
     assert isinstance(on_mesh, DTensor)
     return on_mesh.full_tensor()

@@ -17,7 +17,6 @@ from vembed.errors import UserError
 from vembed.parallel import estimate
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import GIB, Demand, Memory, ModelSize, measure
-from vembed.parallel.exchange_choice import Exchange, choose_exchange, loss_bytes
 from vembed.parallel.hardware import Gpu
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,8 +57,6 @@ class Placement:
     """The settings of FSDP where the model is sharded, else None."""
     precision: Decision[Precision]
     """Precision of the arithmetic."""
-    exchange: Decision[Exchange]
-    """Way in which the processes get each other's embeddings for the loss."""
     recomputation: Decision[bool]
     """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     compilation: Decision[bool]
@@ -81,7 +78,6 @@ class Placement:
             "strategy": self.strategy,
             "gradient checkpointing": self.recomputation,
             "mixed precision": self.precision,
-            "loss exchange": self.exchange,
             "compiled layers": self.compilation,
             "timeout in minutes": self.run.timeout_minutes,
         }
@@ -183,7 +179,7 @@ class Placement:
 
     def keeps_gathered(self, parameter_bytes: float) -> bool:
         """Return whether FSDP2 keeps parameters gathered between the micro-batches of a step."""
-        if self.fsdp is None or not self.may_keep_gathered or self.fsdp.must_reshard:
+        if self.fsdp is None or not self.may_keep_gathered:
             return False
         return parameter_bytes <= self.whole_parameters_limit
 
@@ -211,12 +207,7 @@ class Placement:
             micro_batch = config.batch.micro_batch_tokens
         elif not on_gpu:
             micro_batch = estimate.CPU_MICRO_BATCH_TOKENS
-        return (
-            micro_batch,
-            kept
-            if config.batch.kept_graph_tokens == "auto"
-            else config.batch.kept_graph_tokens,
-        )
+        return micro_batch, kept
 
     def demand(self, size: ModelSize, recomputes: bool | None = None) -> Demand:
         """Estimate the demand from the model's shapes. `recomputes`: instead of what the run would do."""
@@ -278,18 +269,18 @@ class Placement:
     def loss_bytes(self, dim: int) -> float:
         """Return the bytes of the embeddings of `dim` numbers that are here for the loss, their gradients, and the
         loss."""
-        return loss_bytes(self.inputs, self.ranks.world_size, dim, self.exchange.value)
+        return estimate.loss_bytes(self.inputs, self.ranks.world_size, dim)
 
-    def most_rows(self, size: ModelSize, exchange: Exchange) -> int:
+    def most_rows(self, size: ModelSize) -> int:
         """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
         world_size = self.ranks.world_size
         free = self.memory - (
             self.predict(size, uses_cache=True).total - self.loss_bytes(size.hidden)
         )
         # The loss is linear in the rows: a fixed part, and the same for each row.
-        fixed = loss_bytes(0, world_size, size.hidden, exchange)
+        fixed = estimate.loss_bytes(0, world_size, size.hidden)
         example = estimate.inputs_per_example(self.run.config.data.max_negatives)
-        per_row = loss_bytes(example, world_size, size.hidden, exchange) - fixed
+        per_row = estimate.loss_bytes(example, world_size, size.hidden) - fixed
         return max(0, int((free - fixed) / per_row))
 
     def _without_graphs(self, size: ModelSize) -> Memory:
@@ -354,7 +345,6 @@ def place(
             ),
             resumed=resumed,
         ),
-        exchange=choose_exchange(run, ranks, memory, _rows(run, ranks)),
         recomputation=run.recomputation,
         compilation=_compilation(run, device),
         rows=_rows(run, ranks),

@@ -33,11 +33,10 @@ from vembed.parallel.devices import (
 from vembed.parallel.environment import RankInfo, check_num_threads, read_rank_info
 from vembed.parallel.estimate import GIB
 from vembed.parallel.heartbeat import Heartbeats
-from vembed.parallel.launch_check import RankFacts, check_launch, counted, is_named
+from vembed.parallel.launch_check import LaunchCheck, RankFacts
 from vembed.parallel.memory import keep_freed_memory
 from vembed.parallel.network import default_interface, interface_to, is_loopback_by_name
 from vembed.parallel.placement import Placement, memory_of_a_process, place
-from vembed.parallel.rendezvous import Limit, connect, not_found
 
 log = logging.getLogger("vembed")
 
@@ -73,9 +72,9 @@ class Session:
     def __init__(
         self, placement: Placement, accelerator: Accelerator, exits: _Exits
     ) -> None:
+        ranks = placement.ranks
         self.placement = placement
         self.config = placement.run.config
-        ranks = placement.ranks
         self.rank = ranks.rank
         self.world_size = ranks.world_size
         self.local_rank = ranks.local_rank
@@ -140,8 +139,7 @@ class Session:
             model, self.device, shared=self.config.parallel.sync_batchnorm
         )
         if self.fsdp is not None:
-            self._choose_reduction(model)
-            self._choose_gathering(model)
+            self._choose_what_stays_whole(model)
             model = sharding.shard(
                 model,
                 self.accelerator,
@@ -189,46 +187,40 @@ class Session:
         if hang_report is not None:
             raise RunError(hang_report) from error
 
-    def _choose_reduction(self, model: nn.Module) -> None:
-        """Set `reduces_each_micro_batch`. Without a reduction, every rank holds unsharded gradients between
-        micro-batches."""
-        size = 4 * sum(
-            parameter.numel()
-            for parameter in model.parameters()
-            if parameter.requires_grad
+    def _choose_what_stays_whole(self, model: nn.Module) -> None:
+        """Set `reduces_each_micro_batch` and `keeps_gathered`.
+
+        Without a reduction, every rank holds unsharded gradients between micro-batches. Without gathered parameters, a
+        step of n micro-batches gathers every unit 2n times, or 3n times with Gradient Cache.
+        """
+        placement = self.placement
+        gradient_bytes = 0
+        parameter_bytes = 0
+        for parameter in model.parameters():
+            num_bytes = 2 if placement.computes_in_half else parameter.element_size()
+            parameter_bytes += parameter.numel() * num_bytes
+            if parameter.requires_grad:
+                gradient_bytes += 4 * parameter.numel()
+        self.reduces_each_micro_batch = placement.reduces_each_micro_batch(
+            gradient_bytes
         )
-        self.reduces_each_micro_batch = self.placement.reduces_each_micro_batch(size)
         log.info(
             "gradients: reduced %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
             "after every micro-batch"
             if self.reduces_each_micro_batch
             else "once per step",
-            size / GIB,
-            self.placement.whole_gradients_limit / GIB,
+            gradient_bytes / GIB,
+            placement.whole_gradients_limit / GIB,
         )
-
-    def _choose_gathering(self, model: nn.Module) -> None:
-        """Set `keeps_gathered`. Otherwise a step of n micro-batches gathers every unit 2n times, or 3n times with
-        Gradient Cache."""
-        assert self.fsdp is not None
-        if not self.placement.may_keep_gathered:
+        if not placement.may_keep_gathered:
             return
-        narrow = self.placement.computes_in_half
-        size = sum(
-            parameter.numel() * (2 if narrow else parameter.element_size())
-            for parameter in model.parameters()
-        )
-        self.keeps_gathered = self.placement.keeps_gathered(size)
-        asked = (
-            ", as fsdp_reshard_after_forward: true asks"
-            if self.fsdp.must_reshard
-            else ""
-        )
+        self.keeps_gathered = placement.keeps_gathered(parameter_bytes)
+        how = "once per step" if self.keeps_gathered else "for every micro-batch"
         log.info(
             "parameters: gathered %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
-            "once per step" if self.keeps_gathered else f"for every micro-batch{asked}",
-            size / GIB,
-            self.placement.whole_parameters_limit / GIB,
+            how,
+            parameter_bytes / GIB,
+            placement.whole_parameters_limit / GIB,
         )
 
 
@@ -318,7 +310,11 @@ def start_session(
         )
         if placement.fsdp is not None and rank_info.world_size == 1:
             _join(run, rank_info, device, rank_facts, exits)
-        _log_environment(rank_info)
+        variables = []
+        for name in sorted(os.environ):
+            if name.startswith(_TOLD_VARIABLES):
+                variables.append(f"{name}={os.environ[name]}")
+        log.debug("rank %d: %s", rank_info.rank, ", ".join(variables))
         _log_placement(placement)
         accelerator = _make_accelerator(placement)
     except BaseException:
@@ -335,8 +331,7 @@ def _log_placement(placement: Placement) -> None:
         placement.device,
         decisions["mixed precision"],
     )
-    several = ("loss exchange",) if placement.ranks.world_size > 1 else ()
-    for name in ("strategy", "gradient checkpointing", *several):
+    for name in ("strategy", "gradient checkpointing"):
         log.info("%s: %s", name, decisions[name])
     sentence = (
         run.fsdp_notes
@@ -356,21 +351,29 @@ def _join(
     rank_facts: RankFacts,
     exits: _Exits,
 ) -> RankInfo:
-    """Start the process group unless there is one, and return the rank info with its processes per machine.
+    """Find the other processes, compare how all were started, and start the process group unless there is one.
 
-    With GPUs the group also gets a gloo backend for CPU tensors.
+    Return the rank info with the processes of this machine. With GPUs the group also gets a gloo backend for CPU
+    tensors.
     """
     if dist.is_initialized():
         return rank_info
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     minutes = run.timeout_minutes.value
-    try:
-        if rank_info.world_size == 1:  # no other process, so no address is needed
-            store: Store = dist.HashStore()  # type: ignore[attr-defined]
-        else:
-            store, rank_info = _met(run, rank_info, rank_facts)
+    store: Store = dist.HashStore()  # type: ignore[attr-defined]
+    if rank_info.world_size > 1:
+        check = LaunchCheck(rank_info, minutes)
+        # torchrun's store outlives a group; without a prefix the next group would read the addresses of the last one.
+        store = PrefixStore(f"vembed-{next(_groups)}", check.connect())
+        launch = {
+            "num_machines": run.machines.value,
+            "WORLD_SIZE": rank_info.world_size,
+        }
+        run_id, rank_info = check.check(store, launch, rank_facts)
+        log.info("run id: %s", run_id)
         if rank_info.world_size > rank_info.local_world_size:
             _choose_interface()  # read by gloo when the group starts
+    try:
         dist.init_process_group(
             backend,
             timeout=timedelta(minutes=minutes),
@@ -379,18 +382,16 @@ def _join(
             rank=rank_info.rank,
             world_size=rank_info.world_size,
         )
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise not_found(
-            rank_info, Limit(minutes), str(error).splitlines()[0]
-        ) from error
     except RuntimeError as error:
+        problem = str(error).splitlines()[0]
+        if isinstance(error, dist.DistStoreError | dist.DistNetworkError):
+            raise check.not_found(problem) from error
         if "connectFullMesh" not in str(error):
             raise
         raise UserError(
             f"Rank {rank_info.rank} found the address of every process, and cannot reach one of them: set "
             f"GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) to the interface that leads "
-            f"to the other machines, on each of them, and let them open any port to each other "
-            f"({str(error).splitlines()[0]})."
+            f"to the other machines, on each of them, and let them open any port to each other ({problem})."
         ) from error
     log.info(
         "processes: %d, %d of them on this machine; backend: %s (%s); a collective waits %g minutes at most",
@@ -406,25 +407,6 @@ def _join(
     return rank_info
 
 
-def _met(
-    run: ResolvedRun, rank_info: RankInfo, rank_facts: RankFacts
-) -> tuple[Store, RankInfo]:
-    """Meet the other processes, and compare how all were started; return the store for the group, and the rank info
-    with the processes on this machine."""
-    limit = Limit(run.timeout_minutes.value)
-    # torchrun's store outlives a group; without a prefix the next group would read the addresses of the last one.
-    store = PrefixStore(f"vembed-{next(_groups)}", connect(rank_info, limit))
-    launch = {"num_machines": run.machines.value, "WORLD_SIZE": rank_info.world_size}
-    launch_facts = check_launch(store, rank_info, limit, launch, rank_facts)
-    log.info("run id: %s", launch_facts.run_id)
-    if len(set(launch_facts.machines)) > 1 and not is_named():
-        log.info(
-            "run id: none was given (--run-id): another run's machine with the same settings, data and address would "
-            "be taken for one of this run"
-        )
-    return store, counted(rank_info, launch_facts)
-
-
 def _choose_interface() -> None:
     """Set gloo's network interface. By default gloo resolves the host name, which is loopback on many machines."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
@@ -436,29 +418,16 @@ def _choose_interface() -> None:
         # Debian's /etc/hosts maps a machine's own name to 127.0.1.1; other machines resolve it to the real address.
         interface = default_interface()
         why = f"the default route's, because {address} is loopback on this machine"
-        if interface is None:
-            log.warning(
-                "network: %s, the name of machine 0, is a loopback address on this machine, which the others cannot "
-                "reach: give its address in the network to --main-process-ip (MASTER_ADDR), or the name of the "
-                "interface to GLOO_SOCKET_IFNAME",
-                address,
-            )
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        log.info(
-            "network: interface %s (%s; GLOO_SOCKET_IFNAME names another)",
-            interface,
-            why,
+    if interface is None:
+        log.warning(
+            "network: no interface leads to %s, the address of machine 0: give one that the others reach to "
+            "--main-process-ip (MASTER_ADDR), or the interface to GLOO_SOCKET_IFNAME",
+            address,
         )
-
-
-def _log_environment(rank_info: RankInfo) -> None:
-    listed = sorted(name for name in os.environ if name.startswith(_TOLD_VARIABLES))
-    log.debug(
-        "rank %d, local rank %d: %s",
-        rank_info.rank,
-        rank_info.local_rank,
-        ", ".join(f"{n}={os.environ[n]}" for n in listed),
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    log.info(
+        "network: interface %s (%s; GLOO_SOCKET_IFNAME names another)", interface, why
     )
 
 

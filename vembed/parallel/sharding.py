@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -150,18 +152,22 @@ def shard(
     synchronise the weights, then wrap. `one_reads`: only rank 0 holds the weights and sends the others their shards.
     """
     unify_model_dtype_for_fsdp(model, fsdp.version)
-    wide = _float32_units(model, accelerator)
+    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+    wide: list[nn.Module] = []
+    is_narrow = policy is not None and policy.param_dtype in HALF_DTYPES
+    if is_narrow and isinstance(model, EmbeddingModel):
+        # Units of their own: a unit that computes in 16 bits would gather their weights in 16 bits, and without sharding
+        # they compute in float32.
+        wide = model.heads()
     units = [
         unit for unit in choose_units(model, fsdp, layer_classes) if unit not in wide
     ]
     described = describe_units(units)
     if wide:
         described += "; projections and head compute in float32"
-    names = {module: name for name, module in model.named_modules()}
-    log.debug(
-        "units: %s",
-        ", ".join(f"{names[unit]} ({type(unit).__name__})" for unit in units),
-    )
+    for name, module in model.named_modules():
+        if module in units:
+            log.debug("unit: %s (%s)", name, type(module).__name__)
     if not one_reads:
         collectives.sync_from_rank0(dict(model.named_parameters()))
     if fsdp.version == 1:
@@ -174,19 +180,6 @@ def shard(
     return wrapped
 
 
-def _float32_units(model: nn.Module, accelerator: Accelerator) -> list[nn.Module]:
-    """Return the modules that must be units of their own, because a unit that computes in 16 bits would gather their
-    weights in 16 bits: without sharding they compute in float32."""
-    policy: MixedPrecision | MixedPrecisionPolicy | None = (
-        accelerator.state.fsdp_plugin.mixed_precision_policy
-    )
-    is_narrow = policy is not None and policy.param_dtype in (
-        torch.bfloat16,
-        torch.float16,
-    )
-    return model.heads() if is_narrow and isinstance(model, EmbeddingModel) else []
-
-
 def _shard_by_fsdp1(
     model: nn.Module,
     accelerator: Accelerator,
@@ -194,17 +187,16 @@ def _shard_by_fsdp1(
     wide: Sequence[nn.Module],
 ) -> nn.Module:
     plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
-    if not plugin.use_orig_params and any(
-        not parameter.requires_grad for parameter in model.parameters()
-    ):
+    are_trained = {parameter.requires_grad for parameter in model.parameters()}
+    if not plugin.use_orig_params and False in are_trained:
         log.info(
             "FSDP1: use_orig_params is on, since frozen and trainable parameters share units"
         )
         plugin.use_orig_params = True
     plugin.ignored_modules = _unsharded(model)
-    chosen = {*units, *wide}
     for unit in wide:
         unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
+    chosen = {*units, *wide}
     plugin.auto_wrap_policy = partial(
         lambda_auto_wrap_policy, lambda_fn=chosen.__contains__
     )
@@ -229,30 +221,25 @@ def _shard_by_fsdp2(
         one_reads = False
     weights = _set_aside(model) if one_reads else None
     plugin.ignored_modules = _unsharded(model)
+    by_class: set[str] = set()
     if fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":
+        layers = [unit for unit in units if not isinstance(unit, nn.Embedding)]
+        by_class = {type(layer).__name__ for layer in layers}
         plugin.auto_wrap_policy = transformer_auto_wrap_policy
-        plugin.transformer_cls_names_to_wrap = sorted(
-            {
-                type(unit).__name__
-                for unit in units
-                if not isinstance(unit, nn.Embedding)
-            }
-        )
+        plugin.transformer_cls_names_to_wrap = sorted(by_class)
+    mesh: DeviceMesh | None = accelerator.torch_device_mesh
+    if mesh is not None:
+        mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
     # Accelerate chooses modules by class only, so embeddings and large modules are wrapped before, by the same call.
     # `units` lists inner modules first: fully_shard must see a child before its parent.
-    policy: MixedPrecisionPolicy = (
-        plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    )
     for unit in [*wide, *units]:
-        unit.register_forward_hook(
-            _without_views
-        )  # before FSDP's own hook, which warns about views
-        if unit in wide or type(unit).__name__ not in (
-            plugin.transformer_cls_names_to_wrap or ()
-        ):
+        # Before FSDP's own hook, which warns about views.
+        unit.register_forward_hook(_without_views)
+        if unit in wide or type(unit).__name__ not in by_class:
             fully_shard(
                 unit,
-                mesh=_mesh(accelerator),
+                mesh=mesh,
                 reshard_after_forward=plugin.reshard_after_forward,
                 mp_policy=replace(policy, param_dtype=None) if unit in wide else policy,
                 offload_policy=plugin.cpu_offload,
@@ -262,28 +249,17 @@ def _shard_by_fsdp2(
     stand_in = torch.optim.SGD([next(model.parameters())], lr=0.0)
     accelerator.prepare(model, stand_in)
     accelerator._optimizers.clear()
+    assert isinstance(model, FSDPModule)
     assert all(isinstance(unit, FSDPModule) for unit in [*wide, *units])
-    if fsdp.output_dtype != "float32":
-        # Of the model's output, not of every unit's: a layer would get its input in a dtype that it does not expect.
-        assert isinstance(model, FSDPModule)
-        state = model._get_fsdp_state()
-        state._mp_policy = replace(
-            state._mp_policy, output_dtype=DTYPES[fsdp.output_dtype]
-        )
     if weights is not None:
-        _hand_out(
-            model, weights, torch.device("cpu") if fsdp.offload else accelerator.device
-        )
-    for holder in _unsharded(model):
+        device = torch.device("cpu") if fsdp.offload else accelerator.device
+        _hand_out(model, weights, device)
+    for holder in _unsharded(model):  # anew: `_hand_out` replaces the parameters
         for parameter in holder.parameters():
             parameter.data = parameter.data.to(accelerator.device)
     if fsdp.forward_prefetch:
-        wrapped = [
-            module
-            for module in model.modules()
-            if isinstance(module, FSDPModule) and module is not model
-        ]
-        for unit, following in itertools.pairwise(wrapped):
+        inner = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit, following in itertools.pairwise(inner[1:]):  # the first is the model
             unit.set_modules_to_forward_prefetch([following])
     return model
 
@@ -331,14 +307,9 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     An operation in place on a view would drop FSDP2's hook, and with it the gathering of parameters for the backward.
     """
     if isinstance(output, tuple):
-        return tuple(
-            _without_views(_module, _inputs, parameter) for parameter in output
-        )
-    return (
-        output.clone()
-        if isinstance(output, Tensor) and output._base is not None
-        else output
-    )
+        return tuple(_without_views(_module, _inputs, part) for part in output)
+    is_view = isinstance(output, Tensor) and output._base is not None
+    return output.clone() if is_view else output
 
 
 def _unsharded(model: nn.Module) -> list[nn.Module]:
@@ -351,15 +322,6 @@ def _unsharded(model: nn.Module) -> list[nn.Module]:
     return [nn.ParameterList(scalars)] if scalars else []
 
 
-def _mesh(accelerator: Accelerator) -> DeviceMesh | None:
-    mesh: DeviceMesh | None = accelerator.torch_device_mesh
-    return (
-        None
-        if mesh is None
-        else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
-    )
-
-
 def _precision_policy(
     fsdp: FsdpConfig, precision: str
 ) -> MixedPrecision | MixedPrecisionPolicy | None:
@@ -369,29 +331,21 @@ def _precision_policy(
     float32 for the reduce and buffer dtypes is set only if computation is in 16 bits; it is the default otherwise.
     The output dtype is not the units' but the whole model's, and set there.
     """
-    param_dtype = (
-        DTYPES[fsdp.param_dtype] if fsdp.param_dtype else PRECISIONS[precision]
-    )
-    is_small = param_dtype in (torch.bfloat16, torch.float16)
-    reduce_dtype = (
-        DTYPES[fsdp.reduce_dtype]
-        if is_small or fsdp.reduce_dtype != "float32"
-        else None
-    )
-    if fsdp.version == 1:
-        buffer_dtype = (
-            DTYPES[fsdp.buffer_dtype]
-            if is_small or fsdp.buffer_dtype != "float32"
-            else None
-        )
-        if param_dtype is reduce_dtype is buffer_dtype is None:
-            return None
-        return MixedPrecision(
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            buffer_dtype=buffer_dtype,
-        )
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    param_dtype = PRECISIONS[precision]
+    if fsdp.param_dtype:
+        param_dtype = DTYPES[fsdp.param_dtype]
+    is_half = param_dtype in HALF_DTYPES
+    reduce_dtype = None
+    if is_half or fsdp.reduce_dtype != "float32":
+        reduce_dtype = DTYPES[fsdp.reduce_dtype]
+    if fsdp.version == 2:
+        return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    buffer_dtype = None
+    if is_half or fsdp.buffer_dtype != "float32":
+        buffer_dtype = DTYPES[fsdp.buffer_dtype]
+    if param_dtype is reduce_dtype is buffer_dtype is None:
+        return None
+    return MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)
 
 
 # ---- weights that only rank 0 has read -------------------------------------------------------------------------------
@@ -399,11 +353,10 @@ def _precision_policy(
 
 def _set_aside(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the parameters (rank 0 only) and buffers, and move the model to the meta device (sharding is free)."""
-    parameters = (
-        {name: parameter.detach() for name, parameter in model.named_parameters()}
-        if collectives.rank() == 0
-        else {}
-    )
+    parameters: dict[str, Tensor] = {}
+    if collectives.rank() == 0:
+        for name, parameter in model.named_parameters():
+            parameters[name] = parameter.detach()
     buffers = dict(model.named_buffers())
     model.to(torch.device("meta"))
     return parameters, buffers
@@ -417,27 +370,23 @@ def _hand_out(
     """Allocate each rank's shards and fill them from the weights of rank 0. All ranks must call it."""
     parameters, buffers = weights
     model.to_empty(device=device)
-    sharded = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor)
-    }
-    set_model_state_dict(
-        model,
-        {name: parameter for name, parameter in parameters.items() if name in sharded},
-        options=StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=True, strict=False
-        ),
+    # FSDP leaves scalars and buffers unsharded, and set_model_state_dict is given the sharded parameters only.
+    sharded: dict[str, Any] = {}
+    whole: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            whole[name] = parameter
+        elif name in parameters:
+            sharded[name] = parameters[name]
+    whole |= dict(model.named_buffers())
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=False
     )
-    # FSDP leaves scalars and buffers unsharded, and set_model_state_dict was given the sharded parameters only.
-    whole = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name not in sharded
-    } | dict(model.named_buffers())
-    with torch.no_grad():
-        for name, tensor in whole.items() if collectives.rank() == 0 else ():
-            tensor.copy_(parameters[name] if name in parameters else buffers[name])
+    set_model_state_dict(model, sharded, options=options)
+    if collectives.rank() == 0:
+        with torch.no_grad():
+            for name, tensor in whole.items():
+                tensor.copy_(parameters[name] if name in parameters else buffers[name])
     collectives.broadcast_tensors(whole.values())
 
 
@@ -448,13 +397,16 @@ def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules of the named classes (`BertLayer`, or a dotted path). Raise UserError if a name has none."""
     units: dict[nn.Module, None] = {}
     for name in names:
-        fitting = [module for module in model.modules() if _fits(module, name)]
+        fitting = []
+        for module in model.modules():
+            kind = type(module)
+            if name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
+                fitting.append(module)
         if not fitting:
-            candidates = (
-                ", ".join(layer_candidates(model)) or "none found: use SIZE_BASED_WRAP"
-            )
+            candidates = ", ".join(layer_candidates(model))
             raise UserError(
-                f"fsdp_transformer_layer_cls_to_wrap: the model has no {name}; its layer classes: {candidates}."
+                f"fsdp_transformer_layer_cls_to_wrap: the model has no {name}; its layer classes: "
+                f"{candidates or 'none found: use SIZE_BASED_WRAP'}."
             )
         units.update(dict.fromkeys(fitting))
     return list(units)
@@ -462,25 +414,25 @@ def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 def layer_candidates(model: nn.Module) -> list[str]:
     """Return likely layer classes: those that the model declares, then those in module lists."""
-    names: dict[str, None] = {}
+    declared: set[str] = set()
+    in_lists: dict[str, None] = {}
     present = {type(module).__name__ for module in model.modules()}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            names.update(
-                dict.fromkeys(
-                    sorted(present.intersection(module._no_split_modules or ()))
-                )
-            )
-    for module in model.modules():
+            declared |= present.intersection(module._no_split_modules or ())
         if isinstance(module, nn.ModuleList):
-            names.update(
-                dict.fromkeys(
-                    type(child).__name__
-                    for child in module
-                    if any(True for _ in child.children())
-                )
-            )
-    return list(names)
+            for child in module:
+                if _has_children(child):
+                    in_lists[type(child).__name__] = None
+    return list(dict.fromkeys([*sorted(declared), *in_lists]))
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _num_values(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def size_units(
@@ -495,19 +447,16 @@ def size_units(
 
     def visit(module: nn.Module) -> int:
         """Return the number of the module's parameters in units."""
-        total = sum(parameter.numel() for parameter in module.parameters())
+        total = _num_values(module)
         if total < min_num_params:
             return 0
         wrapped = 0
         if not isinstance(module, nn.MultiheadAttention):
             wrapped = sum(visit(child) for child in module.children())
-        if (
-            module is model
-            or isinstance(module, nn.ModuleList | nn.ModuleDict)
-            or total - wrapped < min_num_params
-        ):
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if module is model or is_list or total - wrapped < min_num_params:
             return wrapped
-        if not leaves and not any(True for _ in module.children()):
+        if not leaves and not _has_children(module):
             return 0
         units.append(module)
         return total
@@ -521,14 +470,11 @@ def embedding_units(model: nn.Module) -> list[nn.Module]:
     units: dict[nn.Module, None] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            try:
+            # Raised for a model of several towers, or without token embeddings.
+            with suppress(NotImplementedError):
                 embedding = module.get_input_embeddings()
-            except (
-                NotImplementedError
-            ):  # raised for a model of several towers, or without token embeddings
-                continue
-            if isinstance(embedding, nn.Embedding):
-                units[embedding] = None
+                if isinstance(embedding, nn.Embedding):
+                    units[embedding] = None
     return list(units)
 
 
@@ -536,56 +482,40 @@ def choose_units(
     model: nn.Module, fsdp: FsdpConfig, layer_classes: Sequence[str]
 ) -> list[nn.Module]:
     """Return all units except the root, inner modules first."""
+    units: list[nn.Module] = []
     if fsdp.wrap_function is not None:
-        chooses = find(fsdp.wrap_function, "wrap_policy").value
+        chooses = find(fsdp.wrap_function, "fsdp_auto_wrap_policy").value
         units = [
             module
             for module in model.modules()
             if module is not model and chooses(module)
         ]
-    elif fsdp.wrap_policy == "NO_WRAP":
-        units = []
     elif fsdp.wrap_policy == "SIZE_BASED_WRAP":
         units = size_units(model, fsdp.min_num_params, leaves=fsdp.version == 1)
-    else:
-        units = layer_units(
-            model, fsdp.layer_classes or layer_classes or layer_candidates(model)
-        )
-        units = _large_enough(units, fsdp.min_layer_params)
-        taken = {inner for unit in units for inner in unit.modules()}
-        if fsdp.wrap_embeddings:
-            units += [
-                embedding
-                for embedding in embedding_units(model)
-                if embedding not in taken
-            ]
-    # A weight that two modules use stays in the root unit.
-    chosen = {unit for unit in units if not _is_lent(model, unit)}
+    elif fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":
+        names = fsdp.layer_classes or layer_classes or layer_candidates(model)
+        layers = layer_units(model, names)
+        units = [
+            layer for layer in layers if _num_values(layer) >= fsdp.min_layer_params
+        ]
+        if len(units) < len(layers):
+            log.info(
+                "fsdp_min_num_params: %s layers have less than %s parameters and are no units of their own",
+                f"{len(layers) - len(units):,d}",
+                f"{fsdp.min_layer_params:,d}",
+            )
+        inside = {inner for unit in units for inner in unit.modules()}
+        for embedding in embedding_units(model):
+            if embedding not in inside:
+                units.append(embedding)
+    chosen = set(units)
+    if isinstance(model, EmbeddingModel) and model.language is not None:
+        # A weight that the language-model head uses too stays in the root unit, which is gathered while the head runs.
+        for unit in units:
+            if model.language.lends(unit, model.backbone):
+                chosen.discard(unit)
     # modules() lists outer modules first.
     return [module for module in reversed(list(model.modules())) if module in chosen]
-
-
-def _is_lent(model: nn.Module, unit: nn.Module) -> bool:
-    """Return True if the language-model head uses a weight of the unit too: it stays with the rest of the model, which
-    is gathered while the head runs."""
-    if not isinstance(model, EmbeddingModel) or model.language is None:
-        return False
-    return model.language.lends(unit, model.backbone)
-
-
-def _large_enough(units: list[nn.Module], min_num_params: int) -> list[nn.Module]:
-    large = [
-        unit
-        for unit in units
-        if sum(parameter.numel() for parameter in unit.parameters()) >= min_num_params
-    ]
-    if len(large) < len(units):
-        log.info(
-            "fsdp_min_num_params: %s layers have less than %s parameters and are no units of their own",
-            f"{len(units) - len(large):,d}",
-            f"{min_num_params:,d}",
-        )
-    return large
 
 
 def describe_units(units: Sequence[nn.Module]) -> str:
@@ -595,8 +525,3 @@ def describe_units(units: Sequence[nn.Module]) -> str:
     kinds = Counter(type(unit).__name__ for unit in units)
     listed = ", ".join(f"{count:,d} {name}" for name, count in kinds.most_common())
     return f"{len(units):,d} units ({listed}) and the rest of the model"
-
-
-def _fits(module: nn.Module, name: str) -> bool:
-    kind = type(module)
-    return name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

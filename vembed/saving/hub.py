@@ -54,7 +54,7 @@ class Hub:
         if not is_private and not self.public:
             raise UserError(
                 f"push to {self.repository}: the repository is public, and a private one is asked for: give --public "
-                "(push_public: true), or another name"
+                "to vembed push, or another name"
             )
 
     def push(

@@ -167,10 +167,7 @@ class Teachers:
         teachers: dict[str, Teaching] = {}
         for name in self.vectors:
             dtype = arithmetic_dtype(loss_batch.embeddings)
-            stays = loss_batch.ring is not None
-            teachers[name] = self._vectors(
-                name, rank_batch, by_row, by_negative, dtype, stays=stays
-            )
+            teachers[name] = self._vectors(name, rank_batch, by_row, by_negative, dtype)
         for name in self.pairs:
             positive, negative = self._scores(name, rank_batch)
             teachers[name] = TeacherScores(
@@ -199,11 +196,9 @@ class Teachers:
         by_row: list[int],
         by_negative: list[int],
         dtype: torch.dtype,
-        *,
-        stays: bool,
     ) -> TeacherVectors:
         """Return a teacher's vectors of the global batch. Collective. An input has one for each of its roles, if the
-        teacher's differ. `stays`: in a ring the vectors are those of this rank's inputs alone."""
+        teacher's differ."""
         documents = np.concatenate((rank_batch.positive, rank_batch.negative))
         keys: dict[bytes, int] = {}
         questions: list[Question] = []
@@ -220,7 +215,7 @@ class Teachers:
         rows = self.vectors[name].answers(list(keys), questions)
         counts = [row[0] for row in collectives.all_gather_ints([len(rows)])]
         vectors = to_device(torch.from_numpy(rows), self.session.device)
-        vectors = vectors if stays else collectives.all_gather_rows(vectors, counts)
+        vectors = collectives.all_gather_rows(vectors, counts)
         # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
         offset = sum(counts[: self.session.rank])
         index = [
@@ -238,9 +233,7 @@ class Teachers:
             self._gather(numbers, sizes)
             for numbers, sizes in zip(index, (by_row, by_row, by_negative), strict=True)
         )
-        return TeacherVectors(
-            vectors.to(dtype), query, positive, negative, first=offset if stays else 0
-        )
+        return TeacherVectors(vectors.to(dtype), query, positive, negative)
 
     def _scores(
         self, name: str, rank_batch: RankBatch

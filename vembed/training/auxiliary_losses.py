@@ -18,6 +18,7 @@ from vembed.config.schema import ObjectiveSection
 from vembed.data.batching.feeding import row_index
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import UserError
+from vembed.losses.table import LOSSES
 from vembed.parallel import collectives
 
 Parts = Sequence[Mapping[str, Tensor]]
@@ -48,7 +49,7 @@ class AuxiliaryLosses:
 
     def __init__(self, objective: ObjectiveSection) -> None:
         self.weights = dict(objective.auxiliary_losses or {})
-        self.is_alone = objective.loss == "none" and objective.losses is None
+        self.is_alone = objective.losses is None and LOSSES[objective.loss].is_of_model
 
     def begin(self, rank_batch: RankBatch, device: torch.device) -> AuxiliaryBatch:
         """Return the empty sums of a batch."""
@@ -62,19 +63,18 @@ class AuxiliaryLosses:
         """Add the sums and counts of one micro-batch. A dummy adds its names alone, which every rank then has."""
         for losses, places in zip(parts, rows, strict=True):
             for name, values in losses.items():
-                before = batch.of_rank.setdefault(
-                    name, torch.zeros(2, dtype=torch.float64, device=values.device)
-                )
+                zero = torch.zeros(2, dtype=torch.float64, device=values.device)
+                total = batch.of_rank.setdefault(name, zero)
                 if places:
-                    before += (values.detach() * _weights(batch, values, places)).sum(
-                        dim=1
-                    )
+                    weights = _weights(batch, values, places)
+                    total += (values.detach() * weights).sum(dim=1)
 
     def agree(self, batch: AuxiliaryBatch) -> None:
         """Set the sums and counts of the global batch. Collective if the model has auxiliary losses."""
         # Sorted: the ranks may have met the losses in another order, and the sums below have no names.
         names = sorted(batch.of_rank)
-        if unknown := sorted(self.weights.keys() - batch.of_rank.keys()):
+        unknown = sorted(self.weights.keys() - batch.of_rank.keys())
+        if unknown:
             raise UserError(
                 f"auxiliary_losses: the model returns no {unknown[0]} in training mode; it returns "
                 f"{', '.join(names) or 'none'}"
@@ -86,8 +86,9 @@ class AuxiliaryLosses:
                 )
             return
         flat = torch.stack([batch.of_rank[name] for name in names]).flatten().tolist()
-        summed = iter(collectives.sum_scalars(flat))
-        batch.total = {name: (next(summed), next(summed)) for name in names}
+        summed = collectives.sum_scalars(flat)
+        for number, name in enumerate(names):
+            batch.total[name] = (summed[2 * number], summed[2 * number + 1])
 
     def share(self, batch: AuxiliaryBatch) -> Tensor:
         """Return this rank's part of the weighted sum. The parts of all ranks add up to it."""
@@ -95,7 +96,8 @@ class AuxiliaryLosses:
         for name, (_, count) in batch.total.items():
             # A loss that counted nothing in the whole batch is left out, and not divided by zero.
             if count:
-                total = total + self.weight(name) * batch.of_rank[name][0] / count
+                weight = self.weights.get(name, 1.0)
+                total = total + weight * batch.of_rank[name][0] / count
         return total
 
     def surrogate(
@@ -107,24 +109,20 @@ class AuxiliaryLosses:
             for name, values in losses.items():
                 if not values.requires_grad:
                     continue
-                count = batch.total[name][1]
+                sums = values[0]
                 # A dummy counts nothing, but its backward takes part in the ranks' collectives.
-                factor = self.weight(name) / count if places and count else 0.0
-                sums = (
-                    values[0] * _weights(batch, values, places) if places else values[0]
-                )
+                factor = 0.0
+                count = batch.total[name][1]
+                if places:
+                    sums = sums * _weights(batch, values, places)
+                    factor = self.weights.get(name, 1.0) / count if count else 0.0
                 terms.append(factor * sums.sum())
         return torch.stack(terms).sum() if terms else None
-
-    def weight(self, name: str) -> float:
-        """Return the weight of a loss: 1 unless the config says otherwise."""
-        return self.weights.get(name, 1.0)
 
 
 def _weights(batch: AuxiliaryBatch, values: Tensor, places: Sequence[int]) -> Tensor:
     """Return the occurrences of each input; 1 for sums over a whole micro-batch, whose inputs cannot be told apart."""
-    if values.shape[1] == len(places):
-        return batch.occurrences[row_index(places, batch.occurrences.device)].to(
-            values.dtype
-        )
-    return values.new_ones(values.shape[1])
+    if values.shape[1] != len(places):
+        return values.new_ones(values.shape[1])
+    index = row_index(places, batch.occurrences.device)
+    return batch.occurrences[index].to(values.dtype)

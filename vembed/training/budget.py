@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from vembed.config.schema import BatchSection
+from vembed.data.batching.feeding import ModelInputs
 from vembed.data.features import Features, Featuriser
 from vembed.errors import RunError
 from vembed.models.adapters import wants_adapters
-from vembed.models.families.family import Modality
 from vembed.parallel import collectives
 from vembed.parallel.devices import seed_draws
 from vembed.parallel.estimate import (
@@ -38,6 +38,10 @@ log = logging.getLogger("vembed")
 
 SMALLEST_BUDGET = 64
 PROBE_TOKENS = 512
+NO_LIMIT = 2**40
+"""Tokens of a micro-batch that is cut by rows."""
+SHORT_TEXT_TOKENS = 128
+"""Texts of so many tokens are not worth cutting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +63,6 @@ class Budget:
         if self.use_gradient_cache is not None:
             return not self.use_gradient_cache
         return padded_tokens <= self.kept_graph_tokens
-
-    def halved(self) -> Budget:
-        """Return half this budget, for use after the device ran out of memory."""
-        return replace(
-            self,
-            micro_batch_tokens=max(self.micro_batch_tokens // 2, 1),
-            max_rows=None if self.max_rows is None else max(self.max_rows // 2, 1),
-            kept_graph_tokens=self.kept_graph_tokens // 2,
-        )
 
 
 class PeakMeter:
@@ -106,33 +101,36 @@ def find_budget(
             "gradient for one more forward pass). fsdp_version: 2 keeps the graphs of all micro-batches"
         )
     tokens = options.micro_batch_tokens
-    kept = options.kept_graph_tokens
     on_gpu = session.device.type == "cuda"
-    if not ((cache is None and kept == "auto") or (tokens == "auto" and on_gpu)):
-        micro_batch = (
-            2**40 if rows else CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
-        )
-        return Budget(micro_batch, rows, micro_batch if kept == "auto" else kept, cache)
+    is_measured = cache is None or (tokens == "auto" and on_gpu)
+    if not is_measured:
+        limit = CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
+        limit = NO_LIMIT if rows else limit
+        return Budget(limit, rows, limit, cache)
+    placement = session.placement
     if on_gpu:
         demand = measure_demand(
             model, featuriser, session, sample, PeakMeter(session.device)
         )
-        demand = replace(
-            demand,
-            fixed=demand.fixed + _bytes_to_come(model, featuriser, session, optimizer),
-        )
+        # What the first step adds to what is measured: the optimizer's state, and the loss.
+        to_come = placement.loss_bytes(featuriser.description.embedding_dim)
+        has_state = optimizer is not None and bool(optimizer.state)
+        if not has_state and not placement.offloads:
+            trained = num_parameters(model, trainable_only=True) / placement.num_shards
+            to_come += trained * OPTIMIZERS[session.config.optimizer.optim].state_bytes
+        demand = replace(demand, fixed=demand.fixed + to_come)
         free, _ = torch.cuda.mem_get_info(session.device)
         memory = free + torch.cuda.memory_reserved(session.device)
     else:
-        # Nothing fixed: what is free now is asked for below, with the weights in place.
+        # Nothing fixed: what is free now is asked for, with the weights in place.
         demand = Demand(0.0, bytes_per_token(model, featuriser, session, sample))
         memory = psutil.virtual_memory().available // session.local_world_size
     longest = max((feature.length for feature in sample), default=1)
+    limits = placement.tokens(demand, longest, memory)
     # The minimum over the ranks: all must agree whether a batch has a second phase.
-    limits = session.placement.tokens(demand, longest, memory)
-    micro_batch, kept_tokens = (
-        -largest for largest in collectives.max_ints([-limit for limit in limits])
-    )
+    lowest = collectives.max_ints([-limit for limit in limits])
+    micro_batch = -lowest[0]
+    kept_tokens = -lowest[1]
     log.info(
         "micro-batches: up to %s padded tokens; graphs: kept for batches of up to %s padded tokens per rank, larger "
         "ones use Gradient Cache (measured: %.2fGB and %s bytes per token, of %.2fGB)",
@@ -142,7 +140,10 @@ def find_budget(
         f"{demand.per_token:,.0f}",
         memory / GIB,
     )
-    return Budget(2**40 if rows else micro_batch, rows, kept_tokens, cache)
+    return Budget(NO_LIMIT if rows else micro_batch, rows, kept_tokens, cache)
+
+
+# ---- measurement -------------------------------------------------------------
 
 
 def measure_demand(
@@ -152,84 +153,50 @@ def measure_demand(
     sample: Sequence[Features],
     meter: PeakMeter,
 ) -> Demand:
-    """Measure the memory of a step's forward and backward passes. Collective.
+    """Measure the peak of a step's forward and backward passes on the device. Collective."""
+    demand: Demand | None = None
 
-    The peak of two sizes, with gradients in place, gives a fixed part and a slope. From one size alone, what does not
-    grow with the tokens (autocast's copies of the weights, gathered parameters) would count as activations.
-    """
-    fixed = per_token = 0.0
-    failed = False
+    def peak(inputs: ModelInputs) -> int:
+        # The second pass has the gradients in place, as all steps but the first.
+        for _ in range(2):
+            meter.reset()
+            seed_draws(0, session.device)
+            with torch.enable_grad():
+                output = model(inputs)[0]
+            if output.requires_grad:
+                output.sum().backward()
+            del output
+        return meter.peak()
+
     # Whole gradients between micro-batches, as in a step. FSDP1 would keep them where `discard_passes` cannot see them.
     is_fsdp1 = session.fsdp is not None and session.fsdp.version == 1
     set_gradient_sync(model, session.reduces_each_micro_batch or is_fsdp1)
     if session.keeps_gathered:
         set_keep_gathered(model, True)
     try:
-        for modality in featuriser.description.modalities:
-            points: list[tuple[int, int]] = []
-            for inputs, tokens in _two_sizes(featuriser, modality, sample):
-                meter.reset()
-                _pass(model, modality, inputs, session)
-                if not points:  # once more, with the gradients in place
-                    meter.reset()
-                    _pass(model, modality, inputs, session)
-                points.append((tokens, meter.peak()))
-            (small, low), (large, high) = points
-            slope = max(high - low, 0) / (large - small)
-            fixed = max(fixed, low - slope * small)
-            per_token = max(per_token, slope)
+        demand = _demand_of(featuriser, session, sample, peak)
     except RuntimeError as error:
         if not is_shortage(error):
             raise
-        failed = True
     # Gradients of these passes must not reach the first step.
     discard_passes(model)
     if session.fsdp is not None and session.keeps_gathered:
         set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
     if session.device.type == "cuda":
         torch.cuda.empty_cache()
-        if (
-            failed and session.strategy == "fsdp"
-        ):  # the other ranks wait inside a layer: ending this one ends them
+        if demand is None and session.strategy == "fsdp":
+            # The other ranks wait inside a layer: ending this one ends them.
             raise RunError(
                 f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
             )
-    if collectives.max_ints([int(failed)])[0]:
-        size = session.placement.size or measure(session.placement.run.config)
-        demand = session.placement.demand(size)
-        log.warning(
-            "out of memory while memory was measured: the budget follows the estimate of `vembed plan`"
-        )
+    failed = collectives.max_ints([int(demand is None)])[0]
+    if demand is not None and not failed:
         return demand
-    return Demand(fixed, max(per_token, 1.0))
-
-
-def _pass(
-    model: nn.Module, modality: Modality, inputs: dict[str, Tensor], session: Session
-) -> None:
-    """Run one micro-batch forward and backward. In a function of its own, so that nothing outlives a failure."""
-    seed_draws(0, session.device)
-    with torch.enable_grad():
-        outputs = model([(modality, _move(inputs, session.device))])
-    if outputs[0].requires_grad:
-        outputs[0].sum().backward()
-
-
-def _bytes_to_come(
-    model: nn.Module,
-    featuriser: Featuriser,
-    session: Session,
-    optimizer: torch.optim.Optimizer | None,
-) -> float:
-    """Return the bytes that the first step adds to what is measured: the optimizer's state, and the loss."""
-    trained = num_parameters(model, trainable_only=True) / session.placement.num_shards
-    has_state = optimizer is not None and bool(optimizer.state)
-    state = (
-        0.0
-        if has_state or session.placement.offloads
-        else trained * OPTIMIZERS[session.config.optimizer.optim].state_bytes
+    log.warning(
+        "out of memory while memory was measured: the budget follows the estimate of `vembed plan`"
     )
-    return state + session.placement.loss_bytes(featuriser.description.embedding_dim)
+    placement = session.placement
+    return placement.demand(placement.size or measure(placement.run.config))
 
 
 def bytes_per_token(
@@ -238,68 +205,70 @@ def bytes_per_token(
     session: Session,
     sample: Sequence[Features],
 ) -> int:
-    """Return the graph bytes per token of the longest inputs, measured on a small forward pass. Collective."""
+    """Return the graph bytes per token of the longest inputs, measured on small forward passes. Collective."""
     saved: dict[int, Tensor] = {}
-
     nothing = torch.empty(0)
 
     def pack(tensor: Tensor) -> Tensor:
         """Hold the storage, so that no other tensor gets its address. The graph holds nothing: an output that the hook
         gave it would hold its own graph, and neither would ever be freed."""
         source = tensor if tensor._base is None else tensor._base
-        if not isinstance(
-            source, nn.Parameter
-        ):  # parameters live without the graph; FSDP gathers them in storages of their own
+        # Parameters live without the graph. FSDP gathers them in storages of their own.
+        if not isinstance(source, nn.Parameter):
             # Keyed by storage, so that views of one tensor are counted once.
             saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
         return nothing
 
-    most = 0
+    def graph_bytes(inputs: ModelInputs) -> int:
+        seed_draws(0, session.device)
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            outputs = model(inputs)
+        num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        del outputs
+        forget_forward(model)
+        saved.clear()
+        return num_bytes
+
+    demand = _demand_of(featuriser, session, sample, graph_bytes)
+    return max(collectives.max_ints([int(demand.per_token)])[0], 1)
+
+
+def _demand_of(
+    featuriser: Featuriser,
+    session: Session,
+    sample: Sequence[Features],
+    num_bytes: Callable[[ModelInputs], int],
+) -> Demand:
+    """Return the line through the bytes of two micro-batches of each modality's longest input.
+
+    The second has twice the rows of the first. From one size alone, what does not grow with the tokens (autocast's
+    copies of the weights, gathered parameters) would count as activations.
+    """
+    fixed = 0.0
+    per_token = 1.0
     for modality in featuriser.description.modalities:
-        points = []
-        for inputs, tokens in _two_sizes(featuriser, modality, sample):
-            seed_draws(0, session.device)
-            with (
-                torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            ):
-                outputs = model([(modality, _move(inputs, session.device))])
-            points.append(
-                (
-                    tokens,
-                    sum(tensor.untyped_storage().nbytes() for tensor in saved.values()),
-                )
-            )
-            del outputs
-            forget_forward(model)
-            saved.clear()
-        (small, low), (large, high) = points
-        # The slope: autocast's copies of weights are saved too, and do not grow with the tokens.
-        most = max(most, (high - low) // (large - small))
-    return max(collectives.max_ints([most])[0], 1)
+        longest = max(
+            (feature for feature in sample if feature.modality == modality),
+            key=lambda feature: feature.length,
+            default=featuriser.dummy(modality),
+        )
+        num_rows = max(PROBE_TOKENS // longest.length, 1)
+        sizes = []
+        for count in (num_rows, 2 * num_rows):
+            batch = featuriser.collate([longest] * count)
+            tensors = {name: part.to(session.device) for name, part in batch.items()}
+            sizes.append(num_bytes([(modality, tensors)]))
+        tokens = num_rows * longest.length
+        slope = max(sizes[1] - sizes[0], 0) / tokens
+        fixed = max(fixed, sizes[0] - slope * tokens)
+        per_token = max(per_token, slope)
+    return Demand(fixed, per_token)
 
 
-def _two_sizes(
-    featuriser: Featuriser, modality: Modality, sample: Sequence[Features]
-) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """Yield two micro-batches of a modality's longest input, and their sizes in tokens: the second has twice the rows
-    of the first, however long the input is."""
-    longest = max(
-        (feature for feature in sample if feature.modality == modality),
-        key=lambda feature: feature.length,
-        default=featuriser.dummy(modality),
-    )
-    first = max(PROBE_TOKENS // longest.length, 1)
-    for rows in (first, 2 * first):
-        yield featuriser.collate([longest] * rows), rows * longest.length
-
-
-def _move(inputs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device) for name, tensor in inputs.items()}
-
-
-SHORT_TEXT_TOKENS = 128
-"""Texts of so many tokens are not worth cutting."""
+# ---- out of memory -----------------------------------------------------------
 
 
 class OutOfMemory(Exception):  # noqa: N818 - the name of the event
@@ -326,17 +295,22 @@ class MemoryGuard:
             raise OutOfMemory
 
     def smaller(self, budget: Budget) -> Budget:
-        """Return the budget to replay the step with. Raise RunError if there is no smaller one."""
+        """Return half the budget, to replay the step with. Raise RunError if there is no smaller one."""
         if self.session.device.type == "cuda":
             torch.cuda.empty_cache()
-        # With chunks of rows the tokens have no limit: one row is the least.
-        if budget.micro_batch_tokens <= SMALLEST_BUDGET or budget.max_rows == 1:
+        tokens = budget.micro_batch_tokens
+        rows = budget.max_rows
+        if tokens <= SMALLEST_BUDGET or rows == 1:
             raise RunError(advice(self.session, budget))
-        half = budget.halved()
-        if budget.max_rows is not None and half.max_rows is not None:
-            sizes = f"{half.max_rows:,d} rows instead of {budget.max_rows:,d}"
-        else:
-            sizes = f"{half.micro_batch_tokens:,d} tokens instead of {budget.micro_batch_tokens:,d}"
+        half = Budget(
+            max(tokens // 2, 1),
+            None if rows is None else max(rows // 2, 1),
+            budget.kept_graph_tokens // 2,
+            budget.use_gradient_cache,
+        )
+        sizes = f"{half.micro_batch_tokens:,d} tokens instead of {tokens:,d}"
+        if rows is not None:
+            sizes = f"{half.max_rows:,d} rows instead of {rows:,d}"
         log.warning(
             "out of memory: the step is replayed with micro-batches of %s, graphs kept for up to %s; the result is the "
             "same, apart from fresh dropout draws",
@@ -350,91 +324,80 @@ def advice(session: Session, budget: Budget) -> str:
     """Return the current settings and what to change, the cheapest change first, each with what it saves."""
     placement = session.placement
     config = placement.run.config
-    size = placement.size or measure(placement.run.config)
-    now = placement.predict(size, tokens=budget.micro_batch_tokens)
-    limit = size.max_length
-    steps = []
-    if budget.use_gradient_cache is False:
-        steps.append(
-            "use_gradient_cache: true (it reduces memory, and the result is the same)"
-        )
-    if (
-        budget.max_rows is not None
-    ):  # micro-batches are cut by rows, and the tokens have no limit
-        steps.append(
-            f"gradient_cache_chunk_size: {max(budget.max_rows // 2, 1)} (now {budget.max_rows:,d})"
-        )
-    else:
-        half = max(budget.micro_batch_tokens // 2, 1)
-        steps.append(f"micro_batch_tokens: {half} (now {budget.micro_batch_tokens:,d})")
-    if not placement.recomputation.value:
-        saved = (
-            now.activations
-            - placement.predict(
-                size, tokens=budget.micro_batch_tokens, recomputes=True
-            ).activations
-        )
-        steps.append(f"gradient_checkpointing: true ({_saves(saved)})")
-    if limit > SHORT_TEXT_TOKENS:
-        steps.append(f"max_length: {limit // 2} (now {limit})")
-    if not wants_adapters(config.adapters):
-        steps.append(f"use_lora: true ({_saves(now.gradients + now.optimizer)})")
-        # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
-        if config.optimizer.optim == "adamw" and not (
-            placement.fsdp is not None and placement.fsdp.version == 1
-        ):
-            steps.append(f"optim: adamw_8bit ({_saves(0.75 * now.optimizer)})")
-    if placement.fsdp is None and session.world_size > 1:
-        steps.append(
-            f"use_fsdp: true (FULL_SHARD: {_saves(now.states * (1 - 1 / session.world_size))})"
-        )
-    if placement.fsdp is not None:
-        steps += _more_sharding(session, now.states)
-    if placement.fsdp is not None and not placement.fsdp.offload:
-        steps.append(
-            f"fsdp_offload_params: true ({_saves(now.weights + now.optimizer)})"
-        )
-    if not config.adapters.use_qlora:
-        steps.append("use_qlora: true")
-    bound = (
-        "gradient_cache_chunk_size"
-        if budget.max_rows is not None
-        else "micro_batch_tokens"
-    )
-    listed = "; ".join(
-        f"{number}. {step}" for number, step in enumerate(steps, start=1)
-    )
-    used = ", ".join(
-        f"{key} {value}" for key, value in memory_snapshot(session.device).items()
-    )
+    size = placement.size or measure(config)
+    tokens = budget.micro_batch_tokens
+    now = placement.predict(size, tokens=tokens)
+    recomputed = placement.predict(size, tokens=tokens, recomputes=True)
+    bound = "micro_batch_tokens"
+    limit = tokens
+    if budget.max_rows is not None:  # the tokens have no limit
+        bound = "gradient_cache_chunk_size"
+        limit = budget.max_rows
+    fsdp = placement.fsdp
+    is_fsdp1 = fsdp is not None and fsdp.version == 1
+    has_adapters = wants_adapters(config.adapters)
+    # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
+    can_use_8_bit = config.optimizer.optim == "adamw" and not is_fsdp1
+    num_shards = placement.num_shards
+    num_ranks = session.world_size
+
+    def less(count: float) -> str:
+        return f"about {count / GIB:.2f}GB less"
+
+    changes: list[tuple[bool, str, str]] = [
+        (
+            budget.use_gradient_cache is False,
+            "use_gradient_cache: true",
+            "it reduces memory, and the result is the same",
+        ),
+        (True, f"{bound}: {max(limit // 2, 1)}", f"now {limit:,d}"),
+        (
+            not placement.recomputation.value,
+            "gradient_checkpointing: true",
+            less(now.activations - recomputed.activations),
+        ),
+        (
+            size.max_length > SHORT_TEXT_TOKENS,
+            f"max_length: {size.max_length // 2}",
+            f"now {size.max_length}",
+        ),
+        (not has_adapters, "use_lora: true", less(now.gradients + now.optimizer)),
+        (
+            not has_adapters and can_use_8_bit,
+            "optim: adamw_8bit",
+            less(0.75 * now.optimizer),
+        ),
+        (
+            fsdp is None and num_ranks > 1,
+            "use_fsdp: true",
+            f"FULL_SHARD: {less(now.states * (1 - 1 / num_ranks))}",
+        ),
+        (
+            placement.is_hybrid,
+            "fsdp_sharding_strategy: FULL_SHARD",
+            f"over all machines: {less(now.states * (1 - num_shards / num_ranks))}",
+        ),
+        (
+            fsdp is not None and not fsdp.reshard_after_forward,
+            "fsdp_sharding_strategy: FULL_SHARD",
+            "parameters are freed after each layer, and gathered again",
+        ),
+        (
+            fsdp is not None and not fsdp.offload,
+            "fsdp_offload_params: true",
+            less(now.weights + now.optimizer),
+        ),
+        (not config.adapters.use_qlora, "use_qlora: true", "weights in 4 bits"),
+    ]
+    steps: list[str] = []
+    for is_possible, option, effect in changes:
+        if is_possible:
+            steps.append(f"{len(steps) + 1}. {option} ({effect})")
+    snapshot = memory_snapshot(session.device)
+    used = ", ".join(f"{key} {value}" for key, value in snapshot.items())
     return (
-        f"rank {session.rank} of {session.world_size} is out of device memory ({used}; {placement.rows:,d} rows per "
+        f"rank {session.rank} of {num_ranks} is out of device memory ({used}; {placement.rows:,d} rows per "
         f"process, strategy {session.strategy}, an estimated {now.total / GIB:.2f}GB of "
-        f"{placement.memory / GIB:.2f}GB). Change in this order: {listed}. A smaller batch_size is not needed: it "
-        f"changes the negatives, and memory is bounded by {bound}"
+        f"{placement.memory / GIB:.2f}GB). Change in this order: {'; '.join(steps)}. A smaller batch_size is not "
+        f"needed: it changes the negatives, and memory is bounded by {bound}"
     )
-
-
-def _more_sharding(session: Session, states: float) -> list[str]:
-    """Return what would shard more than the run does: between machines too, and after each forward pass."""
-    placement = session.placement
-    steps = []
-    assert placement.fsdp is not None
-    if placement.is_hybrid:
-        saved = states * (1 - placement.num_shards / session.world_size)
-        steps.append(
-            f"fsdp_sharding_strategy: FULL_SHARD (over all machines: {_saves(saved)})"
-        )
-    if placement.fsdp.version == 2 and session.keeps_gathered:
-        steps.append(
-            "fsdp_reshard_after_forward: true (parameters are freed after each layer, and gathered again)"
-        )
-    if placement.fsdp.version == 1 and not placement.fsdp.reshard_after_forward:
-        steps.append(
-            "fsdp_sharding_strategy: FULL_SHARD (parameters are freed after each layer, and gathered again)"
-        )
-    return steps
-
-
-def _saves(count: float) -> str:
-    return f"about {count / GIB:.2f}GB less"

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from vembed.config.resolved import Decision
+from vembed.data.batching.feeding import ModelInputs
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
-from vembed.models.families.family import Modality
 from vembed.parallel import collectives
 from vembed.parallel.estimate import measure
 from vembed.parallel.parameters import discard_passes, set_gradient_sync
@@ -30,8 +30,6 @@ NUM_COMPARED_EXAMPLES = 8
 MAX_COSINE_DISTANCE_HALF = 1e-2
 """Largest 1 - cosine of an embedding by compiled and by plain layers, in 16 bits."""
 MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
-
-Inputs = list[tuple[Modality, dict[str, Tensor]]]
 
 
 def decide_compilation(
@@ -56,9 +54,19 @@ def decide_compilation(
     )
 
 
-def log_compilation(embedder: EmbeddingModel, session: Session) -> None:
-    """Log whether the layers of the model are compiled, where there is a choice."""
-    asked = session.config.model.torch_compile
+def check_compiled(
+    model: nn.Module,
+    embedder: EmbeddingModel,
+    featuriser: Featuriser,
+    items: Sequence[tuple[Item, Kind]],
+    session: Session,
+) -> None:
+    """Log whether the layers of the model are compiled, where there is a choice. Collective.
+
+    Those that `auto` has compiled are compared with plain ones. Where they differ, or do not compile, plain layers are
+    used, with a warning.
+    """
+    asked = session.placement.run.config.model.torch_compile
     layers = layers_of(embedder.backbone)
     is_compiled = any(layer._compiled_call_impl for layer in layers)
     if session.placement.compilation.value and not is_compiled:
@@ -68,24 +76,15 @@ def log_compilation(embedder: EmbeddingModel, session: Session) -> None:
         session.placement = replace(session.placement, compilation=decision)
     if asked != "auto" or session.device.type == "cuda":
         log.info("compiled layers: %s", session.placement.compilation)
-
-
-def check_compiled(
-    model: nn.Module,
-    embedder: EmbeddingModel,
-    featuriser: Featuriser,
-    items: Sequence[tuple[Item, Kind]],
-    session: Session,
-) -> None:
-    """Compare compiled with plain layers, where `auto` has compiled them. Collective.
-
-    Where they differ, or do not compile, plain layers are used, with a warning.
-    """
-    is_auto = session.config.model.torch_compile == "auto"
-    if not is_auto or not session.placement.compilation.value:
+    if asked != "auto" or not session.placement.compilation.value:
         return
-    layers = layers_of(embedder.backbone)
-    inputs = inputs_of(featuriser, items, session.device)
+    features = featuriser.features(items)
+    inputs: ModelInputs = []
+    for modality in featuriser.description.modalities:
+        rows = [feature for feature in features if feature.modality == modality]
+        tensors = featuriser.joined(rows or [featuriser.dummy(modality)])
+        batch = {name: part.to(session.device) for name, part in tensors.items()}
+        inputs.append((modality, featuriser.finished(batch)))
     problem = difference(model, layers, inputs, session)
     # All processes decide alike: compiled and plain layers round differently.
     if not collectives.max_ints([int(problem is not None)])[0]:
@@ -97,22 +96,8 @@ def check_compiled(
     session.placement = replace(session.placement, compilation=Decision(False, reason))
 
 
-def inputs_of(
-    featuriser: Featuriser, items: Sequence[tuple[Item, Kind]], device: torch.device
-) -> Inputs:
-    """Return the tensors of one micro-batch with all modalities among the items."""
-    features = featuriser.features(items)
-    inputs: Inputs = []
-    for modality in featuriser.description.modalities:
-        rows = [feature for feature in features if feature.modality == modality]
-        tensors = featuriser.joined(rows or [featuriser.dummy(modality)])
-        batch = {name: tensor.to(device) for name, tensor in tensors.items()}
-        inputs.append((modality, featuriser.finished(batch)))
-    return inputs
-
-
 def difference(
-    model: nn.Module, layers: Sequence[nn.Module], inputs: Inputs, session: Session
+    model: nn.Module, layers: Sequence[nn.Module], inputs: ModelInputs, session: Session
 ) -> str | None:
     """Return what is wrong with the compiled layers. Leaves no gradients. Collective under FSDP.
 

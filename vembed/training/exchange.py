@@ -1,21 +1,16 @@
-"""Exchange between the ranks for the loss: embeddings, gathered or passed round a ring, and columns of numbers."""
+"""Columns of a global batch: numbers of all ranks, gathered by one collective."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from vembed.losses.exchange import RingParts
 from vembed.parallel import collectives
-from vembed.parallel.ring import NeighbourRing
-from vembed.parallel.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,92 +22,10 @@ class Counts:
     negatives: list[int]
 
 
-class LossExchange(ABC):
-    """Gives a rank's loss the embeddings of all ranks, and the rank its gradient."""
-
-    @abstractmethod
-    def leaf(self, embeddings: Tensor, counts: Counts) -> Tensor:
-        """Return what the loss reads as a new leaf, from this rank's embeddings [n, D]. Collective."""
-
-    @abstractmethod
-    def parts(self, counts: Counts, device: torch.device) -> RingParts | None:
-        """Return how the batch is divided where the leaf holds this rank's embeddings alone, else None."""
-
-    @abstractmethod
-    def local_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:
-        """Return this rank's rows [n, D] of dL/d(embeddings), after the backward pass of its part of L. Collective."""
-
-
-class Gathered(LossExchange):
-    """Every rank holds the embeddings [U, D] of all."""
-
-    @override
-    def leaf(self, embeddings: Tensor, counts: Counts) -> Tensor:
-        # The gather itself is not differentiated; `reduce_scatter_rows` does its backward by hand.
-        return collectives.all_gather_rows(embeddings, counts.inputs).requires_grad_()
-
-    @override
-    def parts(self, counts: Counts, device: torch.device) -> RingParts | None:
-        return None
-
-    @override
-    def local_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:
-        # Every rank's part of L depends on all embeddings. Summed over the ranks, each rank gets its own rows.
-        return collectives.reduce_scatter_rows(_gradient(leaf), counts.inputs)
-
-
-class InRing(LossExchange):
-    """Every rank holds its own embeddings. The ring brings those of others, and their gradients back."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.ring = NeighbourRing(rank, world_size)
-
-    @override
-    def leaf(self, embeddings: Tensor, counts: Counts) -> Tensor:
-        return embeddings.detach().requires_grad_()
-
-    @override
-    def parts(self, counts: Counts, device: torch.device) -> RingParts | None:
-        ranks = range(len(counts.rows))
-        negatives = []
-        for rank in ranks:
-            part = rank_slice(rank, counts.negatives)
-            negatives.append(torch.arange(part.start, part.stop, device=device))
-        return RingParts(
-            ring=self.ring,
-            rank=self.rank,
-            num_inputs=sum(counts.inputs),
-            first_input=sum(counts.inputs[: self.rank]),
-            rows=tuple(rank_slice(rank, counts.rows) for rank in ranks),
-            negatives=tuple(negatives),
-        )
-
-    @override
-    def local_gradient(self, leaf: Tensor, counts: Counts) -> Tensor:
-        # The ring has brought the other ranks' parts of this gradient home already.
-        return _gradient(leaf)
-
-
-def loss_exchange(session: Session) -> LossExchange:
-    """Return the exchange that a run's placement has decided on."""
-    if session.placement.exchange.value == "ring" and session.world_size > 1:
-        return InRing(session.rank, session.world_size)
-    return Gathered()
-
-
 def rank_slice(rank: int, counts: Sequence[int]) -> slice:
     """Return a rank's part of a column that the ranks have gathered."""
     first = sum(counts[:rank])
     return slice(first, first + counts[rank])
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    """Return the gradient of a leaf, or zeros if the loss did not depend on it."""
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-# ---- columns -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

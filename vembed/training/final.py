@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -41,17 +39,33 @@ WHOLE_MODEL = "model"
 """Folder of the whole model inside a checkpoint, for fsdp_state_dict_type: FULL_STATE_DICT."""
 
 
-@dataclass(frozen=True, slots=True)
 class ModelWriter:
     """Writes the model of a run, gathered on rank 0, in the layout of Sentence Transformers."""
 
-    config: TrainConfig
-    session: Session
-    components: TrainingComponents
+    def __init__(
+        self, config: TrainConfig, session: Session, components: TrainingComponents
+    ) -> None:
+        self.config = config
+        self.session = session
+        self.components = components
+        kind = None if session.fsdp is None else session.fsdp.state_dict_type
+        # The pieces are written too: the run resumes from those, on any number of processes.
+        self.writes_checkpoints = kind == "FULL_STATE_DICT"
+        """True if each checkpoint holds the whole model too."""
+        if kind == "LOCAL_STATE_DICT":
+            log.info(
+                "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with "
+                "SHARDED_STATE_DICT; here any number of processes can read them"
+            )
+        if self.writes_checkpoints:
+            log.info(
+                "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/",
+                WHOLE_MODEL,
+            )
 
-    def write(self, folder: Path, card: Card | None = None) -> None:
-        """Write the model. Collective: every rank contributes its shards."""
-        self.store(folder, full_state_dict(self.components.model), card)
+    def write_whole(self, checkpoint: Path) -> None:
+        """Write the model into a checkpoint. Collective: every rank contributes its shards."""
+        self.store(checkpoint / WHOLE_MODEL, full_state_dict(self.components.model))
 
     def store(
         self, folder: Path, weights: dict[str, Tensor], card: Card | None = None
@@ -92,36 +106,18 @@ class ModelWriter:
             versions=collect_versions(),
         )
 
-    def advice(self) -> str:
-        """Return what to do about a model that is not finite."""
+    def not_finite(self, what: str) -> RunError:
+        """Return the error for a trained model that is not finite: `final/` is not replaced by it."""
         checkpoints = list_checkpoints(Path(self.config.run.output_dir))
         resume = "train again"
         if checkpoints:
             newest = checkpoints[-1][1].name
             resume = f"resume from an earlier checkpoint ({newest} is the newest)"
         rate = self.config.optimizer.learning_rate
-        return f"lower learning_rate (now {rate:g}) or max_grad_norm, and {resume}"
-
-
-def whole_model_writer(writer: ModelWriter) -> ModelWriter | None:
-    """Return the writer of the whole model in each checkpoint, if `fsdp_state_dict_type` asks for it.
-
-    The pieces are written too: the run resumes from those, on any number of processes.
-    """
-    fsdp = writer.session.fsdp
-    kind = None if fsdp is None else fsdp.state_dict_type
-    if kind == "LOCAL_STATE_DICT":
-        log.info(
-            "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; "
-            "here any number of processes can read them"
+        return RunError(
+            f"final/ is not written: {what} are not finite; lower learning_rate (now {rate:g}) or max_grad_norm, and "
+            f"{resume}"
         )
-    if kind != "FULL_STATE_DICT":
-        return None
-    log.info(
-        "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/",
-        WHOLE_MODEL,
-    )
-    return writer
 
 
 def require_free_folder(output: Path) -> None:
@@ -137,24 +133,96 @@ def require_free_folder(output: Path) -> None:
 def save_final(
     writer: ModelWriter, data: RunData, state: LoopState, metric: str
 ) -> Path:
-    """Write final/ and the report; return the model's folder. `metric`: the deciding score, or "". Collective."""
-    output = Path(writer.config.run.output_dir)
-    try:
-        return _save(writer, data, state, metric)
-    except (OSError, SafetensorError) as error:
-        checkpoints = list_checkpoints(output)
-        advice = "train again (save_steps would have kept checkpoints)"
-        if checkpoints:
-            advice = f"resume from {checkpoints[-1][1].name}"
-        raise RunError(
-            f"final/ could not be written ({error}): {way_out(str(error), output)} and {advice}"
-        ) from error
+    """Write final/ and the report; return the model's folder. `metric`: the deciding score, or "".
 
-
-def check_embeddings(writer: ModelWriter) -> None:
-    """Raise RunError if the model gives embeddings that are not finite: `final/` is not replaced by it. Collective."""
+    Collective: every rank contributes its shards. Raise RunError, and write nothing, if the model is not finite.
+    """
+    config = writer.config
+    session = writer.session
     components = writer.components
-    traits = components.embedder.description.traits
+    embedder = components.embedder
+    output = Path(config.run.output_dir)
+    folder = output / "final"
+    weights = full_state_dict(components.model)
+    _check_finite(writer, weights)
+    is_main = session.is_main
+    if is_main:
+        store_rounded(embedder, weights)
+        dtype = saved_dtype(config.run.save_dtype, embedder.description)
+        log.info(
+            "weights: stored %s (save_dtype: %s)",
+            f"in {dtype}" if dtype else "as they are held",
+            config.run.save_dtype,
+        )
+        try:
+            writer.store(folder, weights, writer.card(data, state))
+        except (OSError, SafetensorError) as error:
+            checkpoints = list_checkpoints(output)
+            advice = "train again (save_steps would have kept checkpoints)"
+            if checkpoints:
+                advice = f"resume from {checkpoints[-1][1].name}"
+            raise RunError(
+                f"final/ could not be written ({error}): {way_out(str(error), output)} and {advice}"
+            ) from error
+    warnings = list(data.warnings)
+    if state.fell is not None:
+        warnings.append(
+            f"{state.fell}; final/ is the checkpoint of step {state.held_step:,d}"
+        )
+    if metric in state.before and state.scores[metric] < state.before[metric]:
+        warnings.append(
+            f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
+            f"the model as it was, or lower learning_rate (now {components.rates.base:g}), or look at the training "
+            "data (vembed audit)"
+        )
+        log.warning("%s", warnings[-1])
+    if state.num_skipped:
+        warnings.append(
+            f"{state.num_skipped:,d} steps were left out because a number was not finite"
+        )
+    decisions = session.placement.decisions.items()
+    summary = RunSummary(
+        model=embedder.description.summary(),
+        properties=properties_of(embedder.description),
+        data=list(data.examples.summary()),
+        language=_language(data.examples) if is_main else None,
+        evaluation=data.evaluation.summary() if data.evaluation else "",
+        metric=metric,
+        final_step=state.scored_step if state.scores else state.step,
+        num_steps=state.step,
+        num_examples=len(data.examples),
+        num_parameters=num_parameters(components.model),
+        num_trainable=num_parameters(components.model, trainable_only=True),
+        num_processes=session.world_size,
+        strategy=session.strategy,
+        device=str(session.device),
+        precision=session.mixed_precision,
+        decisions={name: decision.as_text() for name, decision in decisions},
+        seconds=state.seconds,
+        finished=datetime.now().astimezone().isoformat(timespec="seconds"),
+        versions=collect_versions(),
+        warnings=warnings,
+    )
+    if is_main:
+        log.info("model: %s", folder)
+        try:
+            summary.save(output)
+            write_report(output)
+        except OSError as error:
+            raise RunError(
+                f"the model is in {folder}, but its report could not be written ({error}): "
+                f"{way_out(str(error), output)}, then `vembed report {output}`"
+            ) from error
+        log.info("report: %s", output / "report.html")
+    session.barrier()
+    return folder
+
+
+def _check_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> None:
+    """Raise RunError if embeddings of the model, or a weight of any rank, are not finite. Collective."""
+    components = writer.components
+    embedder = components.embedder
+    traits = embedder.description.traits
     items = []
     if traits.reads_text:
         items = [Item("a text of a few words"), Item("another")]
@@ -171,9 +239,21 @@ def check_embeddings(writer: ModelWriter) -> None:
         normalize=False,
     )
     if not np.isfinite(vectors).all():
-        raise RunError(
-            f"final/ is not written: the trained model's embeddings are not finite; {writer.advice()}"
-        )
+        raise writer.not_finite("the trained model's embeddings")
+    # 4-bit weights are stored as 16-bit floats, and any bits may look like a NaN.
+    packed = set()
+    for name, module in embedder.named_modules():
+        if is_quantized(module):
+            packed.add(f"{name}.weight")
+    first_broken = None
+    for name, weight in weights.items():
+        is_number = weight.is_floating_point() and name not in packed
+        if is_number and not bool(torch.isfinite(weight).all()):
+            first_broken = name
+            break
+    for broken in collectives.gather_objects_as_json(first_broken):
+        if broken is not None:
+            raise writer.not_finite(f"the trained weights of {broken}")
 
 
 def _language(examples: ExampleStore) -> str | None:
@@ -187,112 +267,3 @@ def _language(examples: ExampleStore) -> str | None:
     if not texts:
         return None
     return language_of(texts) or ("" if not is_english(texts) else None)
-
-
-def _save(writer: ModelWriter, data: RunData, state: LoopState, metric: str) -> Path:
-    config = writer.config
-    session = writer.session
-    components = writer.components
-    embedder = components.embedder
-    output = Path(config.run.output_dir)
-    folder = output / "final"
-    # Collective: every rank contributes its shards.
-    weights = full_state_dict(components.model)
-    packed = {
-        f"{name}.weight"
-        for name, module in embedder.named_modules()
-        if is_quantized(module)
-    }
-    _check_weights(writer, weights, packed)
-    if session.is_main:
-        store_rounded(embedder, weights)
-        dtype = saved_dtype(config.run.save_dtype, embedder.description)
-        log.info(
-            "weights: stored %s (save_dtype: %s)",
-            f"in {dtype}" if dtype else "as they are held",
-            config.run.save_dtype,
-        )
-        writer.store(folder, weights, writer.card(data, state))
-    summary = RunSummary(
-        model=embedder.description.summary(),
-        properties=properties_of(embedder.description),
-        data=list(data.examples.summary()),
-        language=_language(data.examples) if session.is_main else None,
-        evaluation=data.evaluation.summary() if data.evaluation else "",
-        metric=metric,
-        final_step=state.scored_step if state.scores else state.step,
-        num_steps=state.step,
-        num_examples=len(data.examples),
-        num_parameters=num_parameters(components.model),
-        num_trainable=num_parameters(components.model, trainable_only=True),
-        num_processes=session.world_size,
-        strategy=session.strategy,
-        device=str(session.device),
-        precision=session.mixed_precision,
-        decisions={
-            name: decision.as_text()
-            for name, decision in session.placement.decisions.items()
-        },
-        seconds=state.seconds,
-        finished=datetime.now().astimezone().isoformat(timespec="seconds"),
-        versions=collect_versions(),
-        warnings=[*data.warnings, *_warnings(components.rates.base, state, metric)],
-    )
-    if session.is_main:
-        log.info("model: %s", folder)
-        _report(output, summary)
-    session.barrier()
-    return folder
-
-
-def _check_weights(
-    writer: ModelWriter, weights: Mapping[str, Tensor], packed: Collection[str] = ()
-) -> None:
-    """Raise RunError if a weight of any rank is not finite. Collective.
-
-    `packed`: names of 4-bit weights. They are stored as 16-bit floats, and any bits may look like a NaN.
-    """
-    first_broken = None
-    for name, weight in weights.items():
-        is_number = weight.is_floating_point() and name not in packed
-        if is_number and not bool(torch.isfinite(weight).all()):
-            first_broken = name
-            break
-    for name in collectives.gather_objects_as_json(first_broken):
-        if name is not None:
-            raise RunError(
-                f"final/ is not written: the trained weights of {name} are not finite; {writer.advice()}"
-            )
-
-
-def _report(output: Path, summary: RunSummary) -> None:
-    try:
-        summary.save(output)
-        write_report(output)
-    except OSError as error:
-        raise RunError(
-            f"the model is in {output / 'final'}, but its report could not be written ({error}): "
-            f"{way_out(str(error), output)}, then `vembed report {output}`"
-        ) from error
-    log.info("report: %s", output / "report.html")
-
-
-def _warnings(rate: float, state: LoopState, metric: str) -> list[str]:
-    """Return what the report warns of. Log what was not logged during the run."""
-    warnings = []
-    if state.fell is not None:
-        warnings.append(
-            f"{state.fell}; final/ is the checkpoint of step {state.held_step:,d}"
-        )
-    if metric in state.before and state.scores[metric] < state.before[metric]:
-        warnings.append(
-            f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
-            f"the model as it was, or lower learning_rate (now {rate:g}), or look at the "
-            "training data (vembed audit)"
-        )
-        log.warning("%s", warnings[-1])
-    if state.num_skipped:
-        warnings.append(
-            f"{state.num_skipped:,d} steps were left out because a number was not finite"
-        )
-    return warnings

@@ -1,60 +1,130 @@
-"""Fingerprints of the files that a run reads, for comparisons between ranks and with the run that is resumed."""
+"""Fingerprints of the files that a run reads, for comparisons between ranks and with the run that is resumed.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from vembed.config.ranks import FILE_OPTIONS
 from vembed.data.cache import add_content
+from vembed.data.example_store import ExampleStore
+from vembed.data.examples import Example, Item
+from vembed.evaluation.dataset import EvalData, RetrievalData
 
 WHOLE_BYTES = 64 * 2**20
 """Files up to this size are read whole; of larger ones their size and PARTS pieces are."""
 PARTS = 128
-PART_BYTES = 2**16
+PIECE_BYTES = 2**16
+IMAGE_PARTS = 3
+"""Image files up to so many pieces are read whole; of larger ones their first, middle and last piece is."""
+MAX_SAMPLED_EXAMPLES = 256
+"""Examples whose image files are looked at; of more, a sample spread over all."""
 MODEL_FILES = frozenset({".json", ".safetensors", ".txt", ".model", ".jinja", ".py"})
 _AT_TOP = ("config.json", "modules.json", "adapter_config.json")
+
+
+def of_option(name: str, value: Any, revision: str | None) -> Any:
+    """Return the value of an option with files and folders replaced by their fingerprints, at any depth."""
+    prints: dict[str, Callable[[str], str | None]] = {
+        "data": of_data,
+        "code": of_code,
+        "model": lambda path: of_model(path, revision),
+    }
+    print_of = prints[FILE_OPTIONS[name]]
+
+    def by_content(entry: Any) -> Any:
+        if isinstance(entry, str):
+            fingerprint = print_of(entry)
+            return entry if fingerprint is None else f"content {fingerprint}"
+        if isinstance(entry, list):
+            return [by_content(part) for part in entry]
+        if isinstance(entry, Mapping):
+            return {key: by_content(part) for key, part in entry.items()}
+        return entry
+
+    return by_content(value)
 
 
 def of_data(name: str) -> str | None:
     """Return the fingerprint of a data file or folder; None for what is no path here (a Hub name)."""
     path = _path(name)
-    if path is None:
-        return None
-    try:
-        if path.is_dir():
-            return _folder(path, _files(path))
-        return _short([_file(path)])
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
+    return None if path is None else _content(path)
 
 
 def of_model(name: str, revision: str | None = None) -> str | None:
     """Return the fingerprint of a model's files; of a Hub model the commit in the cache; None if neither is here."""
     path = _path(name)
     if path is None:
-        return _commit(name, revision)
+        for file in _AT_TOP:
+            try:
+                cached = try_to_load_from_cache(name, file, revision=revision)
+            except ValueError:  # no name that the Hub could have
+                return None
+            if isinstance(cached, str):
+                return Path(cached).parent.name  # a folder there is named by its commit
+        return None
     if not path.is_dir():
         return None
-    if (path / "final").is_dir() and not any(
-        (path / file).is_file() for file in _AT_TOP
-    ):
+    if (path / "final").is_dir() and not any((path / top).is_file() for top in _AT_TOP):
         path = path / "final"  # the folder of a run
-    try:
-        return _folder(
-            path, [file for file in _files(path) if file.suffix in MODEL_FILES]
-        )
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
+    return _content(path, MODEL_FILES)
 
 
 def of_code(name: str) -> str | None:
     """Return the fingerprint of a file with code, named as path/to/file.py:Name; None if it is not one."""
     path = _path(name.rpartition(":")[0] or name)
-    if path is None or not path.is_file():
+    return None if path is None or not path.is_file() else _content(path)
+
+
+def of_examples(examples: ExampleStore | Sequence[Example]) -> str | None:
+    """Return the fingerprint of the image files of examples, from a sample; None if they name none."""
+    items: list[Item] = []
+    for index in _sample(len(examples)):
+        example = examples[index]
+        items += (example.query, *example.positives, *example.negatives)
+    return _of_items(items)
+
+
+def of_evaluation(data: EvalData | None) -> str | None:
+    """Return the fingerprint of the image files of evaluation data; None if they name none."""
+    if data is None:
         return None
-    return of_data(str(path))
+    if isinstance(data, RetrievalData):
+        sides = (data.queries, data.documents)
+    else:
+        sides = (data.first, data.second)
+    items: list[Item] = []
+    for side in sides:
+        items += [side[index] for index in _sample(len(side))]
+    return _of_items(items)
+
+
+def _of_items(items: Iterable[Item]) -> str | None:
+    # Without their names: machines may keep the images in other folders.
+    digests: dict[str, str] = {}
+    for item in items:
+        for image in item.images:
+            path = image.path
+            if path is None or "://" in path or path in digests:
+                continue
+            try:
+                digests[path] = _digest(
+                    Path(path), IMAGE_PARTS, IMAGE_PARTS * PIECE_BYTES
+                )
+            except OSError as error:
+                digests[path] = f"cannot be read: {error.strerror}"
+    return _short(list(digests.values())) if digests else None
+
+
+def _sample(count: int) -> range:
+    return range(0, count, max(-(-count // MAX_SAMPLED_EXAMPLES), 1))
 
 
 def _path(name: str) -> Path | None:
@@ -65,42 +135,26 @@ def _path(name: str) -> Path | None:
         return None
 
 
-def _commit(name: str, revision: str | None) -> str | None:
-    """Return the commit of a Hub model in the cache, which is the name of its folder there."""
-    for file in _AT_TOP:
-        try:
-            cached = try_to_load_from_cache(name, file, revision=revision)
-        except ValueError:  # no name that the Hub could have
-            return None
-        if isinstance(cached, str):
-            return Path(cached).parent.name
-    return None
+def _content(path: Path, suffixes: frozenset[str] | None = None) -> str:
+    """Return the fingerprint of a file, or of the files below a folder, without hidden ones."""
+    try:
+        if path.is_file():
+            return _short([_digest(path)])
+        parts = []
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            name = file.relative_to(path)
+            is_hidden = any(part.startswith(".") for part in name.parts)
+            if not is_hidden and (suffixes is None or file.suffix in suffixes):
+                parts += [name.as_posix(), _digest(file)]
+        return _short(parts)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files below a folder, without hidden ones."""
-    cached = [file for file in folder.rglob("*") if file.is_file()]
-    return sorted(
-        file
-        for file in cached
-        if not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
-
-
-def _folder(folder: Path, files: list[Path]) -> str:
-    return _short(
-        [
-            part
-            for file in files
-            for part in (file.relative_to(folder).as_posix(), _file(file))
-        ]
-    )
-
-
-def _file(path: Path) -> str:
+def _digest(path: Path, pieces: int = PARTS, whole_bytes: int = WHOLE_BYTES) -> str:
     digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=16)
     add_content(
-        digest, path, pieces=PARTS, piece_bytes=PART_BYTES, whole_bytes=WHOLE_BYTES
+        digest, path, pieces=pieces, piece_bytes=PIECE_BYTES, whole_bytes=whole_bytes
     )
     return digest.hexdigest()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,53 +36,42 @@ from vembed.parallel.session import Session
 log = logging.getLogger("vembed")
 
 Stores = Mapping[Modality, FeatureStore]
+CachedRows = dict[int, np.ndarray]
+"""Position of an input in its rank batch -> its features, of one modality."""
 IMAGES_SHARE = 0.05
 """Fraction of a process's memory that image features may take between the phases of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class CachedRows:
-    """Cached rows of one modality of a rank batch, and the inputs not in the cache. Inputs are named by position."""
-
-    places: list[int]
-    rows: list[np.ndarray]
-    missing: list[int]
-
-
-def open_stores(
-    embedder: EmbeddingModel, session: Session
-) -> dict[Modality, FeatureStore]:
+def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
     """Open the stores of all frozen modalities, for `cache_frozen_features: true`. Collective.
 
     Call it while rank 0 holds the whole model: the stores' names depend on the weights.
     """
+    description = embedder.description
     modalities = embedder.frozen_modalities()
     if not modalities:
-        family = embedder.description.traits
-        hint = (
-            "a vision-language model's images pass its language model too, so they cannot be cached; set it to false"
-            if family.reads_chats
-            else "freeze one (freeze: [vision] or [text], or lora_towers), or set it to false"
-        )
+        hint = "freeze one (freeze: [vision] or [text]), or set it to false"
+        if description.traits.reads_chats:
+            hint = (
+                "a vision-language model's images pass its language model too, so they cannot be cached; set it to "
+                "false"
+            )
         raise UserError(
-            f"cache_frozen_features: true needs a tower without trained parameters, and {embedder.description.name} "
-            f"({family.name}) has none in this run: {hint}"
+            f"cache_frozen_features: true needs a tower without trained parameters, and {description.name} "
+            f"({description.traits.name}) has none in this run: {hint}"
         )
-    arithmetic = str(session.mixed_precision)
     identities = {}
     if session.is_main:
-        identities = {
-            modality: tower_identity(
-                embedder.description, embedder.backbone, modality, arithmetic
+        for modality in modalities:
+            identities[modality] = tower_identity(
+                description, embedder.backbone, modality, str(session.mixed_precision)
             )
-            for modality in modalities
-        }
     identities = collectives.broadcast_json(identities)
     folder = cache_folder() / "features"
-    stores = {
-        modality: FeatureStore(folder, identities[modality]) for modality in modalities
-    }
-    for modality, store in stores.items():
+    stores: dict[Modality, FeatureStore] = {}
+    for modality in modalities:
+        store = FeatureStore(folder, identities[modality])
+        stores[modality] = store
         log.info(
             "frozen features, %s: %s kept in %s",
             modality,
@@ -145,15 +133,11 @@ class BatchInputs:
     def __init__(self, source: InputSource, features: Sequence[Features]) -> None:
         self.source = source
         self.features = features
-        self._cached = source.towers.look_up(features)
+        self._cached, self.missing = source.towers.look_up(features)
         self._tables: dict[Modality, Tensor] = {}
         self._keeps_images = False
-        self._images: list[list[Tensor]] = []
-
-    @property
-    def missing(self) -> dict[Modality, list[int]]:
-        """Positions of the inputs that a frozen tower must encode, per frozen modality."""
-        return {modality: rows.missing for modality, rows in self._cached.items()}
+        self._images: list[Tensor | None] = []
+        """Features of the images of each micro-batch, from the first feeding on."""
 
     def encode_frozen(
         self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool
@@ -165,25 +149,24 @@ class BatchInputs:
 
     def feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[ModelInputs]:
         """Yield the model's input for each forward pass."""
-        source = self.source
-        moving = [
-            [part for part in micro_batch if part[0] not in source.towers.modalities]
-            for micro_batch in micro_batches
-        ]
-        fed = source.feeder.feed(moving, self.features)
-        for number, (micro_batch, collated) in enumerate(
-            zip(micro_batches, fed, strict=True)
-        ):
-            frozen = [
-                part for part in micro_batch if part[0] in source.towers.modalities
-            ]
-            inputs = [
-                *collated,
-                *(source.towers.inputs(part, self._tables) for part in frozen),
-            ]
-            if self._keeps_images and number == len(self._images):  # the first feeding
-                self._images.append(source.images.encode(inputs))
-            yield source.images.substitute(inputs, self._images, number)
+        towers = self.source.towers
+        images = self.source.images
+        trained = []
+        for micro_batch in micro_batches:
+            trained.append(
+                [part for part in micro_batch if part[0] not in towers.modalities]
+            )
+        fed = self.source.feeder.feed(trained, self.features)
+        for number, inputs in enumerate(fed):
+            for part in micro_batches[number]:
+                if part[0] in towers.modalities:
+                    inputs.append(towers.inputs(part, self._tables))
+            if self._keeps_images:
+                if number == len(self._images):  # the first feeding
+                    self._images.append(images.encode(inputs))
+                yield images.substitute(inputs, self._images[number])
+            else:
+                yield inputs
 
 
 class FrozenTowers:
@@ -203,30 +186,28 @@ class FrozenTowers:
         self.stores = stores
         self._dummies: dict[Modality, Tensor] = {}
 
-    def look_up(self, features: Sequence[Features]) -> dict[Modality, CachedRows]:
-        """Return the cached rows of each frozen modality. Local to the rank."""
-        cached = {}
+    def look_up(
+        self, features: Sequence[Features]
+    ) -> tuple[dict[Modality, CachedRows], dict[Modality, list[int]]]:
+        """Return what the stores hold for each frozen modality, and the positions of inputs that its tower must
+        encode. Local to the rank."""
+        cached: dict[Modality, CachedRows] = {}
+        missing: dict[Modality, list[int]] = {}
         for modality in self.modalities:
             places = [
                 place
                 for place, feature in enumerate(features)
                 if feature.modality == modality
             ]
-            stored = (
-                self.stores[modality].find([features[place] for place in places])
-                if modality in self.stores
-                else {}
-            )
-            cached[modality] = CachedRows(
-                places=[places[position] for position in stored],
-                rows=list(stored.values()),
-                missing=[
-                    place
-                    for position, place in enumerate(places)
-                    if position not in stored
-                ],
-            )
-        return cached
+            stored: CachedRows = {}
+            if modality in self.stores:
+                wanted = [features[place] for place in places]
+                stored = self.stores[modality].find(wanted)
+            cached[modality] = {places[index]: row for index, row in stored.items()}
+            missing[modality] = [
+                place for place in places if place not in cached[modality]
+            ]
+        return cached, missing
 
     def encode(
         self,
@@ -236,8 +217,7 @@ class FrozenTowers:
         between: Between | None,
     ) -> dict[Modality, Tensor]:
         """Return the same as `features`, outside of a training step. Collective: agrees on micro-batch counts first."""
-        cached = self.look_up(features)
-        missing = {modality: rows.missing for modality, rows in cached.items()}
+        cached, missing = self.look_up(features)
         splits = split_in_step(
             features, missing, budget, max_rows, collectives.world_size()
         )
@@ -251,45 +231,35 @@ class FrozenTowers:
         between: Between | None = None,
     ) -> dict[Modality, Tensor]:
         """Return a [len(features), width] table per frozen modality, with zeros for inputs of other modalities.
+
         Collective: `splits` must hold equally many micro-batches of the missing inputs on every rank. `between` is
-        called after each micro-batch."""
+        called after each micro-batch.
+        """
+        tables: dict[Modality, Tensor] = {}
         # Before the micro-batches and on every rank: a dummy is a forward pass, which is collective under FSDP.
-        dummies = {modality: self._dummy(modality) for modality in self.modalities}
-        made: dict[Modality, list[tuple[list[int], Tensor]]] = {
-            modality: [] for modality in self.modalities
-        }
-        micro_batches: list[MicroBatch] = [
-            [(modality, rows)]
-            for modality in self.modalities
-            for rows in splits.get(modality, [])
-        ]
-        for micro_batch, output in zip(
-            micro_batches, self._towers(micro_batches, features), strict=True
-        ):
-            ((modality, rows),) = micro_batch
-            if rows:
-                made[modality].append((rows, output))
-            if rows and modality in self.stores:
-                self.stores[modality].add(
-                    [features[row] for row in rows], output.cpu().numpy()
-                )
-            if between is not None:
-                between()
-        tables = {}
         for modality in self.modalities:
-            table = dummies[modality].new_zeros(
-                len(features), dummies[modality].shape[1]
-            )
-            if cached[modality].places:
-                known = torch.from_numpy(np.stack(cached[modality].rows)).to(
-                    table.dtype
-                )
-                table[row_index(cached[modality].places, table.device)] = to_device(
+            dummy = self._dummy(modality)
+            tables[modality] = dummy.new_zeros(len(features), dummy.shape[1])
+        micro_batches: list[MicroBatch] = []
+        for modality in self.modalities:
+            rows = cached[modality]
+            table = tables[modality]
+            if rows:
+                known = torch.from_numpy(np.stack(list(rows.values()))).to(table.dtype)
+                table[row_index(list(rows), table.device)] = to_device(
                     known, table.device
                 )
-            for places, output in made[modality]:
-                table[row_index(places, table.device)] = output
-            tables[modality] = table
+            for places in splits.get(modality, []):
+                micro_batches.append([(modality, places)])
+        outputs = self._towers(micro_batches, features)
+        for ((modality, places),), output in zip(micro_batches, outputs, strict=True):
+            if places:  # otherwise a dummy: it was run only for its collectives
+                tables[modality][row_index(places, output.device)] = output
+                if modality in self.stores:
+                    inputs = [features[place] for place in places]
+                    self.stores[modality].add(inputs, output.cpu().numpy())
+            if between is not None:
+                between()
         return tables
 
     def inputs(
@@ -299,10 +269,9 @@ class FrozenTowers:
         modality, rows = modality_slice
         if not rows:
             return modality, {FEATURES: self._dummy(modality)}
+        table = tables[modality]
         # A list of Python numbers as an index would be copied to the device while the host waits.
-        return modality, {
-            FEATURES: tables[modality][row_index(rows, tables[modality].device)]
-        }
+        return modality, {FEATURES: table[row_index(rows, table.device)]}
 
     def _dummy(self, modality: Modality) -> Tensor:
         """Return a [1, width] feature for ranks without inputs of this modality. Every rank computes it in its first
@@ -346,36 +315,22 @@ class FrozenImages:
         """Return whether a step keeps the tower's features. The same on every rank, since `num_tokens` is."""
         return num_tokens <= self.max_tokens
 
-    def encode(self, inputs: ModelInputs) -> list[Tensor]:
-        """Return the image tower's features for each vision slice of a micro-batch."""
-        parts = [
-            modality_slice
-            for modality_slice in inputs
-            if modality_slice[0] == "multimodal"
-        ]
+    def encode(self, inputs: ModelInputs) -> Tensor | None:
+        """Return the image tower's features for a micro-batch; None for one of texts alone."""
+        parts = [part for part in inputs if part[0] == "multimodal"]
         if not parts:
-            return []
+            return None
         with torch.no_grad():
-            seen: list[Tensor] = self.model(parts, images_only=True)
-        return seen
+            (features,) = self.model(parts, images_only=True)
+        return features  # type: ignore[no-any-return]
 
-    def substitute(
-        self, inputs: ModelInputs, seen: Sequence[list[Tensor]], micro_batch: int
-    ) -> ModelInputs:
-        """Return the micro-batch with features in place of pixels, or unchanged if none were kept."""
-        if not seen:
-            return inputs
-        features = iter(seen[micro_batch])
-        return [
-            (
-                modality,
-                {**_without(tensors, "pixel_values"), IMAGE_FEATURES: next(features)}
-                if modality == "multimodal"
-                else tensors,
-            )
-            for modality, tensors in inputs
-        ]
-
-
-def _without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {key: tensor for key, tensor in tensors.items() if key != name}
+    def substitute(self, inputs: ModelInputs, features: Tensor | None) -> ModelInputs:
+        """Return the micro-batch with features in place of pixels."""
+        substituted: ModelInputs = []
+        for modality, tensors in inputs:
+            kept = dict(tensors)
+            if modality == "multimodal" and features is not None:
+                kept[IMAGE_FEATURES] = features
+                kept.pop("pixel_values", None)
+            substituted.append((modality, kept))
+        return substituted

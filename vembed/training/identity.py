@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import compares_own_rank, run_terms
-from vembed.data.cache import add_content
-from vembed.data.example_store import ExampleStore
-from vembed.data.examples import Example, Item
-from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.parallel.launch_check import COMPARED, DERIVED, require_equal
-from vembed.training.fingerprints import of_code, of_data, of_model
+from vembed.training.fingerprints import of_evaluation, of_examples, of_option
 from vembed.training.setup import RunData
 
-MAX_SAMPLED_EXAMPLES = 256
-"""Examples whose image files are looked at; of more, a sample spread over all."""
-IMAGE_PIECE_BYTES = 2**16
-"""Files up to three pieces are read whole; of larger ones their first, middle and last piece is."""
 TASK_OPTIONS = {"losses", "temperature", "batch_size", "global_batch_size"}
 """Options of a source that are no part of the data's fingerprint."""
-
-
-# ---- between the run and its checkpoint --------------------------------------
 
 
 def identity_of(config: TrainConfig, data: RunData, world_size: int) -> dict[str, Any]:
@@ -55,34 +42,24 @@ def identity_of(config: TrainConfig, data: RunData, world_size: int) -> dict[str
         identity["image_files"] = images
     options = config.to_dict()
     for name, kind in FILE_OPTIONS.items():
-        if kind == "data":
-            continue  # the examples have a fingerprint of their own
-        print_of = _print_of(kind, config.model.model_revision)
-        contents = by_content(options[name], print_of)
-        if contents != options[name]:
+        contents = of_option(name, options[name], config.model.model_revision)
+        # The examples have a fingerprint of their own.
+        if kind != "data" and contents != options[name]:
             identity[f"{name}_files"] = contents
     return identity
 
 
 def require_same_data(identity: Mapping[str, Any], data: RunData) -> None:
     """Raise the same UserError on every rank unless all have read the same data, with the same images. Collective."""
-    require_equal(
-        "the data's content",
-        data.examples.fingerprint,
-        "give every machine the same data_path",
-    )
-    advice = "give every machine the same images"
-    require_equal(
-        "the content of the data's image files", identity.get("image_files"), advice
-    )
-    require_equal(
-        "the content of the validation data's image files",
-        of_evaluation(data.evaluation),
-        advice,
-    )
-
-
-# ---- between the ranks -------------------------------------------------------
+    advice = "give every machine the same data_path"
+    require_equal("the data's content", data.examples.fingerprint, advice)
+    prints = {
+        "data's": identity.get("image_files"),
+        "validation data's": of_evaluation(data.evaluation),
+    }
+    for owner, content in prints.items():
+        name = f"the content of the {owner} image files"
+        require_equal(name, content, "give every machine the same images")
 
 
 def facts_of(run: ResolvedRun) -> dict[str, Any]:
@@ -95,8 +72,10 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
             is_switch = isinstance(value, bool) or value == "auto"
             facts[name] = value if is_switch else "a path"
         elif name in FILE_OPTIONS:
-            print_of = _print_of(FILE_OPTIONS[name], config.model.model_revision)
-            facts[name] = compared_content(value, print_of)
+            content = of_option(name, value, config.model.model_revision)
+            facts[name] = value
+            if content != value:
+                facts[name] = {COMPARED: content, "shown": f"{value} ({content})"}
         elif name not in MAY_DIFFER:
             facts[name] = value
     # What follows from options, files and the environment together.
@@ -113,91 +92,3 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
     for name, value in decisions.items():
         facts[f"{name}{DERIVED}"] = value
     return facts
-
-
-def compared_content(value: Any, print_of: Callable[[str], str | None]) -> Any:
-    """Return what is compared of the value of an option that names files, and how a message shows it."""
-    compared = by_content(value, print_of)
-    if compared == value:
-        return compared
-    return {COMPARED: compared, "shown": f"{value} ({compared})"}
-
-
-def by_content(value: Any, print_of: Callable[[str], str | None]) -> Any:
-    """Return a value with the names of files and folders replaced by their fingerprints, at any depth."""
-    if isinstance(value, str):
-        fingerprint = print_of(value)
-        return value if fingerprint is None else f"content {fingerprint}"
-    if isinstance(value, list):
-        return [by_content(entry, print_of) for entry in value]
-    if isinstance(value, Mapping):
-        return {key: by_content(entry, print_of) for key, entry in value.items()}
-    return value
-
-
-def _print_of(kind: str, revision: str | None) -> Callable[[str], str | None]:
-    if kind == "data":
-        return of_data
-    if kind == "code":
-        return of_code
-    return lambda name: of_model(name, revision)
-
-
-# ---- image files -------------------------------------------------------------
-
-
-def of_examples(examples: ExampleStore | Sequence[Example]) -> str | None:
-    """Return the fingerprint of the image files of examples, from a sample; None if they name none."""
-    items: list[Item] = []
-    for index in _sample(len(examples)):
-        example = examples[index]
-        items += (example.query, *example.positives, *example.negatives)
-    return _of_items(items)
-
-
-def of_evaluation(data: EvalData | None) -> str | None:
-    """Return the fingerprint of the image files of evaluation data; None if they name none."""
-    if data is None:
-        return None
-    sides = (
-        (data.queries, data.documents)
-        if isinstance(data, RetrievalData)
-        else (data.first, data.second)
-    )
-    items: list[Item] = []
-    for side in sides:
-        items += [side[index] for index in _sample(len(side))]
-    return _of_items(items)
-
-
-def _of_items(items: Iterable[Item]) -> str | None:
-    # Without their names: machines may keep the images in other folders.
-    digests: dict[str, str] = {}
-    for item in items:
-        for image in item.images:
-            path = image.path
-            if path is not None and "://" not in path and path not in digests:
-                digests[path] = _image_content(Path(path))
-    if not digests:
-        return None
-    content = "\n".join(digests.values())
-    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
-
-
-def _image_content(path: Path) -> str:
-    try:
-        digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=16)
-        add_content(
-            digest,
-            path,
-            pieces=3,
-            piece_bytes=IMAGE_PIECE_BYTES,
-            whole_bytes=3 * IMAGE_PIECE_BYTES,
-        )
-        return digest.hexdigest()
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-
-
-def _sample(count: int) -> range:
-    return range(0, count, max(-(-count // MAX_SAMPLED_EXAMPLES), 1))

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, Self
 
 from vembed.errors import Stopped
@@ -48,13 +47,17 @@ class Interrupts:
         self._wants_end = False
         self._number = 0
         self._first_at = 0.0
-        self._began = self._agreed_at = time.monotonic()
+        self._began = time.monotonic()
+        self._agreed_at = self._began
         self._longest_step = 0.0
-        self._is_armed = self._is_over = False
+        self._is_armed = False
+        self._is_over = False
         self._num_checks = 0
         self._save_seconds = 0.0
         self._before: dict[signal.Signals, Any] = {}
-        self._read_end = self._write_end = self._wakeup_before = -1
+        self._read_end = -1
+        self._write_end = -1
+        self._wakeup_before = -1
         self._reader: threading.Thread | None = None
 
     def agree(self, save_seconds: float = 0.0) -> bool:
@@ -93,16 +96,12 @@ class Interrupts:
         """Stop reacting to signals. A second one still ends the process at once."""
         self._is_over = True
 
-    def stopped(self, step: int, checkpoint: Path | None) -> Stopped:
-        """Return the exception to raise after `agree` returned True. `None`: the checkpoint could not be written."""
+    def stopped(self, step: int, checkpoint: Path) -> Stopped:
+        """Return the exception to raise after `agree` returned True."""
         saved = f"saved in {checkpoint}; go on with --resume"
-        if checkpoint is None:
-            saved = "which could not be saved; --resume goes on with the newest checkpoint, if there is one"
         if self.agreed == _TIME_IS_UP:
-            return Stopped(
-                f"max_train_minutes: the time is up; stopped after step {step:,d}, {saved}",
-                0,
-            )
+            reason = "max_train_minutes: the time is up;"
+            return Stopped(f"{reason} stopped after step {step:,d}, {saved}", 0)
         name = signal.Signals(self.agreed).name
         return Stopped(f"{name}: stopped after step {step:,d}, {saved}", self.agreed)
 
@@ -112,28 +111,18 @@ class Interrupts:
         step."""
         if self.agreed:
             return True
-        mine = self._number
+        number = self._number
         # One clock decides: those of the machines may differ.
-        if not mine and collectives.rank() == 0 and self._time_is_up(step_seconds):
-            mine = _TIME_IS_UP
+        if not number and self.max_seconds is not None and collectives.rank() == 0:
+            # A step and a checkpoint must fit into the remaining time.
+            slack = min(_SLACK_SECONDS, _SLACK_SHARE * self.max_seconds)
+            reserved = step_seconds + 1.5 * self._save_seconds + slack
+            if time.monotonic() - self._began + reserved >= self.max_seconds:
+                number = _TIME_IS_UP
         # One collective for both questions, as it is called after every step.
-        self.agreed, ends = collectives.max_ints([mine, int(self._wants_end)])
+        self.agreed, ends = collectives.max_ints([number, int(self._wants_end)])
         self.ends_early = bool(ends)
         return bool(self.agreed)
-
-    def _time_is_up(self, step_seconds: float) -> bool:
-        """Return whether a step and a checkpoint might not fit into the remaining time."""
-        if self.max_seconds is None:
-            return False
-        slack = min(_SLACK_SECONDS, _SLACK_SHARE * self.max_seconds)
-        return (
-            time.monotonic()
-            - self._began
-            + step_seconds
-            + 1.5 * self._save_seconds
-            + slack
-            >= self.max_seconds
-        )
 
     # ---- signals -----------------------------------------------------------------------------------------------
 
@@ -149,17 +138,12 @@ class Interrupts:
         self._wakeup_before = signal.set_wakeup_fd(
             self._write_end, warn_on_full_buffer=False
         )
-        obeyed = [
-            number
-            for number in SIGNALS
-            if signal.getsignal(number) is not signal.SIG_IGN
-        ]
-        self._before = {
-            number: signal.signal(number, self._handle) for number in obeyed
-        }
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
         os.register_at_fork(
-            before=self._hold_back,
-            after_in_parent=self._let_through,
+            before=lambda: self._mask(signal.SIG_BLOCK),
+            after_in_parent=lambda: self._mask(signal.SIG_UNBLOCK),
             after_in_child=self._forget,
         )
         self._reader = threading.Thread(
@@ -168,12 +152,7 @@ class Interrupts:
         self._reader.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._reader is None:
             return
         for number, handler in self._before.items():
@@ -187,7 +166,7 @@ class Interrupts:
         os.close(self._read_end)
         os.close(self._write_end)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - Python's signature
+    def _handle(self, number: int, _: object) -> None:
         """Handle a signal in the main thread, between two instructions."""
         if not self._is_armed:
             name = signal.Signals(number).name
@@ -205,30 +184,21 @@ class Interrupts:
             if not self._number:
                 self._number = _counted_as(number)
                 self._first_at = now
+                action = "finishing the step and saving"
+                if self._is_over:
+                    action = "training is over, writing final/"
                 if self._is_armed:
-                    what = (
-                        "training is over, writing final/"
-                        if self._is_over
-                        else "finishing the step and saving"
-                    )
-                    log.info(
-                        "%s: %s; once more ends the run at once",
-                        signal.Signals(number).name,
-                        what,
-                    )
+                    name = signal.Signals(number).name
+                    log.info("%s: %s; once more ends the run at once", name, action)
             # A launcher passes on the Ctrl-C that has reached this process too: that is one request.
             elif now - self._first_at > REPEATED_SIGNAL_SECONDS:
                 os._exit(128 + _counted_as(number))
 
-    def _hold_back(self) -> None:
+    def _mask(self, how: int) -> None:
         """Block signals around a fork. Until the child has reset its handlers, its signals would count for the
         parent."""
         if self._before:
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-    def _let_through(self) -> None:
-        if self._before:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            signal.pthread_sigmask(how, SIGNALS)
 
     def _forget(self) -> None:
         """Restore default signal handling in a forked child (a pool worker), so that a signal ends only the child."""
@@ -236,7 +206,7 @@ class Interrupts:
             signal.set_wakeup_fd(-1)
             for number in self._before:
                 signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            self._mask(signal.SIG_UNBLOCK)
 
 
 def _counted_as(number: int) -> int:

@@ -14,7 +14,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -31,6 +30,8 @@ DEAD_SECONDS = 90.0
 LOOK_SECONDS = 1.0
 SETTLE_SECONDS = 0.3
 """Time after which one of several starts that replace a dead owner's lock at once knows that it has won."""
+UNKNOWN = {"host": "unknown", "machine": "", "pid": 0, "process_started": 0.0}
+"""Owner of a lock that cannot be read."""
 
 
 class OutputLock:
@@ -40,7 +41,7 @@ class OutputLock:
         self.folder = folder
         self.path = folder / LOCK
         # Of no other process: process 1 of several containers may look at the same folder.
-        self._own = folder / f"{LOCK}.{secrets.token_hex(8)}"
+        self._probe = folder / f"{LOCK}.{secrets.token_hex(8)}"
         self._content = b""
         self._made: list[Path] = []
         """Folders that did not exist before; removed at the exit if they are empty."""
@@ -49,19 +50,31 @@ class OutputLock:
 
     def take(self) -> None:
         """Take the lock. Raise UserError if a living run has it, or if the folder cannot be written to."""
-        self._make_folder()
-        content = json.dumps({**_this_process(), "started": time.time()}).encode()
+        owner = {
+            "host": machine_name().partition(" ")[0],
+            "machine": _machine(),
+            "pid": os.getpid(),
+            "process_started": psutil.Process().create_time(),
+            "started": time.time(),
+        }
+        self._content = json.dumps(owner).encode()
+        action = "created"
         try:
-            while not self._create(content):
+            for folder in reversed((self.folder, *self.folder.parents)):
+                if not folder.exists():
+                    folder.mkdir(exist_ok=True)
+                    self._made.append(folder)
+            self.folder.mkdir(exist_ok=True)  # says so where a file is in the way
+            action = "written to"
+            while not self._create():
                 with suppress(FileNotFoundError):  # released meanwhile: try again
-                    self._replace(content, self._dead_owner())
+                    self._replace(self._dead_owner())
                     break
         except OSError as error:
             raise UserError(
-                f"output_dir: {self.folder} cannot be written to ({error.strerror}); give a folder that every process "
+                f"output_dir: {self.folder} cannot be {action} ({error.strerror}); give a folder that every process "
                 "may write to, on a disk with room"
             ) from error
-        self._content = content
         self._thread = threading.Thread(
             target=self._beat, name="vembed-lock", daemon=True
         )
@@ -70,16 +83,10 @@ class OutputLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._thread is not None:
             self._ended.set()
             self._thread.join()
-            self._thread = None
             with suppress(OSError):
                 # Only if it is this run's still: another may have taken it over from a run that it held for dead.
                 if self.path.read_bytes() == self._content:
@@ -87,79 +94,52 @@ class OutputLock:
         for folder in reversed(self._made):
             with suppress(OSError):  # a run that has begun has filled it
                 folder.rmdir()
-        self._made = []
 
-    def _make_folder(self) -> None:
-        missing = [
-            folder
-            for folder in (self.folder, *self.folder.parents)
-            if not folder.exists()
-        ]
+    def _create(self) -> bool:
         try:
-            for folder in reversed(missing):
-                with suppress(FileExistsError):
-                    folder.mkdir()
-                    self._made.append(folder)
-            self.folder.mkdir(
-                parents=True, exist_ok=True
-            )  # says so where a file is in the way
-        except OSError as error:
-            raise UserError(
-                f"output_dir: {self.folder} cannot be created ({error.strerror}); give a folder that you may write to"
-            ) from error
-
-    def _create(self, content: bytes) -> bool:
-        """Create the file with its content, unless it exists. Return whether it was created."""
-        self._own.write_bytes(content)
-        try:
-            # A link appears with its content; a created file would be empty for a moment.
-            os.link(self._own, self.path)
+            with self.path.open("xb") as file:
+                file.write(self._content)
         except FileExistsError:
             return False
-        except OSError:  # a file system without hard links
-            try:
-                descriptor = os.open(
-                    self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644
-                )
-            except FileExistsError:
-                return False
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-        finally:
-            self._own.unlink(missing_ok=True)
         return True
 
     def _dead_owner(self) -> str:
         """Return who the dead owner of the lock is. Raise UserError if it lives."""
-        age = self._now() - self.path.stat().st_mtime
-        owner = _read(self.path.read_bytes())
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["started"]))
-        where = f"host {owner['host']}, process {owner['pid']}, started {started}"
+        # The clock of the file system sets the times of files.
+        self._probe.touch()
+        now = self._probe.stat().st_mtime
+        self._probe.unlink()
+        age = now - self.path.stat().st_mtime
+        owner: dict[str, Any] = {**UNKNOWN, "started": 0.0}
+        with suppress(ValueError, TypeError):
+            owner.update(json.loads(self.path.read_bytes()))
         if owner["machine"] == _machine():
-            is_dead = _is_gone(owner)
+            is_dead = _has_ended(owner)
             sign = "which has ended" if is_dead else "which is running"
         else:
             is_dead = self._is_silent(age)
-            sign = (
-                f"without a sign of life for {DEAD_SECONDS:g} s"
-                if is_dead
-                else "which gives signs of life"
-            )
+            sign = "which gives signs of life"
+            if is_dead:
+                sign = f"without a sign of life for {DEAD_SECONDS:g} s"
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["started"]))
+        description = (
+            f"host {owner['host']}, process {owner['pid']}, started {started}, {sign}"
+        )
         if is_dead:
-            return f"{where}, {sign}"
+            return description
         raise UserError(
-            f"output_dir: {self.folder} is in use by another run ({where}, {sign}): wait for its "
+            f"output_dir: {self.folder} is in use by another run ({description}): wait for its "
             "end, stop it, or choose another output_dir; the lock of a run that is dead is taken over by itself, at "
             f"once on its own host and after {DEAD_SECONDS:g} s on another (or remove {self.path})"
         )
 
-    def _replace(self, content: bytes, owner: str) -> None:
+    def _replace(self, owner: str) -> None:
         """Put this run's lock in the place of a dead owner's."""
-        self._own.write_bytes(content)
-        self._own.replace(self.path)
+        self._probe.write_bytes(self._content)
+        self._probe.replace(self.path)
         # Several starts may replace the same dead lock: the last one to write wins, and each of them looks again.
         time.sleep(SETTLE_SECONDS)
-        if self.path.read_bytes() != content:
+        if self.path.read_bytes() != self._content:
             raise UserError(
                 f"output_dir: {self.folder} was taken by another run that started at the same time"
             )
@@ -179,25 +159,16 @@ class OutputLock:
         end = time.monotonic() + DEAD_SECONDS - age
         while time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
-            with self.path.open(
-                "rb"
-            ) as file:  # opened anew: network file systems remember the times of files
+            # Opened anew: network file systems remember the times of files.
+            with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_mtime != last:
                     return False
         return True
 
-    def _now(self) -> float:
-        """Return the time by the clock of the file system, which sets the times of files."""
-        self._own.write_bytes(b"")
-        try:
-            return self._own.stat().st_mtime
-        finally:
-            self._own.unlink(missing_ok=True)
-
     def _beat(self) -> None:
         """Renew the sign of life until the end. Runs in a thread of its own."""
         while not self._ended.wait(BEAT_SECONDS):
-            try:
+            with suppress(OSError):  # the disk may come back
                 if self.path.read_bytes() != self._content:
                     log.error(
                         "%s belongs to another run now: two runs write to %s",
@@ -206,56 +177,21 @@ class OutputLock:
                     )
                     return
                 os.utime(self.path)
-            except OSError:  # the disk may come back
-                continue
 
 
 def _machine() -> str:
     """Return the name of this machine and, in a container, of its processes' namespace."""
-    try:
+    namespace = ""
+    with suppress(OSError):
         namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        namespace = ""
     return f"{machine_name()} {namespace}"
 
 
-def _this_process() -> dict[str, Any]:
-    return {
-        "host": machine_name().partition(" ")[0],
-        "machine": _machine(),
-        "pid": os.getpid(),
-        "process_started": psutil.Process().create_time(),
-    }
-
-
-def _is_gone(owner: dict[str, Any]) -> bool:
+def _has_ended(owner: dict[str, Any]) -> bool:
     """Return whether the owner, a process of this machine, has ended. Its number may be another process's now."""
     try:
         process = psutil.Process(owner["pid"])
-        return (
-            process.status() == psutil.STATUS_ZOMBIE
-            or abs(process.create_time() - owner["process_started"]) > 1.0
-        )
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return is_zombie or abs(process.create_time() - owner["process_started"]) > 1.0
     except psutil.Error:
         return not psutil.pid_exists(owner["pid"])
-
-
-def _read(content: bytes) -> dict[str, Any]:
-    """Return what a lock says. One that cannot be read counts as that of an unknown host."""
-    try:
-        values = json.loads(content)
-        return {
-            "host": str(values["host"]),
-            "machine": str(values["machine"]),
-            "pid": int(values["pid"]),
-            "process_started": float(values["process_started"]),
-            "started": float(values["started"]),
-        }
-    except (ValueError, KeyError, TypeError):
-        return {
-            "host": "unknown",
-            "machine": "",
-            "pid": 0,
-            "process_started": 0.0,
-            "started": 0.0,
-        }

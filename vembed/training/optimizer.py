@@ -1,11 +1,15 @@
-"""The optimizer of a run: parameter groups with learning rate and weight decay. The kinds are in `optimizers/`."""
+"""The optimizer of a run: parameter groups with learning rate and weight decay, and the schedule of the rates.
+
+The kinds are in `optimizers/`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +29,8 @@ from vembed.training.optimizers.table import OPTIMIZERS
 
 log = logging.getLogger("vembed")
 
+BASE_BATCH_SIZE = 32
+"""The global batch that the learning rate is for, with `scale_learning_rate`."""
 _LAYER = re.compile(r"^(?:.*?\.)?(?:layers?|blocks?|h)\.\d+\.")
 """Layers by their name, where the model's own structure does not tell them."""
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)\.")
@@ -74,7 +80,20 @@ def build_optimizer(
     """
     rates = rates or LearningRates.given(options)
     trained = trained_parameters(model, loss, options, rates)
-    _check_flattened(trained, options, rates)
+    # FSDP1 without use_orig_params flattens a unit's weights and biases into one parameter.
+    if any(entry.name.endswith("_flat_param") for entry in trained):
+        if options.layer_lr_decay != 1.0 or rates.heads is not None:
+            raise UserError(
+                "layer_lr_decay and head_learning_rate need separate parameters, and fsdp_use_orig_params: "
+                "false flattens those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
+            )
+        if options.weight_decay:
+            log.warning(
+                "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: %g reaches "
+                "no parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them "
+                "apart",
+                options.weight_decay,
+            )
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for entry in trained:
@@ -98,13 +117,15 @@ def build_optimizer(
     )
     kind = OPTIMIZERS[options.optim]
     problem = kind.refusal(weights)
-    if problem is None and weights.is_half:
-        problem = _half_refusal(dtypes, options.optim)
+    if problem is None and weights.is_half and not kind.trains_half:
+        problem = (
+            f"torch_dtype: pure_bfloat16 with optim: {kind.name}: updates of bfloat16 weights vanish in rounding; use "
+            "optim: adamw, which rounds them stochastically, or torch_dtype: bfloat16"
+        )
     if problem is not None:
         raise UserError(problem)
     optimizer, description = kind.build(weights, rates.base, options, seed)
-    summary = _summary(options, rates, trained, len(groups))
-    log.info("optimizer: %s; %s", description, summary)
+    _log_groups(description, options, rates, trained, len(groups))
     return optimizer
 
 
@@ -116,10 +137,16 @@ def trained_parameters(
     for prefix, module in (("", model), ("loss", loss)):
         for name, parameter in module.named_parameters(prefix=prefix):
             named.append((plain_name(name), parameter))
-    depths: Mapping[str, int] = {}
+    depths: dict[str, int] = {}
     if options.layer_lr_decay != 1.0:
         depths = _depths([name for name, _ in named], model)
-    whole_shapes = _whole_shapes(model)
+    # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
+    whole_shapes: dict[int, torch.Size] = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        flat = unit._flat_param
+        if flat is not None and flat._params is not None:
+            for piece, whole in zip(flat._params, flat._shapes, strict=True):
+                whole_shapes[id(piece)] = whole
     heads = head_prefixes(model)
     trained = []
     for name, parameter in named:
@@ -152,134 +179,67 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _half_refusal(dtypes: set[torch.dtype], name: str) -> str | None:
-    """Return why updates of 16-bit weights would vanish in rounding."""
-    if torch.float16 in dtypes:
-        return (
-            "pure_dtype: true with float16 weights: most updates are too small for a weight of 11 bits, and gradients "
-            "underflow; use torch_dtype: bfloat16, whose updates are rounded stochastically, or leave pure_dtype out"
-        )
-    if not OPTIMIZERS[name].trains_half:
-        return (
-            f"pure_dtype: true with optim: {name}: updates of bfloat16 weights vanish in rounding; use optim: adamw, "
-            "which rounds them stochastically, or leave pure_dtype out"
-        )
-    return None
-
-
-def _check_flattened(
-    trained: list[TrainedParameter], options: OptimizerSection, rates: LearningRates
-) -> None:
-    """Report the effects of FSDP1 without use_orig_params, which flattens a unit's weights and biases into one."""
-    if not any(entry.name.endswith("_flat_param") for entry in trained):
-        return
-    if options.layer_lr_decay != 1.0 or rates.heads is not None:
-        raise UserError(
-            "layer_lr_decay and head_learning_rate need separate parameters, and fsdp_use_orig_params: "
-            "false flattens those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
-        )
-    if options.weight_decay:
-        log.warning(
-            "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: %g reaches no "
-            "parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them apart",
-            options.weight_decay,
-        )
-
-
-def _whole_shapes(model: nn.Module) -> dict[int, torch.Size]:
-    """Return the whole shape of each flat piece that FSDP1 leaves on a rank, keyed by the piece's id.
-
-    FSDP2's DTensors and plain tensors report their whole shape themselves.
-    """
-    shapes: dict[int, torch.Size] = {}
-    for module in FullyShardedDataParallel.fsdp_modules(model):
-        flat = module._flat_param
-        if flat is not None and flat._params is not None:
-            for piece, shape in zip(flat._params, flat._shapes, strict=True):
-                shapes[id(piece)] = shape
-    return shapes
-
-
-# ---- layer_lr_decay ----------------------------------------------------------
-
-
 def _depths(names: Sequence[str], model: nn.Module) -> dict[str, int]:
     """Return the number of layers above each parameter in its tower.
 
     It is 0 for the last layer and everything after it, and the number of layers for embeddings.
     """
-    layer_of = _layers_by_name(names, model)
-    num_layers = Counter(stack for stack, _ in set(layer_of.values()))
-    if not num_layers:
+    layers = {id(layer) for layer in layers_of(model)}
+    declared = []
+    embeddings = []
+    for module_name, module in model.named_modules():
+        prefix = f"{plain_name(module_name)}."
+        if id(module) in layers:
+            declared.append(prefix)
+        if isinstance(module, nn.Embedding):
+            embeddings.append(prefix)
+    # The layers that the model declares. Names decide only for what lies outside of them.
+    layer_of: dict[str, str] = {}
+    for name in names:
+        match = _LAYER.search(name)
+        inside = [prefix for prefix in declared if name.startswith(prefix)]
+        if inside:
+            layer_of[name] = inside[0]
+        elif match is not None:
+            layer_of[name] = match[0]
+    # Layers of one stack have equal names but for their numbers, so the stages of a hierarchical tower are one.
+    stacks: defaultdict[str, list[str]] = defaultdict(list)
+    for prefix in dict.fromkeys([*declared, *layer_of.values()]):
+        stacks[re.sub(r"\.\d+\.", ".#.", prefix)].append(prefix)
+    if not stacks:
         log.warning(
             "layer_lr_decay has no effect: no stack of layers was found in this model"
         )
-    embeddings = tuple(
-        f"{plain_name(name)}."
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-    )
+    depth_of_layer = {}
+    for members in stacks.values():
+        for depth, prefix in enumerate(reversed(members)):
+            depth_of_layer[prefix] = depth
     depths = {}
     for name in names:
         if name in layer_of:
-            stack, index = layer_of[name]
-            depths[name] = num_layers[stack] - 1 - index
-        elif _EMBEDDING.search(name) or name.startswith(embeddings):
-            depths[name] = _layers_beside(name, num_layers)
+            depths[name] = depth_of_layer[layer_of[name]]
+        elif _EMBEDDING.search(name) or name.startswith(tuple(embeddings)):
+            # An embedding lies below the tower whose name shares the longest path with its own; of equals, the deepest.
+            candidates = [(0, 0)]
+            for stack, members in stacks.items():
+                num_shared = 0
+                for part, other in zip(name.split("."), stack.split("."), strict=False):
+                    if part != other:
+                        break
+                    num_shared += 1
+                candidates.append((num_shared, len(members)))
+            depths[name] = max(candidates)[1]
     return depths
 
 
-def _layers_by_name(
-    names: Sequence[str], model: nn.Module
-) -> dict[str, tuple[str, int]]:
-    """Return the stack and the number of the layer that each parameter is in, for those inside layers.
-
-    Layers of one stack have equal names but for the numbers in them, so the stages of a hierarchical tower are one.
-    """
-    layers = {id(layer) for layer in layers_of(model)}
-    # The modules that the model declares as layers; names decide only for what lies outside of them.
-    declared = tuple(
-        f"{plain_name(name)}."
-        for name, module in model.named_modules()
-        if id(module) in layers
-    )
-    prefixes = dict.fromkeys(declared)  # ordered, each once
-    for name in names:
-        match = _LAYER.search(name)
-        if match is not None and not name.startswith(declared):
-            prefixes[match[0]] = None
-    stacks: defaultdict[str, list[str]] = defaultdict(list)
-    for prefix in prefixes:
-        stacks[re.sub(r"\.\d+\.", ".#.", prefix)].append(prefix)
-    layer_of = {}
-    for stack, members in stacks.items():
-        for number, prefix in enumerate(members):
-            for name in names:
-                if name.startswith(prefix):
-                    layer_of[name] = (stack, number)
-    return layer_of
-
-
-def _layers_beside(name: str, num_layers: Mapping[str, int]) -> int:
-    """Return the layers of the tower that shares the longest path with an embedding; of equals, the largest number."""
-    best = (0, 0)
-    for tower, count in num_layers.items():
-        num_common = 0
-        for left, right in zip(name.split("."), tower.split("."), strict=False):
-            if left != right:
-                break
-            num_common += 1
-        best = max(best, (num_common, count))
-    return best[1]
-
-
-def _summary(
+def _log_groups(
+    description: str,
     options: OptimizerSection,
     rates: LearningRates,
     trained: list[TrainedParameter],
     num_groups: int,
-) -> str:
-    """Return the log summary: parameters with and without weight decay, and learning rates."""
+) -> None:
+    """Log the parameters with and without weight decay, and the learning rates."""
 
     def count(members: list[TrainedParameter]) -> str:
         num_values = sum(entry.shape.numel() for entry in members)
@@ -287,7 +247,6 @@ def _summary(
 
     decayed = [entry for entry in trained if entry.decays]
     undecayed = [entry for entry in trained if not entry.decays]
-    heads = [entry for entry in trained if entry.is_head]
     decay = "all of them"
     if undecayed:
         decay = f"{count(decayed)}, none on {count(undecayed)} (biases, norms, scalars)"
@@ -296,14 +255,99 @@ def _summary(
         f"weight decay {options.weight_decay:g} on {decay}",
     ]
     if rates.heads is not None:
+        heads = [entry for entry in trained if entry.is_head]
         parts.append(
             f"head_learning_rate {rates.heads:g} for {count(heads)} (heads, projections, scales)"
         )
     if options.layer_lr_decay != 1.0:
-        peaks = [entry.learning_rate for entry in trained if not entry.is_head]
-        low = min(peaks, default=0.0)
-        high = max(peaks, default=0.0)
+        peaks = [entry.learning_rate for entry in trained if not entry.is_head] or [0.0]
         parts.append(
-            f"layer_lr_decay {options.layer_lr_decay:g}: peaks from {low:.3g} (lowest) to {high:.3g} (last layer)"
+            f"layer_lr_decay {options.layer_lr_decay:g}: peaks from {min(peaks):.3g} (lowest) to {max(peaks):.3g} "
+            "(last layer)"
         )
-    return "; ".join(parts)
+    log.info("optimizer: %s; %s", description, "; ".join(parts))
+
+
+# ---- schedule ----------------------------------------------------------------
+
+
+def lr_factor(step: int, total: int, warmup: int, kind: str) -> float:
+    """Return the fraction of the peak learning rate in step number `step`, counted from 0, of `total`.
+
+    It rises linearly to 1 in the last of `warmup` steps, then falls so that it would reach 0 in the step after the
+    last. No step has a learning rate of 0, neither the first nor the last.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    peak_step = max(warmup - 1, 0)
+    progress = 1.0
+    if total > peak_step:
+        progress = min((step - peak_step) / (total - peak_step), 1.0)
+    if kind == "linear":
+        return 1.0 - progress
+    if kind == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0
+
+
+class Schedule:
+    """Learning rates of a run, set before every optimizer step."""
+
+    def __init__(
+        self,
+        options: OptimizerSection,
+        peak: float,
+        total_steps: int,
+        examples_per_step: int,
+    ) -> None:
+        """`peak`: the learning rate, before `scale_learning_rate` multiplies it."""
+        self.kind = options.lr_scheduler_type
+        self.total_steps = total_steps
+        self.multiplier = 1.0
+        derivation = "the same on any number of processes"
+        if options.scale_learning_rate != "none":
+            self.multiplier = examples_per_step / BASE_BATCH_SIZE
+            formula = f"({examples_per_step:,d} examples per step / {BASE_BATCH_SIZE})"
+            if options.scale_learning_rate == "sqrt":
+                self.multiplier = math.sqrt(self.multiplier)
+                formula = f"sqrt{formula}"
+            derivation = f"{peak:g} * {formula}"
+        self.peak = peak * self.multiplier
+        warmup = options.warmup_steps
+        if isinstance(warmup, int):
+            self.warmup_steps = warmup
+            reason = "warmup_steps"
+        else:
+            # Rounded up, so that a share above 0 warms up in short runs too.
+            self.warmup_steps = math.ceil(warmup * total_steps)
+            reason = f"warmup_steps {warmup:g} of {total_steps:,d} steps"
+        decay = f"then falls by the {self.kind} schedule"
+        if self.kind == "constant":
+            decay = "stays there"
+        log.info(
+            "learning rate: peak %.3g (%s), after %d warm-up steps (%s), %s",
+            self.peak,
+            derivation,
+            self.warmup_steps,
+            reason,
+            decay,
+        )
+        if self.warmup_steps > total_steps:
+            log.warning(
+                "warmup_steps: %d is more than the %d steps of this run, so the peak is not reached",
+                self.warmup_steps,
+                total_steps,
+            )
+
+    def set(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Set every group's learning rate for step number `step`, counted from 0. Return that of parameters without a
+        rate of their own."""
+        factor = lr_factor(step, self.total_steps, self.warmup_steps, self.kind)
+        for group in optimizer.param_groups:
+            learning_rate = group["initial_lr"] * (self.multiplier * factor)
+            if isinstance(group["lr"], torch.Tensor):
+                # In place: a captured or compiled optimizer step reads this tensor.
+                group["lr"].fill_(learning_rate)
+            else:
+                group["lr"] = learning_rate
+        return self.peak * factor

@@ -29,9 +29,9 @@ from vembed.training.hooks.publishing import hub_of, push_final
 from vembed.training.identity import facts_of
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
-from vembed.training.run_log import HEADLINE, run_logging
+from vembed.training.run_log import HEADLINE, RunLog
 from vembed.training.trackers.table import TRACKERS
-from vembed.training.trainer import Runtime, Trainer, TrainResult
+from vembed.training.trainer import Trainer, TrainResult
 
 log = logging.getLogger("vembed")
 
@@ -91,7 +91,7 @@ def train(
         # They are left from last to first: the newest checkpoint is on disk before the group of processes ends, and
         # another run may write here only after all of them.
         lock,
-        run_logging(settings.logging, output, rank=launched_rank()) as run_log,
+        RunLog(settings.logging, output, launched_rank()) as run_log,
         Interrupts(settings.run.max_train_minutes) as interrupts,
         start_session(
             resolved, report_facts, lambda: precision_before(settings.run)
@@ -102,9 +102,11 @@ def train(
             log.info("%s", line)
         for line in resolved.notes:
             log.info("note: %s", line, extra=HEADLINE)
-        runtime = Runtime(session, checkpointer, interrupts, run_log)
         try:
-            result = Trainer(settings, runtime, hooks).run()
+            trainer = Trainer(
+                settings, session, checkpointer, interrupts, run_log, hooks
+            )
+            result = trainer.run()
         except NothingLeft as end:
             log.info("%s", end, extra=HEADLINE)
             run = end.run

@@ -7,12 +7,11 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, Self, TextIO, cast
 
 from rich.console import Console
 
@@ -30,7 +29,6 @@ class ResilientStream:
 
     def __init__(self, target: TextIO) -> None:
         self.target = target
-        self.encoding = target.encoding
         self.is_closed = False
 
     def write(self, text: str) -> int:
@@ -48,13 +46,8 @@ class ResilientStream:
         except OSError:
             self._turn_away()
 
-    def isatty(self) -> bool:
-        """Return whether the target is a terminal."""
-        return self.target.isatty()
-
-    def fileno(self) -> int:
-        """Return the target's file descriptor."""
-        return self.target.fileno()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
 
     def _turn_away(self) -> None:
         """Redirect the descriptor to the null device, so that later flushes, and Python's own at exit, do not fail."""
@@ -66,36 +59,21 @@ class ResilientStream:
 
 
 class LogFile(logging.FileHandler):
-    """Log file that survives a full disk. The failure is reported once on the console; the file then lacks lines.
-
-    Until `begin`, lines are held in memory: a start that is refused writes nothing.
-    """
+    """Log file that survives a full disk. The failure is reported once on the console; the file then lacks lines."""
 
     is_reported = False
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
-        self._held: list[str] | None = []
-
-    def begin(self) -> None:
-        """Open the file and write the lines so far."""
-        self.acquire()
+        """Open the file. Raise UserError if it cannot be written to."""
+        require_regular(path, "log_file")
         try:
-            held = self._held
-            self._held = None
-            if held is not None:
-                self.stream = self._open()
-                self.stream.write("".join(f"{line}\n" for line in held))
-                self.stream.flush()
-        finally:
-            self.release()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, or hold it."""
-        if self._held is None:
-            super().emit(record)
-        else:
-            self._held.append(self.format(record))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            raise UserError(
+                f"output_dir: {path} cannot be written to ({error.strerror}); give a folder that every process may "
+                "write to, on a disk with room"
+            ) from error
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - Python's name
         """Report a line that could not be written. Called by logging."""
@@ -195,11 +173,9 @@ STYLES = {
 class ConsoleHandler(logging.Handler):
     """Handler that writes above the progress bar on a terminal, and plain lines into a file or pipe."""
 
-    def __init__(
-        self, console: Console, stream: ResilientStream, mode: str = "verbose"
-    ) -> None:
+    def __init__(self, console: Console, stream: ResilientStream, mode: str) -> None:
         """`mode`: the option `console`."""
-        super().__init__()
+        super().__init__(logging.INFO)
         self.console = console
         self.stream = stream
         self.mode = mode
@@ -207,38 +183,35 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line, if it is shown."""
-        if not self._is_shown(record):
-            return
+        fields = vars(record)
+        is_verbose = self.mode == "verbose"
+        is_warning = record.levelno >= logging.WARNING
+        if "ends_setup" in fields:
+            self._is_setup = False
+        if not (is_verbose or is_warning):
+            is_shown = "is_headline" in fields or record.module in SHOWN_MODULES
+            if self.mode == "quiet" or record.module in DETAIL_MODULES:
+                return
+            if self._is_setup and not is_shown:
+                return
         was_closed = self.stream.is_closed
-        if self.mode != "verbose" and SHORT_FORM in record.__dict__:
+        if not is_verbose and SHORT_FORM in fields:
             record = copy(record)
-            record.msg = record.__dict__[SHORT_FORM]
+            record.msg = fields[SHORT_FORM]
             record.args = ()
         line = self.format(record)
-        if record.levelno >= logging.WARNING:
+        if is_warning:
             line = f"{record.levelname.lower()}: {line}"
+        # rich leaves the colours out where the stream is no terminal.
         self.console.print(
             line,
             style=STYLES.get(record.levelno),
             markup=False,
             highlight=False,
             soft_wrap=True,
-        )  # rich leaves the colours out where the stream is no terminal
+        )
         if self.stream.is_closed and not was_closed:
             log.warning("the console is closed; the run continues and logs to its file")
-
-    def _is_shown(self, record: logging.LogRecord) -> bool:
-        if "ends_setup" in record.__dict__:
-            self._is_setup = False
-        if self.mode == "verbose" or record.levelno >= logging.WARNING:
-            return True
-        if self.mode == "quiet" or record.module in DETAIL_MODULES:
-            return False
-        return (
-            not self._is_setup
-            or "is_headline" in record.__dict__
-            or record.module in SHOWN_MODULES
-        )
 
 
 def log_scores(
@@ -249,18 +222,10 @@ def log_scores(
     ending: str,
 ) -> None:
     """Log an evaluation: all main scores in the log file, and what fits into a line on the console."""
-    short = (
-        scores_line(
-            when, scores, before, metric, columns=SCORE_LINE_COLUMNS - len(ending)
-        )
-        + ending
-    )
-    log.info(
-        "%s%s",
-        scores_line(when, scores, before, metric),
-        ending,
-        extra={SHORT_FORM: short},
-    )
+    columns = SCORE_LINE_COLUMNS - len(ending)
+    short = scores_line(when, scores, before, metric, columns=columns) + ending
+    line = scores_line(when, scores, before, metric)
+    log.info("%s%s", line, ending, extra={SHORT_FORM: short})
 
 
 class SafeFormatter(logging.Formatter):
@@ -278,68 +243,58 @@ class SafeFormatter(logging.Formatter):
         return line
 
 
-@dataclass(frozen=True, slots=True)
 class RunLog:
-    """Console and log file of a run."""
+    """Console, log file and debug file of a run, while the with-block runs. Only rank 0 logs, unless debug is on.
 
-    console: Console
-    file: LogFile | None
-    """The log file, on rank 0."""
+    Until `begin`, the lines of the log file are held in memory: a start that is refused writes nothing.
+    """
 
-    def begin(self) -> None:
-        """Write the log file from here on, with the lines so far. Raise UserError if it cannot be written to."""
-        if self.file is not None:
-            _begin(self.file)
+    def __init__(self, options: LoggingSection, output: Path, rank: int) -> None:
+        # Python has no stdout where the caller has closed it.
+        self._stream = ResilientStream(sys.stdout or io.StringIO())
+        self.console = Console(file=cast(TextIO, self._stream), quiet=rank != 0)
+        self._options = options
+        self._output = output
+        self._is_main = rank == 0
+        self._debug_name = f"logs/rank-{rank}.log"
+        self._held = MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
+        self._formatter = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
+        self._before = (log.level, log.propagate)
 
+    def __enter__(self) -> Self:
+        options = self._options
+        handlers: list[logging.Handler] = [logging.NullHandler()]
+        if self._is_main:
+            mode = "verbose" if options.debug else options.console
+            screen = ConsoleHandler(self.console, self._stream, mode)
+            screen.setFormatter(SafeFormatter("%(message)s"))
+            handlers += [screen, self._held]
+        if options.debug:
+            # From the beginning: it is read when a start hangs.
+            handlers.append(self._file(self._debug_name))
+        log.setLevel(logging.DEBUG if options.debug else logging.INFO)
+        log.propagate = False
+        for handler in handlers:
+            log.addHandler(handler)
+        return self
 
-@contextmanager
-def run_logging(options: LoggingSection, output: Path, rank: int) -> Iterator[RunLog]:
-    """Send the lines of logger "vembed" to the console and the run's files while the with-block runs."""
-    level = logging.DEBUG if options.debug else logging.INFO
-    formatter = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
-    handlers: list[logging.Handler] = []
-    file: LogFile | None = None
-    # Python has no stdout where the caller has closed it.
-    stream = ResilientStream(sys.stdout or io.StringIO())
-    console = Console(file=cast(TextIO, stream), quiet=rank != 0)
-    if rank == 0:
-        mode = "verbose" if options.debug else options.console
-        screen = ConsoleHandler(console, stream, mode)
-        screen.setFormatter(SafeFormatter("%(message)s"))
-        screen.setLevel(logging.INFO)
-        file = LogFile(output / options.log_file)
-        file.setFormatter(formatter)
-        file.setLevel(level)
-        handlers += [screen, file]
-    if options.debug:
-        rank_file = LogFile(output / "logs" / f"rank-{rank}.log")
-        rank_file.setFormatter(formatter)
-        _begin(rank_file)  # it is read when a start hangs
-        handlers.append(rank_file)
-    level_before = log.level
-    propagate_before = log.propagate
-    log.setLevel(level)
-    log.propagate = False
-    for handler in handlers or [logging.NullHandler()]:
-        log.addHandler(handler)
-    try:
-        yield RunLog(console, file)
-    finally:
+    def __exit__(self, *error: object) -> None:
         for handler in list(log.handlers):
             log.removeHandler(handler)
             handler.close()
-        log.setLevel(level_before)
-        log.propagate = propagate_before
+        level, log.propagate = self._before
+        log.setLevel(level)
 
+    def begin(self) -> None:
+        """Write the log file from here on, with the lines so far. Raise UserError if it cannot be written to."""
+        if self._is_main:
+            file = self._file(self._options.log_file)
+            self._held.setTarget(file)
+            self._held.flush()
+            log.removeHandler(self._held)
+            log.addHandler(file)
 
-def _begin(file: LogFile) -> None:
-    path = Path(file.baseFilename)
-    require_regular(path, "log_file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file.begin()
-    except OSError as error:
-        raise UserError(
-            f"output_dir: {path} cannot be written to ({error.strerror}); give a folder that every process may write "
-            "to, on a disk with room"
-        ) from error
+    def _file(self, name: str) -> LogFile:
+        file = LogFile(self._output / name)
+        file.setFormatter(self._formatter)
+        return file

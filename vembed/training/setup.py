@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,14 @@ from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
-from vembed.data_tools.init.datasets import open_sets
+from vembed.data_tools.init.datasets import Sets, open_sets
 from vembed.errors import UserError
-from vembed.evaluation.dataset import EvalData
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
+from vembed.losses.table import LOSSES
 from vembed.models.adapters import wants_adapters
 from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
@@ -53,7 +52,6 @@ from vembed.training.compiled import (
     NUM_COMPARED_EXAMPLES,
     check_compiled,
     decide_compilation,
-    log_compilation,
 )
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.optimizer import LearningRates, build_optimizer, head_prefixes
@@ -74,12 +72,10 @@ Kept = Mapping[str, Any]
 """Option -> the value that the run that is resumed has decided, where the config leaves it open."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunData:
+@dataclass(frozen=True, kw_only=True)
+class RunData(Sets):
     """Examples, evaluation data and the order of the batches."""
 
-    examples: ExampleStore
-    evaluation: EvalData | None
     batch_schedule: BatchSchedule
     batches_per_step: int
     """Global batches of an optimizer step: gradient_accumulation_steps."""
@@ -87,10 +83,6 @@ class RunData:
     """Passes over the data, where `max_steps` does not say how long the run is."""
     total_steps: int
     """Optimizer steps of the whole run."""
-    warnings: tuple[str, ...] = ()
-    """Problems between training and validation data, on rank 0."""
-    by_task: Mapping[str, EvalData] = field(default_factory=dict)
-    """Evaluation data of single tasks, by the task's name."""
 
     @property
     def examples_per_step(self) -> int:
@@ -118,43 +110,61 @@ class TrainingComponents:
     rates: LearningRates
     temperature: float
 
-    def clear_gradients(self) -> None:
-        """Drop all gradients."""
-        for module in (self.model, self.loss):
-            module.zero_grad(set_to_none=True)
 
-
-@contextmanager
-def main_first(session: Session) -> Iterator[None]:
-    """Run the with-block on rank 0 before the other ranks, which then find in the cache what it has read.
-
-    On another machine, whose cache may be another, its first rank runs before the others. A UserError on rank 0 is
-    raised on all ranks.
-    """
+def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
+    """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
+    # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
+    message = None
     if session.is_main:
         try:
-            yield
+            sets = open_sets(config, compares=True)
         except UserError as error:
-            collectives.broadcast_json(str(error))
-            raise
-        collectives.broadcast_json(None)
-        session.barrier()
-        return
-    # The other ranks wait here until rank 0 is done, or raise its error.
-    message = collectives.broadcast_json(None)
+            message = str(error)
+    message = collectives.broadcast_json(message)
     if message is not None:
         raise UserError(message)
-    if session.local_rank == 0:
-        yield
-        session.barrier()
-    else:
-        session.barrier()
-        yield
+    if session.local_rank == 0 and not session.is_main:
+        sets = open_sets(config, compares=False)
+    session.barrier()
+    if session.local_rank > 0:
+        sets = open_sets(config, compares=False)
 
+    store = sets.examples
+    optimizer = config.optimizer
+    epochs = kept.get("epochs", optimizer.epochs)
+    if epochs == "auto":
+        # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
+        has_scale = False
+        if optimizer.max_steps is None:
+            has_scale = describe(config.model).traits.has_scale_and_bias
+        decision = decide_epochs(
+            optimizer, config.model, len(store), has_scale=has_scale
+        )
+        epochs = decision.value
+        if optimizer.max_steps is None:
+            log.info("epochs: %g (auto; %s)", epochs, decision.reason)
 
-def _log_global_batch(
-    size: int, world_size: int, batches_per_step: int, total_steps: int
-) -> None:
+    world_size = session.world_size
+    size = kept.get("global_batch_size", config.batch.global_batch_size)
+    size = size or config.batch.batch_size * world_size
+    batch_schedule = BatchSchedule(
+        store.sizes,
+        size,
+        config.run.seed,
+        weights=store.weights,
+        names=store.names,
+        homogeneous=bool(config.data.homogeneous_batches),
+        tasks=task_numbers(config.data),
+        batch_sizes=source_batch_sizes(config.data, config.batch, size),
+        sampling=parse_sampling(config.data.sampling),
+        keys=store.all_keys() if config.data.no_duplicates else None,
+        drop_last=config.data.drop_last,
+        labels=store.labels,
+    )
+    log.info(batch_schedule.summary())
+    batches_per_step = config.batch.gradient_accumulation_steps
+    num_batches = epochs * batch_schedule.steps_per_epoch
+    total_steps = optimizer.max_steps or math.ceil(num_batches / batches_per_step)
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     accumulation = ""
     if batches_per_step > 1:
@@ -167,18 +177,159 @@ def _log_global_batch(
         accumulation,
         f"{total_steps:,d}",
     )
-
-
-def _check_batch_sizes(size: int, smallest: int, world_size: int) -> None:
     if size < world_size:
         raise UserError(
             f"global_batch_size: {size} is less than the number of processes, {world_size}"
         )
+    smallest = batch_schedule.smallest_batch
     if smallest < world_size:
         raise UserError(
             f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
             "add data, or set drop_last: true"
         )
+    return RunData(
+        **vars(sets),
+        batch_schedule=batch_schedule,
+        batches_per_step=batches_per_step,
+        epochs=epochs,
+        total_steps=max(total_steps, 1),
+    )
+
+
+def build_components(
+    config: TrainConfig, kept: Kept, data: RunData, session: Session
+) -> TrainingComponents:
+    """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
+    # Before the model: the teachers' weights are no longer in memory when the model's are read.
+    teachers = Teachers(config.objective, config.data, config.model, session)
+    teachers.prepare(data.examples)
+    # The same start on every rank; the step seeds each forward pass anew.
+    torch.manual_seed(config.run.seed)
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
+    log.info("model: %s", description.summary())
+    options = config.options()
+    user_options = {name: options[name] for name in config.given}
+    for line in without_effect(description, user_options):
+        log.info("%s", line)
+    if data.evaluation is not None:
+        check_metric(
+            config.evaluation,
+            config.objective.quantize_embeddings,
+            data.evaluation,
+            description,
+        )
+    # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
+    free_bytes = psutil.virtual_memory().available
+    image_bytes = int(IMAGE_CACHE_SHARE * free_bytes) // session.local_world_size
+    featuriser = Featuriser(
+        description,
+        image_cache_bytes=max(MIN_IMAGE_CACHE_BYTES, image_bytes),
+        decoders=max(num_cores() // session.local_world_size, 1),
+    )
+    # Before the model: compiled layers are chosen while it is built. The same inputs on every rank.
+    num_first = max(min(NUM_COMPARED_EXAMPLES, len(data.examples)), 1)
+    first_items: list[tuple[Item, Kind]] = []
+    for number in range(num_first):
+        example = data.examples[number]
+        first_items.append((example.query, "query"))
+        for document in (*example.positives, *example.negatives):
+            first_items.append((document, "document"))
+    num_examples = data.total_steps * data.examples_per_step
+    decide_compilation(first_items, num_examples / num_first, featuriser, session)
+    placement = session.placement
+    embedder = build_model(
+        description,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
+        device=session.model_device,
+        computes_on=session.device,
+        compute_dtype=placement.compute_dtype,
+        recompute=placement.recomputation.value,
+        compiles=placement.compilation.value,
+        meta=session.builds_empty,
+    )
+
+    # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
+    rates = decide_rates(config, kept, embedder, data.total_steps)
+    scale, bias = embedder.initial_scale_and_bias() or (None, None)
+    if session.device.type == "cpu" and session.fsdp is None:
+        use_row_gradients(embedder.backbone)
+    if placement.copies_weights:
+        embedder.compute_in_bf16()
+    if config.matryoshka.mrl_projection == "pca":
+        start_projection(embedder, featuriser, data.examples, session)
+    frozen = embedder.frozen_modalities()
+    bytes_of_images = embedder.bytes_of_frozen_images()
+    packs_texts = embedder.packs_texts()
+    caches_features = config.batch.cache_frozen_features
+    stores = open_stores(embedder, session) if caches_features else {}
+
+    # The loss and the optimizer must see the parameters that `prepare` returns.
+    model = session.prepare(embedder, description.layer_classes)
+    check_compiled(model, embedder, featuriser, first_items, session)
+    loss_config = config
+    if "temperature" in kept:
+        loss_config = config.changed(temperature=kept["temperature"])
+    loss = build_loss(
+        loss_config,
+        mrl_dims=description.mrl_dims,
+        start_scale=scale,
+        start_bias=bias,
+        embedding_dim=description.embedding_dim,
+        teacher_dims=teachers.dims,
+    ).to(session.device)
+    source = InputSource(
+        model,
+        Feeder(featuriser, session.device, packs_texts=packs_texts),
+        session,
+        frozen=frozen,
+        stores=stores,
+        image_bytes=bytes_of_images,
+    )
+    seed = config.run.seed
+    return TrainingComponents(
+        embedder=embedder,
+        model=model,
+        loss=loss,
+        optimizer=build_optimizer(model, loss, config.optimizer, rates, seed=seed),
+        featuriser=featuriser,
+        source=source,
+        teachers=teachers,
+        rates=rates,
+        temperature=run_temperature(
+            loss_config.objective,
+            loss_config.data,
+            loss_config.model.model_name,
+            None if scale is None else 1 / scale,
+        ),
+    )
+
+
+def open_stream(
+    num_workers: Any, data: RunData, featuriser: Featuriser, session: Session
+) -> RankBatchStream:
+    """Return the stream of this rank's batches. `num_workers`: the option."""
+    if num_workers == "auto":
+        # For texts one thread suffices: the tokenizer is parallel itself.
+        is_text = featuriser.description.modalities == ("text",)
+        num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
+    return RankBatchStream(
+        data.examples,
+        data.batch_schedule,
+        featuriser,
+        session.rank,
+        session.world_size,
+        num_workers,
+        data.examples.pair,
+    )
 
 
 def log_truncated_texts(
@@ -200,30 +351,6 @@ def log_truncated_texts(
             f"{num_texts:,d}",
             f"{description.max_length:,d}",
         )
-
-
-def _build_featuriser(
-    description: ModelDescription, local_world_size: int
-) -> Featuriser:
-    # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
-    free_bytes = psutil.virtual_memory().available
-    image_bytes = int(IMAGE_CACHE_SHARE * free_bytes) // local_world_size
-    return Featuriser(
-        description,
-        image_cache_bytes=max(MIN_IMAGE_CACHE_BYTES, image_bytes),
-        decoders=max(num_cores() // local_world_size, 1),
-    )
-
-
-def _first_items(examples: ExampleStore, count: int) -> list[tuple[Item, Kind]]:
-    """Return the inputs of the first examples, the same on every rank."""
-    items: list[tuple[Item, Kind]] = []
-    for number in range(count):
-        example = examples[number]
-        items.append((example.query, "query"))
-        for document in (*example.positives, *example.negatives):
-            items.append((document, "document"))
-    return items
 
 
 def start_projection(
@@ -248,30 +375,71 @@ def start_projection(
                 embedder, featuriser, items, "document", normalize=False
             )
         embedder.start_mrl_projection(torch.from_numpy(vectors))
-        log.info(
-            "mrl_projection_init: principal components of %s documents", f"{count:,d}"
-        )
+        log.info("mrl_projection: principal components of %s documents", f"{count:,d}")
     collectives.broadcast_tensors([projection.linear.weight])
 
 
-def scale_and_bias(loss: EmbeddingLoss) -> dict[str, float]:
-    """Return the loss's learned scale and bias, for the log."""
-    values = loss.scale_and_bias()
-    return {} if values is None else {"scale": values[0], "bias": values[1]}
+# ---- values in place of `auto` -----------------------------------------------
+
+
+def decide_rates(
+    config: TrainConfig, kept: Kept, embedder: EmbeddingModel, total_steps: int
+) -> LearningRates:
+    """Return the peak learning rates, and log the reason for what was left to `auto`. Collective.
+
+    Call it before the model is sharded, while rank 0 holds all of it.
+    """
+    optimizer = config.optimizer
+    head_rate = optimizer.head_learning_rate
+    if "learning_rate" in kept:
+        return LearningRates(
+            kept["learning_rate"], kept.get("head_learning_rate", head_rate)
+        )
+    if optimizer.learning_rate != "auto":
+        return LearningRates.given(optimizer)
+    description = embedder.description
+    is_main = collectives.rank() == 0
+    is_new = collectives.broadcast_json(is_main and has_initial_norms(embedder))
+    trained_names = [
+        name for name, weight in embedder.named_parameters() if weight.requires_grad
+    ]
+    heads = head_prefixes(embedder)
+    what: What = "weights"
+    if wants_adapters(config.adapters):
+        what = "adapters"
+    elif trained_names and all(name.startswith(heads) for name in trained_names):
+        what = "head"
+    facts = Trained(
+        what=what,
+        family=description.family,
+        width=description.text_hidden_dim or description.hidden_dim,
+        is_tuned=is_embedding_model(Path(description.source)),
+        is_new=is_new or has_initial_weights(config.model),
+        has_scale=description.traits.has_scale_and_bias,
+        total_steps=total_steps,
+    )
+    decision = peak_rate(config.objective, config.adapters, facts)
+    log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)
+    if description.traits.has_two_models and head_rate is None:
+        head_rate = max(HEAD, decision.value)
+        log.info(
+            "head_learning_rate: %g (auto; the projections of the two towers are new)",
+            head_rate,
+        )
+    return LearningRates(decision.value, head_rate)
 
 
 def is_embedding_model(folder: Path) -> bool:
     """Return whether a folder is that of an embedding model: it names a pooling, and has learned from pairs."""
-    has_modules = any(
-        (place / "modules.json").is_file() for place in (folder, folder.parent)
-    )
-    # A run of vembed without a loss over pairs (`loss: none`, such as one on the next token) writes the same layout.
+    # A run of vembed by the model's own losses (such as one on the next token) writes the same layout.
     config_path = folder.parent / "config.yaml"
     if folder.name == "final" and config_path.is_file():
         options = read_yaml(config_path)
-        is_pretraining = options.get("loss") == "none" and not options.get("losses")
-        return has_modules and not is_pretraining
-    return has_modules
+        loss = LOSSES.get(str(options.get("loss")))
+        if loss is not None and loss.is_of_model and not options.get("losses"):
+            return False
+    places = (folder, folder.parent)
+    return any((place / "modules.json").is_file() for place in places)
 
 
 def has_initial_norms(model: nn.Module) -> bool:
@@ -290,276 +458,33 @@ def has_initial_norms(model: nn.Module) -> bool:
     return num_weights > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """Set-up of a run: what the user asks for, and what the run that is resumed has decided."""
-
-    config: TrainConfig
-    kept: Kept
-    session: Session
-
-    def open_data(self) -> RunData:
-        """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
-        with main_first(self.session):
-            sets = open_sets(self.config, compares=self.session.is_main)
-        optimizer = self.config.optimizer
-        epochs = self.kept.get("epochs", optimizer.epochs)
-        if epochs == "auto":
-            # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
-            has_scale = False
-            if optimizer.max_steps is None:
-                has_scale = describe(self.config.model).traits.has_scale_and_bias
-            decision = decide_epochs(
-                optimizer, self.config.model, len(sets.examples), has_scale=has_scale
-            )
-            epochs = decision.value
-            if optimizer.max_steps is None:
-                log.info("epochs: %g (auto; %s)", epochs, decision.reason)
-
-        size = self.kept.get("global_batch_size", self.config.batch.global_batch_size)
-        size = size or self.config.batch.batch_size * self.session.world_size
-        store = sets.examples
-        batch_schedule = BatchSchedule(
-            store.sizes,
-            size,
-            self.config.run.seed,
-            weights=store.weights,
-            names=store.names,
-            homogeneous=bool(self.config.data.homogeneous_batches),
-            tasks=task_numbers(self.config.data),
-            batch_sizes=source_batch_sizes(self.config.data, self.config.batch, size),
-            sampling=parse_sampling(self.config.data.sampling),
-            keys=store.all_keys() if self.config.data.no_duplicates else None,
-            drop_last=self.config.data.drop_last,
-            labels=store.labels,
-        )
-        log.info(batch_schedule.summary())
-        batches_per_step = self.config.batch.gradient_accumulation_steps
-        num_batches = epochs * batch_schedule.steps_per_epoch
-        total_steps = optimizer.max_steps or math.ceil(num_batches / batches_per_step)
-        _log_global_batch(size, self.session.world_size, batches_per_step, total_steps)
-        _check_batch_sizes(size, batch_schedule.smallest_batch, self.session.world_size)
-        return RunData(
-            store,
-            sets.evaluation,
-            batch_schedule,
-            batches_per_step,
-            epochs,
-            max(total_steps, 1),
-            sets.warnings,
-            sets.by_task,
-        )
-
-    def open_stream(self, data: RunData, featuriser: Featuriser) -> RankBatchStream:
-        """Return the stream of this rank's batches."""
-        if self.config.data.num_workers != "auto":
-            num_workers = self.config.data.num_workers
-        elif featuriser.description.modalities == ("text",):
-            num_workers = 1  # one thread suffices: the tokenizer is parallel itself
-        else:
-            num_workers = min(4, max(1, num_cores() // 2))
-        return RankBatchStream(
-            data.examples,
-            data.batch_schedule,
-            featuriser,
-            self.session.rank,
-            self.session.world_size,
-            num_workers,
-            data.examples.pair,
-        )
-
-    def build_components(self, data: RunData) -> TrainingComponents:
-        """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
-        # Before the model: the teachers' weights are no longer in memory when the model's are read.
-        teachers = Teachers(
-            self.config.objective, self.config.data, self.config.model, self.session
-        )
-        teachers.prepare(data.examples)
-        # The same start on every rank; the step seeds each forward pass anew.
-        torch.manual_seed(self.config.run.seed)
-        torch.use_deterministic_algorithms(self.config.run.deterministic)
-        description = describe(
-            self.config.model,
-            self.config.matryoshka,
-            similarity=self.config.objective.similarity,
-            use_qlora=self.config.adapters.use_qlora,
-        )
-        log.info("model: %s", description.summary())
-        options = self.config.options()
-        user_options = {name: options[name] for name in self.config.given}
-        for line in without_effect(description, user_options):
-            log.info("%s", line)
-        if data.evaluation is not None:
-            check_metric(
-                self.config.evaluation,
-                self.config.objective.quantize_embeddings,
-                data.evaluation,
-                description,
-            )
-        featuriser = _build_featuriser(description, self.session.local_world_size)
-        # Before the model: compiled layers are chosen while it is built.
-        num_first = max(min(NUM_COMPARED_EXAMPLES, len(data.examples)), 1)
-        first_items = _first_items(data.examples, num_first)
-        num_examples = data.total_steps * data.examples_per_step
-        decide_compilation(
-            first_items, num_examples / num_first, featuriser, self.session
-        )
-        embedder = build_model(
-            description,
-            self.config.model,
-            self.config.adapters,
-            objective=self.config.objective,
-            seed=self.config.run.seed,
-            device=self.session.model_device,
-            computes_on=self.session.device,
-            compute_dtype=self.session.placement.compute_dtype,
-            recompute=self.session.placement.recomputation.value,
-            compiles=self.session.placement.compilation.value,
-            meta=self.session.builds_empty,
-        )
-        log_compilation(embedder, self.session)
-        # While rank 0 holds the whole model: `prepare` changes parameters and wraps modules.
-        rates = self.decide_rates(embedder, data.total_steps)
-        scale, bias = embedder.initial_scale_and_bias() or (None, None)
-        loss_config = self.config
-        if "temperature" in self.kept:
-            loss_config = loss_config.changed(temperature=self.kept["temperature"])
-        if self.session.device.type == "cpu" and self.session.fsdp is None:
-            use_row_gradients(embedder.backbone)
-        if self.session.placement.copies_weights:
-            embedder.compute_in_bf16()
-        if self.config.matryoshka.mrl_projection_init == "pca":
-            start_projection(embedder, featuriser, data.examples, self.session)
-        frozen = embedder.frozen_modalities()
-        image_bytes = embedder.bytes_of_frozen_images()
-        packs_texts = embedder.packs_texts()
-        stores = {}
-        if self.config.batch.cache_frozen_features:
-            stores = open_stores(embedder, self.session)
-        # The loss and the optimizer must see the parameters that `prepare` returns.
-        model = self.session.prepare(embedder, description.layer_classes)
-        check_compiled(model, embedder, featuriser, first_items, self.session)
-        loss = build_loss(
-            loss_config,
-            mrl_dims=description.mrl_dims,
-            start_scale=scale,
-            start_bias=bias,
-            embedding_dim=description.embedding_dim,
-            teacher_dims=teachers.dims,
-        ).to(self.session.device)
-        source = InputSource(
-            model,
-            Feeder(featuriser, self.session.device, packs_texts=packs_texts),
-            self.session,
-            frozen=frozen,
-            stores=stores,
-            image_bytes=image_bytes,
-        )
-        return TrainingComponents(
-            embedder=embedder,
-            model=model,
-            loss=loss,
-            optimizer=build_optimizer(
-                model, loss, self.config.optimizer, rates, seed=self.config.run.seed
-            ),
-            featuriser=featuriser,
-            source=source,
-            teachers=teachers,
-            rates=rates,
-            temperature=run_temperature(
-                loss_config.objective,
-                loss_config.data,
-                loss_config.model.model_name,
-                None if scale is None else 1 / scale,
-            ),
-        )
-
-    def decide_rates(self, embedder: EmbeddingModel, total_steps: int) -> LearningRates:
-        """Return the peak learning rates, and log the reason for what was left to `auto`. Collective.
-
-        Call it before the model is sharded, while rank 0 holds all of it.
-        """
-        optimizer = self.config.optimizer
-        if "learning_rate" in self.kept:
-            heads = self.kept.get("head_learning_rate", optimizer.head_learning_rate)
-            return LearningRates(self.kept["learning_rate"], heads)
-        if optimizer.learning_rate != "auto":
-            return LearningRates.given(optimizer)
-        description = embedder.description
-        is_new = collectives.broadcast_json(
-            has_initial_norms(embedder) if self.session.is_main else None
-        )
-        trained_names = [
-            name for name, weight in embedder.named_parameters() if weight.requires_grad
-        ]
-        heads = head_prefixes(embedder)
-        what: What = "weights"
-        if wants_adapters(self.config.adapters):
-            what = "adapters"
-        elif trained_names and all(name.startswith(heads) for name in trained_names):
-            what = "head"
-        facts = Trained(
-            what=what,
-            family=description.family,
-            width=description.text_hidden_dim or description.hidden_dim,
-            is_tuned=is_embedding_model(Path(description.source)),
-            is_new=is_new or has_initial_weights(self.config.model),
-            has_scale=description.traits.has_scale_and_bias,
-            total_steps=total_steps,
-        )
-        decision = peak_rate(self.config.objective, self.config.adapters, facts)
-        log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)
-        head_rate = optimizer.head_learning_rate
-        if description.traits.has_two_models and head_rate is None:
-            head_rate = max(HEAD, decision.value)
-            log.info(
-                "head_learning_rate: %g (auto; the projections of the two towers are new)",
-                head_rate,
-            )
-        return LearningRates(decision.value, head_rate)
-
-    def decide_intervals(self, data: RunData, model: nn.Module) -> RunIntervals:
-        """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""
-        num_counted = min(len(data.examples), NUM_COUNTED_EXAMPLES)
-        num_inputs = 0
-        for index in range(num_counted):
-            example = data.examples[index]
-            num_inputs += 1 + len(example.positives) + len(example.negatives)
-        num_trained = num_parameters(model, trainable_only=True)
-        size = RunSize(
-            total_steps=data.total_steps,
-            examples_per_step=data.examples_per_step,
-            num_training=num_inputs / max(num_counted, 1),
-            num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
-            checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
-        )
-        config = self.config
-        validation = (config.data.val_data_path, config.data.val_split)
-        intervals = run_intervals(
-            config.evaluation,
-            config.run,
-            config.logging.logging_steps,
-            size,
-            self.kept,
-            has_validation=validation != (None, None),
-            is_length_given=config.optimizer.gives_length(),
-        )
-        for line in intervals.lines():
-            log.info("%s", line)
-        return intervals
-
-    def resolved_config(
-        self, data: RunData, components: TrainingComponents, intervals: RunIntervals
-    ) -> TrainConfig:
-        """Return the config with the values that this run has decided: a run with it repeats this one."""
-        rates = components.rates
-        values = {
-            **self.kept,
-            **intervals.options(),
-            "learning_rate": rates.base,
-            "head_learning_rate": rates.heads,
-            "temperature": components.temperature,
-        }
-        if self.config.optimizer.max_steps is None:
-            values["epochs"] = data.epochs
-        return self.config.changed(**values)
+def decide_intervals(
+    config: TrainConfig, kept: Kept, data: RunData, model: nn.Module
+) -> RunIntervals:
+    """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""
+    num_counted = min(len(data.examples), NUM_COUNTED_EXAMPLES)
+    num_inputs = 0
+    for index in range(num_counted):
+        example = data.examples[index]
+        num_inputs += 1 + len(example.positives) + len(example.negatives)
+    num_trained = num_parameters(model, trainable_only=True)
+    size = RunSize(
+        total_steps=data.total_steps,
+        examples_per_step=data.examples_per_step,
+        num_training=num_inputs / max(num_counted, 1),
+        num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
+        checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
+    )
+    validation = (config.data.val_data_path, config.data.val_split)
+    intervals = run_intervals(
+        config.evaluation,
+        config.run,
+        config.logging.logging_steps,
+        size,
+        kept,
+        has_validation=validation != (None, None),
+        is_length_given=config.optimizer.gives_length(),
+    )
+    for line in intervals.lines():
+        log.info("%s", line)
+    return intervals

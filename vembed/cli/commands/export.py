@@ -2,34 +2,173 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+
+from vembed.cli.support import TrustRemoteCode, log_line, usable_model
 from vembed.errors import UserError
 
-log = logging.getLogger("vembed")
+if TYPE_CHECKING:
+    from vembed.inference.embedder import Embedder
+    from vembed.models.families.description import ModelDescription
 
 
-def run_export(model: str, output: str, *, merge: bool = False) -> Path:
-    """Copy `model` (a model, a run or an adapter) to the new folder `output`. A checkpoint is made into a model. With
-    `merge`, write whole weights."""
-    target = Path(output)
-    if target.exists():
-        raise UserError(f"{target} exists already; give a new folder")
-    # Imported late: torch takes seconds, and the check above needs none of it.
+def export(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run, a checkpoint of one, a model folder or an adapter.",
+        ),
+    ],
+    output: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="A new folder. With --check it may be left out: nothing is kept.",
+        ),
+    ] = None,
+    form: Annotated[
+        Literal["safetensors", "onnx", "static", "openvino", "gguf"] | None,
+        typer.Option(
+            "--format",
+            help="safetensors, onnx, static, openvino or gguf. Default: a copy of the folder.",
+        ),
+    ] = None,
+    precision: Annotated[
+        Literal["float32", "float16", "bfloat16", "int8"] | None,
+        typer.Option(
+            help="float32, float16, bfloat16 or int8. Default: float32, for safetensors that of the file."
+        ),
+    ] = None,
+    check: Annotated[
+        bool | None,
+        typer.Option(
+            "--check/--no-check",
+            help="Compare 200 texts through the export and the model, and refuse an export that differs. "
+            "Default: yes, but a plain copy is not loaded. --check without --format takes safetensors.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Evaluation data for texts and nDCG. Default: those of the run."
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Largest cosine distance. Default: 1e-4, 1e-3, 1e-2 or 5e-2 by precision.",
+        ),
+    ] = None,
+    server: Annotated[
+        Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"] | None,
+        typer.Option(
+            "--for",
+            help="tei, vllm, llama.cpp, infinity or fastembed: its format and start command.",
+        ),
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge an adapter into the weights.")
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> dict[str, Any]:
+    """Write a trained model in the format of another runtime, compared with the model.
+
+    Without --format it is a copy of the model's folder, or a folder made of a checkpoint. --merge merges an adapter.
+
+    `vembed export MODEL --check` writes nothing: it compares vembed's vectors with those of Sentence Transformers.
+    """
+    if output is None and (server or not check):
+        raise UserError("give OUTPUT, a new folder; only --check goes without one")
+    if output is not None and Path(output).exists():
+        raise UserError(f"{output} exists already; give a new folder")
+    if output is not None and not (form or precision or server or check):
+        path = copy_model(model, Path(output), merge=merge)
+        sys.stdout.write(f"wrote {path}\n")
+        return {"path": path, "format": "copy", "check": None}
+    if merge:
+        raise UserError(
+            "--merge is for a copy; --format merges every adapter: leave it out"
+        )
+    from vembed.export.exporting import export_model
+    from vembed.export.servers import (
+        FORMAT_OF,
+        server_refusal,
+        start_of,
+        write_server_files,
+    )
+
+    served_form = FORMAT_OF[server] if server else "safetensors"
+    if server and form not in (None, served_form):
+        raise UserError(
+            f"--for {server} reads --format {served_form}, and --format {form} is asked for; leave one out"
+        )
+
+    def refuse(description: ModelDescription) -> None:
+        reason = server_refusal(server, description) if server else None
+        if reason is not None:
+            raise UserError(f"--for {server}: {model} cannot be served: {reason}")
+
+    def write_more(folder: Path, embedder: Embedder) -> None:
+        if server:
+            description = embedder.description
+            dim = embedder.truncate_dim or description.embedding_dim
+            write_server_files(server, folder, description, dim)
+
+    with (
+        usable_model(model) as model_path,
+        tempfile.TemporaryDirectory(prefix="vembed-") as scratch,
+    ):
+        exported = export_model(
+            model_path,
+            output or Path(scratch, "export"),
+            form or served_form,
+            precision,
+            check=check is not False,
+            data=data,
+            tolerance=tolerance,
+            refuse=refuse,
+            write_more=write_more,
+            trust_remote_code=trust_remote_code,
+            log=log_line,
+        )
+    lines = ["not compared with the model (--no-check)"]
+    if exported.check is not None:
+        lines = exported.check.lines()
+    for line in lines:
+        sys.stdout.write(f"check: {line}\n")
+    facts: dict[str, Any] = {"path": output and exported.path, **exported.facts}
+    if output is None:
+        sys.stdout.write("nothing was kept: give OUTPUT to keep the export\n")
+    else:
+        sys.stdout.write(f"wrote {output}\n")
+    if server:
+        start = start_of(server, exported.path, exported.description)
+        sys.stdout.write(f"start: {start.command}\n")
+        if start.note:
+            sys.stdout.write(f"note: {start.note}\n")
+        facts |= {"start": start.command, "note": start.note or None}
+    return facts
+
+
+def copy_model(model: str, target: Path, *, merge: bool = False) -> Path:
+    """Copy a model, a run or an adapter to a new folder. A checkpoint is made into a model. With `merge`, write whole
+    weights."""
     from vembed.models.families.model_files import read_model
-    from vembed.saving.files import replaced_folder
+    from vembed.saving.files import replaced_folder, save_model
     from vembed.weights.checkpoints import is_checkpoint, whole_model
 
     # A checkpoint holds shards and optimizer state, which no other program reads: nothing to copy.
     if is_checkpoint(Path(model).expanduser()):
-        made = whole_model(model, target)
-        assert made is not None
-        return made
+        whole_model(model, target)
+        return target
     files = read_model(model)
     if not any(files.backbone.rglob("*.safetensors")) and files.adapter is None:
         raise UserError(
@@ -44,111 +183,6 @@ def run_export(model: str, output: str, *, merge: bool = False) -> Path:
             f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it"
         )
     from vembed.models.embedding_model import load_embedder
-    from vembed.saving.files import save_model
 
     embedder = load_embedder(model)
-    state = embedder.state_dict()
-    return save_model(target, embedder, state)
-
-
-def run_export_as(
-    model: str,
-    output: str | None,
-    form: str,
-    precision: str,
-    server: str,
-    *,
-    check: bool = True,
-    data: str | None = None,
-    tolerance: float | None = None,
-    trust_remote_code: bool = False,
-) -> dict[str, Any]:
-    """Export `model` in a format, or for a server, and print the result of the check and the start command. Return
-    them as JSON values. `output` None: only the check, of an export that is not kept."""
-    if output is None and server:
-        raise UserError(
-            f"--for {server} writes files for the server: give OUTPUT, a new folder"
-        )
-    if output is not None and Path(output).exists():
-        raise UserError(f"{output} exists already; give a new folder")
-    from vembed.cli.commands.model_argument import usable_model
-    from vembed.export.exporting import export_model, precision_named
-    from vembed.export.formats import FORMATS, PRECISIONS
-    from vembed.export.servers import (
-        FORMAT_OF,
-        SERVER_NAMES,
-        server_refusal,
-        start_of,
-        write_server_files,
-    )
-    from vembed.inference.embedder import Embedder
-    from vembed.models.families.description import ModelDescription
-
-    served = next((name for name in SERVER_NAMES if name == server), None)
-    served_form = FORMAT_OF[served] if served is not None else "safetensors"
-    chosen = next((name for name in FORMATS if name == form), served_form)
-    if served is not None and chosen != served_form:
-        raise UserError(
-            f"--for {server} reads --format {served_form}, and --format {form} is asked for; leave one out"
-        )
-    weight_precision = precision_named(precision)
-    if precision and weight_precision is None:
-        raise UserError(f"--precision {precision}: give one of {', '.join(PRECISIONS)}")
-
-    def refuse(description: ModelDescription) -> None:
-        reason = None if served is None else server_refusal(served, description)
-        if reason is not None:
-            raise UserError(f"--for {server}: {model} cannot be served: {reason}")
-
-    def write_more(folder: Path, embedder: Embedder) -> None:
-        if served is not None:
-            description = embedder.description
-            dim = embedder.truncate_dim or description.embedding_dim
-            write_server_files(served, folder, description, dim)
-
-    with (
-        usable_model(model) as model_path,
-        tempfile.TemporaryDirectory(prefix="vembed-") as scratch,
-    ):
-        done = export_model(
-            model_path,
-            output or Path(scratch, "export"),
-            chosen,
-            weight_precision,
-            check=check,
-            data=data,
-            tolerance=tolerance,
-            refuse=refuse,
-            write_more=write_more,
-            trust_remote_code=trust_remote_code,
-            log=_log,
-        )
-    for line in (
-        done.check.lines()
-        if done.check is not None
-        else ["not compared with the model (--no-check)"]
-    ):
-        sys.stdout.write(f"check: {line}\n")
-    sys.stdout.write(
-        "nothing was kept: give OUTPUT to keep the export\n"
-        if output is None
-        else f"wrote {output}\n"
-    )
-    facts: dict[str, Any] = {
-        "path": None if output is None else done.path,
-        **done.facts,
-    }
-    if served is not None:
-        start = start_of(served, done.path, done.description)
-        sys.stdout.write(
-            f"start: {start.command}\n"
-            + (f"note: {start.note}\n" if start.note else "")
-        )
-        facts |= {"start": start.command, "note": start.note or None}
-    return facts
-
-
-def _log(line: str) -> None:
-    """Write a line to stderr at once: the parts of an export take seconds to minutes each."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    return save_model(target, embedder, embedder.state_dict())

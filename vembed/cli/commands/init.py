@@ -1,4 +1,4 @@
-"""`vembed init`: a commented starter config for a data file, whose columns and sizes are summary at, and a model."""
+"""`vembed init`: a commented starter config for a data file, by its columns and sizes, and a model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
+import typer
 import yaml
 
 from vembed.cli.commands.demo import demo_model
-from vembed.config.loading import load_config, one_line_yaml
+from vembed.cli.support import ColumnMapping, option
+from vembed.config.loading import load_config, one_line_yaml, resolve_run
 from vembed.config.options import join_words, nearest
 from vembed.data.columns import Columns
 from vembed.data.conversations import as_fields, is_conversation
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
+from vembed.data.formats.copies import is_pattern
 from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
@@ -42,9 +45,16 @@ CHECK = "# CHECK: "
 SMALLEST_SCORED = 200
 """Scored pairs from which a tenth can be held out."""
 MAX_CHECKED = 100_000
-"""Records that are all checked, as training does. Of larger data only the first ones are summary at."""
+"""Records that are all checked, as training does. Of larger data only the first ones are."""
 DEMO = "demo"
 """Name for --model: all-MiniLM-L6-v2 from the demo's package, without a network."""
+SMALLER_SETTINGS: tuple[dict[str, Any], ...] = (
+    {"gradient_checkpointing": True},
+    {"use_fsdp": True},
+    {"use_lora": True},
+    {"use_lora": True, "gradient_checkpointing": True},
+)
+"""Settings that take less memory, in the order in which they are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +63,67 @@ class DataSummary:
 
     sample: FileSample
     mapping: dict[str, str]
-    loss: str
-    about: str
+    loss: str = "infonce"
+    about: str = "not looked at (no file of that name here)"
     """One line on the records."""
-    guesses: dict[str, str]
+    guesses: Mapping[str, str] = field(default_factory=dict)
     """Columns that were guessed -> why."""
-    queries: list[str]
-    documents: list[str]
+    queries: list[str] = field(default_factory=list)
+    documents: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     """Sentences on what may be wrong with the data, for the user to check."""
     bad: tuple[int, str] = (0, "")
     """How many of the first records are invalid, and what is wrong with the first one."""
 
 
-def run_init(
-    family: str,
-    data: str = "train.jsonl",
-    output: str = "vembed.yaml",
-    *,
-    model: str | None = None,
-    val_data: str | None = None,
-    mapping: Mapping[str, str] | None = None,
-    force: bool = False,
-) -> Path:
-    """Write the config. Raise UserError if the file exists already or the data file cannot be used for training.
+def init(
+    family: Annotated[
+        str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")
+    ] = "text_encoder",
+    data: Annotated[
+        str, typer.Option(help="Training data. Its first records are read.")
+    ] = "train.jsonl",
+    val_data: Annotated[str | None, typer.Option(help="Validation data.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub name or folder. demo: that of `vembed demo`. Default: a good one of that kind."
+        ),
+    ] = None,
+    query: Annotated[
+        str | None, typer.Option(help="The column of the queries. Default: guessed.")
+    ] = None,
+    positive: Annotated[
+        str | None,
+        typer.Option(help="The column of what they should find. Default: guessed."),
+    ] = None,
+    column_mapping: ColumnMapping = "",
+    output: Annotated[str, typer.Option(help="The config to write.")] = "vembed.yaml",
+    force: Annotated[
+        bool, typer.Option("--force", help="Write over an existing file.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Train a tokenizer on the data instead, and write it to this folder."
+        ),
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(min=300, help="Its size.")] = 8192,
+) -> None:
+    """Write a commented starter config for a kind of model and a data file, whose columns are guessed by content."""
+    if tokenizer is not None:
+        from vembed.data_tools.init.new_tokenizer import tokenizer_of_data
 
-    `mapping`: columns that the user names; only the others are guessed.
-    """
+        count = tokenizer_of_data(data, tokenizer, vocab_size)
+        sys.stdout.write(
+            f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}\n"
+        )
+        return
+    mapping = dict(option("column_mapping", column_mapping) or {})
+    if query is not None:
+        mapping[query] = "query"
+    if positive is not None:
+        mapping[positive] = "positive"
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
@@ -89,22 +133,17 @@ def run_init(
         raise UserError(
             f"{output} exists already: give another --output, or --force to overwrite it"
         )
-    kind = FAMILIES.get(family)
-    if kind is None:
+    if family not in FAMILIES:
         near = nearest(family, FAMILIES)
-        hint = (
-            f", did you mean {near!r}?"
-            if near
-            else f": give one of {join_words(list(FAMILIES))}"
-        )
+        hint = f": give one of {join_words(list(FAMILIES))}"
+        if near:
+            hint = f", did you mean {near!r}?"
         raise UserError(f"--family {family!r} is not known{hint}")
-    data, about = _in_utf8(data, force)
-    val_data, about_val = (None, "") if val_data is None else _in_utf8(val_data, force)
-    text = (
-        starter(kind, data, model=model, val_data=val_data, mapping=mapping)
-        + about
-        + about_val
-    )
+    train_data, comment = _in_utf8(data, force)
+    if val_data is not None:
+        val_data, more = _in_utf8(val_data, force)
+        comment += more
+    text = starter(FAMILIES[family], train_data, model, val_data, mapping) + comment
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -115,7 +154,11 @@ def run_init(
     for line in text.splitlines():
         if line.startswith((CHECK, GUESSED)):
             sys.stderr.write(f"note: {line.removeprefix(CHECK).removeprefix('# ')}\n")
-    return path
+    if not Path(data).exists() and not is_pattern(data):
+        sys.stderr.write(
+            f"note: {data} is not here, so columns, lengths and sizes are defaults; check the path\n"
+        )
+    sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
 
 
 def _in_utf8(data: str, force: bool) -> tuple[str, str]:
@@ -136,12 +179,11 @@ def _in_utf8(data: str, force: bool) -> tuple[str, str]:
 def starter(
     family: Family,
     data: str,
-    *,
     model: str | None = None,
     val_data: str | None = None,
     mapping: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the text of the config."""
+    """Return the text of the config. `mapping`: columns that the user names; only the others are guessed."""
     kind = family.starter
     if val_data is None and has_validation_split(Path(data)):
         val_data = data
@@ -152,28 +194,22 @@ def starter(
             f"--data {data} is a folder of images, which says nothing of what belongs together: give a file whose "
             'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
         )
-    summary = look_at(
-        read_sample(Path(data)),
-        data,
-        mapping or {},
-        cast(Mode, kind.retrieval_mode or "auto"),
-    )
-    name = str(demo_model()) if model == DEMO else model or kind.model_name
-    about = kind.about
-    if (
-        model is None
-        and kind.multilingual is not None
-        and not is_english([*summary.queries, *summary.documents])
-    ):
-        name = kind.multilingual
-        about = f"{kind.about} of many languages: the texts are not English"
-    facts = values.model_facts(name)
+    mode = cast(Mode, kind.retrieval_mode or "auto")
+    summary = look_at(read_sample(Path(data)), data, mapping or {}, mode)
     is_foreign = not is_english([*summary.queries, *summary.documents])
-    if model == DEMO and is_foreign:
-        summary.doubts.append(
-            "the texts are not English, and the model of the demo is English: give --model one of many languages, "
-            f"such as {kind.multilingual or 'intfloat/multilingual-e5-small'}"
-        )
+    name = model or kind.model_name
+    about = kind.about
+    if model == DEMO:
+        name = str(demo_model())
+        if is_foreign:
+            summary.doubts.append(
+                "the texts are not English, and the model of the demo is English: give --model one of many languages, "
+                f"such as {kind.multilingual or 'intfloat/multilingual-e5-small'}"
+            )
+    elif model is None and kind.multilingual is not None and is_foreign:
+        name = kind.multilingual
+        about += " of many languages: the texts are not English"
+    facts = values.model_facts(name)
     lines = [
         "# A starter config for vembed. Train with:   vembed train <this file>",
         "# What the data are:                        vembed data <this file>",
@@ -187,20 +223,24 @@ def starter(
             _line("model_family", family.name, "two towers"),
             _line("image_model_name", kind.image_model_name, "images"),
         ]
-    lines += _data_lines(family, summary, data, val_data, facts)
-    lines += _training_lines(family, summary, val_data, facts)
+    num_records = summary.sample.num_records
+    # A correlation needs more pairs, and different scores among them.
+    is_enough = summary.loss == "infonce" or num_records >= SMALLEST_SCORED
+    held_out = None
+    if is_enough and not val_data:
+        held_out = values.held_out_share(num_records)
+    lines += _data_lines(family, summary, data, val_data, held_out, facts)
+    num_train = int(num_records * (1 - (held_out or 0.0)))
+    is_scored = bool(val_data or held_out)
+    lines += _training_lines(family, summary.loss, num_train, is_scored, facts)
     lines += _bad_record_lines(summary, "\n".join(lines))
-    if facts is not None:
-        from vembed.cli.commands.init_memory import (
-            memory_lines,  # imported late: torch takes seconds
-        )
-
-        lines += memory_lines("\n".join(lines))
-    else:
+    if facts is None:
         lines += [
             "",
             f"# Memory: not planned, since {name} is not on this machine; once it is, `vembed plan <this file>`",
         ]
+    else:
+        lines += ["", *_memory_lines("\n".join(lines))]
     return "\n".join(lines) + "\n"
 
 
@@ -209,56 +249,33 @@ def _data_lines(
     summary: DataSummary,
     data: str,
     val_data: str | None,
+    held_out: float | None,
     facts: values.ModelFacts | None,
 ) -> list[str]:
     kind = family.starter
-    lines = [
-        "",
-        f"# Data: {summary.about}",
-        _line(
-            "data_path",
-            data,
-            "JSONL, CSV, TSV, Parquet, a folder of `datasets`, a Hub name",
-        ),
-    ]
+    formats = "JSONL, CSV, TSV, Parquet, a folder of `datasets`, a Hub name"
+    lines = ["", f"# Data: {summary.about}", _line("data_path", data, formats)]
     if summary.mapping:
+        names = "names in your file: names that vembed reads"
+        lines.append(_line("column_mapping", summary.mapping, names))
+    for column, reason in summary.guesses.items():
         lines.append(
-            _line(
-                "column_mapping",
-                summary.mapping,
-                "names in your file: names that vembed reads",
-            )
+            f"{GUESSED}{column} is the {summary.mapping[column]} ({reason})",
         )
-        lines += [
-            f"{GUESSED}{column} is the {summary.mapping[column]} ({why})"
-            for column, why in summary.guesses.items()
-        ]
     lines += [f"{CHECK}{doubt}" for doubt in summary.doubts]
-    share = _held_out(summary, val_data)
     if val_data:
-        lines.append(
-            _line("val_data_path", val_data, "scored before, during and after training")
-        )
-    elif share is not None:
-        lines.append(
-            _line(
-                "val_split",
-                share,
-                "share of the queries held out, scored before and after",
-            )
-        )
+        when = "scored before, during and after training"
+        lines.append(_line("val_data_path", val_data, when))
+    elif held_out is not None:
+        what = "share of the queries held out, scored before and after"
+        lines.append(_line("val_split", held_out, what))
     else:
         lines.append(
             "# val_data_path: val.jsonl        # as data_path, or a BEIR-style folder; scored before and after"
         )
     if kind.retrieval_mode is not None:
-        lines.append(
-            _line(
-                "retrieval_mode",
-                kind.retrieval_mode,
-                "plain strings are paths of images",
-            )
-        )
+        what = "plain strings are paths of images"
+        lines.append(_line("retrieval_mode", kind.retrieval_mode, what))
     if not family.reads_only_text:
         lines.append(
             "# image_root: images              # where relative image paths start; default: beside the data file"
@@ -266,18 +283,89 @@ def _data_lines(
     if kind.max_length is not None:
         lengths = values.measure([*summary.queries, *summary.documents], facts)
         limit = None if facts is None else facts.max_length
-        lines.append(
-            _line(
-                "max_length",
-                values.fitting_length(lengths, limit, kind.max_length),
-                _said(lengths, limit),
-            )
-        )
+        comment = "tokens; longer texts are cut"
+        if lengths is not None:
+            how = "measured"
+            if not lengths.is_measured:
+                how = "estimated from the characters, the model is not here"
+            comment = f"tokens; 99 % of the texts have at most {lengths.full:,d} ({how}), the longest {lengths.longest:,d}"
+        if limit is not None:
+            comment += f"; this model reads {limit:,d}"
+        max_length = values.fitting_length(lengths, limit, kind.max_length)
+        lines.append(_line("max_length", max_length, comment))
     if family.reads_only_text:
         lines.append(
             '# query_prompt: "query: "         # put before every query; default: what the model brings along'
         )
     return lines
+
+
+def _training_lines(
+    family: Family,
+    loss: str,
+    num_train: int,
+    is_scored: bool,
+    facts: values.ModelFacts | None,
+) -> list[str]:
+    kind = family.starter
+    batch = values.fitting_batch(num_train, kind.batch_size)
+    epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
+    total = max(num_train // batch, 1) * epochs if num_train else 0
+    losses = "infonce: pairs; cosent: pairs with scores; triplet: given negatives"
+    lines = ["", "# Training", _line("loss", loss, losses)]
+    if loss in ("infonce", "cosent"):
+        temperature = None if facts is None else facts.temperature
+        reason = "smaller: harder"
+        if temperature is not None:
+            reason = "as this model was trained; smaller: harder"
+        lines.append(_line("temperature", temperature or kind.temperature, reason))
+    passes = "passes over the data by their number"
+    if total:
+        passes = (
+            f"{epochs:,d} passes over {num_train:,d} examples, {total:,d} steps in all"
+        )
+    if is_scored:
+        passes += "; auto ends early where the score stops rising"
+    lines += [
+        _line(
+            "batch_size",
+            batch,
+            "examples per process; memory is bounded by micro-batches, so larger is fine",
+        ),
+        _line("epochs", "auto", passes),
+        _line(
+            "learning_rate",
+            kind.learning_rate or "auto",
+            "auto: by what is trained; the log says which and why",
+        ),
+    ]
+    if kind.use_lora:
+        lines.append(
+            _line("use_lora", True, "train small adapters instead of all weights")
+        )
+    lines += [
+        "# use_mrl: true                   # Matryoshka: embeddings that can be cut to fewer numbers",
+        "# use_fsdp: true                  # shard a large model over several GPUs",
+        "",
+        "# Output",
+        _line(
+            "output_dir",
+            "output",
+            "settings, logs, checkpoints, the model in final/, report.html",
+        ),
+    ]
+    between = values.steps_between(total)
+    evaluation = _line("eval_steps", between or 100, "evaluate during training")
+    if not is_scored or between is None:
+        evaluation = "# " + _line(
+            "eval_steps",
+            between or 100,
+            "evaluate during training (needs validation data)",
+        )
+    checkpoints = _line(
+        "save_steps", between or 100, "write checkpoints to go on from with --resume"
+    )
+    return [*lines, evaluation, checkpoints if between else "# " + checkpoints]
 
 
 def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
@@ -308,158 +396,84 @@ def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
     ]
 
 
-def _held_out(summary: DataSummary, val_data: str | None) -> float | None:
-    """Return the share of the data that becomes validation data."""
-    num_records = summary.sample.num_records
-    # A correlation needs more pairs, and different scores among them.
-    is_enough = summary.loss == "infonce" or num_records >= SMALLEST_SCORED
-    return values.held_out_share(num_records) if is_enough and not val_data else None
+def _memory_lines(text: str) -> list[str]:
+    """Return the memory of a process for a config whose model is on this machine, and the settings that it needs to
+    fit."""
+    from vembed.cli.run_train import resolve_launch
+    from vembed.parallel.estimate import GIB, measure
+    from vembed.pipelines.prediction import FITS, place_here
 
-
-def _training_lines(
-    family: Family,
-    summary: DataSummary,
-    val_data: str | None,
-    facts: values.ModelFacts | None,
-) -> list[str]:
-    kind = family.starter
-    num_records = summary.sample.num_records
-    held_out = _held_out(summary, val_data) or 0.0
-    num_train = int(num_records * (1 - held_out))
-    batch = values.fitting_batch(num_train, kind.batch_size)
-    epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
-    total = max(num_train // batch, 1) * epochs if num_train else 0
-    between = values.steps_between(total)
-    lines = [
-        "",
-        "# Training",
-        _line(
-            "loss",
-            summary.loss,
-            "infonce: pairs; cosent: pairs with scores; triplet: given negatives",
-        ),
-    ]
-    if summary.loss in ("infonce", "cosent"):
-        model_temperature = None if facts is None else facts.temperature
-        why = (
-            "smaller: harder"
-            if model_temperature is None
-            else "as this model was trained; smaller: harder"
-        )
-        lines.append(_line("temperature", model_temperature or kind.temperature, why))
-    passes = "passes over the data by their number"
-    if total:
-        passes = (
-            f"{epochs:,d} passes over {num_train:,d} examples, {total:,d} steps in all"
-        )
-    if val_data or held_out:
-        passes += "; auto ends early where the score stops rising"
-    lines += [
-        _line(
-            "batch_size",
-            batch,
-            "examples per process; memory is bounded by micro-batches, so larger is fine",
-        ),
-        _line("epochs", "auto", passes),
-        _line(
-            "learning_rate",
-            kind.learning_rate or "auto",
-            "auto: by what is trained; the log says which and why",
-        ),
-    ]
-    if kind.use_lora:
-        lines.append(
-            _line("use_lora", True, "train small adapters instead of all weights")
-        )
-    lines += [
-        "# use_mrl: true                   # Matryoshka: embeddings that can be cut to fewer numbers",
-        "# use_fsdp: true                  # shard a large model over several GPUs",
-        "",
-        "# Output",
-        _line(
-            "output_dir",
-            "output",
-            "settings, logs, checkpoints, the model in final/, report.html",
-        ),
-    ]
-    if between is None:
-        lines += [
-            "# eval_steps: 100                 # evaluate during training (needs validation data)",
-            "# save_steps: 100                 # write checkpoints to go on from with --resume",
-        ]
-    else:
-        is_scored = bool(val_data or held_out)
-        lines += [
-            _line("eval_steps", between, "evaluate during training")
-            if is_scored
-            else f"# eval_steps: {between}".ljust(32)
-            + "  # evaluate during training (needs validation data)",
-            _line(
-                "save_steps", between, "write checkpoints to go on from with --resume"
-            ),
-        ]
-    return lines
+    configured = yaml.safe_load(text)
+    lines = ["# Memory (`vembed plan` says more)"]
+    first = ""
+    for change in ({}, *SMALLER_SETTINGS):
+        if any(name in configured for name in change):
+            continue
+        run = resolve_run({**configured, **change})
+        ranks = resolve_launch(run).first_rank
+        # On one process there is nothing to shard.
+        if "use_fsdp" in change and ranks.world_size == 1:
+            continue
+        placement = place_here(run, ranks)
+        need = placement.predict(placement.size or measure(run.config)).total
+        fits = need <= FITS * placement.memory
+        gigabytes = f"{need / GIB:.1f} GB"
+        available = f"the {placement.memory / GIB:.1f} GB of a process on this machine"
+        if not change and fits:
+            return [*lines, f"# {gigabytes} of {available}: fits"]
+        if not change:
+            first = gigabytes
+        elif fits:
+            lines.append(f"# {first} of {available} without these settings")
+            for name, value in change.items():
+                lines.append(_line(name, value, gigabytes))
+            return lines
+    return [*lines, f"# {first}, more than {available}: take a smaller model"]
 
 
 def look_at(
-    sample: FileSample, data: str, columns_given: Mapping[str, str], mode: Mode = "auto"
+    sample: FileSample, data: str, named: Mapping[str, str], mode: Mode = "auto"
 ) -> DataSummary:
-    """Return what the first records show. `given`: columns that the user names."""
-    sample = replace(sample, records=[_fields(record) for record in sample.records])
-    if not sample.records:
-        return DataSummary(
-            sample,
-            dict(columns_given),
-            "infonce",
-            "not summary at (no file of that name here)",
-            {},
-            [],
-            [],
-        )
+    """Return what the first records show. `named`: columns that the user names."""
+    records = [_fields(record) for record in sample.records]
+    sample = replace(sample, records=records)
+    if not records:
+        return DataSummary(sample, dict(named))
     names = sample.columns
-    for name in columns_given:
+    for name in named:
         if name not in names:
             near = nearest(name, names)
             hint = f", did you mean {near!r}?" if near else ""
             raise UserError(
                 f"{data} has no column {name!r}{hint} (it has {', '.join(names)})"
             )
-    layout = Columns(columns_given).layout(names)
-    has = {
-        "query": layout.query or layout.query_image,
-        "positive": layout.positive or layout.positive_image,
-    }
-    missing = [role for role, name in has.items() if name is None]
-    guesses_made = guess(sample.records, missing, layout.columns())
+    layout = Columns(named).layout(names)
+    missing = []
+    if not (layout.query or layout.query_image):
+        missing.append("query")
+    if not (layout.positive or layout.positive_image):
+        missing.append("positive")
+    guesses = guess(records, missing, layout.columns())
     # Asked only where each missing part has a column to choose from.
-    mapping = (
-        confirm(guesses_made, missing)
-        if missing and len(guesses_made.candidates) >= len(missing) and is_terminal()
-        else None
-    )
-    guesses = guesses_made.reasons if mapping is None else {}
-    mapping = {
-        **columns_given,
-        **(guesses_made.mapping if mapping is None else mapping),
-    }
+    confirmed = None
+    if missing and len(guesses.candidates) >= len(missing) and is_terminal():
+        confirmed = confirm(guesses, missing)
+    mapping = {**named, **(guesses.mapping if confirmed is None else confirmed)}
     layout = Columns(mapping).layout(names)
     if layout.problem:
         raise UserError(f"{data}: {layout.problem}, or with --query and --positive")
-    scored = layout.score is not None and not layout.negatives
-    first = len(sample.records)
-    many = f"{'about ' if sample.is_estimate else ''}{sample.num_records:,d} records"
-    about = f"{many}; the first {first:,d} records have {', '.join(layout.columns())}"
-    queries = _texts(sample, (layout.query,))
-    documents = _texts(sample, (layout.positive, *layout.negatives))
-    loss = "cosent" if scored else "infonce"
+    is_scored = layout.score is not None and not layout.negatives
+    loss = "cosent" if is_scored else "infonce"
+    about = "about " if sample.is_estimate else ""
+    about += f"{sample.num_records:,d} records; the first {len(records):,d} records have {', '.join(layout.columns())}"
     return DataSummary(
         sample,
         mapping,
         loss,
         about,
-        guesses,
-        queries,
-        documents,
+        guesses.reasons if confirmed is None else {},
+        _texts(records, (layout.query,)),
+        _texts(records, (layout.positive, *layout.negatives)),
         doubts_about(sample, mapping),
         bad_records(sample, data, mapping, loss, mode),
     )
@@ -473,26 +487,13 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         return record
 
 
-def _texts(sample: FileSample, names: Sequence[str | None]) -> list[str]:
-    guesses_made = (
-        text
-        for record in sample.records
-        for name in names
-        for text in texts_of(record.get(name or ""))
-    )
-    return [text for text in guesses_made if text is not None]
-
-
-def _said(lengths: values.Lengths | None, limit: int | None) -> str:
-    most = f"; this model reads {limit:,d}" if limit is not None else ""
-    if lengths is None:
-        return f"tokens; longer texts are cut{most}"
-    how = (
-        "measured"
-        if lengths.is_measured
-        else "estimated from the characters, the model is not here"
-    )
-    return f"tokens; 99 % of the texts have at most {lengths.full:,d} ({how}), the longest {lengths.longest:,d}{most}"
+def _texts(records: Sequence[Any], names: Sequence[str | None]) -> list[str]:
+    texts: list[str] = []
+    for record in records:
+        for name in names:
+            values_read = texts_of(record.get(name or ""))
+            texts += [text for text in values_read if text is not None]
+    return texts
 
 
 def _line(name: str, value: Any, comment: str) -> str:

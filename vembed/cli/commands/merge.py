@@ -2,44 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from vembed.config.schema import TrainConfig
-from vembed.parallel.session import start_session
-from vembed.weights.merge import MergeResult, merge
-from vembed.weights.merge_rules import MergeMethod
+from vembed.cli.support import Nproc, numbers, share
 
 
-def run_merge(
-    models: Sequence[str], output: str, method: MergeMethod, **options: Any
-) -> MergeResult:
-    """Merge and say what came of it. Runs on as many processes as were started: one merges, all evaluate."""
-    console = Console()
+def merge(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL", help="Folders, Hub names, adapters, checkpoints or runs."
+        ),
+    ],
+    output: Annotated[str, typer.Option("--output", "-o", help="A new folder.")],
+    method: Annotated[
+        Literal["mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup"],
+        typer.Option(
+            help="mean, weighted, slerp, task_arithmetic, ties, dare or soup."
+        ),
+    ] = "mean",
+    weights: Annotated[
+        str, typer.Option(help="One number for each model, as 0.7,0.3.")
+    ] = "",
+    base: Annotated[
+        str | None,
+        typer.Option(help="What differences are taken from. Default: what all share."),
+    ] = None,
+    of: Annotated[
+        Literal["auto", "weights", "differences"],
+        typer.Option(help="slerp: of the weights or of the differences from the base."),
+    ] = "auto",
+    density: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="ties, dare: the share that is kept."),
+    ] = 0.2,
+    scale: Annotated[
+        float,
+        typer.Option(help="task_arithmetic, ties, dare: factor of the difference."),
+    ] = 1.0,
+    interpolate: Annotated[
+        float, typer.Option(help="1: the merged model, 0: the base.")
+    ] = 1.0,
+    last: Annotated[
+        int | None, typer.Option(min=1, help="Of a run: its last so many checkpoints.")
+    ] = None,
+    sweep: Annotated[
+        str,
+        typer.Option(
+            help="Evaluate a line of weights, as 0,0.25,0.5,0.75,1, and keep the best."
+        ),
+    ] = "",
+    data: Annotated[
+        str | None, typer.Option(help="Evaluation data, for soup and --sweep.")
+    ] = None,
+    metric: Annotated[
+        str, typer.Option(help="What decides. Default: nDCG@10 or Spearman.")
+    ] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="auto, float32, bfloat16 or float16."),
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="dare: what its draws depend on.")] = 42,
+    nproc: Nproc = 1,
+) -> Any:
+    """Merge models of one architecture into one: means, slerp, task arithmetic, TIES, DARE, greedy soups."""
+    from vembed.weights.merge_rules import check_merge, check_numbers
+
+    shares = numbers("--weights", weights, float) or None
+    points = numbers("--sweep", sweep, float) or None
+    check_numbers(
+        method,
+        density,
+        scale=scale,
+        interpolate=interpolate,
+        weights=shares,
+        points=points,
+    )
+    # With --last the models are checkpoints, which are counted when they are there.
+    if last is None:
+        has_data = data is not None
+        check_merge(
+            models, method, shares, points, has_data=has_data, interpolate=interpolate
+        )
+    share(nproc)
+    from rich.console import Console
+    from rich.table import Table
+
+    from vembed.config.schema import TrainConfig
+    from vembed.parallel.session import start_session
+    from vembed.weights.merge import merge as merge_models
+
     config = TrainConfig(model_name=models[0], data_path="unused", strategy="ddp")
     with start_session(config) as session:
-        result = merge(models, output, method, session=session, **options)
+        result = merge_models(
+            models,
+            output,
+            method,
+            weights=shares,
+            base=base,
+            of=of,
+            density=density,
+            scale=scale,
+            interpolate=interpolate,
+            last=last,
+            sweep_points=points,
+            data=data,
+            metric=metric,
+            dtype=dtype,
+            seed=seed,
+            session=session,
+        )
         if session.is_main:
-            for line in _lines(result):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console = Console(soft_wrap=True, markup=False, highlight=False)
+            if result.trials:
+                table = Table("at", "score", box=None, pad_edge=False)
+                for trial in result.trials:
+                    table.add_row(f"{trial.at:g}", f"{trial.score:.4f}")
+                console.print(table)
+            kind = " of the differences from the base"
+            kind = kind if result.recipe.of_differences else ""
+            # Names as they were given: most are called final.
+            names = ", ".join(result.models)
+            console.print(f"merged by {result.recipe.method}{kind}: {names}")
+            if result.score is not None:
+                console.print(f"score: {result.score:.4f}")
+            console.print(f"wrote {result.model_dir}")
     return result
-
-
-def _lines(result: MergeResult) -> list[Table | str]:
-    lines: list[Table | str] = []
-    if result.trials:
-        table = Table("at", "score", box=None, pad_edge=False)
-        for trial in result.trials:
-            table.add_row(f"{trial.at:g}", f"{trial.score:.4f}")
-        lines.append(table)
-    names = ", ".join(result.models)  # as they were given: most are called final
-    method: str = result.recipe.method
-    if result.recipe.of_differences:
-        method += " of the differences from the base"
-    lines.append(f"merged by {method}: {names}")
-    if result.score is not None:
-        lines.append(f"score: {result.score:.4f}")
-    return [*lines, f"wrote {result.model_dir}"]

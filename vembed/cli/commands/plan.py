@@ -2,118 +2,88 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
+from vembed.cli.support import (
+    ConfigArguments,
+    read_config_arguments,
+    taken_flags,
+)
 
-from vembed.cli.commands.hours import Speed, speed_of, training_time
-from vembed.cli.commands.train import resolve_launch
-from vembed.config.arguments import TrainArguments
-from vembed.config.loading import resolve_run
-from vembed.models.adapters import wants_adapters
-from vembed.parallel.devices import bf16_instructions
-from vembed.parallel.environment import RankInfo
-from vembed.parallel.estimate import GIB, Memory, ModelSize, measure
-from vembed.parallel.exchange_choice import EXCHANGES
-from vembed.parallel.hardware import Gpu, Hardware
-from vembed.parallel.placement import Placement, memory_of_a_process, place
+if TYPE_CHECKING:
+    from vembed.parallel.estimate import ModelSize
+    from vembed.parallel.placement import Placement
+    from vembed.pipelines.prediction import Prediction
 
-FITS = 0.9
-"""A run fits if it needs at most this fraction of the memory."""
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
+"""Values of micro_batch_tokens that are tried, the fastest first."""
+NAMES = {
+    "gathered": "gathered parameters",
+    "copies": "weights in bfloat16",
+    "loss": "embeddings and loss",
+}
+"""Parts of the memory whose names say too little."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Prediction of the memory of each process of a run and of its time, from the shapes of its model alone."""
+def plan(args: ConfigArguments = None) -> tuple[Any, int]:
+    """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
+    rest, (gpu, memory) = taken_flags(args or [], ("--gpu", "--memory"))
+    # A dry run needs no machine rank, and may describe GPUs of other machines.
+    arguments = read_config_arguments("plan", plan.__doc__, [*rest, "--dry-run"])
+    from vembed.parallel.hardware import read_hardware
+    from vembed.pipelines.prediction import predict
+    from vembed.pipelines.stages.estimates import estimates, table
+    from vembed.pipelines.stages.sequence import pipeline_of_arguments
 
-    placement: Placement
-    size: ModelSize
-    memory: Memory
-    gpu: Gpu | None
-    seconds: float | None
-    """An estimate; None where there is none."""
-    hours_line: str
-    """The estimate with what it rests on, or why there is none."""
+    predict_run = partial(predict, hardware=read_hardware(gpu, memory))
+    pipeline = pipeline_of_arguments(arguments)
+    if pipeline is None:
+        prediction = predict_run(arguments)
+        return show(prediction), 0 if prediction.fits else 1
+    results = []
 
-    @property
-    def fits(self) -> bool:
-        """True if each process has the memory."""
-        return self.memory.total <= FITS * self.placement.memory
+    def predict_and_show(stage_arguments: Any) -> Prediction:
+        sys.stdout.write(f"==== {stage_arguments.stage}\n")
+        sys.stdout.flush()
+        prediction = predict_run(stage_arguments)
+        results.append(show(prediction))
+        return prediction
 
-    @property
-    def needed(self) -> str:
-        """The memory in words."""
-        return f"{self.memory.total / GIB:.1f} GB of the {self.placement.memory / GIB:.1f} GB of a process"
-
-    @property
-    def speed_alone(self) -> Speed:
-        """Arithmetic of a process that shares its machine with no other."""
-        return speed_of(replace(self.placement, ranks=RankInfo()), self.gpu)
-
-
-def predict(
-    arguments: TrainArguments,
-    env: Mapping[str, str] = os.environ,
-    *,
-    hardware: Hardware | None = None,
-) -> Prediction:
-    """Return the prediction for a config. `hardware`: instead of this machine's."""
-    run = resolve_run(
-        arguments.source, arguments.overrides, stage=arguments.stage, env=env
-    )
-    launch = resolve_launch(
-        run, arguments, env, num_gpus=None if hardware is None else hardware.count
-    )
-    has_gpu = hardware is not None or torch.cuda.is_available()
-    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
-    rank_info = launch.first_rank
-    gpu = None if hardware is None else hardware.gpu
-    available = memory_of_a_process(rank_info, device) if gpu is None else gpu.memory
-    placement = place(
-        run, rank_info, device, available, gpu=gpu, instructions=bf16_instructions()
-    )
-    # The placement has measured the model only where the strategy depends on its size.
-    size = placement.size or measure(run.config)
-    seconds, hours_line = training_time(placement, size, speed_of(placement, gpu))
-    return Prediction(
-        placement, size, placement.predict(size), gpu, seconds, hours_line
-    )
+    step_estimates = estimates(pipeline, arguments, predict_and_show)
+    sys.stdout.write(table(step_estimates))
+    return results, 0 if all(estimate.fits for estimate in step_estimates) else 1
 
 
-def run_plan(
-    arguments: TrainArguments,
-    env: Mapping[str, str] = os.environ,
-    *,
-    hardware: Hardware | None = None,
-    on_result: Callable[[Any], None] = lambda _: None,
-) -> int:
-    """Print the prediction for a config; exit code 0 if it fits, 1 if not. `hardware`: instead of this machine's.
-    `on_result` takes the prediction as a dict."""
-    prediction = predict(arguments, env, hardware=hardware)
-    show(prediction, on_result)
-    return 0 if prediction.fits else 1
+def show(prediction: Prediction) -> dict[str, Any]:
+    """Print a prediction in full, and return it as a dict."""
+    from rich.console import Console
 
+    from vembed.parallel.estimate import GIB
 
-def show(prediction: Prediction, on_result: Callable[[Any], None]) -> None:
-    """Print a prediction in full. `on_result` takes it as a dict."""
     placement = prediction.placement
     size = prediction.size
-    memory = prediction.memory
-    gpu = prediction.gpu
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(_table(memory, size, placement))
-    for line in (*placement.run.notes, *_fsdp_notes(placement), *placement.notes):
+    memory = asdict(prediction.memory)
+    num_processes = placement.ranks.world_size
+    rows = [(NAMES.get(name, name), f"{memory[name] / GIB:.2f}") for name in memory]
+    rows += [
+        ("", ""),
+        ("parameters", f"{size.total:,d}"),
+        ("trained", f"{size.trained:,d}"),
+        ("processes, shards", f"{num_processes}, {placement.num_shards}"),
+        ("rows of each process", f"{placement.rows:,d}"),
+    ]
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(_memory_table(rows))
+    fsdp_notes = () if placement.fsdp is None else placement.run.fsdp_notes
+    for line in (*placement.run.notes, *fsdp_notes, *placement.notes):
         console.print(f"note: {line}")
     for name, decision in placement.decisions.items():
         console.print(f"{name}: {decision}")
     console.print(f"graphs: {placement.graphs(size)}")
-    where = str(placement.device) if gpu is None else gpu.name
+    where = prediction.gpu.name if prediction.gpu else str(placement.device)
     console.print(
         f"needs {prediction.needed} ({where}): {'fits' if prediction.fits else 'does not fit'}. Activations are an "
         "estimate; the rest follows from the model's shapes."
@@ -121,70 +91,65 @@ def show(prediction: Prediction, on_result: Callable[[Any], None]) -> None:
     ways = [] if prediction.fits else ways_out(placement, size)
     for line in ways:
         console.print(f"  {line}")
-    on_result(
-        {
-            "fits": prediction.fits,
-            "needed_bytes": memory.total,
-            "available_bytes": placement.memory,
-            "device": where,
-            "memory_bytes": asdict(memory),
-            "parameters": size.total,
-            "trained_parameters": size.trained,
-            "num_processes": placement.ranks.world_size,
-            "num_shards": placement.num_shards,
-            "rows": placement.rows,
-            "largest_batch": {
-                exchange: placement.most_rows(size, exchange)
-                * placement.ranks.world_size
-                for exchange in EXCHANGES
-            },
-            "decisions": {
-                name: str(decision) for name, decision in placement.decisions.items()
-            },
-            "ways_out": ways,
-            "seconds": prediction.seconds,
-        }
+    most_rows = placement.most_rows(size) * num_processes
+    console.print(
+        f"largest batch: about {most_rows:,d} rows, by the memory of the loss"
     )
-    console.print(largest_batch(placement, size))
     console.print(prediction.hours_line)
+    return {
+        "fits": prediction.fits,
+        "needed_bytes": prediction.memory.total,
+        "available_bytes": placement.memory,
+        "device": where,
+        "memory_bytes": memory,
+        "parameters": size.total,
+        "trained_parameters": size.trained,
+        "num_processes": num_processes,
+        "num_shards": placement.num_shards,
+        "rows": placement.rows,
+        "largest_batch": most_rows,
+        "decisions": {name: str(value) for name, value in placement.decisions.items()},
+        "ways_out": ways,
+        "seconds": prediction.seconds,
+    }
 
 
-def _fsdp_notes(placement: Placement) -> tuple[str, ...]:
-    return () if placement.fsdp is None else tuple(placement.run.fsdp_notes)
+def _memory_table(rows: list[tuple[str, str]]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title="memory of each process")
+    table.title_justify = "left"
+    table.add_column("what")
+    table.add_column("GB", justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     """Return settings that would fit, the cheapest first."""
+    from vembed.models.adapters import wants_adapters
+    from vembed.pipelines.prediction import FITS
+
     config = placement.run.config
     recomputation = placement.recomputation.value
     limit = FITS * placement.memory
-    if (
-        config.batch.use_gradient_cache is False
-        and placement.predict(size, uses_cache=True).total <= limit
-    ):
-        return [
-            "fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"
-        ]
+    cache = ""
+    if config.batch.use_gradient_cache is False:
+        cache = "use_gradient_cache: auto, "
+        if placement.predict(size, uses_cache=True).total <= limit:
+            return [
+                "fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"
+            ]
     # Smaller micro-batches cost less time than recomputation, so all of them are tried first.
     for recomputes in (recomputation, True):
+        more = "" if recomputes == recomputation else "gradient_checkpointing: true, "
         for budget in BUDGETS:
-            if (
-                placement.predict(
-                    size, tokens=budget, recomputes=recomputes, uses_cache=True
-                ).total
-                <= limit
-            ):
-                more = (
-                    ""
-                    if recomputes == recomputation
-                    else "gradient_checkpointing: true, "
-                )
-                more += (
-                    "use_gradient_cache: auto, "
-                    if config.batch.use_gradient_cache is False
-                    else ""
-                )
-                return [f"fits with {more}micro_batch_tokens: {budget}"]
+            need = placement.predict(
+                size, tokens=budget, recomputes=recomputes, uses_cache=True
+            )
+            if need.total <= limit:
+                return [f"fits with {more}{cache}micro_batch_tokens: {budget}"]
     lines = [
         "no micro-batch is small enough: the weights, gradients and optimizer alone take too much"
     ]
@@ -201,42 +166,3 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
             "use_fsdp: true with fsdp_offload_params: true (weights and optimizer in host memory, slower)"
         )
     return lines
-
-
-def largest_batch(placement: Placement, size: ModelSize) -> str:
-    """Return a line with the largest global batch whose embeddings fit, with each way of exchanging them."""
-    world_size = placement.ranks.world_size
-    chosen = placement.exchange.value
-    if world_size == 1:
-        return f"largest batch: about {placement.most_rows(size, chosen):,d} rows, by the memory of the loss"
-    most_rows = {
-        exchange: placement.most_rows(size, exchange) * world_size
-        for exchange in EXCHANGES
-    }
-    return (
-        f"largest batch: about {most_rows['gather']:,d} rows on {world_size} processes with loss_exchange: gather, "
-        f"{most_rows['ring']:,d} with ring, by the memory of the loss; this run takes {chosen}"
-    )
-
-
-def _table(memory: Memory, size: ModelSize, placement: Placement) -> Table:
-    table = Table(
-        title="memory of each process", title_justify="left", box=None, pad_edge=False
-    )
-    table.add_column("what")
-    table.add_column("GB", justify="right")
-    names = {
-        "gathered": "gathered parameters",
-        "copies": "weights in bfloat16",
-        "loss": "embeddings and loss",
-    }
-    for name, count in asdict(memory).items():
-        table.add_row(names.get(name, name), f"{count / GIB:.2f}")
-    table.add_row("", "")
-    table.add_row("parameters", f"{size.total:,d}")
-    table.add_row("trained", f"{size.trained:,d}")
-    table.add_row(
-        "processes, shards", f"{placement.ranks.world_size}, {placement.num_shards}"
-    )
-    table.add_row("rows of each process", f"{placement.rows:,d}")
-    return table

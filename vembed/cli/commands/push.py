@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from typing import Annotated, Any
 
-from vembed.saving.hub import Hub, checked_name
-from vembed.saving.publication import publication
-
-
-@dataclass(frozen=True)
-class Pushed:
-    """Result: the repository and its files."""
-
-    repository: str
-    url: str
-    """Address; empty in a dry run."""
-    is_private: bool
-    files: dict[str, int]
-    """Bytes of each file."""
-    num_sent: int
-    """Files that the repository did not have."""
+import typer
 
 
-def run_push(
-    model: str,
-    repository: str,
-    *,
-    public: bool = False,
-    report: bool = True,
-    is_dry_run: bool = False,
-) -> Pushed:
-    """Push the files of a run or a model and print them; in a dry run only print them."""
+def push(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="The output_dir of a finished run, or a model folder."
+        ),
+    ],
+    repository: Annotated[
+        str,
+        typer.Argument(metavar="REPOSITORY", help="Repository on the Hub: user/name."),
+    ],
+    public: Annotated[
+        bool,
+        typer.Option("--public", help="Make the repository public. Default: private."),
+    ] = False,
+    report: Annotated[
+        bool,
+        typer.Option(
+            help="With the report of the run, which shows texts of the validation data."
+        ),
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files and send nothing.")
+    ] = False,
+) -> dict[str, Any]:
+    """Push a model to the Hub, with its card, the report and a description of the training data.
+
+    The repository is private by default. The token is that of `hf auth login` or of HF_TOKEN. Files that are there
+    already are not sent again.
+    """
+    from vembed.saving.hub import Hub, checked_name
+    from vembed.saving.publication import publication
+
     files = publication(model, report=report)
     sizes = {file.path: file.size for file in files}
-    if is_dry_run:
+    result: dict[str, Any] = {
+        "repository": repository,
+        "url": "",
+        "is_private": not public,
+        "files": sizes,
+        "num_sent": 0,
+    }
+    if dry_run:
         checked_name(repository)
         for path, size in sizes.items():
             sys.stdout.write(f"{size:>15,d} bytes  {path}\n")
@@ -42,10 +58,10 @@ def run_push(
         sys.stdout.write(
             f"would push {len(files)} files to {repository} ({kind}); nothing was sent\n"
         )
-        return Pushed(repository, "", not public, sizes, 0)
+        return result
     hub = Hub(repository, public=public, log=lambda line: sys.stdout.write(line + "\n"))
     hub.open()
     num_sent = hub.push(files, "Pushed by vembed")
     url = f"{hub.api.endpoint}/{hub.repository}"
     sys.stdout.write(f"{url}: {num_sent} of {len(files)} files were new\n")
-    return Pushed(hub.repository, url, not public, sizes, num_sent)
+    return {**result, "repository": hub.repository, "url": url, "num_sent": num_sent}

@@ -1,59 +1,137 @@
-"""`vembed serve`: an embedding server on this machine."""
+"""`vembed serve`: an embedding server on this machine, and `vembed check-server`: a running one beside its model."""
 
 from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
 
-from vembed.config.paths import short_name
+import typer
+
+from vembed.cli.support import AnyModel, TrustRemoteCode, usable_model
 from vembed.errors import UserError
-from vembed.inference.serve.encoder import TextEncoder, open_encoder
+
+if TYPE_CHECKING:
+    from vembed.inference.serve.encoder import TextEncoder
 
 
-def run_serve(
-    model: str,
-    *,
-    host: str,
-    port: int,
-    served_name: str | None = None,
-    api_key: str | None = None,
-    device: str | None = None,
-    truncate_dim: int | None = None,
-    trust_remote_code: bool = False,
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model folder, a Hub name, a run, a checkpoint, or an export to ONNX or OpenVINO.",
+        ),
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")
+    ] = 8080,
+    served_name: Annotated[
+        str | None, typer.Option(help="Name of the model. Default: that of its folder.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VEMBED_API_KEY",
+            help="Key that clients must send. Other users see arguments: set VEMBED_API_KEY.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one."),
+    ] = None,
+    truncate_dim: Annotated[
+        int | None, typer.Option(min=1, help="Keep only the first so many numbers.")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Serve a model until a signal."""
+    """Serve embeddings over HTTP: OpenAI's /v1/embeddings and TEI's /embed.
+
+    The vectors are those of `vembed.Embedder`.
+    """
     for package in ("uvicorn", "starlette"):
         if find_spec(package) is None:
             raise UserError(
                 f"{package} is not installed: `pip install 'vembed[serve]'`"
             )
-    from vembed.inference.serve.server import serve
+    from vembed.config.paths import short_name
+    from vembed.inference.serve.encoder import open_encoder
+    from vembed.inference.serve.server import serve as run_server
 
-    def load() -> TextEncoder:
-        return open_encoder(
-            model,
-            device=device,
-            truncate_dim=truncate_dim,
-            trust_remote_code=trust_remote_code,
+    with usable_model(model) as model_path:
+
+        def load() -> TextEncoder:
+            return open_encoder(
+                model_path,
+                device=device,
+                truncate_dim=truncate_dim,
+                trust_remote_code=trust_remote_code,
+            )
+
+        def announce(port: int) -> None:
+            # A program that starts the server waits for this line.
+            sys.stdout.write(
+                f"{model_path} at http://{host}:{port}: POST /v1/embeddings (OpenAI) or /embed (TEI); Ctrl-C stops it\n"
+            )
+            sys.stdout.flush()
+
+        run_server(
+            load,
+            served_name or short_name(model_path),
+            host=host,
+            port=port,
+            api_key=api_key,
+            on_ready=announce,
         )
+        sys.stdout.write("stopped\n")
 
-    def announce(port: int) -> None:
-        print_line(
-            f"{model} at http://{host}:{port}: POST /v1/embeddings (OpenAI) or /embed (TEI); Ctrl-C stops it"
+
+def check_server(
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="Address of an OpenAI-compatible or TEI endpoint: http://localhost:8080.",
+        ),
+    ],
+    model: AnyModel,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Evaluation data for texts and nDCG. Default: those of the run."
+        ),
+    ] = None,
+    served_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the model at the server. Default: MODEL as it is given."
+        ),
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="Largest cosine distance.")] = 1e-3,
+) -> dict[str, Any]:
+    """Compare a running embedding server with the model, batch by batch.
+
+    Exit code 1 if they differ.
+    """
+    from vembed.export.servers import check_address
+    from vembed.export.servers import check_server as compare_server
+
+    check_address(url, model)
+    with usable_model(model) as model_path:
+        largest = compare_server(
+            url,
+            model_path,
+            data=data,
+            served_name=served_name,
+            tolerance=tolerance,
+            log=lambda line: sys.stdout.write(line + "\n"),
         )
-
-    serve(
-        load,
-        served_name or short_name(model),
-        host=host,
-        port=port,
-        api_key=api_key,
-        on_ready=announce,
-    )
-    print_line("stopped")
-
-
-def print_line(line: str) -> None:
-    """Write a line at once: a program that starts the server waits for it."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    return {
+        "url": url,
+        "model": model,
+        "largest_distance": largest,
+        "tolerance": tolerance,
+    }

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Self
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from vembed.data.examples import BadRecord
 from vembed.errors import UserError
@@ -22,7 +23,8 @@ MAX_RECORD_BYTES = 32 * 2**20
 BLOCK_ROWS = 256
 """Rows of a block where the format gives them one by one."""
 PIECE_BYTES = 2**16
-"""Bytes that are read and parsed together: few enough to stay in a core's cache."""
+FILE_BITS = 44
+"""Bits behind which numbers and lines of several files hold the number of the file."""
 
 Row = tuple[int, int, Any]
 """Number and line of a record, and the record itself or a `BadRecord`. The number is what `read` takes: a byte
@@ -32,39 +34,40 @@ _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A part of a source, for one process of the first pass: the records with numbers from `start` to before `stop`."""
 
     start: int
     stop: int
 
 
+@dataclass
 class Block:
-    """Consecutive rows of a source: their numbers and lines (int64 [n]), and their records."""
+    """Consecutive rows of a source: their numbers and lines (int64 [n]), and their records.
 
-    def __init__(
-        self, numbers: np.ndarray, lines: np.ndarray, records: list[Any] | None = None
-    ) -> None:
-        self.numbers = numbers
-        self.lines = lines
-        self._records = records or []
+    Rows of a table become Python objects only where they are looked at one by one.
+    """
 
-    def records(self) -> list[Any]:
-        """Return the records, each a dict in general, or a `BadRecord`."""
-        return self._records
+    numbers: np.ndarray
+    lines: np.ndarray
+    records: list[Any] | pa.RecordBatch
+    """Each a dict in general, or a `BadRecord`."""
 
     def columns(self) -> tuple[str, ...] | None:
         """Return the columns of the records; None if the records differ in them or one has none."""
-        records = self.records()
-        if set(map(type, records)) != {dict}:
+        if isinstance(self.records, pa.RecordBatch):
+            names = tuple(self.records.schema.names)
+            return names if len(set(names)) == len(names) else None
+        if set(map(type, self.records)) != {dict}:
             return None
-        columns = set(map(tuple, records))
+        columns = set(map(tuple, self.records))
         return columns.pop() if len(columns) == 1 else None
 
     def are_texts(self, columns: Sequence[str]) -> bool:
         """Return True if all values of these columns are texts that can be embedded. False: look at each."""
-        values = [record[name] for name in columns for record in self.records()]
+        if isinstance(self.records, pa.RecordBatch):
+            return all(_are_texts(self.records.column(name)) for name in columns)
+        values = [record[name] for name in columns for record in self.records]
         if set(map(type, values)) != {str} or not all(values):
             return False
         if any(map(str.isspace, values)):
@@ -75,18 +78,50 @@ class Block:
         except UnicodeEncodeError:
             return False
 
-    def moved(self, numbers: int, lines: int) -> Self:
+    def moved(self, by: int) -> Block:
         """Return the block with something added to its numbers and lines."""
-        block = copy.copy(self)
-        block.numbers = self.numbers + numbers
-        block.lines = self.lines + lines
-        return block
+        return replace(self, numbers=self.numbers + by, lines=self.lines + by)
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows one by one."""
-        return zip(
-            self.numbers.tolist(), self.lines.tolist(), self.records(), strict=True
-        )
+        records = self.records
+        if isinstance(records, pa.RecordBatch):
+            records = row_values(records)
+        return zip(self.numbers.tolist(), self.lines.tolist(), records, strict=True)
+
+
+def _are_texts(column: pa.Array) -> bool:
+    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    if column.null_count or not is_text:
+        return False
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:  # not UTF-8
+        return False
+    texts = column.cast(pa.large_string())
+    _, bounds, data = texts.buffers()
+    offsets = np.frombuffer(bounds, np.int64)[texts.offset :][: len(texts) + 1]
+    if (np.diff(offsets) == 0).any() or pc.any(pc.utf8_is_space(texts)).as_py():
+        return False
+    return bool(np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]].all())
+
+
+def row_values(rows: pa.RecordBatch) -> list[Any]:
+    """Return the rows as dicts, with a BadRecord for each row that Python cannot represent (invalid UTF-8, say)."""
+    try:
+        values: list[Any] = rows.to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        if rows.num_rows == 1:
+            return [BadRecord(f"values that cannot be read ({first_line(error)})")]
+        values = []
+        for row in range(rows.num_rows):
+            values += row_values(rows.slice(row, 1))
+    return values
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class Format:
@@ -113,7 +148,8 @@ class Format:
         """Name in messages: the path, or what the file was copied from."""
         self.folder = path.parent
         """Default base folder of relative image paths."""
-        self.selected: Sequence[str] | None = None
+        self.selected: list[str] | None = None
+        """The columns that are read; None: all. Formats without columns on disk read all."""
 
     @classmethod
     def open(cls, path: Path) -> Format:
@@ -134,7 +170,12 @@ class Format:
         self, start: int | None = None, stop: int | None = None
     ) -> Iterator[Block]:
         """Yield the same rows in blocks."""
-        return grouped(self.rows(start, stop))
+        rows = self.rows(start, stop)
+        while chunk := list(itertools.islice(rows, BLOCK_ROWS)):
+            numbers, lines, records = zip(*chunk, strict=True)
+            yield Block(
+                np.array(numbers, np.int64), np.array(lines, np.int64), list(records)
+            )
 
     def read(self, number: int) -> Any:
         """Return one record again, or a `BadRecord`."""
@@ -157,38 +198,41 @@ class Format:
         """Return the number of lines of a part."""
         return part.stop - part.start
 
-    def first_line(self, part: Part) -> int:
-        """Return the number from which the lines of the part's file count."""
-        del part
-        return 0
-
     def num_records(self) -> int | None:
         """Return the number of records where it is known without reading them."""
         return None
 
     def select(self, columns: Sequence[str]) -> None:
-        """Read only these columns from now on. Formats without columns on disk read all."""
+        """Read only these columns from now on."""
+        self.selected = list(columns)
 
     def sample(self, count: int) -> list[Row]:
         """Return the first rows."""
         return list(itertools.islice(self.rows(), count))
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the file again."""
-        return {
-            "path": self.path,
-            "name": self.name,
-            "folder": self.folder,
-            "selected": self.selected,
-        }
+        return _opened_again, (
+            type(self),
+            self.path,
+            self.name,
+            self.folder,
+            self.selected,
+        )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """See __getstate__."""
-        self.__init__(state["path"])  # type: ignore[misc]
-        self.name = state["name"]
-        self.folder = state["folder"]
-        if state["selected"] is not None:
-            self.select(state["selected"])
+
+def _opened_again(
+    form: type[Format],
+    path: Path,
+    name: str,
+    folder: Path,
+    selected: list[str] | None,
+) -> Format:
+    reader = form(path)
+    reader.name = name
+    reader.folder = folder
+    reader.selected = selected
+    return reader
 
 
 class TextFormat(Format):
@@ -203,7 +247,7 @@ class TextFormat(Format):
         self._file = os.open(path, os.O_RDONLY)
         # The reader lives as long as its examples are read, and nobody closes it.
         weakref.finalize(self, os.close, self._file)
-        head = self._bytes(0, 4)
+        head = os.pread(self._file, 4, 0)
         if head.startswith(_UTF16):
             raise UserError(f"{path} is UTF-16 text: save it as UTF-8")
         self.start = len(_BOM) if head.startswith(_BOM) else 0
@@ -216,21 +260,37 @@ class TextFormat(Format):
     def num_lines(self, part: Part) -> int:
         """Return the number of line ends in a part."""
         count = 0
-        left = part.stop - part.start
-        with self.open_at(part.start) as file:
-            while left > 0 and (data := file.read(min(left, 16 * PIECE_BYTES))):
-                count += data.count(b"\n")
-                left -= len(data)
+        for start in range(part.start, part.stop, 2**20):
+            size = min(2**20, part.stop - start)
+            count += os.pread(self._file, size, start).count(b"\n")
         return count
 
-    def _bytes(self, start: int, size: int) -> bytes:
-        return os.pread(self._file, size, start)
+    def lines(
+        self, start: int | None = None, stop: int | None = None
+    ) -> Iterator[tuple[int, int, bytes]]:
+        """Yield position, number and bytes of each line that begins in a range. Of a line that is too long to be a
+        record, the bytes are cut."""
+        position = self.start if start is None else start
+        stop = self.stop if stop is None else stop
+        number = 1
+        with self.open_at(max(position - 1, self.start)) as file:
+            if position > self.start:
+                # A line that began before `start` belongs to the part before.
+                skipped = rest_of_line(file) - 1
+                position += skipped
+                number += skipped > 0
+            while position < stop and (line := file.readline(MAX_RECORD_BYTES + 1)):
+                yield position, number, line
+                position += len(line)
+                if len(line) > MAX_RECORD_BYTES and not line.endswith(b"\n"):
+                    position += rest_of_line(file)
+                number += 1
 
-    def _line(self, start: int) -> bytes:
-        """Return the line that begins at a position."""
+    def line_at(self, start: int) -> bytes:
+        """Return the line that begins at a position, for `read`."""
         size = 2**12
         while True:
-            data = self._bytes(start, size)
+            data = os.pread(self._file, size, start)
             end = data.find(b"\n")
             if end >= 0:
                 return data[: end + 1]
@@ -274,10 +334,11 @@ class _PositionedFile(io.RawIOBase):
         return size
 
 
-def grouped(rows: Iterable[Row]) -> Iterator[Block]:
-    """Yield rows that come one by one in blocks."""
-    rows = iter(rows)
-    while chunk := list(itertools.islice(rows, BLOCK_ROWS)):
-        numbers = np.array([number for number, _, _ in chunk], np.int64)
-        lines = np.array([line for _, line, _ in chunk], np.int64)
-        yield Block(numbers, lines, [record for _, _, record in chunk])
+def rest_of_line(file: BinaryIO) -> int:
+    """Skip to the next line, which may be far away. Return the number of bytes."""
+    size = 0
+    while piece := file.readline(PIECE_BYTES):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size

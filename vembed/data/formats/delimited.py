@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from vembed.data.examples import BadRecord
-from vembed.data.formats.base import MAX_RECORD_BYTES, Row, TextFormat
+from vembed.data.formats.base import MAX_RECORD_BYTES, Row, TextFormat, rest_of_line
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
@@ -33,7 +33,8 @@ class DelimitedFile(TextFormat):
         # The limit is global to the process; raising it is harmless.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD_BYTES))
         self.columns = ()
-        first = self._first_line()
+        with self.open_at(self.start) as file:
+            first = file.readline(MAX_RECORD_BYTES).decode(errors="replace")
         line = 1
         if separator := _SEPARATOR.fullmatch(first):  # a line for Excel
             self.start += len(first.encode())
@@ -48,29 +49,26 @@ class DelimitedFile(TextFormat):
                 self._delimiter,
                 self.expected_delimiter,
             )
-        header_row = next(self._parsed(self.start, line), None)
-        if header_row is None:
+        records = self._records(self.start, line)
+        _, line, cells = next(records, (0, line, None))
+        if cells is None:
             raise UserError(f"{self.where(line)}: there is no header")
-        _, line, cells, header_size = header_row
         if isinstance(cells, BadRecord):
-            hint = (
-                ", or let `vembed init --data` make such a copy"
-                if "not UTF-8" in str(cells)
-                else ""
-            )
+            hint = ""
+            if "not UTF-8" in str(cells):
+                hint = ", or let `vembed init --data` make such a copy"
             raise UserError(
                 f"{self.where(line)}: the header cannot be read: {cells}{hint}"
             )
+        self.start, self._first_line, _ = next(records, (self.stop, line + 1, None))
         self.columns = tuple(cells)
-        self.start = header_row[0] + header_size
-        self._num_header_lines = self._bytes(0, self.start).count(b"\n")
 
     def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
         """Yield the records that begin in a range. Lines count from the beginning of the file."""
         start = self.start if start is None else start
         stop = self.stop if stop is None else stop
         assert self.columns is not None
-        for number, line, cells, _ in self._parsed(start, 1 + self._num_header_lines):
+        for number, line, cells in self._records(start, self._first_line):
             if number >= stop:
                 return
             if isinstance(cells, BadRecord):
@@ -84,10 +82,9 @@ class DelimitedFile(TextFormat):
     def read(self, number: int) -> Any:
         """Return one record again."""
         assert self.columns is not None
-        line = self._line(number)
-        # Most records are one line. In that of a longer one a quote stays open, and the line has no cells.
-        cells = _cells_of_line(line, self._delimiter)
-        if len(cells) == len(self.columns):
+        # Most records are one line. In that of a longer one a quote stays open.
+        cells = self._cells(self.line_at(number))
+        if not isinstance(cells, BadRecord) and len(cells) == len(self.columns):
             return self._as_record(cells)
         return super().read(number)
 
@@ -96,75 +93,94 @@ class DelimitedFile(TextFormat):
         values = [cell or None for cell in cells]
         return dict(zip(self.columns, values, strict=True))
 
-    def _first_line(self) -> str:
-        with self.open_at(self.start) as file:
-            return file.readline(MAX_RECORD_BYTES).decode(errors="replace")
+    def _records(
+        self, start: int, number: int
+    ) -> Iterator[tuple[int, int, list[str] | BadRecord]]:
+        """Yield position, line and cells of each record. `number`: of the line at `start`.
 
-    def _parsed(
-        self, start: int, line: int
-    ) -> Iterator[tuple[int, int, list[str] | BadRecord, int]]:
-        """Yield position, line, cells and size of each record.
-
-        An unclosed quote would consume the records after it, so an unparsable record ends with its first line.
+        An unclosed quote would take the records after it, so a record that cannot be parsed ends with its first line.
         """
         with self.open_at(start) as file:
-            lines = _Lines(file)
-            rows = csv.reader(lines, delimiter=self._delimiter, strict=True)
-            while True:
-                lines.begin_record()
+            while line := file.readline(MAX_RECORD_BYTES + 1):
+                size = len(line)
+                num_lines = 1
                 cells: list[str] | BadRecord
-                try:
-                    row = next(rows, None)
-                    if row is None:
-                        return
-                    cells = self._checked(row, lines)
-                except csv.Error as error:
-                    cells = BadRecord(f"not CSV ({_reason(error)})")
-                except BadRecord as error:
-                    cells = error
-                if isinstance(cells, BadRecord) and lines.num_lines > 1:
-                    lines.keep_first()
-                    file.seek(start + lines.size)
-                if self.is_tsv and isinstance(cells, BadRecord):
-                    # Many TSV files do not use quoting; a quote is an ordinary character there.
-                    cells = self._by_tabs(lines, cells)
-                if not lines.is_blank:
-                    yield start, line, cells, lines.size
-                start += lines.size
-                line += lines.num_lines
+                if size > MAX_RECORD_BYTES:
+                    size += 0 if line.endswith(b"\n") else rest_of_line(file)
+                    cells = BadRecord(
+                        f"a line of more than {MAX_RECORD_BYTES:,d} bytes"
+                    )
+                else:
+                    cells = self._cells(line)
+                    if isinstance(cells, BadRecord) and line.count(b'"') % 2:
+                        lines, cells = self._quoted(file, line, cells)
+                        num_lines = len(lines)
+                        size = sum(map(len, lines))
+                        file.seek(start + size)
+                    is_wrong = isinstance(cells, BadRecord) or (
+                        self.columns and len(cells) != len(self.columns)
+                    )
+                    if self._delimiter == "\t" and is_wrong:
+                        # Many TSV files do not use quoting; a quote is an ordinary character there.
+                        cells = self._cells(line, quoting=csv.QUOTE_NONE)
+                if line.strip(b" \r\n"):
+                    yield start, number, cells
+                start += size
+                number += num_lines
 
-    def _checked(self, row: list[str], lines: _Lines) -> list[str] | BadRecord:
-        """Return the cells of a record, or why they are none."""
-        num_lines = lines.num_lines
-        if self.columns and num_lines > 1:
-            if len(row) != len(self.columns):
-                return BadRecord(
-                    f"quoted over {num_lines:,d} lines, which make {len(row):,d} cells"
+    def _quoted(
+        self, file: BinaryIO, first: bytes, problem: BadRecord
+    ) -> tuple[list[bytes], list[str] | BadRecord]:
+        """Return the lines and cells of a record in whose first line a quote stays open. What gives no record is the
+        first line alone, with its problem."""
+        lines = [first]
+        size = len(first)
+        num_quotes = first.count(b'"')
+        while num_quotes % 2 and (line := file.readline(MAX_RECORD_BYTES + 1)):
+            size += len(line)
+            if size > MAX_RECORD_BYTES:
+                reason = (
+                    f"a quote that is not closed within {MAX_RECORD_BYTES:,d} bytes"
                 )
-            if self.is_tsv and lines.count_each(b"\t") == {len(row) - 1}:
-                return BadRecord(
-                    f"quoted over {num_lines:,d} lines, each of which is a row"
-                )
-        if lines.has_foreign_bytes:
-            return lines.refuse_encoding()
-        if self.is_tsv and self.columns and len(row) != len(self.columns):
-            return BadRecord("another number of cells")
-        return row
+                return lines[:1], BadRecord(reason)
+            lines.append(line)
+            num_quotes += line.count(b'"')
+        cells = self._cells(b"".join(lines))
+        if isinstance(cells, BadRecord):
+            return lines[:1], problem
+        if self.columns and len(cells) != len(self.columns):
+            reason = (
+                f"quoted over {len(lines):,d} lines, which make {len(cells):,d} cells"
+            )
+            return lines[:1], BadRecord(reason)
+        num_tabs = {line.count(b"\t") for line in lines}
+        if self.columns and self._delimiter == "\t" and num_tabs == {len(cells) - 1}:
+            return lines[:1], problem  # each line is a row of its own
+        return lines, cells
 
-    def _by_tabs(self, lines: _Lines, problem: BadRecord) -> list[str] | BadRecord:
-        """Return the cells of a line whose quotes are ordinary characters."""
-        if lines.size > MAX_RECORD_BYTES:
-            return problem
+    def _cells(
+        self, record: bytes, quoting: Any = csv.QUOTE_MINIMAL
+    ) -> list[str] | BadRecord:
+        """Return the cells of a record, or why it has none."""
         try:
-            text = lines.data.decode()
-        except UnicodeDecodeError:
-            return lines.refuse_encoding()
-        return text.rstrip("\r\n").split("\t")
-
-    @property
-    def is_tsv(self) -> bool:
-        """True if cells are separated by tabs."""
-        return self._delimiter == "\t"
+            text = record.decode()
+        except UnicodeDecodeError as error:
+            return BadRecord(
+                f"not UTF-8 (byte {error.start + 1:,d} of the record): save the file as UTF-8"
+            )
+        try:
+            rows = csv.reader(
+                [text], delimiter=self._delimiter, quoting=quoting, strict=True
+            )
+            return next(rows, [])
+        except csv.Error as error:
+            reason = str(error).partition(" - ")[0]
+            if reason.startswith("new-line character seen in unquoted field"):
+                reason = (
+                    "a carriage return without quotes around it, or lines that end with one alone: end them with "
+                    "line feeds"
+                )
+            return BadRecord(f"not CSV ({reason})")
 
 
 class TsvFile(DelimitedFile):
@@ -189,95 +205,3 @@ def delimiter_of(header: str, expected: str) -> str:
         return expected
     best = max(DELIMITERS, key=num_fields)
     return best if num_fields(best) > 1 else expected
-
-
-def _cells_of_line(line: bytes, delimiter: str) -> list[str]:
-    """Return the cells of a line; none if something is wrong with it."""
-    try:
-        return next(csv.reader([line.decode()], delimiter=delimiter, strict=True), [])
-    except (csv.Error, UnicodeDecodeError):
-        return []
-
-
-class _Lines:
-    """Iterator of a file's lines for csv.reader that keeps the bytes of the current record."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.begin_record()
-
-    def begin_record(self) -> None:
-        """Forget the record before."""
-        self._lines: list[bytes] = []
-        self.size = 0
-        self.has_foreign_bytes = False
-
-    @property
-    def num_lines(self) -> int:
-        """Lines of the record."""
-        return len(self._lines)
-
-    @property
-    def data(self) -> bytes:
-        """Bytes of the record."""
-        return b"".join(self._lines)
-
-    @property
-    def is_blank(self) -> bool:
-        """True for an empty line."""
-        return not self.data.strip(b" \r\n")
-
-    def count_each(self, character: bytes) -> set[int]:
-        """Return how often a character is in each line."""
-        return {line.count(character) for line in self._lines}
-
-    def keep_first(self) -> None:
-        """Take the first line alone for the record."""
-        self._lines = self._lines[:1]
-        self.size = self._first_size
-
-    def refuse_encoding(self) -> BadRecord:
-        """Return what is wrong with bytes that are not UTF-8."""
-        try:
-            self.data.decode()
-        except UnicodeDecodeError as error:
-            return BadRecord(
-                f"not UTF-8 (byte {error.start + 1:,d} of the record): save the file as UTF-8"
-            )
-        return BadRecord("not UTF-8: save the file as UTF-8")
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._file.readline(MAX_RECORD_BYTES + 1)
-        if not line:
-            raise StopIteration
-        size = len(line)
-        piece = line
-        while len(piece) > MAX_RECORD_BYTES and not piece.endswith(b"\n"):
-            piece = self._file.readline(MAX_RECORD_BYTES + 1)
-            size += len(piece)
-        if not self._lines:
-            self._first_size = size
-        self._lines.append(line)
-        self.size += size
-        if size > MAX_RECORD_BYTES:
-            raise BadRecord(f"a line of more than {MAX_RECORD_BYTES:,d} bytes")
-        if self.size > MAX_RECORD_BYTES:
-            raise BadRecord(
-                f"a quote that is not closed within {MAX_RECORD_BYTES:,d} bytes"
-            )
-        try:
-            return line.decode()
-        except UnicodeDecodeError:
-            self.has_foreign_bytes = True
-            return line.decode(errors="surrogateescape")
-
-
-def _reason(error: csv.Error) -> str:
-    """Return csv's error without its advice to programmers."""
-    reason = str(error).partition(" - ")[0]
-    if reason.startswith("new-line character seen in unquoted field"):
-        return "a carriage return without quotes around it, or lines that end with one alone: end them with line feeds"
-    return reason

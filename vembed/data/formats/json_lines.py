@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NoReturn
-
-import numpy as np
+from typing import Any, ClassVar, NoReturn
 
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import (
     MAX_RECORD_BYTES,
     PIECE_BYTES,
-    Block,
     Format,
     Part,
     Row,
     TextFormat,
-    grouped,
 )
 from vembed.errors import UserError
 
@@ -32,7 +28,6 @@ MAX_ARRAY_BYTES = 2**30
 
 _AROUND = " \t\r\n\ufeff"
 """Characters around a record that belong to no record."""
-_LINE_END = ord("\n")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -57,83 +52,18 @@ class JsonLines(TextFormat):
         starts = range(self.start, max(stop, self.start + 1), PART_BYTES)
         return [Part(*bounds) for bounds in itertools.pairwise([*starts, stop])]
 
-    def blocks(
-        self, start: int | None = None, stop: int | None = None
-    ) -> Iterator[Block]:
+    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
         """Yield the records whose lines begin in a range."""
-        start = self.start if start is None else start
-        stop = self.stop if stop is None else stop
-        line = 1
-        with self.open_at(max(start - 1, self.start)) as file:
-            if start > self.start:
-                # A line that began before `start` belongs to the part before.
-                begin = start
-                start -= 1
-                while (skipped := file.readline(MAX_RECORD_BYTES)) and skipped[-1:] != (
-                    b"\n"
-                ):
-                    start += len(skipped)
-                if not skipped:
-                    return
-                start += len(skipped)
-                line += start > begin
-            while start < stop:
-                data, num_skipped = _whole_lines(file, min(PIECE_BYTES, stop - start))
-                if not data:
-                    return
-                records, ends = self._records(data)
-                if records:
-                    numbers = start + np.concatenate([[0], ends[:-1]])
-                    yield Block(numbers, np.arange(line, line + len(ends)), records)
-                else:
-                    # Something is wrong or unusual: line by line, which finds out what and where.
-                    yield from grouped(self._by_line(data, start, line))
-                start += len(data) + num_skipped
-                line += data.count(b"\n") + (num_skipped > 0)
+        for position, number, line in self.lines(start, stop):
+            if len(line) > MAX_RECORD_BYTES:
+                reason = f"a line of more than {MAX_RECORD_BYTES:,d} bytes"
+                yield position, number, BadRecord(reason)
+            elif not line.isspace():
+                yield position, number, self._record(line)
 
     def read(self, number: int) -> Any:
         """Return one record again."""
-        return self._record(self._line(number))
-
-    def _records(self, data: bytes) -> tuple[list[Any], np.ndarray]:
-        """Return the records of whole lines, and where their lines end; none if one line is not plainly a record."""
-        nothing = list[Any](), np.empty(0, np.int64)
-        if len(data) > MAX_RECORD_BYTES:
-            return nothing
-        records = list[Any]()
-        ends = list[int]()
-        at = 0
-        try:
-            text = data.decode()
-            while at < len(text):
-                stop = text.find("\n", at)
-                stop = len(text) if stop < 0 else stop
-                record, end = self._decode(text, at)
-                # To the parser a record may go over several lines. After it there may be space.
-                if end != stop and (end > stop or text[end:stop].strip(_AROUND)):
-                    return nothing
-                records.append(record)
-                at = stop + 1
-                ends.append(at)
-        except (ValueError, RecursionError):
-            return nothing
-        if text.isascii():
-            return records, np.minimum(ends, len(data))
-        line_ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _LINE_END) + 1
-        if not data.endswith(b"\n"):
-            line_ends = np.append(line_ends, len(data))
-        return records, line_ends
-
-    def _by_line(self, data: bytes, start: int, number: int) -> Iterator[Row]:
-        """Yield the records of whole lines one by one."""
-        for line in io.BytesIO(data):
-            if len(line) > MAX_RECORD_BYTES:
-                reason = f"a line of more than {MAX_RECORD_BYTES:,d} bytes"
-                yield start, number, BadRecord(reason)
-            elif not line.isspace():
-                yield start, number, self._record(line)
-            start += len(line)
-            number += 1
+        return self._record(self.line_at(number))
 
     def _record(self, line: bytes) -> Any:
         try:
@@ -166,12 +96,6 @@ class JsonArray(JsonLines):
         """Return one part."""
         return Format.parts(self)
 
-    def blocks(
-        self, start: int | None = None, stop: int | None = None
-    ) -> Iterator[Block]:
-        """Yield all records in blocks."""
-        return grouped(self.rows(start, stop))
-
     def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
         """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""
         del start, stop
@@ -181,7 +105,7 @@ class JsonArray(JsonLines):
                 f"{self.name} is one JSON array of {size:,d} bytes and would be read whole: use JSON Lines"
             )
         try:
-            text = self._bytes(self.start, size).decode()
+            text = os.pread(self._file, size, self.start).decode()
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{self.name} is not UTF-8 (byte {error.start + 1:,d})"
@@ -189,8 +113,9 @@ class JsonArray(JsonLines):
         number = self.start
         line = 1
         counted = 0
-        at = _past_space(text, 0) + 1
-        is_closed = text[_past_space(text, at) :][:1] == "]"
+        at = _past_space(text, _past_space(text, 0) + 1)
+        is_closed = text[at : at + 1] == "]"
+        end = at + is_closed
         while not is_closed:
             at = _past_space(text, at)
             # The number counts bytes and `at` counts characters: only what is new is encoded.
@@ -209,15 +134,16 @@ class JsonArray(JsonLines):
                 self._refuse(text, at, "expected ',' or ']'")
             is_closed = text[at] == "]"
             at += 1
-        at = _past_space(text, at) + (not counted)
-        if text[at:].strip():
-            self._refuse(text, at, "more text after the array")
+            end = at
+        end = _past_space(text, end)
+        if end < len(text):
+            self._refuse(text, end, "more text after the array")
 
     def read(self, number: int) -> Any:
         """Return one record again."""
         size = 2**12
         while True:
-            data = self._bytes(number, size)
+            data = os.pread(self._file, size, number)
             try:
                 # A character may be cut at the end; the record before it is whole.
                 return self._decode(data.decode(errors="ignore"))[0]
@@ -247,21 +173,6 @@ def is_array(path: Path) -> bool:
         return True
     has_records = bool(values) and isinstance(values[0], dict)
     return has_records or not following.strip()
-
-
-def _whole_lines(file: BinaryIO, size: int) -> tuple[bytes, int]:
-    """Return the next lines of about so many bytes, and the bytes behind them that belong to the last line: it is too
-    long."""
-    data = file.read(size)
-    if data and not data.endswith(b"\n"):
-        data += file.readline(MAX_RECORD_BYTES + 1)
-    num_skipped = 0
-    if not data.endswith(b"\n"):
-        while more := file.readline(PIECE_BYTES):
-            num_skipped += len(more)
-            if more.endswith(b"\n"):
-                break
-    return data, num_skipped
 
 
 def _past_space(text: str, at: int) -> int:

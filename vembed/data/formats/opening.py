@@ -10,7 +10,7 @@ from typing import Any
 
 from vembed.config.paths import is_hub_dataset, similar_path
 from vembed.data.columns import Columns, guess_mapping, refuse_repeated
-from vembed.data.formats.base import Block, Format, Part
+from vembed.data.formats.base import FILE_BITS, Block, Format, Part
 from vembed.data.formats.class_folders import class_records, is_class_folder
 from vembed.data.formats.copies import (
     CODECS,
@@ -45,11 +45,6 @@ UNPACKERS = {".xz": "unxz -k", ".zip": "unzip"}
 """Endings of packed files that nothing here unpacks, and the commands that do."""
 
 
-_FILE_OF_NUMBER = 44
-_FILE_OF_LINE = 40
-"""Bits behind which numbers and lines of several files hold the number of the file."""
-
-
 class SeveralFiles(Format):
     """The files of a folder or pattern as one source."""
 
@@ -61,58 +56,46 @@ class SeveralFiles(Format):
         self.columns = readers[0].columns
         self.numbers_are_text = readers[0].numbers_are_text  # type: ignore[misc]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Each file is opened again."""
-        return {**self.__dict__}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """See __getstate__."""
-        self.__dict__.update(state)
+        return SeveralFiles, (self.name, self.readers)
 
     def parts(self) -> list[Part]:
         """Return the parts of all files."""
         parts = []
         for number, reader in enumerate(self.readers):
-            shift = number << _FILE_OF_NUMBER
-            for part in reader.parts():
-                parts.append(Part(part.start + shift, part.stop + shift))
+            shift = number << FILE_BITS
+            for start, stop in reader.parts():
+                parts.append(Part(start + shift, stop + shift))
         return parts
 
     def blocks(
         self, start: int | None = None, stop: int | None = None
     ) -> Iterator[Block]:
         """Yield the rows of one file in blocks; without `start` those of all files."""
-        if start is None:
+        if start is None or stop is None:
             for number, reader in enumerate(self.readers):
                 for block in reader.blocks():
-                    first_line = number << _FILE_OF_LINE
-                    yield block.moved(number << _FILE_OF_NUMBER, first_line)
+                    yield block.moved(number << FILE_BITS)
             return
-        number, start = _divided(start, _FILE_OF_NUMBER)
-        shift = number << _FILE_OF_NUMBER
-        end = None if stop is None else stop - shift
-        for block in self.readers[number].blocks(start, end):
-            yield block.moved(shift, 0)
+        reader, start, shift = self._located(start)
+        for block in reader.blocks(start, stop - shift):
+            yield block.moved(shift)
 
     def read(self, number: int) -> Any:
         """Return one record again."""
-        file, number = _divided(number, _FILE_OF_NUMBER)
-        return self.readers[file].read(number)
+        reader, number, _ = self._located(number)
+        return reader.read(number)
 
     def where(self, line: int) -> str:
         """Return the name of a record for messages."""
-        file, line = _divided(line, _FILE_OF_LINE)
-        return self.readers[file].where(line)
-
-    def first_line(self, part: Part) -> int:
-        """Return the number from which the lines of the part's file count."""
-        return part.start >> _FILE_OF_NUMBER << _FILE_OF_LINE
+        reader, line, _ = self._located(line)
+        return reader.where(line)
 
     def num_lines(self, part: Part) -> int:
         """Return the number of lines of a part."""
-        file, start = _divided(part.start, _FILE_OF_NUMBER)
-        _, stop = _divided(part.stop, _FILE_OF_NUMBER)
-        return self.readers[file].num_lines(Part(start, stop))
+        reader, start, shift = self._located(part.start)
+        return reader.num_lines(Part(start, part.stop - shift))
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on, of each file those that it has."""
@@ -123,18 +106,23 @@ class SeveralFiles(Format):
 
     def num_records(self) -> int | None:
         """Return the number of records where it is known without reading them."""
-        counts = [reader.num_records() for reader in self.readers]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        total = 0
+        for reader in self.readers:
+            count = reader.num_records()
+            if count is None:
+                return None
+            total += count
+        return total
 
     def files(self) -> Sequence[Path]:
         """Return the files that the records come from."""
         return [path for reader in self.readers for path in reader.files()]
 
-
-def _divided(number: int, bits: int) -> tuple[int, int]:
-    """Return the number of the file, and the number in it."""
-    return number >> bits, number & (1 << bits) - 1
+    def _located(self, number: int) -> tuple[Format, int, int]:
+        """Return the file of a number or line, the number in it, and what was added to that."""
+        file = number >> FILE_BITS
+        shift = file << FILE_BITS
+        return self.readers[file], number - shift, shift
 
 
 def open_reader(path: str, columns: Columns | None, role: Role, cache: Path) -> Format:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from vembed.data.formats.arrow import ArrowRows, first_line
+from vembed.data.formats.arrow import ArrowRows
+from vembed.data.formats.base import first_line
 from vembed.data.messages import listed
 from vembed.data.watched_files import MappedFiles
 from vembed.errors import UserError

@@ -14,7 +14,7 @@ from vembed.data_tools.audit.checks import (
     preview,
 )
 from vembed.errors import UserError
-from vembed.mining.candidates import Candidates, CandidateStore
+from vembed.mining.candidates import Candidates, CandidateSearch
 from vembed.mining.choice import calibrate
 from vembed.mining.config import MineConfig
 from vembed.mining.mine import Inputs
@@ -68,7 +68,7 @@ class RankChecks:
     def __init__(
         self,
         inputs: Inputs,
-        store: CandidateStore,
+        store: CandidateSearch,
         data: AuditedRows,
         config: MineConfig,
         num_examples: int,
@@ -145,7 +145,7 @@ class RankChecks:
         ranks = self._ranks
         text = "Too few queries with known positives for an estimate of the rate."
         try:
-            estimate = calibrate(self._chunks, self._config)
+            estimate = calibrate(self._chunks, self._config, self._config.seed)
         except UserError:  # too few queries
             estimate = None
         if estimate is not None:

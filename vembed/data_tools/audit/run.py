@@ -30,11 +30,11 @@ from vembed.data_tools.config import AuditConfig
 from vembed.data_tools.init.data_page import sections
 from vembed.data_tools.init.sections import PageSection
 from vembed.errors import UserError
-from vembed.mining.candidates import CandidateStore
+from vembed.mining.candidates import open_candidates
 from vembed.mining.config import MineConfig
 from vembed.mining.mine import Inputs, Log, open_session, read_inputs, work_folder
 from vembed.mining.options import Source, load_options
-from vembed.mining.output import check_output, row_writer
+from vembed.mining.output import check_output, write_rows
 from vembed.mining.record_tables import Rows, open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
@@ -106,10 +106,8 @@ def audit(
                 dropped |= to_drop.get(kind, set())
             num_cleaned = len(rows) - len(dropped)
             if running.is_main:
-                with row_writer(check_output(config.cleaned_path)) as writer:
-                    for row in range(len(rows)):
-                        if row not in dropped:
-                            writer.write(rows.record(row))
+                kept = (row for row in range(len(rows)) if row not in dropped)
+                write_rows(check_output(config.cleaned_path), map(rows.record, kept))
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         report = _report(config, inputs, data, findings, sources)
         if running.is_main:
@@ -239,7 +237,7 @@ def _rank_checks(
 ) -> RankChecks:
     mining = mining_config(config)
     folder = work_folder(mining)
-    store = CandidateStore(mining, inputs.documents, inputs.known, folder, session)
+    store = open_candidates(mining, inputs.documents, inputs.known, folder, session)
     store.find_all()
     checks = RankChecks(inputs, store, data, mining, config.num_examples, arguments)
     session.barrier()
@@ -284,7 +282,7 @@ def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
             continue
         index = table.index
         sentence = unread_judgement(index.unused)
-        if index.labels is not None or index.counts.scored or sentence is None:
+        if index.labels is not None or index.counts["scored"] or sentence is None:
             continue
         examples = []
         for number in range(min(num_examples, len(table))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -154,7 +154,7 @@ KINDS: dict[str, Callable[[dict[str, Any], Item, np.random.Generator], list[Pair
 
 
 def pairs_of(
-    record: Any, item: Item, kinds: list[str], random: np.random.Generator
+    record: Any, item: Item, kinds: Sequence[str], random: np.random.Generator
 ) -> list[tuple[str, Pair]]:
     """(kind, pair) of a document: by all of `kinds`, or without any by the first one that fits."""
     fields = record if isinstance(record, dict) else {"text": document_text(record)}

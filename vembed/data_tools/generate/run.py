@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from vembed.data.cache import short_hash
 from vembed.data.documents import document_id
-from vembed.data.examples import Item
 from vembed.data.near_duplicates import casefolded
-from vembed.data_tools.config import GenerateConfig, ModelFreeKind
+from vembed.data_tools.config import GenerateConfig
 from vembed.data_tools.generate.kinds import pairs_of
 from vembed.data_tools.generate.writers import (
     TextWriter,
@@ -29,19 +27,29 @@ from vembed.data_tools.generate.writers import (
     writer_identity,
 )
 from vembed.errors import UserError
-from vembed.mining.candidates import CandidateStore
-from vembed.mining.config import DataOptions, MineConfig
-from vembed.mining.documents import CorpusFile, content_key
+from vembed.mining.candidates import open_candidates
+from vembed.mining.config import MineConfig, RowOptions, paths_of
+from vembed.mining.documents import (
+    EXACT,
+    FILE,
+    START,
+    CorpusFile,
+    content_key,
+    distinct_by,
+    read_corpus,
+)
 from vembed.mining.mine import Log, open_session, read_inputs
 from vembed.mining.options import Source, load_options
-from vembed.mining.output import check_output, row_writer
+from vembed.mining.output import check_output, write_rows
 from vembed.mining.record_tables import open_rows
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
 
 BLOCK = 64
-"""Documents that are written down together."""
+"""Documents whose queries are written together."""
+MAX_EXAMPLES = 1000
+"""Rows of the user from which examples are drawn."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +65,6 @@ class GenerateResult:
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Position of a document."""
-
-    file: int
-    number: int
-    """Of its record in the file."""
-    key: int
-
-
 def generate(
     source: Source,
     overrides: Sequence[str] = (),
@@ -78,23 +76,28 @@ def generate(
     config = load_options(GenerateConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
+    folder = Path(config.work_dir or f"{config.output_path}.work").expanduser()
+    left_out: Counter[str] = Counter()
     with open_session(session, log) as (running, log_line):
-        made = _Generator(config, running)
-        log_line(f"documents: {len(made.places):,d}")
-        made.write_blocks()
-        left_out: Counter[str] = Counter()
-        rows = list(_distinct(made.rows(), left_out))
+        files = []
+        for path in paths_of(config.corpus_path):
+            allows = config.allow_image_urls
+            files.append(CorpusFile(path, config.image_root, allow_image_urls=allows))
+        documents = _documents(files, config)
+        log_line(f"documents: {len(documents):,d}")
+        answers = _Answers(config, files, documents, folder)
+        if config.written_kinds():
+            answers.write(running)
+        rows = list(_distinct(_rows(config, files, documents, answers), left_out))
         log_line(f"pairs: {len(rows):,d} made" + _reasons(left_out))
         if config.model_name is not None and rows:
-            rows = _round_trip(config, rows, made.folder, running, left_out)
+            rows = _round_trip(config, rows, folder, running, left_out)
             log_line(f"round trip: {len(rows):,d} pairs kept" + _reasons(left_out))
         if running.is_main:
-            with row_writer(target) as writer:
-                for row in rows:
-                    writer.write(row)
+            write_rows(target, rows)
         running.barrier()
         if running.is_main and not config.keep_work:
-            shutil.rmtree(made.folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         running.barrier()
         kept = dict(Counter(str(row["kind"]) for row in rows))
         seconds = time.monotonic() - began
@@ -105,218 +108,145 @@ def generate(
     return GenerateResult(target, len(rows), kept, dict(left_out), seconds)
 
 
-class _Generator:
-    """Makes the pairs of all documents, block by block; the ranks share the blocks."""
+def _documents(files: Sequence[CorpusFile], config: GenerateConfig) -> np.ndarray:
+    """The table of the distinct documents, in the order of the files."""
+    table, _ = read_corpus(files, config.on_bad_record)
+    documents = distinct_by(table, EXACT)
+    if config.max_documents is not None and config.max_documents < len(documents):
+        random = np.random.default_rng([config.seed, 3])
+        chosen = random.choice(len(documents), config.max_documents, replace=False)
+        documents = documents[np.sort(chosen)]
+    return documents
 
-    def __init__(self, config: GenerateConfig, session: Session) -> None:
+
+def _rows(
+    config: GenerateConfig,
+    files: Sequence[CorpusFile],
+    documents: np.ndarray,
+    answers: _Answers,
+) -> Iterator[dict[str, Any]]:
+    """Yield all pairs, in the order of the documents. A row without a query says by its kind what was left out."""
+    written = config.written_kinds()
+    free = [kind for kind in config.kinds if kind not in written]
+    for number, document in enumerate(documents):
+        record, item = files[document[FILE]].read(int(document[START]))
+        identity = document_id(record)
+        columns = {} if identity is None else {"document_id": identity}
+        if free or not written:
+            # By content: a document gets the same pairs wherever it stands in the files.
+            random = np.random.default_rng([config.seed, int(document[EXACT])])
+            pairs = pairs_of(record, item, free, random)
+            for kind, (query, positive) in pairs:
+                row = {"query": query, "positive": positive, "kind": kind}
+                yield row | columns
+            if not pairs:
+                yield {"kind": "no kind fits"}
+        for kind in written if item.text else ():
+            text = cleaned(answers.of(number, kind))
+            if text:
+                row = {"query": text, "positive": item.text, "kind": kind}
+                yield row | columns
+            else:
+                yield {"kind": f"{kind}: nothing usable was written"}
+
+
+class _Answers:
+    """What the language model writes for the documents: a file for each block of them, which grows by each answer."""
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        files: Sequence[CorpusFile],
+        documents: np.ndarray,
+        folder: Path,
+    ) -> None:
         self._config = config
-        self._session = session
-        paths = (
-            [config.corpus_path]
-            if isinstance(config.corpus_path, str)
-            else config.corpus_path
-        )
-        self._files = [CorpusFile(path, _data_options(config)) for path in paths]
-        self.places = _places(self._files, config)
-        self.folder = Path(config.work_dir or f"{config.output_path}.work").expanduser()
-        self._free: list[str] = [
-            kind for kind in config.kinds if kind in get_args(ModelFreeKind)
-        ]
-        self._written = config.written_kinds()
+        self._files = files
+        self._documents = documents
         self._examples = _examples(config)
-        self._identity = short_hash(
-            self._free,
-            self._written,
-            writer_identity(config),
-            config.seed,
-            self._examples,
-        )
-        self._writer: Callable[[], TextWriter] = cache(
-            lambda: load_writer(config, session.device)
-        )
+        identity = short_hash(writer_identity(config), config.seed, self._examples)
+        self._folder = folder / "written" / identity
+        self._block: int | None = None
+        self._known: dict[str, str] = {}
 
-    def write_blocks(self) -> None:
-        """Make what is not on disk yet. Collective."""
-        blocks = range(self._session.rank, self._num_blocks, self._session.world_size)
-        with ProgressReport("generating", active=self._session.is_main) as progress:
-            for done, block in enumerate(blocks, 1):
-                path = self._path(block)
-                if not path.exists():
-                    rows = self._of_block(block)
+    def write(self, session: Session) -> None:
+        """Write what is not on disk yet. Collective: the ranks share the blocks."""
+        config = self._config
+        writer: TextWriter | None = None
+        num_documents = len(self._documents)
+        blocks = range(session.rank * BLOCK, num_documents, session.world_size * BLOCK)
+        with ProgressReport("generating", active=session.is_main) as progress:
+            for first in blocks:
+                last = min(first + BLOCK, num_documents)
+                known = self._read(first)
+                names: list[str] = []
+                prompts: list[str] = []
+                for number in range(first, last):
+                    document = self._documents[number]
+                    item = self._files[document[FILE]].read(int(document[START]))[1]
+                    for kind in config.written_kinds() if item.text else ():
+                        if f"{number} {kind}" not in known:
+                            names.append(f"{number} {kind}")
+                            prompts.append(
+                                prompt_for(
+                                    kind, item.text, config, self._examples, number
+                                )
+                            )
+                if prompts:
+                    writer = writer or load_writer(config, session.device)
+                    # The seed of a block, so that its text does not depend on the rank that writes it.
+                    seed = config.seed + first // BLOCK
+                    path = self._path(first)
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    partial = path.with_suffix(f".{os.getpid()}.part")
-                    partial.write_text(
-                        "".join(json.dumps(row) + "\n" for row in rows),
-                        encoding="utf-8",
-                    )
-                    partial.replace(path)
-                    # The block is whole now: answers that were kept for a restart are in it.
-                    path.with_suffix(".answers").unlink(missing_ok=True)
-                progress(
-                    min(done * BLOCK * self._session.world_size, len(self.places)),
-                    len(self.places),
-                )
-        self._session.barrier()
-        if not all(self._path(block).exists() for block in range(self._num_blocks)):
+                    with path.open("a", encoding="utf-8") as file:
+                        file.write("\n")  # the last line may be half of one
+                        for place, text in writer.write(prompts, seed):
+                            file.write(json.dumps([names[place], text]) + "\n")
+                            file.flush()
+                progress(last, num_documents)
+        session.barrier()
+
+    def of(self, number: int, kind: str) -> str:
+        """Return what was written for a document."""
+        first = number // BLOCK * BLOCK
+        if self._block != first:
+            self._block = first
+            self._known = self._read(first)
+        if f"{number} {kind}" not in self._known:
             raise UserError(
-                f"{self.folder} must be a folder that all machines see: set work_dir"
+                f"{self._folder} must be a folder that all machines see: set work_dir"
             )
+        return self._known[f"{number} {kind}"]
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """All pairs, in the order of the documents."""
-        for block in range(self._num_blocks):
-            for line in self._path(block).read_text(encoding="utf-8").splitlines():
-                yield json.loads(line)
+    def _path(self, first: int) -> Path:
+        keys = self._documents[first : first + BLOCK, EXACT].tolist()
+        return self._folder / f"{first:06d}-{short_hash(keys)}.answers"
 
-    @property
-    def _num_blocks(self) -> int:
-        return -(-len(self.places) // BLOCK)
-
-    def _path(self, block: int) -> Path:
-        keys = short_hash(
-            [place.key for place in self.places[block * BLOCK : (block + 1) * BLOCK]]
-        )
-        return self.folder / "generated" / self._identity / f"{block:06d}-{keys}.jsonl"
-
-    def _of_block(self, block: int) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        prompts: list[tuple[str, dict[str, Any], str]] = []
-        for number in range(block * BLOCK, min((block + 1) * BLOCK, len(self.places))):
-            record, item = self._read(self.places[number])
-            identity = document_id(record)
-            identity_column: dict[str, Any] = (
-                {} if identity is None else {"document_id": identity}
-            )
-            if self._free or not self._written:
-                # By content: a document gets the same pairs wherever it stands in the files.
-                random = np.random.default_rng(
-                    [self._config.seed, self.places[number].key]
-                )
-                pairs = pairs_of(record, item, self._free, random)
-                rows += [
-                    {
-                        "query": query,
-                        "positive": positive,
-                        "kind": kind,
-                        **identity_column,
-                    }
-                    for kind, (query, positive) in pairs
-                ]
-                if not pairs:
-                    rows.append({"kind": "no kind fits", **identity_column})
-            if item.text:
-                for kind in self._written:
-                    row = {"positive": item.text, "kind": kind, **identity_column}
-                    prompts.append(
-                        (
-                            prompt_for(
-                                kind, item.text, self._config, self._examples, number
-                            ),
-                            row,
-                            kind,
-                        )
-                    )
-        if prompts:
-            written = self._answers(block, [prompt for prompt, _, _ in prompts])
-            for place, (_, row, kind) in enumerate(prompts):
-                text = cleaned(written[place])
-                rows.append(
-                    {"query": text, **row}
-                    if text
-                    else {"kind": f"{kind}: nothing usable was written"}
-                )
-        return rows
-
-    def _answers(self, block: int, prompts: Sequence[str]) -> dict[int, str]:
-        """Return what the language model writes for each prompt of a block. Answers of an endpoint are written down as
-        they come in, so that one that dies loses none."""
-        path = self._path(block).with_suffix(".answers")
-        known = _kept_answers(path)
-        places = [place for place in range(len(prompts)) if place not in known]
-        if not places:
-            return known
-        # The seed of a block, so that its text does not depend on the rank that writes it.
-        written = self._writer().write(
-            [prompts[place] for place in places], self._config.seed + block
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n")  # the last line may be half of one
-            for number, text in written:
-                known[places[number]] = text
-                file.write(json.dumps([places[number], text]) + "\n")
-                file.flush()
-        return known
-
-    def _read(self, place: _Place) -> tuple[Any, Item]:
-        file = self._files[place.file]
-        record = file.reader.read(place.number)
-        return record, file.item(record)
-
-
-def _kept_answers(path: Path) -> dict[int, str]:
-    """Return the answers of an earlier run to prompts of a block, by the place of the prompt."""
-    answers: dict[int, str] = {}
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                place, text = json.loads(line)
-            except ValueError:  # the last line of a process that was killed
-                continue
-            answers[int(place)] = str(text)
-    return answers
-
-
-def _data_options(config: GenerateConfig) -> DataOptions:
-    return DataOptions(
-        data_path=[],
-        image_root=config.image_root,
-        allow_image_urls=config.allow_image_urls,
-        on_bad_record=config.on_bad_record,
-    )
-
-
-def _places(files: Sequence[CorpusFile], config: GenerateConfig) -> list[_Place]:
-    """Distinct documents, in the order of the files."""
-    by_key: dict[int, _Place] = {}
-    problems: list[str] = []
-    for number, file in enumerate(files):
-        for place, line, record in file.reader.rows():
-            try:
-                key = file.item(record).key()
-            except UserError as error:
-                problems.append(f"{file.reader.where(line)}: {error}")
-                continue
-            by_key.setdefault(key, _Place(number, place, key))
-    if problems and config.on_bad_record == "stop":
-        raise UserError(
-            f"{len(problems):,d} documents cannot be used, fix them, or set on_bad_record: skip to leave them out:\n  "
-            + "\n  ".join(problems[:10])
-        )
-    places = list(by_key.values())
-    if not places:
-        raise UserError(
-            f"{', '.join(file.reader.name for file in files)} holds no documents"
-        )
-    if config.max_documents is not None and config.max_documents < len(places):
-        chosen = np.random.default_rng([config.seed, 3]).choice(
-            len(places), config.max_documents, replace=False
-        )
-        places = [places[number] for number in np.sort(chosen)]
-    return places
+    def _read(self, first: int) -> dict[str, str]:
+        """Return the answers of a block, by number of the document and kind."""
+        path = self._path(first)
+        answers: dict[str, str] = {}
+        if path.is_file():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                # The last line of a process that was killed may be half of one.
+                with suppress(ValueError):
+                    name, text = json.loads(line)
+                    answers[name] = text
+        return answers
 
 
 def _examples(config: GenerateConfig) -> list[tuple[str, str]]:
     """(query, positive) of the user's own rows, for the writer."""
     if config.examples_path is None or config.writer is None:
         return []
-    rows = open_rows(DataOptions(data_path=config.examples_path))
-    examples = [rows.example(row) for row in range(min(len(rows), 1000))]
-    return [
-        (example.query.text, example.positives[0].text)
-        for example in examples
-        if example.query.text and example.positives[0].text
-    ]
+    rows = open_rows(RowOptions(data_path=config.examples_path))
+    examples = []
+    for row in range(min(len(rows), MAX_EXAMPLES)):
+        example = rows.example(row)
+        positive = example.positives[0].text
+        if example.query.text and positive:
+            examples.append((example.query.text, positive))
+    return examples
 
 
 def _distinct(
@@ -347,44 +277,38 @@ def _round_trip(
     left_out: Counter[str],
 ) -> list[dict[str, Any]]:
     """Keep the pairs whose document is among the first for its query. Collective."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pairs.jsonl"
     if session.is_main:
-        with row_writer(path) as writer:
-            for row in rows:
-                writer.write(row)
+        write_rows(path, rows)
     session.barrier()
-    mining = MineConfig.model_validate(
-        config.model_dump(
-            include={
-                "model_name",
-                "corpus_path",
-                "image_root",
-                "torch_dtype",
-                "max_length",
-                "trust_remote_code",
-                "batch_tokens",
-                "vector_dtype",
-                "on_bad_record",
-                "output_path",
-            },
-            exclude_unset=True,
-        )
-        | {
-            "data_path": str(path),
-            "top_k": config.round_trip_top_k,
-            "num_negatives": 1,
-            "relative_margin": None,
-            "positive_id_field": "document_id"
-            if any("document_id" in row for row in rows)
-            else None,
-        }
-    )
+    shared = {
+        "model_name",
+        "corpus_path",
+        "image_root",
+        "torch_dtype",
+        "max_length",
+        "trust_remote_code",
+        "batch_tokens",
+        "vector_dtype",
+        "on_bad_record",
+        "output_path",
+    }
+    values = config.model_dump(include=shared, exclude_unset=True) | {
+        "data_path": str(path),
+        "top_k": config.round_trip_top_k,
+        "num_negatives": 1,
+        "relative_margin": None,
+    }
+    if any("document_id" in row for row in rows):
+        values["positive_id_field"] = "document_id"
+    mining = MineConfig.model_validate(values)
     inputs = read_inputs(mining)
-    store = CandidateStore(mining, inputs.documents, inputs.known, folder, session)
+    store = open_candidates(mining, inputs.documents, inputs.known, folder, session)
     store.find_all()
     positives = store.scores_of(inputs.known.positives)
     known = inputs.known
-    codes = known.positives.queries << 32 | known.positives.documents
+    codes = known.positives.codes
     scores = np.concatenate([chunk.scores for chunk in store.chunks()])
     kept = []
     for number, row in enumerate(rows):

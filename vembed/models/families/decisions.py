@@ -699,7 +699,7 @@ def _has_projection(
     if not matryoshka.use_mrl:
         return False
     asked = matryoshka.mrl_projection
-    adds_projection = max(mrl_dims) < base_dim if asked == "auto" else asked
+    adds_projection = max(mrl_dims) < base_dim if asked == "auto" else bool(asked)
     if adds_projection:
         facts.reasons["embedding_dim"] = (
             f"an MRL projection from {base_dim} to max(mrl_dims), by mrl_projection: {asked}"

@@ -16,7 +16,7 @@ class Cls(Pooling):
     name = "cls"
     spellings = "first"
     modes = ("cls",)
-    servers = {"tei": "cls", "llama.cpp": "cls", "gguf": "cls"}
+    servers = {"tei": "cls", "vllm": "CLS", "llama.cpp": "cls", "gguf": "cls"}
 
     def refusal(
         self, *, is_causal: bool, is_image: bool, has_class_token: bool
@@ -47,7 +47,7 @@ class Mean(Pooling):
     name = "mean"
     spellings = "average avg"
     modes = ("mean",)
-    servers = {"tei": "mean", "llama.cpp": "mean", "gguf": "mean"}
+    servers = {"tei": "mean", "vllm": "MEAN", "llama.cpp": "mean", "gguf": "mean"}
 
     def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
@@ -64,7 +64,12 @@ class Last(Pooling):
     name = "last"
     spellings = "last_token lasttoken eos"
     modes = ("lasttoken",)
-    servers = {"tei": "last-token", "llama.cpp": "last", "gguf": "last"}
+    servers = {
+        "tei": "last-token",
+        "vllm": "LAST",
+        "llama.cpp": "last",
+        "gguf": "last",
+    }
     needs_order = True
 
     def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:

@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.entries import DataSource
-from vembed.config.schema import (
-    DataSection,
-    EvaluationSection,
-    ModelSection,
-    ObjectiveSection,
-    TrainConfig,
-)
+from vembed.config.schema import TrainConfig
 from vembed.config.terms import needed_teachers
 from vembed.data.cache import add_content
 from vembed.training.checkpoint.resume import MAY_CHANGE
@@ -38,74 +32,53 @@ RESULTS = frozenset(
 
 def of_training(config: TrainConfig, before: str | None, world_size: int) -> str:
     """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
-    values = {
+    facts = {
         name: value
         for name, value in config.to_dict().items()
         if name not in MAY_CHANGE or name in RESULTS
     }
+    model = config.model
+    data = config.data
+    evaluation = config.evaluation
     # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
-    values["global batch"] = (
-        config.batch.global_batch_size or config.batch.batch_size * world_size
-    )
-    values["model_name"] = before or _of_place(config.model.model_name)
-    data_path = config.data.data_path
-    paths = data_path if isinstance(data_path, list) else [data_path]
-    values["data"] = [
+    batch = config.batch
+    facts["global batch"] = batch.global_batch_size or batch.batch_size * world_size
+    facts["model_name"] = before or _of_place(model.model_name)
+    paths = data.data_path if isinstance(data.data_path, list) else [data.data_path]
+    facts["data"] = [
         [_of_place(source.path), source.model_dump(mode="json", exclude={"path"})]
         if isinstance(source, DataSource)
         else _of_place(source)
         for source in paths
     ]
-    if config.run.load_best_model_at_end and config.data.val_data_path:
-        values["validation data"] = [
-            _of_place(config.data.val_data_path),
-            config.evaluation.eval_metric,
-            config.evaluation.eval_steps,
-        ]
-    return _short(
-        values | _more(config.model, config.data, config.objective, config.evaluation)
-    )
-
-
-def _more(
-    model: ModelSection,
-    data: DataSection,
-    objective: ObjectiveSection,
-    evaluation: EvaluationSection,
-) -> dict[str, Any]:
-    """Return what only some runs have: what may end them early, and further files that they read."""
-    facts: dict[str, Any] = {}
+    # What may end the run early, or chooses among its checkpoints.
+    scored_by = [evaluation.eval_metric, evaluation.eval_steps]
+    if config.run.load_best_model_at_end and data.val_data_path:
+        facts["validation data"] = [_of_place(data.val_data_path), *scored_by]
     if evaluation.patience not in (None, "auto"):
-        validated = (
-            _of_place(data.val_data_path) if data.val_data_path else data.val_split
-        )
-        facts["patience"] = [
-            evaluation.patience,
-            evaluation.eval_metric,
-            evaluation.eval_steps,
-            validated,
-        ]
+        validated: Any = data.val_split
+        if data.val_data_path:
+            validated = _of_place(data.val_data_path)
+        facts["patience"] = [evaluation.patience, *scored_by, validated]
     if evaluation.guards:
         facts["guards"] = [
             [_of_place(guard.path), guard.model_dump(mode="json")]
             for guard in evaluation.listed_guards()
         ]
+    # Further files that only some runs read.
     if model.model_class is not None:
         facts["model_class"] = _of_place(model.model_class.rpartition(":")[0])
     others = {
         "image_model_name": model.image_model_name,
         "tokenizer_name": model.tokenizer_name,
     }
-    others |= {
-        f"teacher {teacher.label}": teacher.model
-        for teacher in needed_teachers(objective, data, model)
-    }
-    # The names of those that are no folder here are among the options.
-    return facts | {
-        key: digest
-        for key, name in others.items()
-        if name and (digest := _of_place(name)) != name
-    }
+    for teacher in needed_teachers(config.objective, data, model):
+        others[f"teacher {teacher.label}"] = teacher.model
+    for key, name in others.items():
+        # The names of those that are no folder here are among the options.
+        if name and _of_place(name) != name:
+            facts[key] = _of_place(name)
+    return _short(facts)
 
 
 def of_options(options: Mapping[str, Any], before: list[str]) -> str:

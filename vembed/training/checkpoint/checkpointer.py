@@ -26,7 +26,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from safetensors import SafetensorError
@@ -206,11 +206,11 @@ class Checkpointer:
         if point is None:
             return
         differences = self._differences(point)
-        if self.run.resume_anyway:
+        if self.run.resume == "force":
             forbidden = [str(entry) for entry in differences if not entry.is_allowed]
             if forbidden:
                 log.warning(
-                    "resume_anyway: going on although the settings differ: %s",
+                    "resume: force: going on although the settings differ: %s",
                     "; ".join(forbidden),
                 )
         else:
@@ -368,8 +368,7 @@ class Checkpointer:
         if problem is None and write_more is not None:
             problem = self._attempt(partial(write_more, unfinished))
         if problem is not None:
-            self._on_failure(final, problem)
-            return
+            self._fail(final, problem)
         kept_steps: set[int] = set()
         for key in NO_CHECKPOINT:
             if state[key] is not None:
@@ -411,10 +410,6 @@ class Checkpointer:
         """Return the folder of a step's checkpoint: of this run, or of the one that was resumed."""
         path = self.path_of(step)
         return path if path.is_dir() else self._elsewhere.get(step, path)
-
-    def has_saved(self, step: int) -> bool:
-        """Return whether the newest successful save was of that step. With `async_save`, call `wait` first."""
-        return step == self._saved_step
 
     # ---- parts ---------------------------------------------------------------
 
@@ -626,7 +621,7 @@ class Checkpointer:
         return None
 
     def _guard(self, action: Callable[[], Any], step: int) -> None:
-        """Run a save. Turn disk errors, which torch reports to every rank, into the `on_save_error` policy."""
+        """Run a save. Turn disk errors, which torch reports to every rank, into a RunError."""
         final = self.path_of(step)
         try:
             action()
@@ -637,20 +632,16 @@ class Checkpointer:
                 if not isinstance(cause, OSError):
                     raise RuntimeError(f"saving {final.name} failed") from error
                 problems.append(f"rank {rank}: {_reason(cause)}")
-            self._on_failure(final, "; ".join(problems))
+            self._fail(final, "; ".join(problems))
 
-    def _on_failure(self, final: Path, problem: str) -> None:
+    def _fail(self, final: Path, problem: str) -> NoReturn:
         if self.session.is_main:
             shutil.rmtree(final.with_name(final.name + PARTIAL), ignore_errors=True)
         checkpoints = list_checkpoints(self.output)
         newest = checkpoints[-1][1].name if checkpoints else "none"
         message = f"{final.name} could not be written ({problem}); the newest checkpoint is {newest}"
-        if self.run.on_save_error == "stop":
-            advice = way_out(problem, self.output)
-            raise RunError(
-                f"{message}. {advice[0].upper()}{advice[1:]} and resume, or set on_save_error: continue"
-            )
-        log.error("%s; going on (on_save_error: continue)", message)
+        advice = way_out(problem, self.output)
+        raise RunError(f"{message}. {advice[0].upper()}{advice[1:]} and resume")
 
     def _on_commit(self, final: Path, kept_steps: set[int], start: float) -> None:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""

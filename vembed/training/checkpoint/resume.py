@@ -30,21 +30,21 @@ METRICS = "metrics.jsonl"
 _LENGTH_AND_MACHINES = """
     epochs max_steps max_train_minutes strategy accelerate_config num_processes num_machines
     dist_timeout_minutes fsdp_version fsdp_sharding_strategy fsdp_offload_params
-    fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_wrap_embeddings
-    fsdp_reshard_after_forward fsdp_backward_prefetch fsdp_forward_prefetch fsdp_limit_all_gathers
+    fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params
+    fsdp_backward_prefetch fsdp_forward_prefetch fsdp_limit_all_gathers
     fsdp_use_orig_params fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
     fsdp_sync_module_states
 """
 _MEMORY_AND_SPEED = """
     num_workers micro_batch_tokens gradient_cache_chunk_size use_gradient_cache
-    kept_graph_tokens loss_exchange cache_frozen_features gradient_checkpointing torch_compile attn_implementation
+    cache_frozen_features gradient_checkpointing torch_compile attn_implementation
     padding_free deterministic
 """
 _WATCHED_AND_KEPT = """
-    val_data_path patience eval_steps eval_before eval_metric eval_ks eval_batch_tokens guards save_steps
-    save_total_limit save_merged load_best_model_at_end async_save on_save_error save_dtype on_nonfinite
+    val_data_path patience eval_steps eval_before eval_metric eval_ks guards save_steps
+    save_total_limit save_merged load_best_model_at_end async_save save_dtype on_nonfinite
     logging_steps report_to run_name wandb_project wandb_tags console log_file debug profile_steps output_dir
-    overwrite resume resume_anyway trust_remote_code
+    overwrite resume trust_remote_code
 """
 BATCH = frozenset({"batch_size", "global_batch_size"})
 """Options whose product with the number of processes must stay."""
@@ -160,12 +160,12 @@ def candidates(run: RunSection) -> list[Path]:
         if not run.overwrite:
             _refuse_earlier_run(output, checkpoints, finished)
         return []
-    if run.resume is True and not checkpoints and finished is None:
+    if run.resume in (True, "force") and not checkpoints and finished is None:
         raise UserError(
             f"resume: true, but output_dir: {output} holds no checkpoint; use resume: auto to start anew where "
             "there is none"
         )
-    if run.resume in (True, "auto"):
+    if run.resume in (True, "auto", "force"):
         return checkpoints
     wanted = Path(str(run.resume))
     if not wanted.is_dir():
@@ -357,12 +357,12 @@ def refuse(differences: list[Difference], checkpoint: str) -> None:
         raise UserError(
             f"{checkpoint} was trained with {size} examples per step, and this run asks for {forbidden[0].now}: give "
             f"global_batch_size={size} (over all processes), start anew in another output_dir, or set "
-            "resume_anyway: true (--resume-anyway)"
+            "resume: force"
         )
     listed = "; ".join(map(str, forbidden))
     raise UserError(
         f"{checkpoint} was trained with other settings: {listed}; put them back, start anew in another output_dir, or "
-        "set resume_anyway: true (--resume-anyway)"
+        "set resume: force"
     )
 
 

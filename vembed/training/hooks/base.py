@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ from vembed.data.batching.rank_batch import RankBatch, RankBatchStream
 from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
 from vembed.parallel.session import Session
+from vembed.training.final import ModelWriter
 from vembed.training.interrupts import Interrupts
 from vembed.training.setup import RunData, TrainingComponents
 from vembed.training.step import BatchResult, ContrastiveStep
@@ -54,6 +55,7 @@ class Run(Protocol):
     session: Session
     data: RunData
     components: TrainingComponents
+    model_writer: ModelWriter
     state: LoopState
     intervals: RunIntervals
     step: ContrastiveStep
@@ -86,9 +88,10 @@ class StepReport:
     def add(self, rank_batch: RankBatch, result: BatchResult) -> None:
         """Add one global batch. Of the embeddings, only those of the last one are kept in memory."""
         if self.batches:
-            # The embeddings of the batches before are of no more use, and as large as those of this one.
+            # The embeddings of the batch before are of no more use, and as large as those of this one.
             earlier_batch, earlier = self.batches[-1]
-            self.batches[-1] = (earlier_batch, earlier.without_embeddings())
+            no_rows = earlier.embeddings.new_empty(0, earlier.embeddings.shape[1])
+            self.batches[-1] = (earlier_batch, replace(earlier, embeddings=no_rows))
         self.batches.append((rank_batch, result))
 
     @property
@@ -199,13 +202,6 @@ class Hooks:
     def on_evaluation(self, evaluation: Evaluation) -> bool:
         """Call `on_evaluation` of each. Return as `on_step` does."""
         return _log_reasons([(hook, hook.on_evaluation(evaluation)) for hook in self])
-
-    def figures(self, report: StepReport) -> dict[str, Any]:
-        """Return the figures of all hooks."""
-        figures: dict[str, Any] = {}
-        for hook in self:
-            figures |= hook.figures(report)
-        return figures
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vembed.config.terms import loss_names, loss_terms
+from vembed.config.run_intervals import has_initial_weights
+from vembed.config.terms import loss_terms
 from vembed.errors import RunError
 from vembed.parallel import collectives
 from vembed.training.checkpoint.folder import list_checkpoints
@@ -36,6 +37,7 @@ class Watch(Hook):
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
+        self._knows_first_loss = False
         self._lowest_loss = math.inf
         self._highest_loss = -math.inf
         self._first_step: int | None = None
@@ -44,33 +46,43 @@ class Watch(Hook):
     @override
     def on_start(self, run: Run) -> None:
         self._run = run
+        terms = loss_terms(run.config.objective, run.config.model.model_name)
+        self._trains_embeddings = any(not term.loss.is_of_model for term in terms)
+        self._is_cross_entropy = all(term.loss.is_cross_entropy for term in terms)
+        # Initial weights score all candidates alike.
+        self._knows_first_loss = (
+            has_initial_weights(run.config.model)
+            and run.state.step == 0
+            and self._is_cross_entropy
+        )
 
     @override
     def on_step(self, report: StepReport) -> None:
         """Stop the run at a non-finite step, or log it. The same on every rank."""
         step = report.step
         outcome = report.outcome
+        if self._knows_first_loss:
+            self._knows_first_loss = False
+            self._compare_first_loss(report)
+        if outcome.is_overflow:
+            log.info(
+                "step %d: float16 overflow, gradient scale halved, step skipped", step
+            )
+            return
         if outcome.applied:
             if outcome.grad_norm == 0.0 and abs(outcome.loss) > SMALLEST_LOSS:
                 # The run would go on and change nothing.
                 raise RunError(
                     f"step {step}: the loss is {outcome.loss:g} and the gradient norm exactly 0, so nothing is "
                     "trained: either all embeddings are the same, or no gradient reaches the weights; check pooling, "
-                    "freeze and learning_rate (mean cosines are in metrics.jsonl); "
-                    + self._checkpoint_note()
+                    f"freeze and learning_rate (mean cosines are in metrics.jsonl); {self._checkpoint_note()}"
                 )
             return
-        if outcome.is_overflow:
-            log.info(
-                "step %d: float16 overflow, gradient scale halved, step skipped", step
-            )
-            return
-        is_finite = torch.isfinite(report.embeddings).all(dim=1)
-        has_broken_weights = not bool(is_finite.any())
-        message = (
-            f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; "
-            + self._cause(report, has_broken_weights=has_broken_weights)
+        has_broken_weights = not bool(
+            torch.isfinite(report.embeddings).all(dim=1).any()
         )
+        cause = self._cause(report, has_broken_weights=has_broken_weights)
+        message = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {cause}"
         if self._run.config.optimizer.on_nonfinite == "stop":
             advice = "Lower learning_rate or max_grad_norm"
             if self._run.session.mixed_precision == "fp16":
@@ -84,7 +96,7 @@ class Watch(Hook):
             raise RunError(
                 f"{num_skipped} steps in a row were skipped (on_nonfinite: skip), the last one {step}, so the weights "
                 "no longer change: lower learning_rate or max_grad_norm, or fix the examples that the log names; "
-                + self._checkpoint_note()
+                f"{self._checkpoint_note()}"
             )
 
     def _cause(self, report: StepReport, *, has_broken_weights: bool) -> str:
@@ -110,85 +122,8 @@ class Watch(Hook):
         first = ", ".join(report.batches[0][0].where[:2])
         return f"non-finite embeddings on no rank (the gradient overflowed; first examples: {first})"
 
-    @override
-    def figures(self, report: StepReport) -> dict[str, float]:
-        """Return the mean cosine between this rank's inputs, and log warnings."""
-        step = report.step
-        loss = report.outcome.loss
-        loss_name = self._run.config.objective.loss
-        if self._first_step is None:
-            self._first_step = step
-        self._lowest_loss = min(self._lowest_loss, loss)
-        self._highest_loss = max(self._highest_loss, loss)
-        cosine = mean_cosine(report.embeddings)
-        if cosine > COLLAPSED_COSINE and loss_name != "none":
-            self._warn_once(
-                "collapse",
-                f"embeddings collapse: the mean cosine between inputs is {cosine:.3f}; lower learning_rate, check that "
-                "pooling fits the model, and that positives are not the same text in every row",
-            )
-        if loss == 0.0 and loss_name == "infonce":
-            self._warn_once(
-                "zero",
-                f"the loss of step {step:,d} is exactly 0, so there is no gradient: positives had no negatives to be "
-                "compared with, or are separated already; check that positives differ (mask_duplicates: copies in a "
-                "batch do not count as negatives), or add negatives",
-            )
-        size = max(abs(self._highest_loss), 1e-12)
-        loss_range = self._highest_loss - self._lowest_loss
-        num_steps = step - self._first_step + 1
-        if (
-            num_steps >= CONSTANT_LOSS_STEPS
-            and loss_range <= CONSTANT_LOSS_RANGE * size
-        ):
-            self._warn_once(
-                "constant",
-                f"the loss has stayed at {loss:.4f} for {num_steps:,d} steps; raise learning_rate, and check that "
-                "parameters are trained at all (freeze, use_lora)",
-            )
-        return {"mean_cosine": cosine}
-
-    def _checkpoint_note(self) -> str:
-        """Return what is left of the run."""
-        checkpoints = list_checkpoints(self._run.output)
-        if not checkpoints:
-            return "no checkpoint was saved before (save_steps keeps some)"
-        return f"{checkpoints[-1][1].name} is untouched"
-
-    def _warn_once(self, key: str, message: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            log.warning(message)
-
-
-def mean_cosine(embeddings: Tensor) -> float:
-    """Return the mean cosine over all pairs of different rows of `embeddings` [n, D], without a matrix of pairs."""
-    num = embeddings.shape[0]
-    if num < 2:
-        return 0.0
-    unit = torch.nn.functional.normalize(embeddings.detach().float(), dim=1)
-    # |sum of unit vectors|^2 is the sum of all cosines, the n of each row with itself included.
-    total = float(unit.sum(dim=0).square().sum())
-    return (total - num) / (num * (num - 1))
-
-
-class FirstLoss(Hook):
-    """Compares the loss of step 1 with the logarithm of the number of candidates, which is that of equal scores.
-
-    Of a run from initial weights with a loss over candidates.
-    """
-
-    @override
-    def on_start(self, run: Run) -> None:
-        terms = loss_terms(run.config.objective, run.config.model.model_name)
-        self._applies = run.state.step == 0 and loss_names(terms) == ("infonce",)
-
-    @override
-    def on_step(self, report: StepReport) -> None:
-        """Log the comparison after the first step. Collective."""
-        if not self._applies:
-            return
-        self._applies = False
+    def _compare_first_loss(self, report: StepReport) -> None:
+        """Log how far the loss is from that of equal scores, the logarithm of the candidates. Collective."""
         num_rows = 0
         for rank_batch, _ in report.batches:
             num_rows += len(rank_batch.positive) + len(rank_batch.negative)
@@ -213,6 +148,65 @@ class FirstLoss(Hook):
                 comparison,
             )
 
+    @override
+    def figures(self, report: StepReport) -> dict[str, float]:
+        """Return the mean cosine between this rank's inputs, and log warnings."""
+        step = report.step
+        loss = report.outcome.loss
+        if self._first_step is None:
+            self._first_step = step
+        num_steps = step - self._first_step + 1
+        self._lowest_loss = min(self._lowest_loss, loss)
+        self._highest_loss = max(self._highest_loss, loss)
+        loss_range = self._highest_loss - self._lowest_loss
+        size = max(abs(self._highest_loss), 1e-12)
+        cosine = mean_cosine(report.embeddings)
+        if cosine > COLLAPSED_COSINE and self._trains_embeddings:
+            self._warn_once(
+                "collapse",
+                f"embeddings collapse: the mean cosine between inputs is {cosine:.3f}; lower learning_rate, check that "
+                "pooling fits the model, and that positives are not the same text in every row",
+            )
+        if loss == 0.0 and self._is_cross_entropy:
+            self._warn_once(
+                "zero",
+                f"the loss of step {step:,d} is exactly 0, so there is no gradient: positives had no negatives to be "
+                "compared with, or are separated already; check that positives differ (mask_duplicates: copies in a "
+                "batch do not count as negatives), or add negatives",
+            )
+        if (
+            num_steps >= CONSTANT_LOSS_STEPS
+            and loss_range <= CONSTANT_LOSS_RANGE * size
+        ):
+            self._warn_once(
+                "constant",
+                f"the loss has stayed at {loss:.4f} for {num_steps:,d} steps; raise learning_rate, and check that "
+                "parameters are trained at all (freeze, use_lora)",
+            )
+        return {"mean_cosine": cosine}
+
+    def _checkpoint_note(self) -> str:
+        checkpoints = list_checkpoints(self._run.output)
+        if not checkpoints:
+            return "no checkpoint was saved before (save_steps keeps some)"
+        return f"{checkpoints[-1][1].name} is untouched"
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            log.warning(message)
+
+
+def mean_cosine(embeddings: Tensor) -> float:
+    """Return the mean cosine over all pairs of different rows of `embeddings` [n, D], without a matrix of pairs."""
+    num = embeddings.shape[0]
+    if num < 2:
+        return 0.0
+    unit = torch.nn.functional.normalize(embeddings.detach().float(), dim=1)
+    # |sum of unit vectors|^2 is the sum of all cosines, the n of each row with itself included.
+    total = float(unit.sum(dim=0).square().sum())
+    return (total - num) / (num * (num - 1))
+
 
 class DataWatch(Hook):
     """Reports once per file what happened to the data files. Most changes do no harm: files stay open as they were."""
@@ -226,15 +220,12 @@ class DataWatch(Hook):
 
     @override
     def on_epoch(self, epoch: int) -> None:
-        self._look()
-
-    @override
-    def on_finish(self, run: Run) -> None:
-        self._look()
-
-    def _look(self) -> None:
         for change in self._examples.changed_files():
             file = change.partition(" has ")[0]
             if file not in self._reported:
                 self._reported.add(file)
                 log.warning("%s", change)
+
+    @override
+    def on_finish(self, run: Run) -> None:
+        self.on_epoch(0)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from vembed.config.run_intervals import has_initial_weights
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook, Run
-from vembed.training.hooks.checks import DataWatch, FirstLoss, Watch
+from vembed.training.hooks.checks import DataWatch, Watch
 from vembed.training.hooks.display import (
     Profile,
     ProgressBar,
-    RunningReport,
     SetupLines,
 )
 from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
@@ -31,8 +29,6 @@ def configured_hooks(run: Run, warmup_steps: int, console: Console) -> list[Hook
     config = run.config
     hooks: list[Hook] = []
     # Before those that write the scores, since some of these add scores.
-    if has_initial_weights(config.model):
-        hooks.append(FirstLoss())
     if config.optimizer.ema is not None:
         hooks.append(WeightAverage(config.optimizer.ema))
     if config.evaluation.guards:
@@ -41,8 +37,6 @@ def configured_hooks(run: Run, warmup_steps: int, console: Console) -> list[Hook
         hooks.append(EpochMiner(config.data.mine))
     if run.intervals.patience is not None:
         hooks.append(Patience(run.intervals.patience, warmup_steps))
-    if config.logging.report_every is not None:
-        hooks.append(RunningReport(config.logging.report_every))
     if config.logging.push_to_hub is not None:
         hooks.append(PushBest())  # after the guards, whose scores are in the card
     hooks.append(ProgressBar(console))

@@ -16,8 +16,6 @@ from rich.progress import (
 )
 from typing_extensions import override
 
-from vembed.errors import UserError
-from vembed.evaluation.report.report import write_report
 from vembed.parallel.parameters import num_parameters
 from vembed.training.hooks.base import Hook, Run, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE
@@ -105,32 +103,6 @@ class ProgressBar(Hook):
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
-
-
-class RunningReport(Hook):
-    """Writes the report after so many steps (`report_every`). A report that cannot be written is a line in the log."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-
-    @override
-    def on_start(self, run: Run) -> None:
-        self._output = run.output if run.session.is_main else None
-
-    @override
-    def on_step(self, report: StepReport) -> None:
-        if self._output is None or report.step % self.every:
-            return
-        try:
-            path = write_report(self._output)
-        except (OSError, UserError) as error:
-            log.warning(
-                "report_every: the report of step %d was not written (%s)",
-                report.step,
-                error,
-            )
-        else:
-            log.debug("report_every: %s", path)
 
 
 class Profile(Hook):

@@ -86,6 +86,7 @@ def main_scores(
                 data,
                 run.config.evaluation,
                 run.session,
+                micro_batch_tokens=run.config.batch.micro_batch_tokens,
                 dims=[],
             )
             scores[f"{name}/{data.metric}"] = measured[data.metric]

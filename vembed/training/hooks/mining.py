@@ -15,7 +15,7 @@ from typing_extensions import override
 from vembed.config.negatives import EpochMining
 from vembed.data.examples import Example, Item, Kind
 from vembed.errors import UserError
-from vembed.inference.encoding import encode_features
+from vembed.inference.encoding import encode_features, first_dims
 from vembed.mining.example_miner import ExampleMiner
 from vembed.progress import duration
 from vembed.training.hooks.base import Hook, Run, StepReport
@@ -61,8 +61,7 @@ class EpochMiner(Hook):
             run.config.data,
             examples,
             run.session,
-            seed=run.config.run.seed,
-            normalize=run.config.objective.similarity == "cosine",
+            run.config.run.seed,
         )
         self._numbers = torch.full(
             (len(examples), self._options.num_negatives), -1, dtype=torch.int64
@@ -143,7 +142,7 @@ class EpochMiner(Hook):
         run = self._run
         towers = run.components.source.towers
         featuriser = run.components.featuriser
-        return encode_features(
+        vectors = encode_features(
             run.components.model,
             featuriser,
             featuriser.features(items),
@@ -152,3 +151,5 @@ class EpochMiner(Hook):
             between=run.interrupts.check,
             kept=towers if towers.stores else None,
         )
+        is_unit = run.config.objective.similarity == "cosine"
+        return first_dims(vectors, vectors.shape[1], is_unit)

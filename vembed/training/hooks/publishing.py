@@ -14,7 +14,6 @@ from vembed.errors import RunError, UserError
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.hub import Hub
 from vembed.saving.publication import model_files, publication
-from vembed.training.final import ModelWriter
 from vembed.training.hooks.base import Evaluation, Hook, Run
 
 log = logging.getLogger("vembed")
@@ -29,7 +28,7 @@ def hub_of(options: LoggingSection) -> Hub | None:
     """Return the repository of `push_to_hub`, if there is one."""
     if options.push_to_hub is None:
         return None
-    return Hub(options.push_to_hub, public=options.push_public, log=log.debug)
+    return Hub(options.push_to_hub, log=log.debug)
 
 
 def push_final(hub: Hub, output: Path) -> None:
@@ -78,7 +77,7 @@ class PushBest(Hook):
                 f"{evaluation.step:,d}",
             )
             return
-        writer = ModelWriter(run.config, run.session, run.components)
+        writer = run.model_writer
         folder = run.output / FOLDER
         writer.store(folder, weights, writer.card(run.data, run.state))
         score = f"{evaluation.metric} {evaluation.scores[evaluation.metric]:.4f}"

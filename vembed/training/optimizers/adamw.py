@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from vembed.training.optimizers.declaration import (
     ADAM_OPTIONS,
-    AdamOptions,
     OptimizedWeights,
     OptimizerKind,
     adam_arguments,
-    described_betas,
 )
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+    from vembed.config.schema import OptimizerSection
 
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -33,7 +33,7 @@ class AdamW(OptimizerKind):
         self,
         weights: OptimizedWeights,
         learning_rate: float,
-        options: AdamOptions,
+        options: OptimizerSection,
         seed: int,
     ) -> tuple[Optimizer, str]:
         """Return torch's AdamW, or one that rounds stochastically."""
@@ -41,8 +41,7 @@ class AdamW(OptimizerKind):
 
         from vembed.training.optimizers.rounded_adamw import RoundedAdamW
 
-        arguments = adam_arguments(learning_rate, options)
-        betas = described_betas(options)
+        arguments, betas = adam_arguments(learning_rate, options)
         if weights.is_half:
             rounded = RoundedAdamW(weights.groups, **arguments, seed=seed)
             return (

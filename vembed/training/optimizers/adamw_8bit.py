@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from vembed.errors import UserError
 from vembed.training.optimizers.declaration import (
     ADAM_OPTIONS,
-    AdamOptions,
     OptimizedWeights,
     OptimizerKind,
     adam_arguments,
-    described_betas,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
+
+    from vembed.config.schema import OptimizerSection
 
 log = logging.getLogger("vembed")
 
@@ -46,13 +46,12 @@ class AdamW8Bit(OptimizerKind):
         self,
         weights: OptimizedWeights,
         learning_rate: float,
-        options: AdamOptions,
+        options: OptimizerSection,
         seed: int,
     ) -> tuple[Optimizer, str]:
         """Return torchao's AdamW8bit for shards, and bitsandbytes' for whole weights."""
         del seed
-        arguments = adam_arguments(learning_rate, options)
-        betas = described_betas(options)
+        arguments, betas = adam_arguments(learning_rate, options)
         if weights.is_sharded:
             # It supports DTensors, which bitsandbytes' kernels do not.
             optimizer = self._of_torchao(weights, arguments)

@@ -10,43 +10,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-Groups = list[dict[str, Any]]
-"""Parameter groups as torch takes them."""
-
-
-class AdamOptions(Protocol):
-    """The options that kinds of AdamW read, as the config's section of the optimizer has them."""
-
-    @property
-    def adam_beta1(self) -> float:
-        """Decay rate of the first moment."""
-
-    @property
-    def adam_beta2(self) -> float:
-        """Decay rate of the second moment."""
-
-    @property
-    def adam_epsilon(self) -> float:
-        """Term added to the denominator."""
+    from vembed.config.schema import OptimizerSection
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizedWeights:
     """The weights that an optimizer gets on this rank."""
 
-    groups: Groups
+    groups: list[dict[str, Any]]
+    """Parameter groups as torch takes them."""
     is_sharded: bool
     """They are DTensors, as FSDP2 leaves them."""
     is_flat: bool
     """They are flat pieces of several parameters, as FSDP1 leaves them."""
     is_half: bool
-    """Some of them are held in 16 bits alone (`pure_dtype`)."""
+    """Some of them are held in 16 bits alone (`torch_dtype: pure_bfloat16`)."""
 
     def tensors(self) -> list[Tensor]:
         """Return the weights of all groups."""
@@ -79,24 +63,20 @@ class OptimizerKind(ABC):
         self,
         weights: OptimizedWeights,
         learning_rate: float,
-        options: AdamOptions,
+        options: OptimizerSection,
         seed: int,
     ) -> tuple[Optimizer, str]:
         """Return the optimizer, and a short description of it for the log."""
 
 
-ADAM_OPTIONS = frozenset({"adam_beta1", "adam_beta2", "adam_epsilon"})
+ADAM_OPTIONS = frozenset({"adam_betas", "adam_epsilon"})
 
 
-def adam_arguments(learning_rate: float, options: AdamOptions) -> dict[str, Any]:
-    """Return the arguments that all kinds of AdamW share."""
-    return {
-        "lr": learning_rate,
-        "betas": (options.adam_beta1, options.adam_beta2),
-        "eps": options.adam_epsilon,
-    }
-
-
-def described_betas(options: AdamOptions) -> str:
-    """Return the betas for the log."""
-    return f"betas ({options.adam_beta1:g}, {options.adam_beta2:g})"
+def adam_arguments(
+    learning_rate: float, options: OptimizerSection
+) -> tuple[dict[str, Any], str]:
+    """Return the arguments that all kinds of AdamW share, and the betas for the log."""
+    first, second = options.adam_betas
+    betas = (first, second)
+    arguments = {"lr": learning_rate, "betas": betas, "eps": options.adam_epsilon}
+    return arguments, f"betas ({first:g}, {second:g})"

@@ -1,4 +1,4 @@
-"""RoundedAdamW: AdamW for weights that are kept in bfloat16 alone (`pure_dtype`), with stochastic rounding.
+"""RoundedAdamW: AdamW for weights that are kept in bfloat16 alone (`torch_dtype: pure_bfloat16`), with stochastic rounding.
 
 bfloat16 has 8 bits of precision: an update of less than 1/512 of a weight is lost when it is rounded to the nearest
 value, and a usual one is of that size. Rounded up with the probability of its distance from below, the weight takes the
@@ -11,8 +11,8 @@ resumed run rounds as the uninterrupted one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,17 +35,12 @@ class RoundedAdamW(torch.optim.Optimizer):
         eps: float,
         seed: int,
     ) -> None:
-        super().__init__(
-            groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        super().__init__(groups, defaults)
         self._seed = seed
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         """Take one step with the current gradients."""
         assert closure is None, "gradients are computed before the step"
         number = 0
@@ -54,7 +49,6 @@ class RoundedAdamW(torch.optim.Optimizer):
                 number += 1
                 if parameter.grad is not None:
                     self._update(parameter, group, number)
-        return None
 
     def _update(self, parameter: Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]
@@ -64,39 +58,33 @@ class RoundedAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         step = int(state["step"])
-        (beta1, beta2) = group["betas"]
-        weight, first, second = (
-            _local(tensor)
-            for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
-        )
+        beta1, beta2 = group["betas"]
+        learning_rate = float(group["lr"])
+        weight = _local(parameter)
+        first = _local(state["exp_avg"])
+        second = _local(state["exp_avg_sq"])
         if weight.numel() == 0:
             return
         gradient = _local(parameter.grad).float()
         mean = first.float().lerp_(gradient, 1 - beta1)
-        square = (
-            second.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        )
-        size = float(group["lr"]) / (1 - beta1**step)
+        square = second.float().mul_(beta2)
+        square.addcmul_(gradient, gradient, value=1 - beta2)
         divisor = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        new = (
-            weight.float()
-            .mul_(1 - float(group["lr"]) * group["weight_decay"])
-            .addcdiv_(mean, divisor, value=-size)
-        )
+        new = weight.float().mul_(1 - learning_rate * group["weight_decay"])
+        new.addcdiv_(mean, divisor, value=-learning_rate / (1 - beta1**step))
+        pairs = ((weight, new), (first, mean), (second, square))
         if weight.dtype == torch.float32:
-            for held, value in ((weight, new), (first, mean), (second, square)):
+            for held, value in pairs:
                 held.copy_(value)
             return
-        draw = torch.Generator(weight.device).manual_seed(
-            _mixed(self._seed, step, number, _shard_of(parameter))
-        )
+        seed = 0
+        for part in (self._seed, step, number, _shard_of(parameter)):
+            seed = ((seed ^ part) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % 2**63
+        draw = torch.Generator(weight.device).manual_seed(seed)
         # One draw of 63 bits gives the 16 that each of the three roundings takes.
-        bits = torch.empty(
-            weight.shape, dtype=torch.int64, device=weight.device
-        ).random_(generator=draw)
-        for place, (held, value) in enumerate(
-            ((weight, new), (first, mean), (second, square))
-        ):
+        bits = torch.empty(weight.shape, dtype=torch.int64, device=weight.device)
+        bits.random_(generator=draw)
+        for place, (held, value) in enumerate(pairs):
             held.copy_(rounded(value, (bits >> (_BITS * place)).to(torch.int32)))
 
 
@@ -116,21 +104,10 @@ def _local(tensor: Any) -> Tensor:
 
 def _shard_of(parameter: Tensor) -> int:
     """Return a number of the shard that this process holds: the same on processes that hold the same."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
     number = 0
-    for size, coordinate, placement in zip(
-        parameter.device_mesh.shape, place, parameter.placements, strict=True
-    ):
-        if isinstance(placement, Shard):
-            number = number * size + coordinate
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                number = number * mesh.size(axis) + mesh.get_local_rank(axis)
     return number
-
-
-def _mixed(*numbers: int) -> int:
-    """Return one seed from several numbers."""
-    mixed = 0
-    for number in numbers:
-        mixed = ((mixed ^ number) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % 2**63
-    return mixed

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.training.optimizers.declaration import (
-    AdamOptions,
     OptimizedWeights,
     OptimizerKind,
 )
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+    from vembed.config.schema import OptimizerSection
 
 
 class Sgd(OptimizerKind):
@@ -25,7 +26,7 @@ class Sgd(OptimizerKind):
         self,
         weights: OptimizedWeights,
         learning_rate: float,
-        options: AdamOptions,
+        options: OptimizerSection,
         seed: int,
     ) -> tuple[Optimizer, str]:
         """Return torch's SGD."""

@@ -1,4 +1,4 @@
-"""`vembed init --tokenizer`: a byte-level BPE tokenizer, trained on the texts of the data."""
+"""A byte-level BPE tokenizer, trained on the texts of the data: `vembed init --tokenizer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MASK = "<|mask|>"
 VOCAB_SIZE = 8192
 
 
-def run_train_tokenizer(data: str, folder: str, vocab_size: int) -> int:
+def tokenizer_of_data(data: str, folder: str, vocab_size: int) -> int:
     """Train a tokenizer on all texts of a data file, with or without pairs; return the number of its tokens."""
     target = Path(folder)
     if target.exists() and any(target.iterdir()):

@@ -149,7 +149,7 @@ def _run(session: Session, path: Path) -> None:
             "* load: the saved weights give the same embeddings in one process"
         )
     with check("weight edit", rank) as lines:
-        parameters.edit_weight(model, EDITED, _project_out)
+        parameters.edit_weights(model, {EDITED: _project_out})
         edited = parameters.full_state_dict(model)
         if rank == 0:
             _compare(edited[EDITED], _project_out(state[EDITED]), EDITED)

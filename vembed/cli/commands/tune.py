@@ -1,13 +1,11 @@
-"""Verb of the `vembed` command that searches for better options: tune."""
+"""`vembed tune`: search for better options."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-
-from vembed.cli.support import JsonOutput, end, json_result
 
 
 def tune(
@@ -38,20 +36,10 @@ def tune(
             "--dry-run", help="Show the options, their ranges and the trials."
         ),
     ] = False,
-    json_file: JsonOutput = None,
-) -> None:
+) -> dict[str, Any] | None:
     """Search for better values of a few options, and write the best config as YAML."""
+    from vembed.pipelines.option_search import Search, run_tune
 
-    def call() -> int:
-        from vembed.pipelines.tuning.option_search import Search, run_tune
-
-        names = tuple(name.strip() for name in options.split(",") if name.strip())
-        search = Search(
-            config, tuple(overrides or ()), Path(output), trials, names, seed
-        )
-        with json_result(json_file) as on_result:
-            return run_tune(
-                search, nproc=nproc, is_dry_run=dry_run, on_result=on_result
-            )
-
-    end(call)
+    names = tuple(name.strip() for name in options.split(",") if name.strip())
+    search = Search(config, tuple(overrides or ()), Path(output), trials, names, seed)
+    return run_tune(search, nproc=nproc, is_dry_run=dry_run)

@@ -7,7 +7,7 @@ from pathlib import Path
 from vembed.config.options import all_options
 from vembed.training.checkpoint.resume import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
 
-BEGIN = "<!-- options: written by python -m vembed.cli.commands.resume_table -->"
+BEGIN = "<!-- options: written by python -m tests.docs.resume_table -->"
 END = "<!-- end of options -->"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,24 +31,12 @@ MAX_NAMED = 3
 Inputs = dict[str, Tensor]
 
 
-def run_model_check(named: str, arguments: Mapping[str, Any]) -> int:
-    """Print each rule with `pass`, or with the sentence that says how the class breaks it. Return 0 if all hold."""
-    works = True
-    sys.stdout.write(f"{named}\n{'=' * 50}\n")
-    for number, (rule, broken) in enumerate(check_model(named, arguments), start=1):
-        works = works and broken is None
-        sys.stdout.write(
-            f"{number}. {rule}: {'pass' if broken is None else f'FAIL: {broken}'}\n"
-        )
-    return 0 if works else 1
-
-
 def check_model(
-    named: str, arguments: Mapping[str, Any]
+    named: str, arguments: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, str | None]]:
     """Yield each rule, and the sentence that says how the class breaks it; None where it keeps it."""
     code = find_class(named)
-    trial = ClassTrial(code, arguments)
+    trial = ClassTrial(code, arguments or {})
     yield "its forward takes texts or images and gives hidden states or vectors", None
     rules: list[tuple[str, Callable[[], str | None]]] = [
         (

@@ -1,0 +1,124 @@
+"""`vembed data`, `report`, `compare` and `card`: what a run reads, and what has become of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vembed.cli.support import ConfigArguments, read_config_arguments
+from vembed.errors import UserError
+
+
+def data(args: ConfigArguments = None) -> dict[str, Any] | None:
+    """Look at the data of a config: samples as the model reads them, lengths, repetitions, overlap."""
+    from vembed.config.loading import resolve_run
+
+    arguments = read_config_arguments("data", data.__doc__, args)
+    config = resolve_run(
+        arguments.source, arguments.overrides, stage=arguments.stage
+    ).config
+    from vembed.data_tools.init.data_page import data_facts
+
+    facts = data_facts(config)
+    sys.stdout.write(facts.page)
+    return facts.figures
+
+
+def report(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="The output_dir of a run, finished or not."),
+    ],
+) -> dict[str, Any]:
+    """Write report.html and report.md of a run, also of one that was stopped or killed."""
+    from vembed.evaluation.report.comparison import run_json
+    from vembed.evaluation.report.record import read_run
+    from vembed.evaluation.report.report import write_report
+
+    path = write_report(run)
+    sys.stdout.write(f"wrote {path}\n")
+    return {"report": path, **run_json(Path(run).resolve().name, read_run(run))}
+
+
+def compare(
+    ctx: typer.Context,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN",
+            help="Folders of runs, finished or not. The first is the baseline.",
+        ),
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", help="The page. Default: comparison.html."),
+    ] = None,
+) -> dict[str, Any]:
+    """Compare several runs on one page: curves, scores with intervals, settings that differ, queries won and lost."""
+    from vembed.evaluation.report.comparison import (
+        as_json,
+        read_several,
+        score_lines,
+        write_comparison,
+    )
+
+    compared_runs = read_several(runs)
+    result = as_json(compared_runs)
+    sys.stdout.write(score_lines(compared_runs))
+    if output is not None or ctx.obj is None:  # --json alone needs no page
+        page = write_comparison(compared_runs, output or "comparison.html")
+        sys.stdout.write(f"wrote {page}\n")
+    return result
+
+
+def card(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="The output_dir of a finished run, or its final/."
+        ),
+    ],
+) -> dict[str, Any]:
+    """Write the model card (README.md) of a trained model again, from the run's scores, data and settings."""
+    from vembed.config.loading import resolve_run
+    from vembed.evaluation.report.record import read_run
+    from vembed.models.families.decisions import describe
+    from vembed.saving.card import Card, render_card
+    from vembed.saving.publication import CARD, MODEL_FOLDER
+
+    path = Path(model).expanduser().resolve()
+    folder = path / MODEL_FOLDER if (path / "config.yaml").is_file() else path
+    run = folder.parent
+    if not folder.is_dir() or not (run / "config.yaml").is_file():
+        raise UserError(
+            f"{model} is neither the folder of a finished run nor the {MODEL_FOLDER}/ in one, so there is nothing to "
+            "write a card from; give the output_dir of the run"
+        )
+    record = read_run(run)
+    summary = record.summary
+    facts = Card(
+        data=tuple(summary.data),
+        language=summary.language,
+        settings=record.changed_settings(),
+        scores=record.after,
+        before=record.before,
+        evaluation=summary.evaluation.partition(", from")[0],
+        num_steps=summary.num_steps,
+        versions=summary.versions,
+    )
+    config = resolve_run(run / "config.yaml").config
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
+    is_adapter = any(folder.rglob("adapter_config.json"))
+    text = render_card(description, facts, adapter_alone=is_adapter)
+    target = folder / CARD
+    target.write_text(text, encoding="utf-8", errors="backslashreplace")
+    sys.stdout.write(f"wrote {target}\n")
+    return {"card": target}

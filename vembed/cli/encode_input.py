@@ -1,0 +1,306 @@
+"""Input of `vembed encode`: lines of a file, records of any source or images of a folder, in chunks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vembed.config.options import nearest
+from vembed.config.user_folders import cache_folder
+from vembed.data.documents import (
+    ID_FIELDS,
+    IMAGE_FIELDS,
+    TEXT_FIELDS,
+    document_id,
+    document_item,
+)
+from vembed.data.examples import BadRecord, Item
+from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.formats.base import Format
+from vembed.data.formats.copies import CODECS, unpacked_copy
+from vembed.data.formats.opening import (
+    UNPACKERS,
+    WAYS_OUT,
+    open_reader,
+    unknown_ending,
+)
+from vembed.data.formats.saved_datasets import is_saved_dataset
+from vembed.data.formats.table import ENDINGS, ending_of
+from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
+from vembed.data.messages import listed
+from vembed.errors import UserError
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
+
+FIRST_ROWS = 256
+"""Rows that are read and checked before the model is loaded."""
+TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
+"""Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
+`text`, as in evaluation."""
+BOM = b"\xef\xbb\xbf"
+LineFormat = Literal["auto", "jsonl", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input, with what is written beside its vector."""
+
+    number: int
+    """Of the line or row, from 1."""
+    item: Item
+    identity: str | None
+    fields: dict[str, Any]
+    """All fields of the record."""
+
+
+class EncodeInput:
+    """Inputs in chunks of rows, read by the first process and handed to all. Iterating is collective.
+
+    Inputs that cannot be encoded are refused together with the others of their chunk, or left out.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        session: Session,
+        *,
+        column: str | None,
+        keep: Sequence[str],
+        line_format: LineFormat,
+        image_root: str | None,
+        skips: bool,
+        chunk_rows: int,
+    ) -> None:
+        self.session = session
+        self.column = column
+        self.keep = keep
+        self.line_format = line_format
+        self.skips = skips
+        self.chunk_rows = chunk_rows
+        self.left_out: list[tuple[int, str]] = []
+        """Number of the row, and the reason, of each input that is left out."""
+        self.is_stdin = source == "-"
+        self.name = "standard input" if self.is_stdin else source
+        self.path = Path(source)
+        self.has_images = self.path.is_dir() and not is_saved_dataset(self.path)
+        ending = ending_of(self.path)
+        self.has_lines = (
+            self.is_stdin
+            or line_format != "auto"
+            or not (self.path.is_dir() or ending in ENDINGS)
+        )
+        if self.has_lines and not self.is_stdin and line_format == "auto":
+            if ending in {*UNPACKERS, *WAYS_OUT} - {".txt", ".text"}:
+                raise unknown_ending(self.path)
+            self.line_format = "text"
+        if column is not None and self.line_format == "text":
+            raise UserError(
+                f"{self.name} is read as plain text, which has no column {column}: leave out --column, or give "
+                "--input-format jsonl"
+            )
+        folder = image_root
+        if folder is None:
+            path = self.path.absolute()
+            folder = str(path if path.is_dir() else path.parent)
+        self.images = ImageRoot(folder, allow_urls=False)
+        # An error of rank 0 goes to all, so that none waits for rows that never come.
+        self.reader: Format | None = None
+        total: int | None = None
+        error = None
+        try:
+            if session.is_main and not self.is_stdin:
+                total = self._open()
+        except OSError as problem:
+            error = f"{source} cannot be read: {problem.strerror}"
+        except UserError as problem:
+            error = str(problem)
+        total, error = collectives.broadcast_json([total, error])
+        if error is not None:
+            raise UserError(error)
+        self.total = total
+        """Number of rows, where it is known."""
+
+    def _open(self) -> int | None:
+        """Open the source, and return the number of its rows. Only on the first process."""
+        if self.has_images:
+            return len(self._images())
+        if self.has_lines:
+            if self.path.suffix.lower() in CODECS:
+                self.path = unpacked_copy(self.path, cache_folder())
+            with self.path.open("rb") as file:
+                return sum(1 for _ in file)
+        if self.path.is_dir():
+            names = sorted(
+                path.name for path in self.path.iterdir() if is_saved_dataset(path)
+            )
+            if len(names) > 1:
+                raise UserError(
+                    f"{self.path} holds the data sets {', '.join(names)}: give one of them, as {self.path / names[0]}"
+                )
+        self.reader = open_reader(str(self.path), None, "train", cache_folder())
+        texts = [self.column] if self.column else [*TEXT_COLUMNS, *IMAGE_FIELDS]
+        needed = {*ID_FIELDS, *self.keep, *texts, "title"}
+        columns = [name for name in self.reader.columns or () if name in needed]
+        if columns:
+            self.reader.select(columns)
+        return self.reader.num_records()
+
+    def _images(self) -> list[str]:
+        """Return the images of a folder and its subfolders, in the order of their paths."""
+        images = sorted(
+            str(path.relative_to(self.path))
+            for path in self.path.rglob("*")
+            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+        )
+        if not images:
+            endings = ", ".join(sorted(IMAGE_SUFFIXES))
+            raise UserError(
+                f"{self.path} is a folder without images ({endings}); for texts give a file"
+            )
+        return images
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        rows = self._rows() if self.session.is_main else iter(())
+        first = 1
+        while True:
+            count = FIRST_ROWS if first == 1 else self.chunk_rows
+            chunk = list(itertools.islice(rows, min(count, self.chunk_rows)))
+            chunk = collectives.broadcast_json(chunk)
+            if not chunk:
+                return
+            yield self._checked(chunk, first)
+            first += len(chunk)
+
+    def _rows(self) -> Iterator[tuple[int, Any, str | None]]:
+        """Yield the line, the record and, where it cannot be read, the reason. Only on the first process."""
+        if self.has_images:
+            for number, name in enumerate(self._images(), 1):
+                yield number, {"id": name, "image": name}, None
+        elif self.reader is not None:
+            for _, line, record in self.reader.rows():
+                if isinstance(record, BadRecord):
+                    yield line, None, str(record)
+                else:
+                    # Dates of tables become text.
+                    yield line, json.loads(json.dumps(record, default=str)), None
+        else:
+            with ExitStack() as stack:
+                file: Any = sys.stdin.buffer
+                if not self.is_stdin:
+                    file = stack.enter_context(self.path.open("rb"))
+                for number, line in enumerate(file, 1):
+                    try:
+                        yield number, self._line(line), None
+                    except BadRecord as error:
+                        yield number, None, str(error)
+
+    def _line(self, data: bytes) -> Any:
+        """Return the text or the JSON value on a line."""
+        try:
+            # A byte order mark may stand at the beginning of any line where files were joined.
+            line = data.removeprefix(BOM).decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise BadRecord("not UTF-8 text; save the file as UTF-8") from None
+        if not line.strip():
+            raise BadRecord(
+                "empty, and every line has to give one embedding; remove it"
+            )
+        if self.line_format == "auto":  # standard input: the first line tells
+            self.line_format = "jsonl" if line.lstrip()[0] in '{"' else "text"
+        if self.line_format == "text":
+            return line
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(
+                f"not JSON ({error}); for plain text use --input-format text"
+            ) from error
+
+    def _checked(self, chunk: list[Any], first: int) -> list[Row]:
+        """Return the inputs of a chunk, of which the first row has this number. Collective."""
+        rows: list[Row] = []
+        problems: list[tuple[int, str]] = []
+        for number, (line, record, problem) in enumerate(chunk, first):
+            where = f"{self.name}:{line}"
+            try:
+                if problem is not None:
+                    raise BadRecord(problem)
+                item = self._item(record).read_from("" if self.has_images else where)
+            except BadRecord as error:
+                problems.append((number, f"{where}: {error}"))
+                continue
+            fields = record if isinstance(record, dict) else {}
+            rows.append(Row(number, item, document_id(record), fields))
+        # With the first rows wrong folders are found before the model is loaded.
+        if (first == 1 or self.skips) and any(row.item.images for row in rows):
+            part = rows[self.session.rank :: self.session.world_size]
+            for ranks_problems in collectives.gather_objects_as_json(
+                broken_images(part)
+            ):
+                problems += map(tuple, ranks_problems)
+        self.leave_out(sorted(problems))
+        bad = {number for number, _ in problems}
+        return [row for row in rows if row.number not in bad]
+
+    def _item(self, record: Any) -> Item:
+        if self.column is not None and isinstance(record, dict):
+            if self.column not in record:
+                raise BadRecord(f"no field {self.column} (it has {listed(record)})")
+            record = record[self.column]
+            if record is None:
+                raise BadRecord(f"{self.column} is empty")
+        return document_item(record, self.images, TEXT_COLUMNS)
+
+    def leave_out(self, problems: Sequence[tuple[int, str]]) -> None:
+        """Leave inputs out, or raise UserError with the first of them."""
+        if problems and not self.skips:
+            reasons = [reason for _, reason in problems[:NUM_NAMED]]
+            if len(problems) > NUM_NAMED:
+                reasons.append(f"and {len(problems) - NUM_NAMED:,d} more")
+            raise UserError(
+                f"{len(problems):,d} input(s) cannot be encoded, fix them, or leave them out by --on-bad-record skip:\n  "
+                + "\n  ".join(reasons)
+            )
+        self.left_out += problems
+
+    def check_kept(self, rows: Sequence[Row]) -> None:
+        """Raise UserError if a column to be kept is in none of the first records."""
+        names = list(dict.fromkeys(name for row in rows for name in row.fields))
+        for name in self.keep:
+            if rows and name not in names:
+                near = nearest(name, names)
+                hint = f", did you mean {near!r}?" if near else ""
+                has = f"it has {listed(names)}" if names else "text has no columns"
+                raise UserError(
+                    f"--keep {name}: {self.name} has no such column{hint} ({has})"
+                )
+
+    def save_left_out(self, path: Path) -> Path | None:
+        """Write what was left out beside the vectors, one object per line. Return the file; None for nothing."""
+        if not self.left_out:
+            path.unlink(missing_ok=True)  # of an earlier run
+            return None
+        lines = ""
+        for number, reason in self.left_out:
+            lines += json.dumps({"row": number, "reason": reason}) + "\n"
+        path.write_text(lines, encoding="utf-8")
+        return path
+
+
+def broken_images(rows: Sequence[Row]) -> list[tuple[int, str]]:
+    """Return the rows whose images cannot be read, with the reason. The images are decoded."""
+    images = [(row.number, image) for row in rows for image in row.item.images]
+    with ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check") as pool:
+        problems = pool.map(image_problem, [image for _, image in images])
+        return [
+            (number, problem)
+            for (number, _), problem in zip(images, problems, strict=True)
+            if problem
+        ]

@@ -1,0 +1,334 @@
+"""Exact top-k of dot products: a first pass in tiles with a bounded error, then exact scores of what passes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vembed.parallel.devices import bf16_instructions, matmul_precision
+
+NOTHING = torch.iinfo(torch.int64).min
+"""The key of a place without a document; it sorts last."""
+_LOW_32 = 0xFFFFFFFF
+
+DOCUMENT_TILE = 4096
+QUERY_TILE = 512
+GPU_QUERY_TILE = 1024
+"""DOCUMENT_TILE x QUERY_TILE scores exist at once: few calls beside the product, and 4 MB in bfloat16, which stay in a
+CPU's cache between the product and the pass over it."""
+BLOCK = 32
+"""Consecutive documents whose highest score is compared with the threshold; only blocks above it are looked at."""
+FIRST = 16_384
+"""At most so many of the first documents are one tile: their highest scores give the first threshold."""
+WAITING = 48
+"""Documents per query that may wait before they are sorted in and the threshold rises."""
+ROWS = 1024
+"""Exact scores that are computed at once: always so many, since the rounding of a sum may depend on the shape."""
+TOO_MANY = 4
+"""A first pass in bfloat16 ends where more than so many times k documents per query pass it at once."""
+
+
+def as_keys(scores: Tensor, documents: Tensor) -> Tensor:
+    """Return one whole number per score and document that sorts by score, then by lower number, without ties."""
+    bits = (scores.contiguous() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    # The bits of positive floats sort as integers. Those of negative floats sort in reverse; flipping all but the sign
+    # bit corrects that. The order then fills the upper 32 bits, the reversed number the lower 32.
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    return (ordered << 32) + (_LOW_32 - documents)
+
+
+def documents_of(keys: Tensor) -> Tensor:
+    """Return the documents of keys, -1 for NOTHING."""
+    return torch.where(keys == NOTHING, -1, _LOW_32 - (keys & _LOW_32))
+
+
+def scores_of(keys: Tensor) -> Tensor:
+    """Return the scores of keys, -inf for NOTHING."""
+    ordered = (keys >> 32).to(torch.int32)
+    bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    return torch.where(keys == NOTHING, -torch.inf, bits.view(torch.float32))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """(query, document) pairs without repetition, ordered by query, then document."""
+
+    queries: np.ndarray
+    documents: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    @classmethod
+    def of(cls, queries: Any, documents: Any) -> Pairs:
+        """Sort pairs and drop those that occur again."""
+        both = np.stack([queries, documents], axis=1).astype(np.int64)
+        unique = np.unique(both, axis=0)
+        return cls(unique[:, 0].copy(), unique[:, 1].copy())
+
+    @classmethod
+    def union(cls, parts: Sequence[Pairs]) -> Pairs:
+        """All pairs of several lists."""
+        queries = np.concatenate([part.queries for part in parts])
+        return cls.of(queries, np.concatenate([part.documents for part in parts]))
+
+    @property
+    def codes(self) -> np.ndarray:
+        """One number per pair, ascending. Both numbers have less than 32 bits."""
+        codes: np.ndarray = self.queries << 32 | self.documents
+        return codes
+
+    def bounds(self, num_queries: int) -> np.ndarray:
+        """[num_queries + 1] where the pairs of each query begin, and the end of the last."""
+        return np.searchsorted(self.queries, np.arange(num_queries + 1))
+
+    def from_query(self, first: int, last: int) -> Pairs:
+        """The pairs of queries first .. last - 1, whose queries count from `first`."""
+        begin, end = np.searchsorted(self.queries, [first, last])
+        return Pairs(self.queries[begin:end] - first, self.documents[begin:end])
+
+
+NO_PAIRS = Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class TopK:
+    """The documents with the highest dot products for each query, best first, while documents arrive in any order.
+
+    Of equal scores the lower number comes first. The bits of a score depend on the two vectors alone, so the rankings
+    are the same for any tiles and any number of ranks.
+    """
+
+    def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs = NO_PAIRS) -> None:
+        """`excluded`: (row of the query, number of the document) pairs that are left out."""
+        self.device = queries_QD.device
+        on_cpu = self.device.type == "cpu"
+        size = QUERY_TILE if on_cpu else GPU_QUERY_TILE
+        self._dtypes = [torch.float32]
+        if on_cpu and bf16_instructions() == "AMX":
+            self._dtypes.append(torch.bfloat16)
+        # Memory for scores that all tiles use in turn: fresh memory for each would cost more than what is done in it.
+        room = torch.empty(DOCUMENT_TILE * size, device=self.device)
+        self._tiles: list[_QueryTile] = []
+        for first in range(0, len(queries_QD), size):
+            queries = _Rounded(queries_QD[first : first + size], self._dtypes)
+            among = excluded.from_query(first, first + size)
+            self._tiles.append(_QueryTile(queries, k, among, room))
+        self._empty = torch.empty((0, k), dtype=torch.int64, device=self.device)
+
+    def add(self, documents_SD: Tensor, numbers_S: Tensor) -> None:
+        """Compare the queries with documents that have these numbers."""
+        documents = _Rounded(documents_SD.to(self.device), self._dtypes)
+        numbers = numbers_S.to(self.device)
+        # The bound on the error is that of float32. In TF32 documents less than 1e-3 apart would change places.
+        with matmul_precision("highest"):
+            for tile in self._tiles:
+                tile.add(documents, numbers)
+
+    def keys(self) -> Tensor:
+        """[Q, k] one whole number per (score, document), best first; NOTHING where there are fewer than k."""
+        for tile in self._tiles:
+            tile.sort_in()
+        return torch.cat([self._empty, *(tile.best for tile in self._tiles)])
+
+    def rankings(self) -> np.ndarray:
+        """[Q, k] numbers of documents, best first; -1 where there are fewer than k."""
+        return documents_of(self.keys()).cpu().numpy()
+
+
+def top_k(
+    queries_QD: np.ndarray,
+    documents_ND: np.ndarray,
+    k: int,
+    excluded: Pairs = NO_PAIRS,
+) -> np.ndarray:
+    """[Q, k] the documents with the highest dot products, as `TopK` finds them."""
+    search = TopK(torch.from_numpy(queries_QD), k, excluded)
+    search.add(torch.from_numpy(documents_ND), torch.arange(len(documents_ND)))
+    return search.rankings()
+
+
+class _Rounded:
+    """Vectors [N, D] in the dtypes of the first pass, with their lengths [N] and what rounding takes away [N]."""
+
+    def __init__(self, vectors_ND: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+        self.vectors = vectors_ND
+        self.lengths: Tensor = torch.linalg.vector_norm(vectors_ND, dim=1)
+        self.rounded = {dtype: vectors_ND.to(dtype) for dtype in dtypes}
+        self.lost = {torch.float32: torch.zeros_like(self.lengths)}
+        if torch.bfloat16 in dtypes:
+            difference_ND = vectors_ND - self.rounded[torch.bfloat16]
+            self.lost[torch.bfloat16] = torch.linalg.vector_norm(difference_ND, dim=1)
+
+
+class _QueryTile:
+    """Some queries, whose scores of a tile of documents exist at once."""
+
+    def __init__(
+        self, queries: _Rounded, k: int, excluded: Pairs, room: Tensor
+    ) -> None:
+        self.queries = queries
+        self.num_queries = len(queries.vectors)
+        self.k = k
+        self.room = room
+        self.dtype = list(queries.rounded)[-1]
+        self.excluded = torch.from_numpy(excluded.codes).to(room.device)
+        self.most_excluded = int(np.bincount(excluded.queries).max(initial=0))
+        shape = (self.num_queries, k)
+        self.best = torch.full(shape, NOTHING, device=room.device)
+        self.threshold = torch.full_like(queries.lengths, -torch.inf)
+        self.has_threshold = False
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.num_waiting = 0
+
+    def add(self, documents: _Rounded, numbers_S: Tensor) -> None:
+        """Let the documents wait that may be among the best.
+
+        No document of the k best is lost: its score in the first pass is at most `error` below the exact one.
+        """
+        start = 0
+        while start < len(documents.vectors):
+            error = self._error(documents)
+            query, document, end = self._pass(documents, start, error)
+            most = TOO_MANY * (self.k + self.most_excluded) * self.num_queries
+            if self.dtype is torch.bfloat16 and len(query) > most:
+                # The scores are so close to each other that bfloat16 does not tell them apart. Begin again with a
+                # threshold in float32, which is higher.
+                self.dtype = torch.float32
+                self.has_threshold = False
+                continue
+            start = end
+            scores = products(self.queries.vectors, query, documents.vectors, document)
+            number = numbers_S[document]
+            keys = as_keys(scores, number)
+            is_better = keys > self.best[query, -1]
+            if len(self.excluded):
+                is_better &= ~torch.isin(query << 32 | number, self.excluded)
+            self.waiting.append((query[is_better], keys[is_better]))
+            self.num_waiting += int(is_better.sum())
+            # Sorted in rarely: a stale threshold lets a few more wait, and changes no result.
+            if self.num_waiting > WAITING * self.num_queries:
+                self.sort_in()
+
+    def sort_in(self) -> None:
+        """Keep the k best of those so far and those that wait, and raise the threshold."""
+        if not self.num_waiting:
+            return
+        query = torch.cat([query for query, _ in self.waiting])
+        keys = torch.cat([keys for _, keys in self.waiting])
+        self.waiting = []
+        self.num_waiting = 0
+        query, order = torch.sort(query, stable=True)
+        counts = torch.bincount(query, minlength=self.num_queries)
+        starts = torch.cumsum(counts, 0) - counts
+        # A row for each query, as wide as the most that wait for one.
+        column = torch.arange(len(query), device=keys.device) - starts[query]
+        table = keys.new_full((self.num_queries, int(counts.max())), NOTHING)
+        table[query, column] = keys[order]
+        self.best = torch.cat([self.best, table], dim=1).topk(self.k, dim=1).values
+        # The lowest key is NOTHING where there are fewer than k, and then the threshold stays.
+        self.threshold = torch.maximum(self.threshold, scores_of(self.best[:, -1]))
+        self.has_threshold = True
+
+    def _pass(
+        self, documents: _Rounded, start: int, error: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """Compare tiles of documents from `start` on with the threshold, until enough pass it.
+
+        Return the queries and the documents (positions in the chunk) that pass, and where the next pass begins.
+        """
+        vectors_SD = documents.rounded[self.dtype]
+        queries_DQ = self.queries.rounded[self.dtype].T
+        lowest = self._lowest(error)
+        blocks_NL: list[Tensor] = []
+        queries_N: list[Tensor] = []
+        firsts_N: list[Tensor] = []
+        num_passing = 0
+        end = start
+        while end < len(vectors_SD) and num_passing <= WAITING * self.num_queries:
+            size = DOCUMENT_TILE if self.has_threshold else FIRST
+            tile_TD = vectors_SD[end : end + size]
+            shape = (-(-len(tile_TD) // BLOCK), BLOCK, self.num_queries)
+            room = self.room.view(self.dtype)
+            if math.prod(shape) > len(room):  # the first tile
+                room = room.new_empty(math.prod(shape))
+            scores_BLQ = room[: math.prod(shape)].view(shape)
+            scores_TQ = scores_BLQ.view(-1, self.num_queries)
+            torch.mm(tile_TD, queries_DQ, out=scores_TQ[: len(tile_TD)])
+            scores_TQ[len(tile_TD) :] = -torch.inf
+            if not self.has_threshold and len(tile_TD) >= self.k + self.most_excluded:
+                self._raise_threshold(scores_BLQ, error)
+                lowest = self._lowest(error)
+            comparable_BLQ = scores_BLQ.view(lowest.dtype)
+            # Queries are innermost, so that the maximum over a block runs over whole vectors.
+            reaches = comparable_BLQ.amax(1) >= lowest
+            block, query = torch.nonzero(reaches, as_tuple=True)
+            blocks_NL.append(comparable_BLQ[block, :, query])
+            queries_N.append(query)
+            firsts_N.append(end + block * BLOCK)
+            num_passing += len(query)
+            end += len(tile_TD)
+        query = torch.cat(queries_N)
+        first = torch.cat(firsts_N)
+        passes = torch.cat(blocks_NL) >= lowest[query][:, None]
+        row, place = torch.nonzero(passes, as_tuple=True)
+        return query[row], first[row] + place, end
+
+    def _error(self, documents: _Rounded) -> Tensor:
+        """[Q] at most so much does a score of the first pass differ from the exact one, before it is rounded itself.
+
+        |qd - q'd'| <= |q - q'||d| + |q'||d - d'|, and each of two sums of D products is rounded in float32: by at most
+        D rounding errors, and by 8 sqrt(D) but for a chance of D exp(-32) (Higham and Mary, 2019).
+        """
+        lost_Q = self.queries.lost[self.dtype]
+        lost = documents.lost[self.dtype].amax()
+        lengths_Q = self.queries.lengths
+        longest = documents.lengths.amax()
+        dim = documents.vectors.shape[1]
+        num_errors = min(dim, 8 * math.sqrt(dim)) * torch.finfo(torch.float32).eps
+        sums_Q = lengths_Q * longest * num_errors + 1e-30
+        return lost_Q * longest + (lengths_Q + lost_Q) * lost + sums_Q
+
+    def _lowest(self, error: Tensor) -> Tensor:
+        """[Q] the lowest score of the first pass that is looked at. Where all are positive, bits that compare as the
+        scores do, and faster."""
+        lowest = self.threshold - error
+        lowest = lowest.clamp(min=torch.finfo(self.dtype).min).to(self.dtype)
+        if bool((lowest > 0).all()):
+            is_short = self.dtype is torch.bfloat16
+            return lowest.view(torch.int16 if is_short else torch.int32)
+        return lowest
+
+    def _raise_threshold(self, scores_BLQ: Tensor, error: Tensor) -> None:
+        """At least k documents that are not excluded reach the k-th highest of the blocks; few others do."""
+        # So that k are left when the excluded ones are taken out.
+        k = self.k + self.most_excluded
+        among = scores_BLQ.flatten(0, 1)
+        if len(scores_BLQ) >= 2 * k:
+            among = scores_BLQ.amax(1)
+        reached = among.float().topk(k, dim=0, sorted=False).values.amin(0)
+        lowest = reached - reached.abs() * torch.finfo(self.dtype).eps - error
+        self.threshold = torch.maximum(self.threshold, lowest)
+        self.has_threshold = True
+
+
+def products(
+    queries_QD: Tensor, query: Tensor, documents_SD: Tensor, document: Tensor
+) -> Tensor:
+    """[N] the float32 products of pairs of rows, whose bits depend on nothing but the two rows."""
+    missing = -len(query) % ROWS
+    queries = torch.split(pad(query, (0, missing)), ROWS)
+    documents = torch.split(pad(document, (0, missing)), ROWS)
+    scores = []
+    for query_rows, document_rows in zip(queries, documents, strict=True):
+        # index_select copies whole rows, which [...] does not.
+        query_vectors = queries_QD.index_select(0, query_rows)
+        document_vectors = documents_SD.index_select(0, document_rows)
+        scores.append(query_vectors.mul_(document_vectors).sum(1))
+    return torch.cat(scores)[: len(query)]

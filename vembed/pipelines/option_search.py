@@ -1,0 +1,510 @@
+"""`vembed tune`: trials of a config with other values of a few options, stopped early where they do badly.
+
+The study is a journal in the search's folder, to which each trial is added as it happens: a search that was stopped
+goes on with the trials that are missing, and several processes share it, one trial each at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vembed.config.loading import load_config, render, resolve_run
+from vembed.config.rate import rate_of
+from vembed.config.schema import TrainConfig
+from vembed.config.terms import loss_terms
+from vembed.cores import num_cores
+from vembed.errors import RunError, Stopped, UserError
+from vembed.evaluation.report.pictures import write_picture
+from vembed.evaluation.report.plots import bars_svg
+from vembed.files import read_json_object, require_regular
+from vembed.parallel.launch import num_visible_devices
+
+OPTIONS = (
+    "learning_rate",
+    "temperature",
+    "batch_size",
+    "warmup_steps",
+    "weight_decay",
+    "lora_r",
+)
+"""Options that can be searched, those that usually matter most first."""
+JOURNAL = "journal.log"
+SPACE = "space.json"
+TRIALS = "trials.json"
+BEST = "best.yaml"
+STUDY = "vembed"
+WORKER = "VEMBED_TUNE_WORKER"
+"""Variable with the number of a process that was started to share a search."""
+TRIAL_OPTIONS = (
+    "console=quiet",
+    "report_to=none",
+    "overwrite=true",
+    "resume=false",
+    "save_steps=null",
+    "load_best_model_at_end=false",
+    "patience=null",
+)
+"""A trial is scored by its best evaluation, and its weights are not kept."""
+SEEDS_OF_A_TRIAL = 1_000
+"""Distance between the seeds of two starts of a search, by the trials that each finds."""
+REDUCTION = 3
+"""Successive halving: of the trials that have come to an evaluation, a third goes on to three times as many."""
+MIN_TRIALS_FOR_IMPORTANCE = 4
+
+Value = float | int
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """Options that are searched, and the folder of the search."""
+
+    config: str
+    overrides: tuple[str, ...]
+    folder: Path
+    num_trials: int
+    options: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Values of one option: all between two limits, by ratio, or a few."""
+
+    option: str
+    start: Value
+    """Value of the first trial, which is the run without a search."""
+    low: float = 0.0
+    high: float = 0.0
+    choices: Sequence[Value] = ()
+
+    @property
+    def distribution(self) -> Any:
+        """The values for optuna."""
+        from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+        if self.choices:
+            return CategoricalDistribution(self.choices)
+        return FloatDistribution(self.low, self.high, log=True)
+
+    def __str__(self) -> str:
+        if self.choices:
+            values = ", ".join(f"{choice:g}" for choice in self.choices)
+            return f"{self.option}: {values} (first {self.start:g})"
+        return f"{self.option}: {self.low:.3g} to {self.high:.3g}, by ratio (first {self.start:.3g})"
+
+
+def run_tune(
+    search: Search, *, nproc: int = 0, is_dry_run: bool = False
+) -> dict[str, Any] | None:
+    """Search, or go on with a search; write the best config and the picture. Return the result; None for a dry run."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise UserError(
+            f"vembed tune needs optuna ({error}): pip install 'vembed[search]'"
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if WORKER in os.environ:
+        _work(search)
+        return None
+    if search.folder.exists() and not search.folder.is_dir():
+        raise UserError(
+            f"--output {search.folder} is a file; give a folder, a new one or that of an earlier search"
+        )
+    config = resolve_run(search.config, search.overrides).config
+    if config.data.val_data_path is None and config.data.val_split is None:
+        raise UserError(
+            "vembed tune compares trials on validation data, and the config has none: give val_data_path, or "
+            "val_split: 0.1"
+        )
+    num_devices = num_visible_devices()
+    num_workers = min(nproc or max(num_devices, 1), search.num_trials)
+    note = ""
+    if config.optimizer.learning_rate == "auto":
+        note = " (learning_rate: auto; the first trial tells the number)"
+        config = config.changed(**{"learning_rate": 1e-4})
+    # A mistake in the options is found before the first trial.
+    planned = ranges(config, search.options)
+    if is_dry_run:
+        where = f"{num_workers} process(es) on the CPU"
+        if num_devices:
+            where = f"{num_workers} GPU(s)"
+        sys.stdout.write(
+            f"trials: {search.num_trials}, the first one the config as it is, on {where}, one trial each\n"
+            f"options{note}:\n{_listed(planned)}"
+            f"stopped early: of the trials at an evaluation, two thirds (successive halving by {REDUCTION})\n"
+            f"written: {search.folder}/{BEST}, importance.svg and .png, {TRIALS}, {JOURNAL}\n"
+        )
+        return None
+    search.folder.mkdir(parents=True, exist_ok=True)
+    _begin(search)
+    sys.stdout.write(_listed(_read_space(search)))
+    if num_workers == 1:
+        _work(search)
+    else:
+        _start_workers(search, num_workers, num_devices)
+    return _write_outcome(search)
+
+
+def ranges(config: TrainConfig, names: Sequence[str] = ()) -> list[Range]:
+    """Return the ranges of the named options, by default of all that have an effect. `config`: that of the first trial,
+    with numbers in place of `auto`."""
+    for name in names:
+        if name not in OPTIONS:
+            raise UserError(f"--options {name}: it can search {', '.join(OPTIONS)}")
+    # Ranges are ratios around what the config has: three doublings of the rate; temperatures stay where a softmax is
+    # neither one-hot nor flat.
+    rate = rate_of(config.optimizer)
+    all_ranges = [Range("learning_rate", rate, rate / 8, rate * 8)]
+    objective = config.objective
+    start = loss_terms(objective, config.model.model_name)[0].temperature
+    if objective.losses is None and start is not None:
+        low = min(max(start / 5, 0.005), start)
+        high = max(min(start * 4, 1.0), start)
+        all_ranges.append(Range("temperature", start, low, high))
+    size = config.batch.batch_size
+    warmup = config.optimizer.warmup_steps
+    decay = config.optimizer.weight_decay
+    rank = config.adapters.lora_r
+    choices: dict[str, tuple[Value, list[Value]]] = {}
+    if config.batch.global_batch_size is None:
+        choices["batch_size"] = (size, [max(size // 2, 8), size * 2, size * 4])
+    if isinstance(warmup, float):
+        choices["warmup_steps"] = (warmup, [0.0, 0.1, 0.3])
+    choices["weight_decay"] = (decay, [0.0, 0.01, 0.1])
+    if config.adapters.use_lora:
+        choices["lora_r"] = (rank, [4, 16, 64])
+    for name, (first, others) in choices.items():
+        values = tuple(sorted({first, *others}))
+        all_ranges.append(Range(name, first, choices=values))
+    chosen = [entry for entry in all_ranges if not names or entry.option in names]
+    if not chosen:
+        raise UserError(
+            f"--options {','.join(names)} has no effect on this run: choose others of {', '.join(OPTIONS)}"
+        )
+    return chosen
+
+
+def _begin(search: Search) -> None:
+    """Run the config as it is, which is the first trial and tells what `auto` comes to; or go on with a search."""
+    from optuna.trial import TrialState, create_trial
+
+    path = search.folder / SPACE
+    asked = {
+        "config": load_config(search.config, search.overrides).to_dict(),
+        "options": list(search.options),
+    }
+    if path.exists():
+        before = read_json_object(path)
+        if {name: before.get(name) for name in asked} != asked:
+            raise UserError(
+                f"{search.folder} holds a search over another config or other options: choose another --output"
+            )
+        study = _study(search)
+        # Of a search that was killed: nobody runs them any more.
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            study.tell(trial.number, state=TrialState.FAIL)
+        sys.stdout.write(
+            f"going on with the search in {search.folder}: {len(_trials(study))} trials are done\n"
+        )
+        return
+    # space.json is written last, so a journal without it is that of a search killed during trial 0.
+    (search.folder / JOURNAL).unlink(missing_ok=True)
+    sys.stdout.write("trial 0: the config as it is\n")
+    scores, folder = _run(search, 0, {}, None)
+    space = ranges(load_config(folder / "config.yaml"), search.options)
+    best_until = [max(scores[: number + 1]) for number in range(len(scores))]
+    _study(search).add_trial(
+        create_trial(
+            params={entry.option: entry.start for entry in space},
+            distributions={entry.option: entry.distribution for entry in space},
+            value=max(scores),
+            intermediate_values=dict(enumerate(best_until)),
+        )
+    )
+    sys.stdout.write(f"trial 0: {max(scores):.4f}\n")
+    plain = [asdict(entry) for entry in space]
+    path.write_text(json.dumps({**asked, "ranges": plain}, indent=1), "utf-8")
+
+
+def _read_space(search: Search) -> list[Range]:
+    """Return the ranges that the search began with."""
+    plain = read_json_object(search.folder / SPACE)["ranges"]
+    return [Range(**values) for values in plain]
+
+
+def _work(search: Search) -> None:
+    """Run trials until as many are done as were asked for. Several processes may do this at once."""
+    from optuna import TrialPruned
+    from optuna.trial import TrialState
+
+    distributions = {entry.option: entry.distribution for entry in _read_space(search)}
+    study = _study(search)
+    num_failed = 0
+    # The second bound ends a search whose values all fail. Failed trials are not taken, so others are made in their
+    # place.
+    while num_failed < search.num_trials:
+        if len(_trials(study, "RUNNING")) >= search.num_trials:
+            break
+        trial = study.ask(distributions)
+        taken = [
+            earlier
+            for earlier in _trials(study, "RUNNING")
+            if earlier.number <= trial.number
+        ]
+        if len(taken) > search.num_trials:  # another process was faster
+            study.tell(trial, state=TrialState.FAIL)
+            break
+        values = {name: _rounded(value) for name, value in trial.params.items()}
+        text = ", ".join(f"{name}={value:.3g}" for name, value in values.items())
+        try:
+            scores, _ = _run(search, trial.number, values, trial)
+            # Asked again: the run has ended without a word on why.
+            if trial.should_prune():
+                raise TrialPruned
+        except TrialPruned:
+            study.tell(trial, state=TrialState.PRUNED)
+            outcome = f"stopped early {text}"
+        except (RunError, UserError) as error:
+            # Values that do not go together, or a loss that is not finite.
+            study.tell(trial, state=TrialState.FAIL)
+            num_failed += 1
+            outcome = f"failed {text}: {error}"
+        else:
+            study.tell(trial, max(scores))
+            outcome = f"{max(scores):.4f} {text}"
+        sys.stdout.write(f"trial {trial.number}: {outcome}\n")
+        sys.stdout.flush()
+
+
+def _run(
+    search: Search, number: int, values: Mapping[str, Any], trial: Any
+) -> tuple[list[float], Path]:
+    """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
+    from vembed.training.hooks.callbacks import STOP, EvaluationInfo
+    from vembed.training.run import train
+
+    folder = search.folder / f"trial-{number}"
+    scores: list[float] = []
+
+    def on_evaluation(info: EvaluationInfo) -> str | None:
+        if info.step == 0:
+            return None
+        scores.append(info.scores[info.metric])
+        if trial is None:
+            return None
+        # The number of the evaluation, not the step: batch sizes differ.
+        trial.report(max(scores), len(scores) - 1)
+        return STOP if trial.should_prune() else None
+
+    # With options that a trial sets too.
+    config = load_config(search.config, search.overrides)
+    options = [f"{name}={value}" for name, value in values.items()]
+    overrides = [*TRIAL_OPTIONS, f"output_dir={folder}", *options]
+    try:
+        train(config, overrides, on_evaluation=on_evaluation)
+    except Stopped as stopped:
+        for checkpoint in folder.glob("checkpoint-*"):  # no trial is resumed
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        if stopped.signum:
+            raise _interrupted(stopped.signum, f"in trial {number}") from None
+        if not scores:
+            raise RunError(
+                "max_train_minutes: the time was up before the first evaluation"
+            ) from None
+    shutil.rmtree(folder / "final", ignore_errors=True)
+    return scores, folder
+
+
+def _interrupted(signum: int, where: str) -> Stopped:
+    name = signal.Signals(signum).name
+    return Stopped(
+        f"{name}: stopped {where}; the same command goes on with the search", signum
+    )
+
+
+def _start_workers(search: Search, num_workers: int, num_devices: int) -> None:
+    """Start the processes, one for each GPU that is used, and wait for them."""
+    command = [sys.executable, "-m", "vembed", "tune", search.config]
+    command += ["--trials", str(search.num_trials), "--output", str(search.folder)]
+    command += ["--seed", str(search.seed), "--options", ",".join(search.options)]
+    command += search.overrides
+    processes = []
+    for number in range(num_workers):
+        env = {**os.environ, WORKER: str(number)}
+        if num_devices:
+            # Some of the GPUs may be given by the user.
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+                map(str, range(num_devices))
+            )
+            env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number % num_devices]
+        else:
+            # Processes that each take all cores are slower than one after the other.
+            threads = max(num_cores() // num_workers, 1)
+            env.setdefault("OMP_NUM_THREADS", str(threads))
+        processes.append(subprocess.Popen(command, env=env))
+    with _forwarded(processes) as received:
+        num_failed = sum(process.wait() != 0 for process in processes)
+    if received:
+        raise _interrupted(received[0], f"with {num_workers} trials at once")
+    if num_failed:
+        raise RunError(
+            f"{num_failed} of {num_workers} processes of the search failed; run it again to go on"
+        )
+
+
+@contextmanager
+def _forwarded(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Forward signals to the processes while the with-block runs. Give a list of those that were received."""
+    received: list[int] = []
+
+    def handle(signum: int, _frame: object) -> None:
+        received.append(signum)
+        for process in processes:
+            process.send_signal(signum)
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handle) for number in signals]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _study(search: Search) -> Any:
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    journal = search.folder / JOURNAL
+    require_regular(journal, "--output")
+    try:
+        storage = JournalStorage(JournalFileBackend(str(journal)))
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"{journal} is damaged ({error}): restore it, or choose another --output"
+        ) from error
+    study = optuna.create_study(
+        study_name=STUDY,
+        storage=storage,
+        pruner=optuna.pruners.SuccessiveHalvingPruner(
+            min_resource=1, reduction_factor=REDUCTION
+        ),
+        direction="maximize",
+        load_if_exists=True,
+    )
+    # Each process, and each start of a search that goes on, draws its own first guesses, and what runs already counts
+    # as bad: no two try the same.
+    number = int(os.environ.get(WORKER, "0"))
+    num_trials = len(study.get_trials(deepcopy=False))
+    study.sampler = optuna.samplers.TPESampler(
+        seed=search.seed + number + SEEDS_OF_A_TRIAL * num_trials,
+        n_startup_trials=6,
+        constant_liar=True,
+    )
+    return study
+
+
+def _trials(study: Any, *more_states: str) -> list[Any]:
+    """Return the trials that are done, and those in further states."""
+    states = ("COMPLETE", "PRUNED", *more_states)
+    trials = study.get_trials(deepcopy=False)
+    return [trial for trial in trials if trial.state.name in states]
+
+
+def _write_outcome(search: Search) -> dict[str, Any]:
+    """Write the best config as YAML, all trials as JSON, and a picture of what mattered. Return and print the result."""
+    study = _study(search)
+    trials = _trials(study)
+    complete = [
+        trial
+        for trial in trials
+        if trial.state.name == "COMPLETE" and trial.value is not None
+    ]
+    if not complete:
+        raise RunError(f"no trial came to its end; the logs are in {search.folder}")
+    best = max(complete, key=lambda trial: trial.value)
+    first = min(trials, key=lambda trial: trial.number)
+    plain = [
+        {
+            "trial": trial.number,
+            "state": trial.state.name.lower(),
+            "score": trial.value,
+            "options": trial.params,
+            "scores": list(trial.intermediate_values.values()),
+        }
+        for trial in trials
+    ]
+    (search.folder / TRIALS).write_text(json.dumps(plain, indent=1) + "\n", "utf-8")
+    values: dict[str, Value] = {}
+    if best.number != first.number:
+        values = {name: _rounded(value) for name, value in best.params.items()}
+    # The search's trials have their own folders; the best config trains in that of the user's config.
+    overrides = [f"{name}={value}" for name, value in values.items()]
+    config = load_config(search.config, [*search.overrides, *overrides])
+    best_config = search.folder / BEST
+    head = f"# The best of {len(trials)} trials of {search.config}: {best.value:.4f}, and {first.value:.4f} without a search.\n"
+    best_config.write_text(head + render(config), "utf-8")
+    gain = best.value - first.value
+    sys.stdout.write(
+        f"best: trial {best.number}, {best.value:.4f} ({gain:+.4f} to the config as it is)\n"
+    )
+    for name, value in values.items():
+        sys.stdout.write(f"  {name}: {value:g}\n")
+    importance: dict[str, float] = {}
+    if len(complete) >= MIN_TRIALS_FOR_IMPORTANCE:
+        importance = _importance(study)
+    if importance:
+        svg = bars_svg(importance, "share of the difference between trials")
+        for kind in ("svg", "png"):
+            write_picture(search.folder / f"importance.{kind}", svg)
+        shares = [f"{name} {share:.0%}" for name, share in importance.items()]
+        sys.stdout.write(f"what mattered: {', '.join(shares)}\n")
+    else:
+        sys.stdout.write(
+            f"what mattered: not estimated from {len(complete)} trials that came to their end\n"
+        )
+    sys.stdout.write(f"train with it: vembed train {best_config}\n")
+    return {
+        "best_config": best_config,
+        "best_trial": best.number,
+        "score": best.value,
+        "score_without_search": first.value,
+        "values": values,
+        "importance": importance,
+        "trials": plain,
+    }
+
+
+def _importance(study: Any) -> dict[str, float]:
+    """Return each option's share of the differences between trials, the largest first."""
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+
+    with warnings.catch_warnings():
+        # Of few trials, or equal ones: the shares are then equal, which the caller's line shows.
+        warnings.filterwarnings("ignore", "Target and region quantiles", UserWarning)
+        # PED-ANOVA by name: the default of earlier versions of optuna needs scikit-learn.
+        evaluator = PedAnovaImportanceEvaluator()
+        shares: dict[str, float] = get_param_importances(study, evaluator=evaluator)
+    return shares
+
+
+def _rounded(value: Value) -> Value:
+    """Return the value as the trial uses it."""
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def _listed(space: Sequence[Range]) -> str:
+    return "".join(f"  {entry}\n" for entry in space)

@@ -1,0 +1,276 @@
+"""Prediction of the memory of a run's processes and of its hours, from the shapes of its model, without weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vembed.cli.run_train import resolve_launch
+from vembed.config.arguments import TrainArguments
+from vembed.config.loading import resolve_run
+from vembed.config.resolved import ResolvedRun
+from vembed.config.run_intervals import decide_epochs
+from vembed.config.schema import DataSection, ModelSection
+from vembed.data.columns import Columns
+from vembed.data_tools.init.sample import read_sample, texts_of
+from vembed.errors import UserError
+from vembed.models.families.decisions import describe
+from vembed.models.processors import load_tokenizer
+from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.environment import RankInfo
+from vembed.parallel.estimate import GIB, Memory, ModelSize, measure
+from vembed.parallel.hardware import Gpu, Hardware
+from vembed.parallel.placement import DTYPES, Placement, memory_of_a_process, place
+from vembed.progress import duration
+
+FITS = 0.9
+"""A run fits if it needs at most this fraction of the memory."""
+USED_SHARE = {True: 0.35, False: 0.6}
+"""Assumed share of the peak that training reaches: in 16 bits, and in float32."""
+SECONDS_PER_HOUR = 3600.0
+PRODUCT = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the matrices whose product is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Prediction of the memory of each process of a run and of its time."""
+
+    placement: Placement
+    size: ModelSize
+    memory: Memory
+    gpu: Gpu | None
+    seconds: float | None
+    """An estimate; None where there is none."""
+    hours_line: str
+    """The estimate with what it rests on, or why there is none."""
+
+    @property
+    def fits(self) -> bool:
+        """True if each process has the memory."""
+        return self.memory.total <= FITS * self.placement.memory
+
+    @property
+    def needed(self) -> str:
+        """The memory in words."""
+        return f"{self.memory.total / GIB:.1f} GB of the {self.placement.memory / GIB:.1f} GB of a process"
+
+
+@dataclass(frozen=True, slots=True)
+class DataSize:
+    """Sizes of the training data, from the first records of each source."""
+
+    num_examples: int
+    tokens: float
+    """Mean tokens of an example: its query, positives and negatives."""
+    length: float
+    """Mean tokens of a text."""
+
+
+def predict(
+    arguments: TrainArguments,
+    env: Mapping[str, str] = os.environ,
+    *,
+    hardware: Hardware | None = None,
+) -> Prediction:
+    """Return the prediction for a config. `hardware`: instead of this machine's."""
+    run = resolve_run(
+        arguments.source, arguments.overrides, stage=arguments.stage, env=env
+    )
+    count = None if hardware is None else hardware.count
+    ranks = resolve_launch(run, arguments, env, num_gpus=count).first_rank
+    gpu = None if hardware is None else hardware.gpu
+    placement = place_here(run, ranks, gpu)
+    # The placement has measured the model only where the strategy depends on its size.
+    size = placement.size or measure(run.config)
+    seconds, line = training_time(placement, size, gpu)
+    return Prediction(placement, size, placement.predict(size), gpu, seconds, line)
+
+
+def place_here(run: ResolvedRun, ranks: RankInfo, gpu: Gpu | None = None) -> Placement:
+    """Return the placement of a run on this machine, or on GPUs that are not here."""
+    has_gpu = gpu is not None or torch.cuda.is_available()
+    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    available = memory_of_a_process(ranks, device) if gpu is None else gpu.memory
+    instructions = bf16_instructions()
+    return place(run, ranks, device, available, gpu=gpu, instructions=instructions)
+
+
+def peak_tflops(placement: Placement, gpu: Gpu | None) -> float | None:
+    """Return the peak of one process: that of a GPU by its data sheet, or that of a matrix product on the device."""
+    if gpu is not None:
+        return gpu.tflops(in_half=placement.computes_in_half)
+    device = placement.device
+    side = PRODUCT[device.type]
+    seconds = _product_seconds(side, DTYPES[placement.precision.value], device)
+    # The processes of a machine without GPUs share its processor.
+    sharing = placement.ranks.local_world_size if device.type == "cpu" else 1
+    return 2.0 * side**3 / seconds / 1e12 / sharing
+
+
+@cache
+def _product_seconds(side: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the seconds of the fastest of three products, timed once: all stages of a plan are reckoned alike."""
+    factor = torch.ones(side, side, dtype=dtype, device=device)
+    seconds = math.inf
+    for _ in range(3):  # the first one warms up caches and the GPU's clock
+        began = time.perf_counter()
+        float((factor @ factor)[0, 0])  # reading a value waits for a GPU
+        seconds = min(seconds, time.perf_counter() - began)
+    return seconds
+
+
+def training_time(
+    placement: Placement, size: ModelSize, gpu: Gpu | None
+) -> tuple[float | None, str]:
+    """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
+    config = placement.run.config
+    is_half = placement.computes_in_half
+    peak = peak_tflops(placement, gpu)
+    if peak is None:
+        return (
+            None,
+            "hours: not estimated, since --memory names no GPU; --gpu 2xA100-80GB does",
+        )
+    try:
+        data = data_size(config.model, config.data)
+    except UserError as error:
+        return None, f"hours: not estimated ({error})"
+    if data is None:
+        return (
+            None,
+            "hours: not estimated; for that, data_path must be files of texts that are here",
+        )
+    world = placement.ranks.world_size
+    micro_steps = config.batch.gradient_accumulation_steps
+    per_step = placement.rows * world * micro_steps
+    steps = config.optimizer.max_steps
+    if steps is None:
+        num_train = data.num_examples * (1.0 - (config.data.val_split or 0.0))
+        has_scale = describe(config.model).traits.has_scale_and_bias
+        epochs = decide_epochs(
+            config.optimizer, config.model, int(num_train), has_scale=has_scale
+        ).value
+        batches = num_train // (placement.rows * world)
+        steps = max(math.ceil(epochs * batches / micro_steps), 1)
+    operations = operations_per_token(placement, size, data)
+    # Every process has this peak.
+    speed = peak * 1e12 * USED_SHARE[is_half] * world
+    seconds = steps * per_step * data.tokens * operations / speed
+    basis = "a table of data sheets"
+    source = "of a matrix product here"
+    if gpu is None:
+        basis = "a test"
+        source += f" ({placement.device.type})"
+    else:
+        source = f"of {gpu.name}'s data sheet"
+    work = f"{steps:,d} steps x {per_step:,d} examples x {data.tokens:,.0f} tokens"
+    line = (
+        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate from {basis} "
+        f"with an assumed 35-60 % of the peak, often off by a factor of two: {work}, {operations / 1e9:,.3g} GFLOP per "
+        f"token, at {USED_SHARE[is_half]:.0%} of the {peak:.4g} TFLOPS {source} ({'16 bits' if is_half else 'float32'}), "
+        f"on {world} {'GPU' if gpu else 'process'}(s); without evaluations and loading"
+    )
+    return seconds, line
+
+
+def encoding_seconds(prediction: Prediction, data_path: str) -> float | None:
+    """Return the estimated seconds in which one process encodes the texts of a file; None where that is not known."""
+    placement = replace(prediction.placement, ranks=RankInfo())
+    peak = peak_tflops(placement, prediction.gpu)
+    try:
+        config = placement.run.config.changed(**{"data_path": data_path})
+        data = data_size(config.model, config.data)
+    except UserError:
+        return None
+    if data is None or peak is None:
+        return None
+    operations = _forward_operations(prediction.size, data.length)
+    speed = peak * 1e12 * USED_SHARE[placement.computes_in_half]
+    return data.num_examples * data.tokens * operations / speed
+
+
+def operations_per_token(
+    placement: Placement, size: ModelSize, data: DataSize
+) -> float:
+    """Return the floating-point operations of one token in a step, forward and backward."""
+    # Counted in forward passes: one, and in the backward pass the products for the inputs' gradients and those for the
+    # trained weights' gradients, each as many as a forward pass has.
+    count = 2.0 + size.trained / max(size.total, 1)
+    if placement.recomputation.value:
+        count += 1.0
+    repeats = placement.run.config.batch.use_gradient_cache
+    if repeats == "auto":
+        _, kept = placement.tokens(placement.demand(size), size.max_length)
+        repeats = placement.rows * data.tokens > kept
+    if repeats:  # Gradient Cache runs the forward pass twice
+        count += 1.0
+    return count * _forward_operations(size, data.length)
+
+
+def _forward_operations(size: ModelSize, length: float) -> float:
+    """Return the floating-point operations of one token of a text of `length` tokens."""
+    inside_layers = size.layer_parameters * size.num_layers or size.total
+    # A multiplication and an addition for each weight; attention has two products of `length` x `hidden` per token.
+    return 2.0 * inside_layers + 4.0 * size.num_layers * size.hidden * length
+
+
+def data_size(model: ModelSection, data: DataSection) -> DataSize | None:
+    """Return the sizes of the training data; None where it is not here, or is not text alone."""
+    description = describe(model)
+    if description.modalities == ("image",):
+        return None
+    tokenizer: Any = load_tokenizer(description)
+    num_examples = 0
+    tokens = 0.0
+    num_texts = 0.0
+    for source in data.sources():
+        mapping = source.column_mapping or data.column_mapping
+        sample = read_sample(Path(source.path).expanduser())
+        if not sample.records:
+            return None
+        texts: list[str] = []
+        for record in sample.records:
+            record_texts = _texts(record, mapping, data.max_negatives)
+            if record_texts is None:
+                return None
+            texts += record_texts
+        # The sample stands for the whole file.
+        share = sample.num_records / len(sample.records)
+        num_examples += sample.num_records
+        num_texts += share * len(texts)
+        if texts:
+            limit = description.max_length
+            encoded = tokenizer(texts, truncation=True, max_length=limit)
+            tokens += share * sum(map(len, encoded["input_ids"]))
+    if not num_texts:
+        return None
+    return DataSize(num_examples, tokens / num_examples, tokens / num_texts)
+
+
+def _texts(
+    record: Mapping[str, Any],
+    mapping: Mapping[str, str] | None,
+    max_negatives: int | None,
+) -> list[str] | None:
+    """Return the texts of a record; None if an input is not text alone."""
+    layout = Columns(mapping).layout(tuple(record))
+    if layout.query_image or layout.positive_image or layout.negative_image:
+        return None
+    texts: list[str | None] = []
+    for name in (layout.query, layout.positive):
+        texts += texts_of(record.get(name) if name else None)
+    negatives: list[str | None] = []
+    for name in layout.negatives:
+        negatives += texts_of(record.get(name))
+    texts += negatives[:max_negatives]
+    plain = [text for text in texts if text is not None]
+    return plain if len(plain) == len(texts) else None

@@ -1,1 +1,0 @@
-"""Search over the options that matter most: `vembed tune`."""
