@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.report.pictures import write_picture
@@ -395,8 +395,8 @@ class _Scorer:
 
     def __init__(self, data: str, metric: str, session: Session | None) -> None:
         """`metric`: `auto` is nDCG@10, or Spearman's correlation for scored pairs."""
-        config = TrainConfig(model_name="", data_path=data)
-        self.data = open_eval_data(config, data, splits=TEST_FIRST)
+        options = DataSection(data_path=data)
+        self.data = open_eval_data(options, data, splits=TEST_FIRST)
         self.metric = self.data.metric if metric == "auto" else metric
         self.session = session
 
