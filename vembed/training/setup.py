@@ -39,7 +39,6 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
-from vembed.models.adapters import wants_adapters
 from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.models.families.decisions import describe, without_effect
@@ -259,7 +258,7 @@ def build_components(
 
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
     rates = decide_rates(config, kept, embedder, data.total_steps)
-    scale, bias = embedder.initial_scale_and_bias() or (None, None)
+    scale, bias = embedder.initial_scale_and_bias or (None, None)
     if session.device.type == "cpu" and session.fsdp is None:
         use_row_gradients(embedder.backbone)
     if placement.copies_weights:
@@ -405,7 +404,7 @@ def decide_rates(
     ]
     heads = head_prefixes(embedder)
     what: What = "weights"
-    if wants_adapters(config.adapters):
+    if config.adapters.use_lora:
         what = "adapters"
     elif trained_names and all(name.startswith(heads) for name in trained_names):
         what = "head"
