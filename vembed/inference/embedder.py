@@ -194,9 +194,9 @@ class Embedder:
                 progress=progress,
             )
         # False asks for no normalisation besides the model's own, which Sentence Transformers keeps too.
-        wanted = True if normalize_embeddings else normalize
+        unit = True if normalize_embeddings else normalize
         finished = self.finish(
-            full, self._checked(truncate_dim) or self.truncate_dim, wanted
+            full, self._checked(truncate_dim) or self.truncate_dim, unit
         )
         limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
         vectors = quantized(finished, precision, limits)

@@ -45,9 +45,9 @@ class ListedScores(Protocol):
     """Scores of listed pairs, of the model that is trained or of a teacher."""
 
     def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
-        """Return [K, n + P] scores: of n own pairs, then of P pairs with hard negatives.
+        """Return [K, n + P] scores: of n positive pairs, then of P pairs with hard negatives.
 
-        rows [n]: the rows whose own pairs are scored. negative_row, negative [P]: rows,
+        rows [n]: the rows whose positive pairs are scored. negative_row, negative [P]: rows,
         whose queries meet hard negatives of these numbers. K is 1 for a teacher.
         """
         ...
@@ -88,7 +88,7 @@ class TeacherVectors:
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """Scores of a reranker or of the data, for every own pair and hard negative."""
+    """Scores of a reranker or of the data, for every positive pair and hard negative."""
 
     positive: Tensor
     """[R]"""
@@ -197,12 +197,12 @@ class LossBatch:
             )
         return self.teachers[name]
 
-    def teacher_vectors(self, name: str, wanted_by: str) -> TeacherVectors:
+    def teacher_vectors(self, name: str, needed_by: str) -> TeacherVectors:
         """Return the vectors of a teacher, for what needs more than scores of listed pairs."""
         answers = self.teacher(name)
         if not isinstance(answers, TeacherVectors):
             raise UserError(
-                f"{wanted_by} needs the teacher's vectors, and {name} gives scores of listed pairs only: "
+                f"{needed_by} needs the teacher's vectors, and {name} gives scores of listed pairs only: "
                 "use an embedding model as teacher, or candidates: listed."
             )
         return answers

@@ -1,4 +1,4 @@
-"""Listed pairs: a row's own pair and the hard negatives of its example, in groups.
+"""Listed pairs: a row's positive pair and the hard negatives of its example, in groups.
 
 Losses on them need no matrix: their memory grows with the number of listed pairs.
 """
@@ -38,10 +38,10 @@ class StudentScores:
 
 @dataclass(frozen=True, slots=True)
 class ListedPairs:
-    """n own pairs of rows, then P pairs of a row's query and a hard negative."""
+    """n positive pairs of rows, then P pairs of a row's query and a hard negative."""
 
     rows: Tensor
-    """[n] row of each own pair."""
+    """[n] row of each positive pair."""
     negative_row: Tensor
     """[P] row whose query meets the hard negative."""
     negative: Tensor
@@ -52,7 +52,7 @@ class ListedPairs:
 
     @classmethod
     def of_rank(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
-        """Return a group for each row of this rank, whose own pairs come first."""
+        """Return a group for each row of this rank, whose positive pairs come first."""
         rank_rows = batch.rank_rows
         device = batch.query.device
         batch = batch.on_host()
@@ -92,7 +92,7 @@ class ListedPairs:
             num_groups=examples.numel(),
         )
 
-    def of_own_examples(self, batch: LossBatch) -> ListedPairs:
+    def of_rank_examples(self, batch: LossBatch) -> ListedPairs:
         """Return the groups of `of_examples` whose first row this rank has.
 
         A list belongs to one rank, also where its rows lie on two: otherwise it would
@@ -100,13 +100,13 @@ class ListedPairs:
         """
         rank_rows = batch.rank_rows
         first_row = _first_rows(batch)[self.group]
-        is_own = (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
+        is_of_rank = (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
         num_rows = self.rows.numel()
         return ListedPairs(
-            rows=self.rows[is_own[:num_rows]],
-            negative_row=self.negative_row[is_own[num_rows:]],
-            negative=self.negative[is_own[num_rows:]],
-            group=self.group[is_own],
+            rows=self.rows[is_of_rank[:num_rows]],
+            negative_row=self.negative_row[is_of_rank[num_rows:]],
+            negative=self.negative[is_of_rank[num_rows:]],
+            group=self.group[is_of_rank],
             num_groups=self.num_groups,
         )
 

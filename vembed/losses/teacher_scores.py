@@ -232,7 +232,7 @@ class Listwise(SoftmaxLoss):
         from vembed.losses.listed import ListedPairs
 
         lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
-        lists = lists.of_own_examples(batch)
+        lists = lists.of_rank_examples(batch)
         targets = self.targets(batch, term, lists, may_lack=True)
         num_rows = lists.rows.numel()
         is_known = ~targets[0].isnan()
@@ -273,11 +273,11 @@ class RankNet(ListedLoss, Temperature):
         targets = self.targets(batch, term, lists, may_lack=True)
         # Of all ranks, as the divisor. The student's scores are not needed for it.
         num_pairs = ordered_pairs(lists.group, targets[0])[0].numel()
-        own_lists = lists.of_own_examples(batch)
-        targets = self.targets(batch, term, own_lists, may_lack=True)
-        above, below = ordered_pairs(own_lists.group, targets[0])
+        rank_lists = lists.of_rank_examples(batch)
+        targets = self.targets(batch, term, rank_lists, may_lack=True)
+        above, below = ordered_pairs(rank_lists.group, targets[0])
         similarity = term.similarity(batch.embeddings)
-        scores = own_lists.scores(StudentScores(batch, similarity))
+        scores = rank_lists.scores(StudentScores(batch, similarity))
         logits = scores * term.scale(batch.embeddings)
         differences = logits[:, below] - logits[:, above]
         # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold

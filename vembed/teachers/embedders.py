@@ -98,13 +98,13 @@ class VectorTeacher:
         if self._model is None or self._featuriser is None:
             log.info("teacher %s: %s", self.teacher.label, self.description.summary())
             self._model, description = self._read()
-            wanted = self.description
+            described = self.description
             self._featuriser = Featuriser(
                 replace(
                     description,
-                    query_prompt=wanted.query_prompt,
-                    document_prompt=wanted.document_prompt,
-                    max_length=wanted.max_length,
+                    query_prompt=described.query_prompt,
+                    document_prompt=described.document_prompt,
+                    max_length=described.max_length,
                 )
             )
         return self._model, self._featuriser
