@@ -109,7 +109,7 @@ def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
 
 def wanted(folder: Path) -> dict[str, Tensor]:
     """The mean over the tokens of every text of the batch, as often as it occurs, by the head's matrix."""
-    model, _, featuriser = build(CASES[0], config_of(folder, padding_free=False))
+    model, _, featuriser = build(config_of(folder, padding_free=False))
     items = [
         (one, kind)
         for example in examples(CASES[0])

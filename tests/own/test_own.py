@@ -164,7 +164,7 @@ def on_ranks(place: Path, strategy: str) -> Found:
 def wanted(case: Case, place: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The formula: every occurrence encoded by itself, and each auxiliary loss a mean over all of them."""
     config = config_of(case, place)
-    model, _, featuriser = build(case, config)
+    model, _, featuriser = build(config)
     batch = plain_batch(case, model, featuriser)
     used = torch.cat([batch.query, batch.positive, batch.negative])
     inputs = [
