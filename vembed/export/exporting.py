@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection, TrainConfig
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Kind
 from vembed.data_tools.init.datasets import open_sets
@@ -107,7 +107,7 @@ def export_model(
         raise UserError(f"--format {format_name}: {missing}")
     evaluation = None
     if check:
-        evaluation = evaluation_data(model, data, trust_remote_code=trust_remote_code)
+        evaluation = evaluation_data(model, data)
     # Float32 for every precision: each format rounds the weights itself, and the check compares with unrounded ones.
     embedder = Embedder(
         model,
@@ -163,9 +163,7 @@ def _default_precision(
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
-def evaluation_data(
-    model: str, data: str | None, *, trust_remote_code: bool = False
-) -> EvalData | None:
+def evaluation_data(model: str, data: str | None) -> EvalData | None:
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
     options: dict[str, Any] = {}
     if data is None:
@@ -173,13 +171,7 @@ def evaluation_data(
         data = _run_options(model, ("val_data_path",)).get("val_data_path")
         if data is None or not Path(data).exists():
             return None
-    config = TrainConfig(
-        model_name=model,
-        data_path="-",
-        trust_remote_code=trust_remote_code,
-        **options,
-    )
-    return open_eval_data(config, data)
+    return open_eval_data(DataSection(data_path=data, **options), data)
 
 
 def student_texts(model: str, data: EvalData | None) -> Texts:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, EvalData, open_eval_data
@@ -140,12 +140,11 @@ def edit(
     chosen_layers = None if layers is None else tuple(layers)
     plan = EditPlan(where, direction, components, strength, chosen_layers)
     _check(target, sets, plan, trials)
-    # Opened before the model is loaded: a mistake in the data shows at once. TrainConfig only carries how records are
-    # read.
+    # Opened before the model is loaded: a mistake in the data shows at once.
     evaluation = None
     if data is not None:
-        config = TrainConfig(model_name=str(model), data_path=str(data))
-        evaluation = open_eval_data(config, str(data), splits=TEST_FIRST)
+        options = DataSection(data_path=str(data))
+        evaluation = open_eval_data(options, str(data), splits=TEST_FIRST)
     embedder = Embedder(
         model,
         torch_dtype=torch_dtype,

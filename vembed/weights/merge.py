@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.report.pictures import write_picture
@@ -138,8 +138,8 @@ def merge(
     is_main = session is None or session.is_main
     evaluation = None
     if data is not None:
-        config = TrainConfig(model_name="", data_path=str(data))
-        evaluation = open_eval_data(config, str(data), splits=TEST_FIRST)
+        options = DataSection(data_path=str(data))
+        evaluation = open_eval_data(options, str(data), splits=TEST_FIRST)
         metric = evaluation.metric if metric == "auto" else metric
 
     def scores_of(folder: Path) -> dict[str, float]:
