@@ -15,7 +15,7 @@ from torch.nn import functional
 from tests import tiny
 from tests.models.families import Make, built, config_for, text_inputs
 from vembed.errors import UserError
-from vembed.models import cpu_kernels, packing, precision
+from vembed.models import cpu_kernels, packing
 from vembed.models.families.backbones import read_config
 
 PACKED = [
@@ -392,7 +392,7 @@ def test_when_texts_are_padded_on_gpus(
         config.model,
         model,
         torch.device("cuda"),
-        half=precision.is_half(torch.float32, held),
+        half=held == torch.bfloat16,
     )
     assert reason is None if said is None else said in (reason or "")
 
