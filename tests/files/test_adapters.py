@@ -175,7 +175,7 @@ def test_a_padding_token_that_was_added_without_a_row_is_not_used(
 
 @pytest.mark.parametrize("merge", [True, False])
 def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(merge, tmp_path):
-    model = tuned(tiny.shared(tiny.tiny_bert), use_lora=True, quantize_weights="nf4")
+    model = tuned(tiny.shared(tiny.tiny_bert), quantize_weights="nf4")
     items = [Item(text=text) for text in TEXTS]
     trained = encode_items(model, Featuriser(model.description), items, "query")
     folder = save(model, tmp_path / "final", merge=merge)
