@@ -144,10 +144,7 @@ def on_ranks(
             if number:
                 teachers.prepare(Data(rows, f"data-{case.data}"))
             found, _ = step_on_rank(case, config, session, teachers=teachers)
-            later = {
-                name: one.num_later
-                for name, one in (*teachers.vectors.items(), *teachers.pairs.items())
-            }
+            later = {name: one.num_later for name, one in teachers.by_name.items()}
             results.append({"gradients": found, "later": later})
     return results
 
