@@ -182,7 +182,7 @@ def wanted(case: Case, folder: Path) -> dict[str, torch.Tensor]:
         case.options, shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker)
     )
     config = replace(case, options=options).config(case.folder())
-    model, loss, featuriser = build(case, config, {"teacher": 24})
+    model, loss, featuriser = build(config, {"teacher": 24})
     batch = plain_batch(case, model, featuriser)
     value = reference_loss(
         answered(case, batch, folder),
