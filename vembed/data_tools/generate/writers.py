@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from vembed.data.cache import short_hash
 from vembed.data_tools.config import GenerateConfig, Writer
 from vembed.inference.reranker import add_padding_token, read_weights
-from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
+from vembed.mining.retrievers import files_identity
 from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import whole_model_folder
 from vembed.models.processors import open_tokenizer
