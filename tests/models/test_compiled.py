@@ -103,7 +103,12 @@ def on_gpu(**options: Any) -> Placement:
             "auto: about 30.0 minutes of arithmetic; compiling takes about one",
         ),
         ({}, 1.0, False, "auto: about 1.0 minutes of arithmetic, less than 5"),
-        ({"use_qlora": True}, 30.0, False, "auto: layers of 4 bits are not compiled"),
+        (
+            {"use_lora": True, "quantize_weights": "nf4"},
+            30.0,
+            False,
+            "auto: layers of 4 bits are not compiled",
+        ),
         ({"torch_compile": False}, 30.0, False, "torch_compile"),
         ({"torch_compile": True}, 1.0, True, "torch_compile"),
     ],
@@ -116,7 +121,7 @@ def test_long_runs_on_gpus_are_compiled(
         is_on,
         reason,
     )
-    assert placement.copies_weights is (not is_on and "use_qlora" not in options)
+    assert placement.copies_weights is (not is_on and "quantize_weights" not in options)
 
 
 def test_cpus_compile_only_where_asked() -> None:

@@ -140,12 +140,11 @@ def decide(
     lines = list(notes)
     # Also for `auto`: the placement may choose FSDP, and needs its settings then.
     if strategy.value in ("auto", "fsdp"):
-        adapters = config.adapters
         fsdp, fsdp_notes = resolve_fsdp(
             config.model.mixed_precision,
             fsdp_values,
             base,
-            trains_adapters=adapters.use_lora or adapters.use_qlora,
+            trains_adapters=config.adapters.use_lora,
         )
     elif config.parallel.strategy == "fsdp":
         fsdp_notes = [

@@ -79,9 +79,6 @@ class ModelSection(Section, title="model"):
     """Dtype in which weights are loaded. Trainable weights are kept as float32 master weights. `auto`: float32 for
     towers with trained weights, the file's own dtype for frozen ones. `pure_bfloat16`: no master weights, half the
     memory of training. Needs optim: adamw, whose updates are then rounded stochastically, so that few vanish."""
-    quantize_weights: Literal["int8"] | None = None
-    """Round the weights of the layers' linear maps to int8 in each forward pass, a scale per row, and train through the
-    rounding, for a model that is served in int8. `final/` has the rounded weights. Not with `use_lora`."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
     hidden size of at least 256 that are not sharded. Otherwise no. Trained weights, gradients, norms, pooling and loss
@@ -145,13 +142,20 @@ class AdapterSection(Section, title="adapters and frozen parts"):
     lora_variant: Literal["lora", "rslora", "dora"] = "lora"
     """rslora: scale by alpha / sqrt(r) instead, which suits large ranks (also `use_rslora`). dora: weight-decomposed
     adapters, slower, often better at small ranks (also `use_dora`)."""
-    use_qlora: bool = False
-    """Keep the frozen base weights in 4 bits (nf4). This implies `use_lora`. Needs bitsandbytes."""
+    quantize_weights: Literal["int8", "nf4"] | None = None
+    """nf4: keep the frozen base weights in 4 bits below the adapters (also `use_qlora: true`, which implies `use_lora`).
+    Needs bitsandbytes. int8: round the weights of the layers' linear maps to int8 in each forward pass, a scale per row,
+    and train through the rounding, for a model that is served in int8. `final/` has the rounded weights."""
     save_merged: bool = True
     """After a LoRA run, save the merged model in `final/`, with the adapter beside it. false: only the adapter."""
     freeze: list[str] = Field(default_factory=list)
     """Parts not to train: `text`, `vision`, `embeddings`, `first_n_layers=6` (of every tower),
     `vision.first_n_layers=6` (of one), or prefixes of parameter names."""
+
+    @property
+    def use_qlora(self) -> bool:
+        """True if adapters are trained over base weights in 4 bits."""
+        return self.quantize_weights == "nf4"
 
 
 class DataSection(Section, title="data"):

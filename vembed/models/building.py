@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.models import cpu_kernels, packing, precision, vision
-from vembed.models.adapters import merge_saved_adapter, wants_adapters
+from vembed.models.adapters import merge_saved_adapter
 from vembed.models.backbone_loading import load_backbone
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families.backbones import (
@@ -149,7 +149,7 @@ def _load(
     reads_text = chosen.main_input_name != "pixel_values"
     # Trained weights are float32 masters. With adapters the backbone is frozen: no optimizer step needs masters of it.
     dtype: torch.dtype | None = torch.float32
-    if wants_adapters(adapters) or not keeps_masters:
+    if adapters.use_lora or not keeps_masters:
         dtype = precision.DTYPES.get(options.torch_dtype)
     half = precision.is_half(compute_dtype, dtype or file_dtype(config))
 

@@ -453,7 +453,7 @@ def look_at(
         missing.append("query")
     if not (layout.positive or layout.positive_image):
         missing.append("positive")
-    guesses = guess(records, missing, layout.columns())
+    guesses = guess(records, missing, layout.read)
     # Asked only where each missing part has a column to choose from.
     confirmed = None
     if missing and len(guesses.candidates) >= len(missing) and is_terminal():
@@ -465,7 +465,7 @@ def look_at(
     is_scored = layout.score is not None and not layout.negatives
     loss = "cosent" if is_scored else "infonce"
     about = "about " if sample.is_estimate else ""
-    about += f"{sample.num_records:,d} records; the first {len(records):,d} records have {', '.join(layout.columns())}"
+    about += f"{sample.num_records:,d} records; the first {len(records):,d} records have {', '.join(layout.read)}"
     return DataSummary(
         sample,
         mapping,
