@@ -31,7 +31,7 @@ from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_items
 from vembed.mining.config import ModelOptions, Retriever
 from vembed.mining.documents import Documents, array_identity
-from vembed.mining.known_positives import KnownPositives
+from vembed.mining.known_positives import Inputs, KnownPositives
 from vembed.mining.vectors import DTYPES, VectorStore
 from vembed.models.families.model_files import model_folder
 from vembed.models.families.weight_files import check_no_pickles
@@ -60,13 +60,13 @@ class LexicalRetriever:
     def __init__(
         self,
         folder: Path,
-        documents: Documents,
-        known: KnownPositives,
+        inputs: Inputs,
         session: Session,
     ) -> None:
         check_bm25()
+        documents = inputs.documents
         self._documents = documents
-        self._known = known
+        self._known = inputs.known
         self._session = session
         # With their order: the index knows documents by their numbers alone.
         name = short_hash(FORMAT, array_identity(documents.exact))
@@ -376,11 +376,12 @@ def open_dense(
     retriever: Retriever,
     options: ModelOptions,
     folder: Path,
-    documents: Documents,
-    known: KnownPositives,
+    inputs: Inputs,
     session: Session,
 ) -> DenseRetriever:
     """Encode what is not on disk yet with the model of a retriever. Collective."""
+    documents = inputs.documents
+    known = inputs.known
     precision = encoder_precision(retriever, options, session)
     dtype = "bfloat16" if precision.value == "bf16" else "the dtype of the weights"
     dense = DenseRetriever(

@@ -31,7 +31,8 @@ from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.mining.candidates import open_candidates
 from vembed.mining.config import MineConfig
-from vembed.mining.mine import Inputs, Log, open_session, read_inputs, work_folder
+from vembed.mining.known_positives import Inputs, read_inputs
+from vembed.mining.mine import Log, open_session, work_folder
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.mining.record_tables import Rows, open_rows
@@ -100,9 +101,7 @@ def audit(
             sources[name] = {"rows": size}
         if config.model_name is not None:
             folder = work_folder(mining)
-            search = open_candidates(
-                mining, inputs.documents, inputs.known, folder, running
-            )
+            search = open_candidates(mining, inputs, folder, running)
             search.find_all()
             sources = check_ranks(inputs, search, data, mining, findings)
             running.barrier()

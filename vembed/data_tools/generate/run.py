@@ -39,7 +39,8 @@ from vembed.mining.documents import (
     distinct_by,
     read_corpus,
 )
-from vembed.mining.mine import Log, open_session, read_inputs
+from vembed.mining.known_positives import read_inputs
+from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.mining.record_tables import open_rows
@@ -271,7 +272,7 @@ def _round_trip(
         positive_id_field="document_id" if has_ids else None,
     )
     inputs = read_inputs(mining)
-    store = open_candidates(mining, inputs.documents, inputs.known, folder, session)
+    store = open_candidates(mining, inputs, folder, session)
     store.find_all()
     positives = store.scores_of(inputs.known.positives)
     known = inputs.known
