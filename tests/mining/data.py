@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.files import open_examples
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed import Embedder
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import open_examples
 from vembed.data.examples import Example
 from vembed.mining.mine import MineResult, mine
 
