@@ -22,7 +22,6 @@ from tests.docs.pages import ROOT, Block, blocks, commands
 from vembed.cli.commands.make_data import audit, generate, judge, mine
 from vembed.cli.main import load_command
 from vembed.cli.run_train import run_train
-from vembed.cli.support import taken_flags, with_json_target
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
@@ -194,16 +193,14 @@ def started_by(parser: ArgumentParser, arguments: list[str]) -> None:
 def check_vembed(arguments: list[str]) -> None:
     command, *rest = arguments
     if command == "train":
-        dry_run(taken_flags(with_json_target(rest), ("--json",))[0])
+        dry_run([word for word in rest if not word.startswith("--json")])
     elif command in DATA_COMMANDS:
         if rest != ["--help"]:
             DATA_COMMANDS[command]([*rest, "--dry-run"])
     elif command in ("config", "plan"):
-        rest, (gpu, memory, _) = taken_flags(
-            with_json_target(rest), ("--gpu", "--memory", "--json")
-        )
-        read_hardware(gpu, memory)
-        resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)
+        values = load_command(command).make_context(command, list(rest)).params
+        read_hardware(values.get("gpu"), values.get("memory"))
+        resolve_run(parse_train_arguments(values["args"] or ["cfg.yaml"]).config)
     elif command != "--help":
         load_command(command).make_context(command, list(rest))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from vembed.errors import UserError
 
@@ -111,16 +111,12 @@ class Pair:
 def demo(
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Options as of train."),
+        Argument(metavar="KEY=VALUE", help="Options as of train."),
     ] = None,
-    output: Annotated[str, typer.Option(help="Folder for data, config and run.")] = (
-        "demo"
-    ),
+    output: Annotated[str, Option(help="Folder for data, config and run.")] = ("demo"),
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="30 seconds: everything happens, little is learned."
-        ),
+        Option("--quick", help="30 seconds: everything happens, little is learned."),
     ] = False,
 ) -> int:
     """Train a small model on the functions of Python's standard library, without network access."""

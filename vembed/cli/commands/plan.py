@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
 
 from vembed.cli.support import (
     ConfigArguments,
     read_config_arguments,
-    taken_flags,
 )
 
 if TYPE_CHECKING:
@@ -28,11 +29,15 @@ NAMES = {
 """Parts of the memory whose names say too little."""
 
 
-def plan(args: ConfigArguments = None) -> tuple[Any, int]:
+def plan(
+    args: ConfigArguments = None,
+    gpu: Annotated[str | None, Option()] = None,
+    memory: Annotated[str | None, Option()] = None,
+) -> tuple[Any, int]:
     """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
-    rest, (gpu, memory) = taken_flags(args or [], ("--gpu", "--memory"))
     # A dry run needs no machine rank, and may describe GPUs of other machines.
-    arguments = read_config_arguments("plan", plan.__doc__, [*rest, "--dry-run"])
+    words = [*(args or []), "--dry-run"]
+    arguments = read_config_arguments("plan", plan.__doc__, words)
     from vembed.parallel.hardware import read_hardware
     from vembed.pipelines.prediction import predict
     from vembed.pipelines.stages.estimates import estimates, table
