@@ -65,6 +65,7 @@ def plan(
 def show(prediction: Prediction) -> dict[str, Any]:
     """Print a prediction in full, and return it as a dict."""
     from rich.console import Console
+    from rich.table import Table
 
     from vembed.parallel.estimate import GIB
 
@@ -81,7 +82,13 @@ def show(prediction: Prediction) -> dict[str, Any]:
         ("rows of each process", f"{placement.rows:,d}"),
     ]
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(_memory_table(rows))
+    title = "memory of each process"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    table.add_column("what")
+    table.add_column("GB", justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
     fsdp_notes = () if placement.fsdp is None else placement.run.fsdp_notes
     for line in (*placement.run.notes, *fsdp_notes, *placement.notes):
         console.print(f"note: {line}")
@@ -117,18 +124,6 @@ def show(prediction: Prediction) -> dict[str, Any]:
         "ways_out": ways,
         "seconds": prediction.seconds,
     }
-
-
-def _memory_table(rows: list[tuple[str, str]]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, title="memory of each process")
-    table.title_justify = "left"
-    table.add_column("what")
-    table.add_column("GB", justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def ways_out(placement: Placement, size: ModelSize) -> list[str]:
