@@ -7,17 +7,17 @@ import torch
 from torch import nn
 
 from vembed.models import cpu_kernels
-from vembed.models.cpu_kernels import CpuDropout, attention, keep_mask, scale_of
+from vembed.models.cpu_kernels import CpuDropout, attention, kept_ones, scale_of
 
 
 @pytest.mark.parametrize(
     ("p", "dtype"), [(0.1, torch.bfloat16), (0.5, torch.float32), (0.9, torch.float64)]
 )
-def test_share_of_kept_elements_and_expectation(p: float, dtype: torch.dtype) -> None:
+def test_share_of_kept_elements_and_expectation(p, dtype):
     torch.manual_seed(0)
-    bits = keep_mask(torch.Size([1001, 1003]), p, dtype)
+    bits = kept_ones(torch.Size([1001, 1003]), p, dtype)
     assert bits.dtype.itemsize == dtype.itemsize
-    assert set(bits.unique().tolist()) == {-1, 0}
+    assert set(bits.unique().tolist()) == {1, 0}
     mask = bits != 0
     assert float(mask.float().mean()) == pytest.approx(1 - p, abs=2e-3)
     assert scale_of(p) == pytest.approx(1 / (1 - p), rel=1e-4)
@@ -28,7 +28,7 @@ def test_share_of_kept_elements_and_expectation(p: float, dtype: torch.dtype) ->
         assert together == pytest.approx((1 - p) ** 2, abs=4e-3)
 
 
-def test_dropout_is_seeded_and_only_in_training() -> None:
+def test_dropout_is_seeded_and_only_in_training():
     layer, values = (
         CpuDropout(0.3),
         torch.randn(17, 5, dtype=torch.float64, requires_grad=True),
@@ -47,9 +47,7 @@ def test_dropout_is_seeded_and_only_in_training() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 3, 8])
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "float", "shared"])
-def test_attention_is_that_of_the_formula(
-    pieces: int, mask_kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_that_of_the_formula(pieces, mask_kind, monkeypatch):
     rows, heads, length, size = 8, 3, 7, 5
     monkeypatch.setattr(
         cpu_kernels, "SCORE_BYTES", 8 * heads * length * length * (rows // pieces)
@@ -82,7 +80,7 @@ def test_attention_is_that_of_the_formula(
             else scores + mask
         )
     step = max(1, cpu_kernels.SCORE_BYTES // (8 * heads * length * length))
-    kept = [keep_mask(part.shape, 0.2, part.dtype) != 0 for part in scores.split(step)]
+    kept = [kept_ones(part.shape, 0.2, part.dtype) != 0 for part in scores.split(step)]
     dropped = scores.softmax(-1) * torch.cat(kept) * scale_of(0.2)
     plain = (dropped @ value).transpose(1, 2)
     wanted = torch.autograd.grad((plain * weights).sum(), (query, key, value))
@@ -91,7 +89,7 @@ def test_attention_is_that_of_the_formula(
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_without_dropout_it_is_sdpa() -> None:
+def test_without_dropout_it_is_sdpa():
     query, key, value = (torch.randn(2, 3, 4, 8) for _ in "qkv")
     module = nn.Module()
     output, _ = attention(module, query, key, value, None, dropout=0.0, is_causal=False)

@@ -44,7 +44,7 @@ def test_an_image_that_breaks_during_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is decoded by a process, which ends with the run."""
-    monkeypatch.setattr(decoders, "WAITED_FOR", 1)
+    monkeypatch.setattr(decoders, "DECODED_BY_THREADS", 1)
     monkeypatch.setattr(setup, "num_cores", lambda: 2)
     made: list[decoders.Decoders] = []
     original = decoders.Decoders.start
