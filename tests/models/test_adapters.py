@@ -26,7 +26,6 @@ from vembed.errors import UserError
 from vembed.models.adapters import (
     has_adapters,
     merged_state,
-    name_pattern,
     save_adapter,
 )
 from vembed.models.building import empty_backbone
@@ -334,20 +333,6 @@ def test_evaluation_leaves_four_bit_weights_ready_for_training():
     assert all(
         torch.equal(one, before[name]) for name, one in model.state_dict().items()
     )
-
-
-def test_patterns_match_the_names_and_no_others():
-    every = [
-        f"layers.{index}.{part}" for index in range(12) for part in ("q", "k", "q_norm")
-    ] + ["q", "head.q"]
-    assert (
-        name_pattern([f"layers.{index}.q" for index in range(12)], every)
-        == r"(?:layers\.\d+\.q)"
-    )
-    chosen = ["layers.1.q", "layers.11.q"]
-    assert [
-        name for name in every if re.fullmatch(name_pattern(chosen, every), name)
-    ] == chosen
 
 
 def test_meta_models_have_the_same_names_and_no_values():

@@ -124,14 +124,6 @@ def test_long_runs_on_gpus_are_compiled(
     assert placement.copies_weights is (not is_on and "quantize_weights" not in options)
 
 
-def test_cpus_compile_only_where_asked() -> None:
-    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="-")
-    placement = place(
-        resolve_run(config, env={}), RankInfo(0, 1, 0, 1), torch.device("cpu"), 2**34
-    )
-    assert placement.for_work(1e30).compilation.value is False
-
-
 def test_a_dry_run_says_what_is_left_to_a_gpu() -> None:
     folder = str(tiny.shared(tiny.tiny_bert))
     lines = resolve_run(

@@ -168,9 +168,9 @@ def test_auto_chooses_by_size_and_says_why() -> None:
 def test_advice_where_fsdp_is_pointless() -> None:
     small = placed(SMALL, strategy="fsdp")
     assert small.strategy.value == "fsdp"
-    assert small.advice is not None
-    assert small.advice.startswith("FSDP is not needed here: 1,000 parameters need")
-    assert placed(LARGE, strategy="fsdp").advice is None
+    (advice,) = small.notes
+    assert advice.startswith("FSDP is not needed here: 1,000 parameters need")
+    assert placed(LARGE, strategy="fsdp").notes == ()
 
 
 @pytest.mark.promise("A01", "C34")

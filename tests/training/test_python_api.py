@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import vembed
+from tests.data.files import open_examples
 from tests.tiny import shared, texts, tiny_bert
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import open_examples
 from vembed.data.in_memory import as_path
 from vembed.training.hooks.callbacks import EvaluationInfo, StepInfo
 

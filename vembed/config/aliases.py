@@ -159,7 +159,12 @@ def _qlora(value: Any) -> list[Setting]:
 
 def _reshard(value: Any) -> list[Setting]:
     # Accelerate writes FSDP1's sharding strategies under this name too.
-    if not isinstance(value, bool) and str(value).lower() not in ("true", "false"):
+    if str(value).lower() in (
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+        "hybrid_shard",
+    ):
         return [("fsdp_sharding_strategy", value)]
     if as_bool(value):
         return [(WeakDefault("fsdp_sharding_strategy"), "FULL_SHARD")]

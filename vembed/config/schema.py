@@ -527,21 +527,21 @@ class TrainConfig(Frozen):
     def given(self) -> set[str]:
         """Names of the options that were set, rather than left at their default."""
         names: set[str] = set()
-        for section in self._sections():
+        for _, section in self:
             names |= section.model_fields_set
         return names
 
     def options(self) -> dict[str, Any]:
         """Return all options by their flat names, in the order of the schema."""
         values: dict[str, Any] = {}
-        for section in self._sections():
+        for _, section in self:
             values |= dict(section)
         return values
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain values, as written to config.yaml."""
         values: dict[str, Any] = {}
-        for section in self._sections():
+        for _, section in self:
             values |= section.model_dump(mode="json")
         return values
 
@@ -555,48 +555,33 @@ class TrainConfig(Frozen):
             sections[name] = sections[name].model_copy(update=update)
         return TrainConfig(**sections)
 
-    def _sections(self) -> list[Section]:
-        return [section for _, section in self]
-
 
 @cache
-def sections_by_option() -> dict[str, str]:
-    """Return a map from the name of each option to the name of its section."""
-    sections: dict[str, str] = {}
+def _sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
+    """Return name and class of the section and the field of every option, in the order of the schema."""
+    options: dict[str, tuple[str, type[Section], FieldInfo]] = {}
     for name, field in TrainConfig.model_fields.items():
-        assert field.annotation is not None
-        for option in field.annotation.model_fields:
-            sections[option] = name
-    return sections
+        section: Any = field.annotation
+        for option, option_field in section.model_fields.items():
+            options[option] = (name, section, option_field)
+    return options
 
 
 def section_of(option: str) -> str:
     """Return the name of the section that an option belongs to."""
-    sections = sections_by_option()
-    if option not in sections:
+    if option not in _sections_by_option():
         raise ValueError(f"there is no option {option!r}")
-    return sections[option]
+    return _sections_by_option()[option][0]
+
+
+def section_title(option: str) -> str:
+    """Return the title of the section that an option belongs to."""
+    return str(_sections_by_option()[option][1].model_config["title"])
 
 
 def option_fields() -> dict[str, FieldInfo]:
     """Return the pydantic field of every option, in the order of the schema."""
-    fields: dict[str, FieldInfo] = {}
-    for field in TrainConfig.model_fields.values():
-        assert field.annotation is not None
-        fields |= field.annotation.model_fields
-    return fields
-
-
-def section_titles() -> dict[str, str]:
-    """Return the title of each option's section."""
-    titles: dict[str, str] = {}
-    for field in TrainConfig.model_fields.values():
-        section = field.annotation
-        assert section is not None
-        title = str(section.model_config["title"])
-        for option in section.model_fields:
-            titles[option] = title
-    return titles
+    return {name: field for name, (_, _, field) in _sections_by_option().items()}
 
 
 def json_schema() -> dict[str, Any]:

@@ -380,7 +380,12 @@ def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
         config = load_config({**yaml.safe_load(text), "on_bad_record": "skip"})
         try:
             with unlogged():
-                store = open_examples(config, config.data.data_path)
+                store = open_examples(
+                    config.data,
+                    config.data.data_path,
+                    config.objective,
+                    model_name=config.model.model_name,
+                )
         except UserError as error:
             return [f"{CHECK}{str(error).splitlines()[0]}"]
         num_bad = store.num_skipped
