@@ -45,6 +45,7 @@ OTHER_PROGRAMS = {
     "sbatch",
     "tee",
     ".venv/bin/pre-commit",
+    ".venv/bin/python",
 }
 """Commands of others; of them only the paths of the checkout that they name are looked at."""
 NOT_RUN = ("import mteb", "localhost:8080")
