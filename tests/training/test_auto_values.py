@@ -137,14 +137,6 @@ def test_infonce_has_the_temperature_with_which_the_model_was_trained() -> None:
     }, "a resumed run keeps what its checkpoint has"
 
 
-def test_reasons_name_rank_and_alpha() -> None:
-    said = peak(
-        TrainConfig(**BASE, lora_r=8),
-        Trained("adapters", "text_encoder", 384, True, False),
-    ).reason
-    assert "rank 8, alpha 32" in said
-
-
 def test_adapters_of_short_runs_get_a_higher_rate_and_weights_of_long_ones_a_lower() -> (
     None
 ):
@@ -171,11 +163,6 @@ def test_adapters_of_short_runs_get_a_higher_rate_and_weights_of_long_ones_a_low
         assert steps("weights", 20, width, has_scale=has_scale) == steps(
             "weights", 10_000, width, has_scale=has_scale
         )
-
-
-def test_the_rate_is_in_inverse_proportion_to_the_width() -> None:
-    assert rate(width=1024) == pytest.approx(rate(width=384) * 384 / 1024, rel=0.05)
-    assert rate(width=4096) == pytest.approx(rate(width=1024) / 4, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from tests.training.tiny_run import TinyLoss, TinyModel, backward, config_for
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
 from vembed.config.schema import option_fields
-from vembed.errors import UserError
 from vembed.training.optimizer import build_optimizer
 from vembed.training.optimizers.table import OPTIMIZERS
 from vembed.training.trackers.declaration import TrackedReport, TrackedRun
@@ -82,29 +81,6 @@ def test_an_optimizer_descends_and_decays_as_declared(
     declared = OPTIMIZERS[name].state_bytes
     # The values of 8-bit kinds come with a code book for each tensor.
     assert state_bytes <= declared * num_large + 8.5 * (num_trained - num_large) + 2**14
-
-
-class Service:
-    """A client of a tracker that notes what it gets."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def log(self, values: dict[str, Any], step: int, **_: Any) -> None:
-        self.steps.append(step)
-
-
-@pytest.mark.parametrize("name", TRACKERS)
-def test_a_tracker_that_is_missing_is_named(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = TRACKERS[name].package
-    monkeypatch.delitem(sys.modules, package, raising=False)
-    monkeypatch.setattr(
-        "vembed.training.trackers.declaration.find_spec", lambda name: None
-    )
-    with pytest.raises(UserError, match=rf"^report_to: {name} .*pip install {package}"):
-        TRACKERS[name].require_installed()
 
 
 def test_tensorboard_gets_numbers_options_and_report(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import vembed
 from tests.harness import result_of, run_cases
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.errors import RunError, UserError
-from vembed.training.checkpoint.folder import MANIFEST
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.mining import FOLDER, EpochMiner
 
@@ -60,9 +59,7 @@ class Seen(Hook):
 
     def on_start(self, run):
         self.run = run
-        self.miner = next(
-            hook for hook in run.hooks._all if isinstance(hook, EpochMiner)
-        )
+        self.miner = next(hook for hook in run.hooks if isinstance(hook, EpochMiner))
 
     def on_step(self, report):
         self.documents.append(self.miner._numbers.tolist())
@@ -161,16 +158,6 @@ def test_a_killed_run_goes_on_with_the_same_negatives(config, tmp_path, saved, k
     assert after.losses == whole.losses[done:]
     assert before.documents[:done] + after.documents == whole.documents
     assert result.steps == 9
-
-
-def test_the_negatives_are_part_of_the_checkpoint(config):
-    _, result = train(config, epochs=1, save_steps=3)
-    folder = result.output_dir / "checkpoint-3"
-    index = json.loads((folder / "index.json").read_text())
-    name = next(name for name in index if name.endswith("mine.negatives"))
-    files = {chunk["file"] for chunk in index[name]["chunks"]}
-    assert files <= set(json.loads((folder / MANIFEST).read_text())["files"])
-    assert index[name]["shape"] == [NUM_ROWS, 3]
 
 
 def test_other_documents_are_refused(config, tmp_path):

@@ -269,21 +269,6 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(
             assert one == pytest.approx(other), strategy
 
 
-def test_the_start_says_how_large_the_folder_is_and_marks_what_is_used(
-    tmp_path: Path, cache: Path
-) -> None:
-    train(options(tmp_path, "first"))
-    (tower,) = cache.iterdir()
-    os.utime(tower, (1, 1))
-    (cache / "other").mkdir()
-    (cache / "other" / "one.features").write_bytes(bytes(2_000_000))
-    train(options(tmp_path, "second"))
-    assert f"frozen features: {cache} holds those of 2 towers, 2.0 MB in all" in logged(
-        tmp_path, "second"
-    )
-    assert tower.stat().st_mtime > 1
-
-
 def test_a_resumed_run_computes_only_what_it_has_not_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,26 +331,6 @@ def _corrupt(path: Path, position: int) -> None:
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_rows_come_back_in_this_process_and_in_others(
-    tmp_path: Path, dtype: Any
-) -> None:
-    inputs, rows = (
-        _features(8),
-        np.random.default_rng(0).normal(size=(8, 5)).astype(dtype),
-    )
-    writer, reader = FeatureStore(tmp_path, "tower"), FeatureStore(tmp_path, "tower")
-    assert reader.find(inputs) == {}
-    writer.add(inputs[:5], rows[:5])
-    for store in (writer, reader):
-        found = store.find(inputs)
-        assert sorted(found) == [0, 1, 2, 3, 4]
-        assert all(np.array_equal(row, rows[place]) for place, row in found.items())
-    reader.add(inputs[5:], rows[5:])
-    assert len(writer.find(inputs)) == 8 == len(FeatureStore(tmp_path, "tower"))
-    assert FeatureStore(tmp_path, "another tower").find(inputs) == {}
-
-
 def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
     inputs, rows = _features(6), np.arange(24, dtype=np.float32).reshape(6, 4)
     path = _written(tmp_path, inputs, rows)
@@ -382,27 +347,6 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
         assert len(found) < 6 and all(
             np.array_equal(row, rows[place]) for place, row in found.items()
         )
-
-
-def test_damage_is_said_and_made_good(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    inputs, rows = _features(6), np.arange(24, dtype=np.float32).reshape(6, 4)
-    path = _written(tmp_path, inputs, rows)
-    _corrupt(path, len(path.read_bytes()) - 1)
-    (tmp_path / "tower" / "notes.features").write_text(
-        "a file of somebody else's, which is longer than a header is"
-    )
-    store = FeatureStore(tmp_path, "tower")
-    found = store.find(inputs)
-    assert "notes.features does not hold features of this tower" in caplog.text
-    assert f"{path} is damaged at byte" in caplog.text
-    missing = [place for place in range(6) if place not in found]
-    store.add([inputs[place] for place in missing], rows[missing])
-    assert len(FeatureStore(tmp_path, "tower").find(inputs)) + len(found) >= 6
-    again = FeatureStore(tmp_path, "tower")
-    again.add([inputs[place] for place in found], rows[list(found)])
-    assert len(FeatureStore(tmp_path, "tower").find(inputs)) == 6
 
 
 def test_a_run_with_damaged_features_computes_them_anew(

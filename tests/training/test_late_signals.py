@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import vembed
-from tests.harness import rank_outcomes, run_ranks
+from tests.harness import run_ranks
 from tests.training.test_resume_run import logged
 from tests.training.test_run import settings
 from vembed.errors import Stopped
@@ -120,11 +120,3 @@ def test_a_signal_while_final_is_written_lets_it_be_written(tmp_path: Path) -> N
         "SIGTERM: training is over, writing final/; once more ends the run at once"
         in told
     )
-
-
-def test_a_second_signal_while_final_is_written_ends_at_once(tmp_path: Path) -> None:
-    (outcome,) = rank_outcomes(
-        signalled_while_final_is_written, 1, settings(tmp_path), 2, process_group=False
-    )
-    assert outcome.exitcode == 143
-    assert not (tmp_path / "run" / "final").exists()

@@ -60,13 +60,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     )
 
 
-def test_released_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), OutputLock(tmp_path) as one:
-        one.take()
-        raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_dead_owner_on_this_host_is_replaced_at_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

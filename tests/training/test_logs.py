@@ -44,12 +44,6 @@ def test_debug_writes_a_detailed_file_per_process(tmp_path: Path) -> None:
     assert "rank 1, local rank 1" not in told
 
 
-def test_without_debug_there_are_no_such_files(tmp_path: Path) -> None:
-    train(settings(tmp_path, max_steps=1, val_data_path=None))
-    assert not (tmp_path / "run" / "logs").exists()
-    assert " DEBUG " not in (tmp_path / "run" / "training_log.txt").read_text()
-
-
 def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,45 +63,6 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     ):
         train({**options, "report_to": ["tensorboard", "trackio"]})
     assert not (tmp_path / "run").exists()
-
-
-def train_with_a_tracker(options: dict[str, Any]) -> list[str]:
-    """On every rank: a run, with a module in place of wandb. Return the events that wandb was told."""
-    told: list[str] = []
-    run = SimpleNamespace(
-        log=lambda values, step, **_: told.append(f"step {step}"),
-        finish=lambda: told.append("end"),
-    )
-    wandb = ModuleType("wandb")
-    wandb.init = lambda **said: told.append(f"{said['project']} {said['tags']}") or run  # type: ignore[attr-defined]
-    wandb.Html = wandb.Image = list  # type: ignore[attr-defined]
-    sys.modules["wandb"] = wandb
-    train(options)
-    return told
-
-
-@pytest.mark.promise("C32")
-def test_wandb_hears_of_two_sharded_processes_from_process_0_alone(
-    tmp_path: Path,
-) -> None:
-    said = {
-        "wandb": {
-            "use_wandb": True,
-            "project": "accfiy-fsdp",
-            "tags": ["fsdp", "multi-node"],
-        }
-    }
-    options = settings(
-        tmp_path, max_steps=2, val_data_path=None, strategy="fsdp", **said
-    )
-    options["report_to"] = ["wandb"]
-    first, second = run_ranks(train_with_a_tracker, 2, options, process_group=False)
-    assert (first[0], first[-1], second) == (
-        "accfiy-fsdp ['fsdp', 'multi-node']",
-        "end",
-        [],
-    )
-    assert {"step 1", "step 2"} <= set(first)
 
 
 @pytest.mark.promise("C32")

@@ -27,7 +27,6 @@ from vembed.parallel.placement import CHECKPOINT, choose_precision
 from vembed.training import trainer
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.fingerprints import (
-    MAX_SAMPLED_EXAMPLES,
     of_evaluation,
     of_examples,
 )
@@ -140,32 +139,6 @@ def test_ranks_with_other_images_are_refused(tmp_path: Path) -> None:
             and " on rank 1 (" in said
         )
         assert said.endswith(": give every machine the same images")
-
-
-def test_of_many_images_and_of_large_ones_a_sample_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "large.jpg"
-    file.write_bytes(bytes(10**6))
-    one = [Example(Item(text="a"), (Item(images=(ImageRef(path=str(file)),)),))]
-    before = of_examples(one)
-    for place, is_seen in (
-        (0, True),
-        (200_000, False),
-        (500_000, True),
-        (999_999, True),
-    ):
-        content = bytearray(10**6)
-        content[place] = 1
-        file.write_bytes(content)
-        assert (of_examples(one) != before) is is_seen, place
-    looked: list[str | None] = []
-    many = examples(tmp_path, 3 * MAX_SAMPLED_EXAMPLES)
-
-    class Noting(list[Example]):
-        def __getitem__(self, index: Any) -> Any:
-            looked.append(None)
-            return super().__getitem__(index)
-
-    assert of_examples(Noting(many)) is not None and len(looked) == MAX_SAMPLED_EXAMPLES
 
 
 # ---- the best checkpoint of a run that goes on in another folder ---------------------------------------------------

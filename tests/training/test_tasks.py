@@ -204,14 +204,6 @@ def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path: Path) -> 
     }
 
 
-def test_a_task_needs_batches_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(
-        vembed.UserError,
-        match="a source with losses or a temperature of its own needs batches of",
-    ):
-        resolve_run(options(tmp_path, homogeneous_batches=False))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -327,24 +319,6 @@ def test_sources_are_drawn_as_sampling_says(
     assert parse_sampling(sampling).num_drawn((1000, 10), weights, (4, 8)) == wanted
 
 
-@pytest.mark.parametrize(
-    "text", ["temperature", "temperature(1.5)", "temperature(-1)", "random"]
-)
-def test_sampling_that_does_not_exist(tmp_path: Path, text: str) -> None:
-    with pytest.raises(
-        vembed.UserError,
-        match=r"sampling must be proportional, temperature\(alpha\) with alpha",
-    ):
-        resolve_run(options(tmp_path, sampling=text))
-
-
-def test_the_earlier_name_of_the_temperature() -> None:
-    run = resolve_run(
-        {"model_name": "m", "data_path": ["a", "b"], "sampling_alpha": 0.3}
-    )
-    assert run.config.data.sampling == "temperature(0.3)"
-
-
 def test_turns_and_batch_sizes() -> None:
     turns = BatchSchedule(
         [90, 20],
@@ -397,13 +371,3 @@ def test_sources_of_one_task_share_batches() -> None:
     assert source_batch_sizes(config.data, config.batch, 64) == [64, 64, 64, 4]
     loss = build_loss(config)
     assert len(loss.sources) == 3
-
-
-def test_the_schedule_knows_the_source() -> None:
-    schedule = BatchSchedule([7, 5], 2, 1, homogeneous=True)
-    for step in range(schedule.steps_per_epoch):
-        assert (
-            len({schedule.source_of(int(index)) for index in schedule.batch(0, step)})
-            == 1
-        )
-    assert [schedule.source_of(index) for index in (0, 6, 7, 11)] == [0, 0, 1, 1]
