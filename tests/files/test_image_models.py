@@ -229,7 +229,7 @@ def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     assert stored["logit_scale"].exp().item() == pytest.approx(12.5)
     assert stored["logit_bias"].item() == -7.0
-    assert load_embedder(folder).initial_scale_and_bias() == pytest.approx((12.5, -7.0))
+    assert load_embedder(folder).initial_scale_and_bias == pytest.approx((12.5, -7.0))
 
 
 def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(

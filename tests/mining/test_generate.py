@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,7 +15,6 @@ from vembed import UserError, generate
 from vembed.cli.commands.make_data import generate as run_generate
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import open_examples
-from vembed.data.examples import Item
 from vembed.data_tools.generate.kinds import docstring_function
 from vembed.data_tools.generate.writers import cleaned
 from vembed.errors import RunError
@@ -104,9 +102,7 @@ def test_each_document_gets_the_first_kind_that_fits(options, tmp_path):
 
 @pytest.mark.parametrize("before", ["import os\n\x0c\n", 'A = "one\u2028two"\r\n'])
 def test_lines_of_a_source_are_those_that_python_counts(before):
-    (query, positive), *_ = docstring_function(
-        {}, Item(text=before + FUNCTION), np.random.default_rng(0)
-    )
+    (query, positive), *_ = docstring_function(before + FUNCTION)
     assert (query, positive.strip()) == WANTED["f"][1:]
 
 
@@ -179,7 +175,7 @@ def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
         run(options, writer=writer)
     answered = {prompt for prompt, _ in server.asked[:3]}
     (kept,) = tmp_path.glob("**/*.answers")
-    kept.write_text(kept.read_text() + '["5 question", "half')
+    kept.write_text(kept.read_text() + '\n["5 question", "half')
     num_asked = len(server.asked)
     lives.append(True)
     rows, _ = run(options, writer=writer)

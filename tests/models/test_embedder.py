@@ -248,10 +248,10 @@ def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
 
 def test_scale_and_bias_are_read_and_written_back():
     clip, siglip = built(tiny.tiny_clip), built(tiny.tiny_siglip)
-    assert clip.initial_scale_and_bias() == pytest.approx(
+    assert clip.initial_scale_and_bias == pytest.approx(
         (math.exp(clip.backbone.logit_scale.item()), 0.0)
     )
-    assert built(tiny.tiny_bert).initial_scale_and_bias() is None
+    assert built(tiny.tiny_bert).initial_scale_and_bias is None
     state = siglip.state_dict()
     siglip.write_scale_and_bias(12.0, -3.0, state)
     assert state["backbone.logit_scale"].shape == siglip.backbone.logit_scale.shape
@@ -350,7 +350,7 @@ def test_no_class_of_ours_stops_fsdp():
             for module in model.modules()
             if type(module).__module__.startswith("vembed.")
         }
-        assert len(ours) >= 3
+        assert len(ours) >= 2
         assert not [
             kind for kind in ours if "Norm" in kind.__name__ or type(kind) is not type
         ]

@@ -362,9 +362,9 @@ def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeyp
     folder = tmp_path / "model"
     shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
     config, read = TrainConfig(model_name=str(folder), data_path="d"), []
-    original = backbones._read_shape
+    original = backbones.check_fit
     monkeypatch.setattr(
-        backbones, "_read_shape", lambda *given: read.append(given) or original(*given)
+        backbones, "check_fit", lambda *given: read.append(given) or original(*given)
     )
     assert described(config) == described(config)
     assert len(read) == 1

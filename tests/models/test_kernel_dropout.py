@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig
 
 from vembed.models import packing
 
@@ -72,51 +71,11 @@ def test_dropout_goes_to_the_operator(
     assert operator.given["return_debug_mask"] is False
 
 
-def test_models_with_dropout_were_padded_without_flash_attn(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("size", "said"), [(64, "None"), (12, "head size of 12")])
+def test_sizes_of_heads_without_flash_attn(
+    size: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    gpu = torch.device("cuda")
-    assert (
-        packing._why_no_kernel(BertConfig(attention_probs_dropout_prob=0.1), gpu)
-        is None
-    )
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_heads_that_the_derivative_refuses_were_packed(
-    monkeypatch: pytest.MonkeyPatch, dropout: float
-) -> None:
-    monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    odd = BertConfig(
-        hidden_size=36, num_attention_heads=3, attention_probs_dropout_prob=dropout
-    )
-    assert "head size of 12" in str(packing._why_no_kernel(odd, torch.device("cuda")))
-
-
-def test_the_signature_of_the_kernel_was_read_in_every_layer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def varlen(
-        query: Tensor, *given: Any, enable_gqa: bool = False, **named: Any
-    ) -> Tensor:
-        return query
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
-    monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: False)
-    packing._varlen_groups.cache_clear()
-    read: list[object] = []
-    original = packing.inspect.signature
-    monkeypatch.setattr(
-        packing.inspect, "signature", lambda one: read.append(one) or original(one)
-    )
-    packed = packing.Packed(torch.tensor([0, 3], dtype=torch.int32), 3)
-    query, key = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8)
-    for _ in range(5):
-        packing._by_kernel(query, key, key, packed, 0.0, 1.0, False, None)
-    packing._varlen_groups.cache_clear()
-    assert len(read) == 1
+    assert said in str(packing.why_no_kernel(size, torch.device("cuda")))

@@ -90,10 +90,7 @@ def test_a_folder_without_tokenizer_files_is_refused(tmp_path):
         lambda: Reranker(
             folder,
             role="judges: it",
-            max_labels=2,
-            dtype=None,
             device=torch.device("cpu"),
-            trust_remote_code=False,
         ),
     ):
         with pytest.raises(UserError, match=r"no tokenizer files in .*model"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +29,6 @@ from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
 from vembed.models.language_head import (
     IGNORED_TARGET,
-    Hidden,
     LanguageHead,
     has_language_head,
 )
@@ -73,27 +71,27 @@ def folders() -> list[Path]:
     ]
 
 
-DRAWN = LanguageHead.hidden
+DRAWN = LanguageHead.hide
 
 
-def hidden_by_content(head: LanguageHead, inputs: Mapping[str, Tensor]) -> Hidden:
+def hidden_by_content(
+    head: LanguageHead, inputs: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
     """An encoder's hidden tokens, a function of the tokens alone: the same on any number of ranks."""
     if head.is_causal:
         return DRAWN(head, inputs)
     ids = inputs["input_ids"]
-    chosen = (ids % 3 == 0) & ~torch.isin(ids, torch.tensor(head.tokens.special))
-    assert head.tokens.mask is not None
-    return Hidden(
-        {**inputs, "input_ids": ids.masked_fill(chosen, head.tokens.mask)},
-        ids.masked_fill(~chosen, IGNORED_TARGET),
-    )
+    chosen = (ids % 3 == 0) & ~torch.isin(ids, head.special_tokens)
+    assert head.mask_token is not None
+    hidden = {**inputs, "input_ids": ids.masked_fill(chosen, head.mask_token)}
+    return hidden, ids.masked_fill(~chosen, IGNORED_TARGET)
 
 
 def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
     """The gradients of each model and case through the real step on this rank, and its part of the loss."""
     found = []
     with (
-        mock.patch.object(LanguageHead, "hidden", hidden_by_content),
+        mock.patch.object(LanguageHead, "hide", hidden_by_content),
         start_session(config_of(folders()[0], strategy=strategy)) as session,
     ):
         for folder in folders():
@@ -120,7 +118,7 @@ def wanted(folder: Path) -> dict[str, Tensor]:
     inputs = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
     assert model.language is not None
     if not model.language.is_causal:  # its loss is compared with Transformers' below
-        with mock.patch.object(LanguageHead, "hidden", hidden_by_content):
+        with mock.patch.object(LanguageHead, "hide", hidden_by_content):
             _, (losses,) = model([("text", inputs)], with_auxiliary=True)
         sums, counts = losses["masked_token"]
         mean = sums.sum() / counts.sum()
@@ -191,11 +189,9 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
     torch.manual_seed(4)
     (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
     torch.manual_seed(4)
-    hidden = model.language.hidden(inputs)
-    shown, asked = hidden.inputs["input_ids"], hidden.targets != IGNORED_TARGET
-    special = torch.isin(
-        inputs["input_ids"], torch.tensor(model.language.tokens.special)
-    )
+    hidden, targets = model.language.hide(inputs)
+    shown, asked = hidden["input_ids"], targets != IGNORED_TARGET
+    special = torch.isin(inputs["input_ids"], model.language.special_tokens)
     assert (
         0.1
         < float(asked.sum() / (inputs["attention_mask"].bool() & ~special).sum())
@@ -224,7 +220,7 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
     with torch.no_grad():
         logits = whole(input_ids=shown, attention_mask=inputs["attention_mask"]).logits
         expected = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), hidden.targets.flatten()
+            logits.flatten(0, 1), targets.flatten()
         )
     sums, counts = losses["masked_token"]
     assert float((sums.sum() / counts.sum()).detach()) == pytest.approx(

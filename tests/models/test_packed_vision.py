@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
 
 from tests import tiny
 from tests.built import described, model_of
@@ -135,7 +136,9 @@ def test_each_image_was_waited_for_in_every_layer(
             None,
         )  # a GPU's kernel reads nothing; that of CPUs cuts the row by the lengths
 
-    monkeypatch.setattr(vision.packing, "attention", by_kernel)
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, vision.IMPLEMENTATION, by_kernel
+    )
     own = reads_of(model, batch)
     assert own < reads_of(model, published(batch)) / 3
     # What is left is in the language model: the check of placeholders, and the layers that images are added to.

@@ -308,7 +308,7 @@ def test_kernels_of_gpus_are_asked_for_the_same(
 
         # Without its memory: each of the two kernels is asked.
         monkeypatch.setattr(
-            packing, "_varlen_groups", packing._varlen_groups.__wrapped__
+            packing, "_varlen_arguments", packing._varlen_arguments.__wrapped__
         )
         monkeypatch.setattr(
             "torch.nn.attention.varlen.varlen_attn",
@@ -383,7 +383,8 @@ def test_when_texts_are_padded_on_gpus(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: flash)
-    monkeypatch.setattr(packing, "_torch_has_varlen", lambda: varlen)
+    arguments = frozenset({"window_size"} if varlen else ())
+    monkeypatch.setattr(packing, "_varlen_arguments", lambda: arguments)
     config = config_for(tiny.tiny_bert)
     model = read_config(tiny.shared(tiny.tiny_bert), trust_remote_code=False)
     model.attention_probs_dropout_prob = dropout
@@ -397,7 +398,7 @@ def test_when_texts_are_padded_on_gpus(
 
 
 def test_torchs_kernel_is_the_one_that_is_meant() -> None:
-    assert packing._torch_has_varlen()
+    assert "window_size" in packing._varlen_arguments()
 
 
 def test_what_cannot_be_had_is_said() -> None:

@@ -16,7 +16,7 @@ from vembed.cli.commands.export import copy_model
 from vembed.cli.main import app
 from vembed.errors import UserError
 from vembed.mining.config import MineConfig, Retriever
-from vembed.mining.encoders import SentenceTransformersEncoder
+from vembed.mining.encoders import load_encoder
 from vembed.mining.judges import load_judge
 from vembed.weights.inputs import open_source
 
@@ -78,8 +78,10 @@ def test_an_index_that_names_anything_but_safetensors_files_of_its_folder_is_ref
             str(folder), tmp_path / "copy", merge=True
         ),
         "merge": lambda: open_source(str(folder)),
-        "mining": lambda: SentenceTransformersEncoder(
-            Retriever(model=str(folder)), options, torch.device("cpu")
+        "mining": lambda: load_encoder(
+            Retriever(model=str(folder), library="sentence_transformers"),
+            options,
+            torch.device("cpu"),
         ),
         "a judge": lambda: load_judge(options.judges[0], options, torch.device("cpu")),
     }

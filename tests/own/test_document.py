@@ -22,7 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.commands import command
 from tests.docs.pages import ROOT
 from tests.harness import run_ranks
-from vembed.models.collected_losses import Collected
+from vembed.models.modalities import sums_and_counts
 
 PACKAGE = ROOT / "examples" / "own_model"
 SNIPPET = """
@@ -275,13 +275,12 @@ def test_the_free_bits_count_for_each_token() -> None:
 def test_losses_are_no_views() -> None:
     """FSDP follows the results of its modules, and warns of views."""
     ones = torch.ones(3, requires_grad=True)
-    found = Collected()
-    found.values = {
+    auxiliary = {
         "each": (2 * ones, torch.ones(3)),
         "one": (ones.sum(), 4),
         "mean": ones.mean(),
     }
-    normal = found.in_normal_form(3)
+    normal = sums_and_counts(auxiliary, 3)
     assert [list(one.shape) for one in normal.values()] == [[2, 3], [2, 1], [2, 1]]
     assert not any(one._is_view() for one in normal.values())
 

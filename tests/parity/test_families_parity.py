@@ -166,7 +166,7 @@ def build(config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featurise
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.05, generator=draw)
-    scale, bias = model.initial_scale_and_bias() or (None, None)
+    scale, bias = model.initial_scale_and_bias or (None, None)
     loss = build_loss(
         config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias
     ).double()
@@ -280,7 +280,7 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
         rank_rows=slice(0, len(rank_batch.query)),
         rank_negatives=slice(0, len(rank_batch.negative)),
     )
-    scale, _ = model.initial_scale_and_bias() or (None, None)
+    scale, _ = model.initial_scale_and_bias or (None, None)
     value = reference_loss(
         batch,
         config,

@@ -120,7 +120,7 @@ def test_damage_is_named_and_mended(
 ) -> None:
     run(1, config, tmp_path)
     whole = {
-        width: store.find_rows(list(store._places))
+        width: store.find_rows(list(store._places._recent))
         for width, store in stores(tmp_path).items()
     }
     (file,) = stores(tmp_path)[32].folder.glob("*.answers")
@@ -136,7 +136,7 @@ def test_damage_is_named_and_mended(
     )
     assert f"{other} does not hold answers of this teacher" in caplog.text
     again = {
-        width: store.find_rows(list(store._places))
+        width: store.find_rows(list(store._places._recent))
         for width, store in stores(tmp_path).items()
     }
     for width, found in again.items():

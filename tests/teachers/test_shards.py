@@ -24,7 +24,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example
 from vembed.data.row_store import RowStore
 from vembed.errors import UserError
-from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, YesNoReranker
+from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
 from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.rerankers import PairTeacher
@@ -119,14 +119,8 @@ def test_shards_answer_as_whole_teachers_do(tmp_path: Path) -> None:
 
 def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
     folder = yes_no_decoder(tmp_path / "judge")
-    reranker = YesNoReranker(
-        folder,
-        role="teacher x",
-        instruction="Do they match",
-        dtype=None,
-        device=torch.device("cpu"),
-        trust_remote_code=False,
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     config = config_of(folder)
     teacher = Teacher(model=str(folder), instruction="Do they match")
     assert teacher_kind(teacher, folder, wants_vectors=False) == "yes_no"
@@ -147,18 +141,18 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
     ids = [
         one
         for part in (YES_NO_PROMPT, text, YES_NO_END)
-        for one in reranker.tokenizer.encode(part, add_special_tokens=False)
+        for one in tokenizer.encode(part, add_special_tokens=False)
     ]
-    no, yes = reranker.tokenizer.convert_tokens_to_ids(["no", "yes"])
+    no, yes = tokenizer.convert_tokens_to_ids(["no", "yes"])
     with torch.no_grad():
-        logits = reranker.model(torch.tensor([ids])).logits[0, -1]
+        logits = model(torch.tensor([ids])).logits[0, -1]
     assert float(found[0, 0]) == pytest.approx(
         float(logits[yes] - logits[no]), abs=1e-4
     )
 
 
 def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an_empty_text(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -172,10 +166,14 @@ def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an
     teacher = Teacher(model=str(tmp_path))
     config = config_of(shared(tiny_qwen3))
     with start_session(config) as session:
-        judge = PairTeacher(teacher, tmp_path, session, trust_remote_code=False)
-        assert judge._loaded().tokenizer("", "")["input_ids"] == []
-        judge._agree = lambda num_batches: max(
-            num_batches, 2
+        judge = PairTeacher(
+            teacher, "reranker", tmp_path, session, trust_remote_code=False
+        )
+        assert judge.compute([]).shape == (0, 1)
+        assert tokenizer("", "")["input_ids"] == []
+        judge._world_size = 2
+        monkeypatch.setattr(
+            "vembed.parallel.collectives.max_ints", lambda counts: [2] * len(counts)
         )  # another rank has two batches
         assert judge.compute([]).shape == (0, 1)
 
@@ -212,11 +210,9 @@ def test_a_decoder_without_tokens_for_yes_and_no(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="teacher x has no single tokens for yes and no"
     ):
-        YesNoReranker(
+        Reranker(
             shared(tiny_qwen3),
             role="teacher x",
-            instruction="",
-            dtype=None,
+            kind="yes_no",
             device=torch.device("cpu"),
-            trust_remote_code=False,
         )

@@ -13,7 +13,6 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.models.collected_losses import Collected
 from vembed.models.custom.classes import OwnCode, find_class
 from vembed.models.custom.folder import settings_of
 from vembed.models.custom.modeling import (
@@ -25,6 +24,7 @@ from vembed.models.custom.modeling import (
     load_weights,
 )
 from vembed.models.families.backbones import layers_of
+from vembed.models.modalities import sums_and_counts
 
 TOLERANCE = 1e-5
 MAX_NAMED = 3
@@ -346,10 +346,8 @@ class ClassTrial:
         return output
 
     def _losses(self, output: OwnOutput, count: int) -> dict[str, Tensor]:
-        collected = Collected()
-        collected.take(output)
         try:
-            return collected.in_normal_form(count)
+            return sums_and_counts(output.auxiliary or {}, count)
         except TypeError as error:
             raise UserError(f"model_class: {self.name}: {error}") from error
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from vembed.models.families.family import Modality
 
 _ENTRY_BYTES = 400
 """Estimated overhead of one cached entry besides its token ids, in bytes."""
+
+Unit = TypeVar("Unit")
 
 Address = tuple[int, Kind, str | None, int | None]
 """Cache key of an item's features: content, kind, and the item's own prompt and maximum length."""
@@ -40,10 +44,49 @@ class Features:
     """int32, special tokens included."""
     images: tuple[ImageRef, ...] = ()
     """Decoded only in `collate`."""
+    rows: int = 1
+    """Rows that the model gives for this input, known from its tokens: one vector, or one score of a pair."""
+    segments: np.ndarray | None = None
+    """int32, 0 for tokens of a pair's query and 1 for those of its document, where the tokenizer tells."""
 
 
-class Featuriser:
-    """Converter from items to features, and from features to the tensors of a forward pass. Thread-safe."""
+class BaseFeaturiser(ABC, Generic[Unit]):
+    """Converter from what a model reads at once (an input, or a pair of them) to features and tensors."""
+
+    modalities: tuple[Modality, ...]
+
+    @abstractmethod
+    def features(self, units: Sequence[Unit]) -> list[Features]:
+        """Return the features of each unit, in order."""
+
+    @abstractmethod
+    def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
+        """Return the tensors of features of one modality as they are moved to the device: `collate` without its end."""
+
+    @abstractmethod
+    def dummy(self, modality: Modality) -> Features:
+        """Return a minimal valid input of a modality, for ranks without inputs left.
+
+        Under FSDP all ranks must run the same forward passes, because each one gathers parameters.
+        """
+
+    def collate(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a forward pass over features of one modality: padded token ids, decoded images.
+
+        `attention_mask` is present only if a row is padded.
+        """
+        return self.finished(self.joined(features))
+
+    def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what `joined` has given as the model takes it."""
+        return batch
+
+    def decode_ahead(self, features: Sequence[Features]) -> None:
+        """Begin to decode the images of these features on other cores."""
+
+
+class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
+    """Converter from items in the role of query or document to features and tensors. Thread-safe."""
 
     def __init__(
         self,
@@ -56,6 +99,7 @@ class Featuriser:
         """`cache_bytes` limits the features in memory (once full, further ones are not cached), `image_cache_bytes` the
         pixels (the most recently used are kept). `decoders`: images that are decoded at once; None: one per core."""
         self.description = description
+        self.modalities = description.modalities
         self._prompts: dict[Kind, str] = {
             "query": description.query_prompt,
             "document": description.document_prompt,
@@ -81,11 +125,11 @@ class Featuriser:
         elif "text" in description.modalities:
             self._text = TextProcessing(description)
 
-    def features(self, items: Sequence[tuple[Item, Kind]]) -> list[Features]:
+    def features(self, units: Sequence[tuple[Item, Kind]]) -> list[Features]:
         """Return the features of each (item, kind), in order. Reads only the headers of images."""
         addresses: list[Address] = [
             (item.key(), self._cache_kind[kind], item.prompt, item.max_length)
-            for item, kind in items
+            for item, kind in units
         ]
         known = {
             address: self._cache[address]
@@ -94,7 +138,7 @@ class Featuriser:
         }
         missing = {
             address: item
-            for address, (item, _) in zip(addresses, items, strict=True)
+            for address, (item, _) in zip(addresses, units, strict=True)
             if address not in known
         }
         for modality in self.description.modalities if missing else ():
@@ -108,15 +152,8 @@ class Featuriser:
             self._keep(made)
         return [known[address] for address in addresses]
 
-    def collate(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a forward pass over features of one modality: padded token ids, decoded images.
-
-        `attention_mask` is present only if a row is padded.
-        """
-        return self.finished(self.joined(features))
-
     def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what `joined` has given as the model takes it: pixels of 8 bits become numbers on their device."""
+        """See BaseFeaturiser. Pixels of 8 bits become numbers on their device."""
         return (
             batch
             if self._pixels is None or PIXELS not in batch
@@ -124,7 +161,7 @@ class Featuriser:
         )
 
     def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
-        """Return the tensors of features of one modality as they are moved to the device: `collate` without its end."""
+        """See BaseFeaturiser."""
         modality = features[0].modality
         rows = [
             feature.token_ids for feature in features if feature.token_ids is not None
@@ -140,7 +177,7 @@ class Featuriser:
         return padding.pad(rows)
 
     def decode_ahead(self, features: Sequence[Features]) -> None:
-        """Begin to decode the images of these features on other cores, as far as the cache holds them."""
+        """See BaseFeaturiser. It begins as many as the cache holds."""
         images = [image for feature in features for image in feature.images]
         if self._pixels is not None and images:
             self._pixels.decode_ahead(images)
@@ -161,10 +198,7 @@ class Featuriser:
             self._pixels.forget()
 
     def dummy(self, modality: Modality) -> Features:
-        """Return a minimal valid input of a modality, for ranks without inputs left.
-
-        Under FSDP all ranks must run the same forward passes, because each one gathers parameters.
-        """
+        """See BaseFeaturiser."""
         item = Item(text="a") if modality == "text" else Item(images=(blank_image(),))
         return self.features([(item, "document")])[0]
 
@@ -206,7 +240,7 @@ class Featuriser:
                 address: Features(
                     modality,
                     length,
-                    _key(modality, None, item.images),
+                    input_key(modality, None, item.images),
                     address[0],
                     None,
                     item.images,
@@ -242,7 +276,7 @@ class Featuriser:
             address: Features(
                 modality,
                 fixed or len(row),
-                _key(modality, row, item.images),
+                input_key(modality, row, item.images),
                 address[0],
                 row,
                 item.images,
@@ -269,7 +303,7 @@ class Featuriser:
         return self._text
 
 
-def _key(
+def input_key(
     modality: Modality, token_ids: np.ndarray | None, images: Sequence[ImageRef]
 ) -> int:
     """Return the 63-bit hash of a model input, from token ids and images."""

@@ -36,6 +36,9 @@ _BLOCK = struct.Struct("<II")
 """Rows, checksum of their keys."""
 _CHECKSUM = struct.Struct("<I")
 KEY_BYTES = 16
+FILE_BITS = 44
+"""A place is the number of the file, and so many bits of the position in it."""
+NUM_RECENT = 65_536
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 """Type of the values by their bytes. Two bytes are float16 or bfloat16, which numpy does not have."""
 
@@ -52,7 +55,7 @@ class StoreKind:
     """17 bytes at most."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _File:
     """The file of one process, and the position up to which it was read."""
 
@@ -61,6 +64,51 @@ class _File:
     read_to: int = 0
     is_whole: bool = True
     """False: the file is damaged at `read_to`, and the rest is ignored."""
+
+
+class _Places:
+    """Where the row of each key is. Recent keys are in a dict, the others in sorted arrays of 24 bytes for each."""
+
+    def __init__(self) -> None:
+        self._recent: dict[bytes, int] = {}
+        self._keys = np.empty(0, f"S{KEY_BYTES}")
+        self._places = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._keys)
+
+    def add(self, keys: bytes, places: range) -> None:
+        """Add the keys of a block."""
+        for row, place in enumerate(places):
+            self._recent[keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]] = place
+        if len(self._recent) > NUM_RECENT + len(self._keys) // 4:
+            keys_N = np.concatenate([self._keys, list(self._recent)]).astype("S16")
+            places_N = np.concatenate([self._places, list(self._recent.values())])
+            self._keys, first = np.unique(keys_N, return_index=True)
+            self._places = places_N[first]
+            self._recent = {}
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the place of each key, -1 where there is none."""
+        found = np.full(len(keys), -1)
+        if len(self._keys) and len(keys):
+            wanted = np.array(keys, self._keys.dtype)
+            at = np.searchsorted(self._keys, wanted).clip(max=len(self._keys) - 1)
+            found = np.where(self._keys[at] == wanted, self._places[at], -1)
+        places: list[int] = found.tolist()
+        return [
+            self._recent.get(key, place)
+            for key, place in zip(keys, places, strict=True)
+        ]
+
+    def drop(self, file: int) -> None:
+        """Remove the keys of a file."""
+        is_other = self._places >> FILE_BITS != file
+        self._keys = self._keys[is_other]
+        self._places = self._places[is_other]
+        for key, place in list(self._recent.items()):
+            if place >> FILE_BITS == file:
+                del self._recent[key]
 
 
 class RowStore:
@@ -75,7 +123,8 @@ class RowStore:
         self._identity = identity.encode().ljust(32, b"\0")[:32]
         self._shape: tuple[int, int] | None = None
         self._files: dict[str, _File | None] = {}
-        self._places: dict[bytes, tuple[_File, int]] = {}
+        self._readable: list[_File] = []
+        self._places = _Places()
         self._own: int | None = None
         self._writes = True
         self._look_around()
@@ -83,6 +132,9 @@ class RowStore:
             OSError
         ):  # the folder does not exist yet, or belongs to another user
             os.utime(self.folder)  # its modification time is the time of last use
+
+    def __del__(self) -> None:
+        self.close()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -104,19 +156,14 @@ class RowStore:
 
     def missing(self, keys: Sequence[bytes]) -> list[int]:
         """Return the positions of keys that have no row. Rows are not read."""
-        if any(key not in self._places for key in keys):
-            self._look_around()
-        return [
-            position for position, key in enumerate(keys) if key not in self._places
-        ]
+        places = self._find(keys)
+        return [position for position, place in enumerate(places) if place < 0]
 
     def find_rows(self, keys: Sequence[bytes]) -> dict[int, np.ndarray]:
         """Return a map from position in `keys` to the stored row, without the missing ones."""
-        if any(key not in self._places for key in keys):
-            self._look_around()
         rows: dict[int, np.ndarray] = {}
-        for position, key in enumerate(keys):
-            row = self._row(key)
+        for position, place in enumerate(self._find(keys)):
+            row = None if place < 0 else self._row(place)
             if row is not None:
                 rows[position] = row
         self.num_read += len(rows)
@@ -124,22 +171,22 @@ class RowStore:
 
     def read_rows(self, keys: Sequence[bytes]) -> np.ndarray:
         """Return [N, width] the rows of keys that all have one. Raise UserError if one is damaged."""
-        places = [self._places[key] for key in keys]
+        places = self._find(keys)
         assert self._shape is not None, "there are rows"
         width, itemsize = self._shape
         parts = [np.empty((0, width), _DTYPES[itemsize])]
         record = np.dtype([("checksum", "<u4"), ("row", _DTYPES[itemsize], width)])
         begin = 0
         while begin < len(places):
-            file, place = places[begin]
             end = begin + 1
             # Rows that were written one after the other are read at once.
-            while end < len(places) and places[end][0] is file:
-                if places[end][1] != place + (end - begin) * record.itemsize:
-                    break
+            while (
+                end < len(places) and places[end] == places[end - 1] + record.itemsize
+            ):
                 end += 1
+            file, position = self._located(places[begin])
             size = (end - begin) * record.itemsize
-            held = np.frombuffer(os.pread(file.descriptor, size, place), record)
+            held = np.frombuffer(os.pread(file.descriptor, size, position), record)
             for checksum, row in zip(
                 held["checksum"].tolist(), held["row"], strict=True
             ):
@@ -185,7 +232,8 @@ class RowStore:
         if self._own is not None:
             os.close(self._own)
         self._files = {}
-        self._places = {}
+        self._readable = []
+        self._places = _Places()
         self._own = None
 
     def _open_own(self, width: int, itemsize: int) -> int:
@@ -229,7 +277,9 @@ class RowStore:
                 error.strerror,
             )
             return None
-        return _File(path, descriptor)
+        file = _File(path, descriptor)
+        self._readable.append(file)
+        return file
 
     def _read_blocks(self, file: _File) -> None:
         size = os.fstat(file.descriptor).st_size
@@ -261,31 +311,32 @@ class RowStore:
             if not num_rows or zlib.crc32(keys) != checksum:
                 self._give_up(file, f"is damaged from byte {file.read_to:,d} on")
                 return
-            for row in range(num_rows):
-                self._places[keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]] = (
-                    file,
-                    first + row * stride,
-                )
+            start = (self._readable.index(file) << FILE_BITS) + first
+            self._places.add(keys, range(start, start + num_rows * stride, stride))
             file.read_to = first + num_rows * stride
 
-    def _row(self, key: bytes) -> np.ndarray | None:
-        if key not in self._places:
-            return None
+    def _find(self, keys: Sequence[bytes]) -> list[int]:
+        places = self._places.find(keys)
+        if -1 not in places:
+            return places
+        self._look_around()
+        return self._places.find(keys)
+
+    def _located(self, place: int) -> tuple[_File, int]:
+        return self._readable[place >> FILE_BITS], place & ((1 << FILE_BITS) - 1)
+
+    def _row(self, place: int) -> np.ndarray | None:
         assert self._shape is not None
-        file, place = self._places[key]
+        file, position = self._located(place)
         width, itemsize = self._shape
-        held = os.pread(file.descriptor, _CHECKSUM.size + width * itemsize, place)
+        held = os.pread(file.descriptor, _CHECKSUM.size + width * itemsize, position)
         row = held[_CHECKSUM.size :]
         if (
             len(row) < width * itemsize
             or zlib.crc32(row) != _CHECKSUM.unpack(held[: _CHECKSUM.size])[0]
         ):
-            self._give_up(file, f"is damaged at byte {place:,d}")
-            self._places = {
-                key: (other, place)
-                for key, (other, place) in self._places.items()
-                if other is not file
-            }
+            self._give_up(file, f"is damaged at byte {position:,d}")
+            self._places.drop(place >> FILE_BITS)
             with suppress(OSError):
                 file.path.unlink()  # else the damaged rows would be found first in the next run too
             return None

@@ -12,7 +12,6 @@ import numpy as np
 
 from vembed.data.columns import COLUMNS, is_negative_name
 from vembed.data.conversations import as_fields, is_conversation
-from vembed.data.examples import Example
 from vembed.data_tools.config import JudgeConfig
 from vembed.errors import UserError
 from vembed.mining.choice import UNDECIDED
@@ -55,41 +54,38 @@ class NegativePairs:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        counts = np.zeros(len(rows), np.int64)
-        keys: list[tuple[int, int]] = []
+        self.starts = [0]
+        """Place of the first negative of each row among those of all."""
+        self._places: list[tuple[int, int]] = []
+        number_of: dict[tuple[int, int], int] = {}
+        which: list[int] = []
         for row in range(len(rows)):
             example = rows.example(row)
-            counts[row] = len(example.negatives)
-            if example.negatives:
-                if any(item.images for item in (example.query, *example.negatives)):
-                    raise UserError(
-                        f"{example.where}: judges read texts, and this row holds an image"
-                    )
-                query = content_key(example.query)
-                keys += [(query, content_key(item)) for item in example.negatives]
-        self.starts = np.concatenate([[0], np.cumsum(counts)])
-        """[rows + 1] place of the first negative of each row among those of all."""
-        table = np.array(keys, np.int64).reshape(-1, 2)
-        # A pair that occurs in several rows is judged once.
-        _, first, which = np.unique(
-            table, axis=0, return_index=True, return_inverse=True
-        )
-        # numpy 2.0 gives the inverse of axis=0 another shape than other versions do.
-        self._first = first
-        self.which = which.reshape(-1)
+            items = (example.query, *example.negatives)
+            if example.negatives and any(item.images for item in items):
+                raise UserError(
+                    f"{example.where}: judges read texts, and this row holds an image"
+                )
+            query = content_key(example.query)
+            for position, item in enumerate(example.negatives):
+                # A pair that occurs in several rows is judged once.
+                key = (query, content_key(item))
+                number = number_of.setdefault(key, len(self._places))
+                if number == len(self._places):
+                    self._places.append((row, position))
+                which.append(number)
+            self.starts.append(len(which))
+        self.which = np.array(which, np.int64)
         """Number of the distinct pair that each negative is."""
 
     def __len__(self) -> int:
-        return len(self._first)
+        return len(self._places)
 
     def texts(self, number: int) -> Pair:
         """Return a pair as judges read it."""
-        place = int(self._first[number])
-        row = int(np.searchsorted(self.starts, place, side="right")) - 1
+        row, position = self._places[number]
         example = self._rows.example(row)
-        return text_of(example.query), text_of(
-            example.negatives[place - int(self.starts[row])]
-        )
+        return text_of(example.query), text_of(example.negatives[position])
 
     def summary(self) -> str:
         """One line for the log."""
@@ -128,139 +124,109 @@ def judge(
         judged = cascade.judge(len(pairs), pairs.texts)[pairs.which]
         for line in cascade.summary():
             log_line(line)
-        maker = _RowMaker(
-            config, rows, judged, judged >= cascade.decided_at, pairs.starts
-        )
+        is_relevant = judged >= cascade.decided_at
+        is_undecided = judged == UNDECIDED
+        is_kept = ~(is_relevant | is_undecided)
+        if config.false_negatives == "keep":
+            is_kept[:] = True
+        num_relabelled = 0
+        if config.false_negatives == "relabel":
+            for row in range(len(rows)):
+                if rows.example(row).scores is None:
+                    span = slice(pairs.starts[row], pairs.starts[row + 1])
+                    num_relabelled += int(is_relevant[span].sum())
         if running.is_main:
-            write_rows(target, maker.rows())
+            made = _made_rows(config, rows, pairs.starts, judged, is_relevant, is_kept)
+            write_rows(target, made)
         running.barrier()
         result = JudgeResult(
             target,
             len(rows),
             len(judged),
             len(pairs),
-            int(maker.relevant.sum()),
-            int(maker.undecided.sum()),
-            int(maker.kept.sum()),
+            int(is_relevant.sum()),
+            int(is_undecided.sum()),
+            int(is_kept.sum()),
             time.monotonic() - began,
         )
         log_line(
             f"{target}: {result.num_rows:,d} rows; of {result.num_negatives:,d} negatives {result.num_relevant:,d} are "
             f"relevant and {result.num_undecided:,d} have no usable answer; {result.num_kept:,d} stay "
-            f"({maker.num_relabelled:,d} became positives), in {duration(result.seconds)}"
+            f"({num_relabelled:,d} became positives), in {duration(result.seconds)}"
         )
     return result
 
 
-class _RowMaker:
-    """Rows with the negatives that stay. A row that loses none is written as it was read."""
+def _made_rows(
+    config: JudgeConfig,
+    rows: Rows,
+    starts: Sequence[int],
+    judged_N: np.ndarray,
+    relevant_N: np.ndarray,
+    kept_N: np.ndarray,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows to write, in the order of the input. A row that loses no negative is written as it was read."""
+    for row in range(len(rows)):
+        span = slice(starts[row], starts[row + 1])
+        made = dict(rows.record(row))
+        kept = np.flatnonzero(kept_N[span]).tolist()
+        if len(kept) < span.stop - span.start:
+            added: list[int] = []
+            if config.false_negatives == "relabel":
+                added = np.flatnonzero(relevant_N[span]).tolist()
+            made = _without(config, rows, row, kept, added)
+        if config.scores and span.start < span.stop:
+            scores = judged_N[span][kept].tolist()
+            made[JUDGEMENTS_NAME] = [
+                None if score == UNDECIDED else round(score, 6) for score in scores
+            ]
+        yield made
 
-    def __init__(
-        self,
-        config: JudgeConfig,
-        rows: Rows,
-        judged_N: np.ndarray,
-        relevant_N: np.ndarray,
-        starts: np.ndarray,
-    ) -> None:
-        self._config = config
-        self._rows = rows
-        self._judged = judged_N
-        self._starts = starts
-        self.relevant = relevant_N
-        self.undecided = judged_N == UNDECIDED
-        keeps_all = config.false_negatives == "keep"
-        self.kept = (
-            np.ones(len(judged_N), bool)
-            if keeps_all
-            else ~(self.relevant | self.undecided)
-        )
-        self.num_relabelled = 0
-        """Negatives of the rows so far that became positives."""
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows to write, in the order of the input."""
-        for row in range(len(self._rows)):
-            span = slice(int(self._starts[row]), int(self._starts[row + 1]))
-            if span.start == span.stop:
-                yield self._rows.record(row)
-                continue
-            made = (
-                self._row(row, span)
-                if not self.kept[span].all()
-                else dict(self._rows.record(row))
-            )
-            if self._config.scores:
-                made[JUDGEMENTS_NAME] = [
-                    None if score == UNDECIDED else round(float(score), 6)
-                    for score in self._judged[span][self.kept[span]]
-                ]
-            yield made
+def _without(
+    config: JudgeConfig,
+    rows: Rows,
+    row: int,
+    kept: Sequence[int],
+    added: Sequence[int],
+) -> dict[str, Any]:
+    """A row that loses negatives: one list of those that stay, what stands beside them in their order, and those that
+    become positives, unless the row has scores of its own."""
+    table, number = rows.locate(row)
+    record = table.record(number)
+    example = table.example(number)
+    made = as_fields(record) if is_conversation(record) else dict(record)
+    mapping = config.column_mapping or {}
 
-    def _row(self, row: int, span: slice) -> dict[str, Any]:
-        """A row that loses a negative: one list of those that stay, and what stands beside them in their order."""
-        table, number = self._rows.locate(row)
-        record = table.record(number)
-        example = table.example(number)
-        made = as_fields(record) if is_conversation(record) else dict(record)
-        kept = np.flatnonzero(self.kept[span]).tolist()
-        for name in BESIDE:
-            # Only lists with one entry per negative: anything else of that name is the user's own.
-            if isinstance(made.get(name), list) and len(made[name]) == len(
-                example.negatives
-            ):
-                made[name] = [made[name][position] for position in kept]
-        read = [
-            name
-            for name in made
-            if is_negative_name(name) or self._reads(name, "negative", "negative_image")
-        ]
-        for name in read:
+    def remove(*roles: str) -> None:
+        """Leave out the fields that are read as these parts of a record."""
+        columns = set().union(*(COLUMNS[role] for role in roles))
+        for name in list(made):
+            if mapping.get(name, name) in columns:
+                del made[name]
+
+    for name in BESIDE:
+        # Only lists with one entry per negative: anything else of that name is the user's own.
+        values = made.get(name)
+        if isinstance(values, list) and len(values) == len(example.negatives):
+            made[name] = [values[position] for position in kept]
+    remove("negative", "negative_image")
+    for name in list(made):
+        if is_negative_name(name):
             del made[name]
-        made[NEGATIVES_NAME] = [
-            row_value(example.negatives[position], table.image_folder)
-            for position in kept
-        ]
-        self._keep_scores(made, example, kept)
-        if self._config.false_negatives == "relabel" and example.scores is None:
-            self._relabel(
-                made,
-                example,
-                np.flatnonzero(self.relevant[span]).tolist(),
-                table.image_folder,
-            )
-        return made
-
-    def _relabel(
-        self, made: dict[str, Any], example: Example, added: Sequence[int], folder: str
-    ) -> None:
-        """Make negatives positives, in a row without scores of its own."""
-        if not added:
-            return
-        for name in [
-            name for name in made if self._reads(name, "positive", "positive_image")
-        ]:
-            del made[name]
-        items = [*example.positives, *(example.negatives[index] for index in added)]
-        made[POSITIVE_NAME] = [row_value(item, folder) for item in items]
-        self.num_relabelled += len(added)
-
-    def _keep_scores(
-        self, made: dict[str, Any], example: Example, kept: Sequence[int]
-    ) -> None:
-        """Leave out the scores of the negatives that go. One column may hold those of the positives too."""
-        if example.negative_scores is None:
-            return
-        for name in [
-            name for name in made if self._reads(name, "score", "negative_score")
-        ]:
-            del made[name]
+    folder = table.image_folder
+    negatives = [example.negatives[position] for position in kept]
+    made[NEGATIVES_NAME] = [row_value(item, folder) for item in negatives]
+    if example.negative_scores is not None:
+        # One column may hold the scores of the positives too.
+        remove("score", "negative_score")
         if example.scores is not None:
             made["positive_scores"] = list(example.scores)
         if kept:
-            made["negative_scores"] = [example.negative_scores[index] for index in kept]
-
-    def _reads(self, name: str, *roles: str) -> bool:
-        """True for a field that is read as one of these parts of a record."""
-        meant = (self._config.column_mapping or {}).get(name, name)
-        return any(meant in COLUMNS[role] for role in roles)
+            scores = [example.negative_scores[position] for position in kept]
+            made["negative_scores"] = scores
+    if added and example.scores is None:
+        remove("positive", "positive_image")
+        items = [*example.positives, *(example.negatives[index] for index in added)]
+        made[POSITIVE_NAME] = [row_value(item, folder) for item in items]
+    return made

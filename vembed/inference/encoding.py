@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from vembed.data.batching.feeding import Feeder, MicroBatch, ModalitySlice, row_
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.distinct import distinct
 from vembed.data.examples import Item, Kind
-from vembed.data.features import Features, Featuriser
+from vembed.data.features import BaseFeaturiser, Features, Featuriser
 from vembed.models.bf16 import holding_copies
 from vembed.models.families.family import Modality
 from vembed.parallel import collectives
@@ -201,7 +201,7 @@ def encode_chunks(
 
 def encode_features(
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     features: Sequence[Features],
     device: torch.device,
     *,
@@ -274,7 +274,7 @@ def _encode_rank_batch(
     tables = (
         kept.encode(features, budget, max_rows, between) if kept is not None else {}
     )
-    modalities = feeder.featuriser.description.modalities
+    modalities = feeder.featuriser.modalities
     rows_of = {
         modality: [
             row for row, feature in enumerate(features) if feature.modality == modality

@@ -115,7 +115,7 @@ class LossBatch:
     """
 
     embeddings: Tensor
-    """[U, D] float32 or float64, not normalised. A leaf that requires grad in training."""
+    """[T, D] float32 or float64, not normalised. A leaf that requires grad in training. T is U for dense vectors."""
     content: Tensor
     """[U] int64 content id. Equal ids mean equal content. One text may have two embeddings, from two ranks."""
     query: Tensor
@@ -145,6 +145,8 @@ class LossBatch:
     """Number of the source of the batch. That of the first example, where sources are mixed."""
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
+    starts: Tensor | None = None
+    """[U + 1] where the rows of each input begin in `embeddings`, and T. None where each has one."""
     host_indices: Mapping[str, Tensor] | None = None
     """The integer fields on the host, by name, where the batch is on a GPU: to read them there would wait for it."""
 

@@ -241,109 +241,81 @@ def calibrate(
     the others. With one each, it is hidden for all queries, and the threshold is an absolute score. The estimate
     assumes that as many relevant documents are unknown as are known, so a hidden one may stand for several.
     """
-    sample = _Sample.of(chunks, options, seed)
+    # Per query: scores of candidates and of known positives.
+    queries: list[tuple[np.ndarray, np.ndarray]] = []
+    for candidates in chunks:
+        bounds = candidates.positives.bounds(len(candidates))
+        for query in range(min(len(candidates), MAX_QUERIES - len(queries))):
+            scores = candidates.scores[query].astype(np.float64)
+            span = slice(bounds[query], bounds[query + 1])
+            positives = candidates.positive_scores[span].astype(np.float64)
+            queries.append((scores, positives))
+    used = [query for query in queries if len(query[1]) > 1]
+    is_relative = len(used) >= MIN_QUERIES
+    if not is_relative:
+        used = [query for query in queries if len(query[1])]
+    if len(used) < MIN_QUERIES:
+        raise UserError(
+            f"threshold: auto estimates from queries with known positives, and {len(used):,d} are too few (at "
+            f"least {MIN_QUERIES}): set relative_margin or max_score"
+        )
+
+    # The candidates of each query with the hidden positives put back among them, by descending score. What is below the
+    # top_k would not be a candidate.
+    random = np.random.default_rng([seed, 1])
+    scores_QK = np.full((len(used), options.top_k), -np.inf)
+    is_hidden_QK = np.zeros(scores_QK.shape, bool)
+    # The lowest score of the positives that are not hidden.
+    lowest_Q = np.full(len(used), np.inf)
+    # Number of unknown relevant documents that each hidden one stands for.
+    weights_Q = np.ones(len(used))
+    for row, (scores, positives) in enumerate(used):
+        order = random.permutation(len(positives))
+        num_hidden = len(positives)
+        if is_relative:
+            num_hidden = max(1, int(len(positives) * HIDDEN_SHARE))
+            lowest_Q[row] = positives[order[num_hidden:]].min()
+        # Half of the known ones are hidden, and as many as all known ones are unknown.
+        weights_Q[row] = len(positives) / num_hidden
+        values = np.concatenate([positives[order[:num_hidden]], scores])
+        place = np.argsort(-values, kind="stable")[: options.top_k]
+        scores_QK[row, : len(place)] = values[place]
+        is_hidden_QK[row, : len(place)] = place < num_hidden
+
+    def rate_of(limits: Limits) -> float:
+        """The share of hidden positives among the negatives that would be chosen."""
+        is_allowed = np.isfinite(scores_QK)
+        is_allowed[:, : options.skip_first] = False
+        is_allowed &= scores_QK <= limits.highest(lowest_Q)[:, None]
+        if limits.min_score is not None:
+            is_allowed &= scores_QK >= limits.min_score
+        number = options.num_negatives
+        if options.sampling == "top":
+            is_allowed &= np.cumsum(is_allowed, axis=1) <= number
+            num_hidden = (is_allowed & is_hidden_QK).sum(axis=1)
+            return float(num_hidden @ weights_Q / max(is_allowed.sum(), 1))
+        # Any of those that are left is as likely as any other: the expected share.
+        num_kept = is_allowed.sum(axis=1)
+        per_query = np.minimum(num_kept, number)
+        shares = (is_allowed & is_hidden_QK).sum(axis=1) / np.maximum(num_kept, 1)
+        return float((shares * per_query) @ weights_Q / max(per_query.sum(), 1))
+
     # The other limits of the config stay; the margin is what is looked for.
     base = replace(Limits.of(options), relative_margin=None)
-    if sample.is_relative:
+    if is_relative:
         limits = [replace(base, relative_margin=float(margin)) for margin in MARGINS]
     else:
-        scores = np.quantile(sample.positive_scores, np.maximum(QUANTILES, 0.0))
-        limits = [replace(base, max_score=float(score)) for score in scores]
-    rates = np.array([sample.rate(limit, options) for limit in limits])
+        all_positives = np.concatenate([positives for _, positives in used])
+        thresholds = np.quantile(all_positives, np.maximum(QUANTILES, 0.0))
+        limits = [replace(base, max_score=float(score)) for score in thresholds]
+    rates = np.array([rate_of(limit) for limit in limits])
     reaches = rates <= options.max_false_negative_rate
     # From the loosest to the strictest: the first that keeps to the rate leaves the hardest negatives.
     best = int(np.argmax(reaches) if reaches.any() else np.argmin(rates))
     return Calibration(
         limits[best],
         float(rates[best]),
-        sample.rate(base, options),
-        int(sample.is_hidden.sum()),
+        rate_of(base),
+        int(is_hidden_QK.sum()),
         bool(reaches.any()),
     )
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """Queries with their candidates, the hidden positives put back among them."""
-
-    scores: np.ndarray
-    """[Q, K] descending, -inf where there are fewer."""
-    is_hidden: np.ndarray
-    """[Q, K] which of them are hidden positives."""
-    weights: np.ndarray
-    """[Q] number of unknown relevant documents that each hidden one stands for."""
-    lowest: np.ndarray
-    """[Q] the lowest score of a query's other positives; inf where it has none."""
-    is_relative: bool
-    positive_scores: np.ndarray
-
-    @classmethod
-    def of(
-        cls, chunks: Iterable[Candidates], options: ChoiceOptions, seed: int
-    ) -> _Sample:
-        # Per query: scores of candidates and of known positives.
-        queries: list[tuple[np.ndarray, np.ndarray]] = []
-        for candidates in chunks:
-            bounds = candidates.positives.bounds(len(candidates))
-            for query in range(min(len(candidates), MAX_QUERIES - len(queries))):
-                scores = candidates.scores[query]
-                positives = candidates.positive_scores[
-                    bounds[query] : bounds[query + 1]
-                ]
-                queries.append(
-                    (scores.astype(np.float64), positives.astype(np.float64))
-                )
-        used = [query for query in queries if len(query[1]) > 1]
-        is_relative = len(used) >= MIN_QUERIES
-        if not is_relative:
-            used = [query for query in queries if len(query[1])]
-        if len(used) < MIN_QUERIES:
-            raise UserError(
-                f"threshold: auto estimates from queries with known positives, and {len(used):,d} are too few (at "
-                f"least {MIN_QUERIES}): set relative_margin or max_score"
-            )
-        random = np.random.default_rng([seed, 1])
-        width = options.top_k + max(len(positives) for _, positives in used)
-        all_scores = np.full((len(used), width), -np.inf)
-        is_hidden = np.zeros((len(used), width), bool)
-        lowest = np.full(len(used), np.inf)
-        weights = np.ones(len(used))
-        for row, (scores, positives) in enumerate(used):
-            order = random.permutation(len(positives))
-            num_hidden = len(positives)
-            if is_relative:
-                num_hidden = max(1, int(len(positives) * HIDDEN_SHARE))
-            # Half of the known ones are hidden, and as many as all known ones are unknown.
-            weights[row] = len(positives) / num_hidden
-            values = np.concatenate([positives[order[:num_hidden]], scores])
-            place = np.argsort(-values, kind="stable")
-            all_scores[row, : len(values)] = values[place]
-            is_hidden[row, : len(values)] = place < num_hidden
-            lowest[row] = positives[order[num_hidden:]].min(initial=np.inf)
-        # What is below the top_k would not be a candidate.
-        return cls(
-            all_scores[:, : options.top_k],
-            is_hidden[:, : options.top_k],
-            weights,
-            lowest,
-            is_relative,
-            np.concatenate([positives for _, positives in used]),
-        )
-
-    def rate(self, limits: Limits, options: ChoiceOptions) -> float:
-        """The share of hidden positives among the negatives that would be chosen."""
-        is_allowed = np.isfinite(self.scores)
-        is_allowed[:, : options.skip_first] = False
-        lowest = self.lowest if self.is_relative else np.full(len(self.lowest), np.inf)
-        is_allowed &= self.scores <= limits.highest(lowest)[:, None]
-        if limits.min_score is not None:
-            is_allowed &= self.scores >= limits.min_score
-        if options.sampling == "top":
-            is_allowed &= np.cumsum(is_allowed, axis=1) <= options.num_negatives
-            num_hidden = (is_allowed & self.is_hidden).sum(axis=1)
-            return float(num_hidden @ self.weights / max(is_allowed.sum(), 1))
-        # Any of those that are left is as likely as any other: the expected share.
-        num_kept = is_allowed.sum(axis=1)
-        per_query = np.minimum(num_kept, options.num_negatives)
-        shares = (is_allowed & self.is_hidden).sum(axis=1) / np.maximum(num_kept, 1)
-        return float((shares * per_query) @ self.weights / max(per_query.sum(), 1))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,105 +26,92 @@ from vembed.models.families.weight_files import check_no_pickles
 from vembed.parallel.placement import precision_of_use
 from vembed.parallel.session import Session
 
-
-class Encoder(Protocol):
-    """A model that is loaded."""
-
-    def encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
-        """[n, d] float32 vectors whose dot product is the model's similarity."""
-        ...
+Encode = Callable[[Sequence[Item], Kind], np.ndarray]
+"""Gives [n, d] float32 vectors whose dot product is the model's similarity."""
 
 
-class VembedEncoder:
-    """A model that vembed loads."""
+def _load_vembed(
+    retriever: Retriever,
+    options: ModelOptions,
+    device: torch.device,
+    precision: Precision,
+) -> Encode:
+    embedder = Embedder(
+        retriever.model,
+        device=device,
+        torch_dtype=options.torch_dtype,
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        truncate_dim=retriever.truncate_dim,
+        trust_remote_code=options.trust_remote_code,
+    )
+    changes = {
+        "query_prompt": retriever.query_prompt,
+        "document_prompt": retriever.document_prompt,
+        "max_length": options.max_length,
+    }
+    description = embedder.description.with_(
+        **{name: value for name, value in changes.items() if value is not None}
+    )
+    featuriser = Featuriser(description)
+    budget = None if options.batch_tokens == "auto" else options.batch_tokens
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        options: ModelOptions,
-        device: torch.device,
-        precision: Precision,
-    ) -> None:
-        self._embedder = Embedder(
-            retriever.model,
-            device=device,
-            torch_dtype=options.torch_dtype,
-            mixed_precision="bf16" if precision == "bf16" else "no",
-            truncate_dim=retriever.truncate_dim,
-            trust_remote_code=options.trust_remote_code,
-        )
-        changes = {
-            "query_prompt": retriever.query_prompt,
-            "document_prompt": retriever.document_prompt,
-            "max_length": options.max_length,
-        }
-        description = self._embedder.description.with_(
-            **{name: value for name, value in changes.items() if value is not None}
-        )
-        self._featuriser = Featuriser(description)
-        self._unit = description.similarity == "cosine"
-        self._budget = None if options.batch_tokens == "auto" else options.batch_tokens
-
-    def encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
-        """[n, d] float32 vectors whose dot product is the model's similarity."""
+    def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
         return encode_items(
-            self._embedder.model,
-            self._featuriser,
+            embedder.model,
+            featuriser,
             items,
             kind,
-            budget_tokens=self._budget,
-            normalize=self._unit,
-            truncate_dim=self._embedder.truncate_dim,
+            budget_tokens=budget,
+            normalize=description.similarity == "cosine",
+            truncate_dim=embedder.truncate_dim,
         )
 
+    return encode
 
-class SentenceTransformersEncoder:
-    """A model that Sentence Transformers loads."""
 
-    def __init__(
-        self, retriever: Retriever, options: ModelOptions, device: torch.device
-    ) -> None:
-        from sentence_transformers import SentenceTransformer
-
-        folder = model_folder(retriever.model)
-        check_no_pickles(folder)
-        dtype = {}
-        if options.torch_dtype != "auto":
-            dtype = {"dtype": DTYPES[options.torch_dtype]}
-        self._model = SentenceTransformer(
-            str(folder),
-            device=str(device),
-            truncate_dim=retriever.truncate_dim,
-            trust_remote_code=options.trust_remote_code,
-            model_kwargs={"use_safetensors": True, **dtype},
+def _load_sentence_transformers(
+    retriever: Retriever, options: ModelOptions, device: torch.device
+) -> Encode:
+    if find_spec("sentence_transformers") is None:
+        raise UserError(
+            "library: sentence_transformers needs that package: pip install sentence-transformers"
         )
-        if options.max_length is not None:
-            self._model.max_seq_length = options.max_length
-        self._prompts = {
-            "query": retriever.query_prompt,
-            "document": retriever.document_prompt,
-        }
-        # Vectors of length 1, whose dot product is the cosine: the search knows dot products alone.
-        self._unit = self._model.similarity_fn_name in (None, "cosine")
+    from sentence_transformers import SentenceTransformer
 
-    def encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
-        """[n, d] float32 vectors whose dot product is the model's similarity."""
+    folder = model_folder(retriever.model)
+    check_no_pickles(folder)
+    model_kwargs: dict[str, Any] = {"use_safetensors": True}
+    if options.torch_dtype != "auto":
+        model_kwargs["dtype"] = DTYPES[options.torch_dtype]
+    model = SentenceTransformer(
+        str(folder),
+        device=str(device),
+        truncate_dim=retriever.truncate_dim,
+        trust_remote_code=options.trust_remote_code,
+        model_kwargs=model_kwargs,
+    )
+    if options.max_length is not None:
+        model.max_seq_length = options.max_length
+
+    def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
         texts = [item.text for item in items]
         if any(item.images for item in items) or None in texts:
             raise UserError(
                 "library: sentence_transformers is for texts alone: images need a model that vembed loads"
             )
-        encode = (
-            self._model.encode_query if kind == "query" else self._model.encode_document
-        )
-        vectors = encode(
+        is_query = kind == "query"
+        encode_texts = model.encode_query if is_query else model.encode_document
+        vectors = encode_texts(
             texts,
-            prompt=self._prompts[kind],
-            normalize_embeddings=self._unit,
+            prompt=retriever.query_prompt if is_query else retriever.document_prompt,
+            # Vectors of length 1, whose dot product is the cosine: the search knows dot products alone.
+            normalize_embeddings=model.similarity_fn_name in (None, "cosine"),
             convert_to_numpy=True,
             show_progress_bar=False,
         )
         return np.asarray(vectors, np.float32)
+
+    return encode
 
 
 def encoder_precision(
@@ -152,24 +139,19 @@ def load_encoder(
     options: ModelOptions,
     device: torch.device,
     precision: Precision = "no",
-) -> Encoder:
+) -> Encode:
     """The model of a retriever, by the library that its options name."""
     if retriever.library == "sentence_transformers":
-        if find_spec("sentence_transformers") is None:
-            raise UserError(
-                "library: sentence_transformers needs that package: pip install sentence-transformers"
-            )
-        return SentenceTransformersEncoder(retriever, options, device)
+        return _load_sentence_transformers(retriever, options, device)
     try:
-        return VembedEncoder(retriever, options, device, precision)
+        return _load_vembed(retriever, options, device, precision)
     except UserError:
         # A folder with modules.json may hold modules that only Sentence Transformers knows.
-        is_theirs = (Path(retriever.model) / "modules.json").is_file() and find_spec(
-            "sentence_transformers"
-        )
-        if retriever.library == "vembed" or not is_theirs:
+        is_theirs = (Path(retriever.model) / "modules.json").is_file()
+        is_installed = find_spec("sentence_transformers") is not None
+        if retriever.library == "vembed" or not (is_theirs and is_installed):
             raise
-        return SentenceTransformersEncoder(retriever, options, device)
+        return _load_sentence_transformers(retriever, options, device)
 
 
 def encoder_identity(

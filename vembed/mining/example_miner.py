@@ -6,13 +6,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from vembed.config.negatives import EpochMining
 from vembed.config.schema import DataSection
 from vembed.data.cache import short_hash
+from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind
 from vembed.mining.candidates import CandidateSearch
 from vembed.mining.choice import Chooser, Chosen, Limits, calibrate, of_turn
@@ -27,28 +28,12 @@ Encode = Callable[[Sequence[tuple[Item, Kind]]], np.ndarray]
 """[n, d] vectors of this rank's items, whose dot product is the similarity. Collective: all ranks call it, also those without items."""
 
 
-class TrainingExamples(Protocol):
-    """Examples by number, and the records that they were read from."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Example: ...
-
-    def record(self, index: int) -> dict[str, Any]:
-        """Return a record as it stands in its file."""
-        ...
-
-    def as_read(self, index: int, example: Example) -> Example:
-        """Return an example with the prompts of the source that `index` is from."""
-        ...
-
-
 class _ExampleRows:
     """Examples in the form of the rows of `vembed mine`."""
 
     tables: Sequence[Table] = ()
 
-    def __init__(self, examples: TrainingExamples, *, has_ids: bool) -> None:
+    def __init__(self, examples: ExampleStore, *, has_ids: bool) -> None:
         self._examples = examples
         self._has_ids = has_ids
 
@@ -84,7 +69,7 @@ class ExampleMiner:
         self,
         options: EpochMining,
         data: DataSection,
-        examples: TrainingExamples,
+        examples: ExampleStore,
         session: Session,
         seed: int,
     ) -> None:
@@ -146,7 +131,6 @@ class ExampleMiner:
         for candidates in search.chunks():
             chunks.append(chooser.choose(candidates, options.budget))
         chosen = Chosen.joined(chunks)
-        dense.close()
         # A rank may still read vectors that rank 0 is about to remove.
         session.barrier()
         self._clear(folder)

@@ -16,7 +16,7 @@ from vembed.data.cache import short_hash
 from vembed.data.examples import Item
 from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
 from vembed.errors import UserError
-from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker, YesNoReranker
+from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
 from vembed.mining.candidates import Candidates
 from vembed.mining.choice import UNDECIDED, Chosen
 from vembed.mining.config import Judge, MineConfig, WeightOptions
@@ -80,37 +80,22 @@ def load_judge(
         kind = kind_of(model_folder(judge.model, option="judges"))
     if kind in ("sparse encoder", "late-interaction model"):
         raise UserError(f"judges: {judge.model} is a {kind}; give a reranker")
-    folder = whole_model_folder(judge.model, option="judges")
-    role = f"judges: {judge.model}"
-    dtype = DTYPES.get(options.torch_dtype)
-    trust = options.trust_remote_code
-    reranker: Reranker | YesNoReranker
-    if kind == "yes_no":
-        reranker = YesNoReranker(
-            folder,
-            role=role,
-            instruction=judge.instruction,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust,
-        )
-    else:
-        reranker = Reranker(
-            folder,
-            role=role,
-            max_labels=2,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust,
-        )
+    reranker = Reranker(
+        whole_model_folder(judge.model, option="judges"),
+        role=f"judges: {judge.model}",
+        device=device,
+        kind="yes_no" if kind == "yes_no" else "reranker",
+        max_labels=2,
+        instruction=judge.instruction,
+        max_length=judge.max_length,
+        dtype=DTYPES.get(options.torch_dtype),
+        trust_remote_code=options.trust_remote_code,
+    )
 
     def score(pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
-        for number, logits in reranker.logits(pairs, judge.max_length):
-            # One logit, or two of which the second one says relevant, or yes.
-            if len(logits) == 1:
-                yield number, float(torch.sigmoid(logits)[0])
-            else:
-                yield number, float(torch.softmax(logits, dim=0)[1])
+        items = [(Item(text=query), Item(text=document)) for query, document in pairs]
+        scores = torch.from_numpy(reranker.score(items)[:, 0])
+        return enumerate(torch.sigmoid(scores).tolist())
 
     return score
 

@@ -28,30 +28,6 @@ from vembed.mining.config import RowOptions
 SPLITS = ("train", "dev", "validation", "val", "test")
 
 
-class Table(Protocol):
-    """Rows of training data by number."""
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        ...
-
-    @property
-    def image_folder(self) -> str:
-        """Folder of relative paths of images."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def record(self, number: int) -> dict[str, Any]:
-        """The row as it stands in the file, with every field."""
-        ...
-
-    def example(self, number: int) -> Example:
-        """Meaning of a row."""
-        ...
-
-
 class AllColumns(Columns):
     """Keeps every column of a table, also those that training does not read."""
 
@@ -119,6 +95,10 @@ class BeirTable:
             {"query": record["query"], "positive": record["positive"]},
             f"{self.name}, query {record['query_id']}",
         )
+
+
+Table = Records | BeirTable
+"""Rows of training data by number: whole records with every field, and examples."""
 
 
 class RowSource(Protocol):

@@ -24,7 +24,7 @@ from vembed.evaluation.top_k import (
 from vembed.mining.config import ModelOptions, Retriever
 from vembed.mining.documents import Documents, array_identity
 from vembed.mining.encoders import (
-    Encoder,
+    Encode,
     encoder_identity,
     encoder_precision,
     load_encoder,
@@ -170,15 +170,12 @@ class DenseRetriever:
         self._query_keys = known.exact
         self._session = session
         self._dtype = dtype
-        self._stores: list[VectorStore] = []
         self.documents = self._open("document", documents.exact)
         self.queries = self._open("query", known.exact)
 
     def _open(self, name: str, keys: np.ndarray) -> VectorStore:
         folder = self._folder / name
-        store = VectorStore(folder, self.identity, keys, self._dtype, self._session)
-        self._stores.append(store)
-        return store
+        return VectorStore(folder, self.identity, keys, self._dtype, self._session)
 
     def search(self, first: int, last: int, k: int, excluded: Pairs) -> Ranking:
         """[Q, k] best candidates for queries first .. last - 1 and their scores. `excluded` counts from `first`."""
@@ -207,11 +204,6 @@ class DenseRetriever:
         sums.encode(add)
         return sums
 
-    def close(self) -> None:
-        """Close the files."""
-        for store in self._stores:
-            store.close()
-
 
 def open_dense(
     retriever: Retriever,
@@ -236,14 +228,14 @@ def open_dense(
 
     # Loaded at most once, and only where vectors are missing.
     @cache
-    def encoder() -> Encoder:
+    def encoder() -> Encode:
         return load_encoder(retriever, options, session.device, precision.value)
 
     def encode_queries(numbers: np.ndarray) -> np.ndarray:
-        return encoder().encode(list(map(known.item, numbers.tolist())), "query")
+        return encoder()(list(map(known.item, numbers.tolist())), "query")
 
     def encode_documents(numbers: np.ndarray) -> np.ndarray:
-        return encoder().encode(list(map(documents.item, numbers.tolist())), "document")
+        return encoder()(list(map(documents.item, numbers.tolist())), "document")
 
     title = f"{retriever.model}: encoding"
     dense.num_encoded = dense.queries.encode(encode_queries, f"{title} queries")

@@ -156,10 +156,6 @@ class VectorStore:
         # Each item is of one rank, so all other ranks add 0.
         return collectives.sum_tensor(scores).numpy()
 
-    def close(self) -> None:
-        """Close the files."""
-        self._rows.close()
-
     def _store(self, numbers: np.ndarray, vectors_ND: np.ndarray) -> None:
         if not len(numbers):
             return

@@ -10,7 +10,7 @@ parts of a model that are not listed here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -86,17 +86,6 @@ class Bf16Linear(nn.Linear):
             bias,
         )
         return output
-
-
-def joint_linear(values: Tensor, layers: Sequence[Bf16Linear]) -> Tensor:
-    """Return the outputs of layers without bias that have the same input, side by side, by one product."""
-    # [sum of out_features, in_features]. Autograd splits the gradient back to the layers through this cat.
-    weights = torch.cat([layer.weight for layer in layers])
-    copies = torch.cat([layer.copies.of(layer.weight) for layer in layers])
-    output: Tensor = _Linear.apply(
-        values.to(torch.bfloat16), weights, None, copies, None
-    )  # type: ignore[no-untyped-call]
-    return output
 
 
 class _Linear(torch.autograd.Function):

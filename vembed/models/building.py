@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +18,50 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
-from vembed.models import (
-    backbone_loading,
-    cpu_kernels,
-    packing,
-    precision,
-    vision,
-)
+from vembed.models import cpu_kernels, packing, precision, vision
 from vembed.models.adapters import merge_saved_adapter, wants_adapters
+from vembed.models.backbone_loading import load_backbone
 from vembed.models.custom.modeling import OwnConfig
-from vembed.models.families import backbones
-from vembed.models.families.backbones import linear_names_inside_layers
+from vembed.models.families.backbones import (
+    ENCODER_ONLY,
+    file_dtype,
+    language_class,
+    linear_names_inside_layers,
+    model_class,
+    read_config,
+)
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.models.heads import Dense, Head, load_dense, mrl_projection
-from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
+from vembed.models.heads import Dense, load_dense
+from vembed.models.poolings.table import POOLINGS
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import TwoTowers, frozen_towers, tower_module
 
 log = logging.getLogger(__name__)
 
 
-def build_head(description: ModelDescription) -> Head | None:
+def build_head(description: ModelDescription) -> nn.Sequential | None:
     """Return the model's Dense modules followed by this run's MRL projection; None if there are neither."""
-    modules: list[Dense] = [load_dense(folder) for folder in description.dense]
-    size = modules[-1].linear.out_features if modules else description.hidden_dim
-    added = None
+    modules = [load_dense(folder) for folder in description.dense]
     if description.adds_projection:
-        added = mrl_projection(size, description.embedding_dim)
-    return Head(modules, added) if modules or added is not None else None
+        size = description.hidden_dim
+        if modules:
+            size = modules[-1].linear.out_features
+        projection = Dense(size, description.embedding_dim)
+        # The first rows of the identity: plain truncation.
+        nn.init.eye_(projection.linear.weight)
+        modules.append(projection)
+    return nn.Sequential(*modules) if modules else None
 
 
 def build_pooling(description: ModelDescription) -> nn.Module | None:
     """Return the module of a trained pooling with its weights; None for any other pooling."""
-    if description.pooling == MODEL_POOLING:
-        return None
-    pooling = POOLINGS[description.pooling]
-    if not pooling.is_trained:
+    pooling = POOLINGS.get(description.pooling)
+    if pooling is None or not pooling.is_trained:
         return None
     module = pooling.build(description.token_dim)
-    if description.pooling_folder is not None:
-        module.load_state_dict(
-            load_file(description.pooling_folder / "model.safetensors")
-        )
+    folder = description.pooling_folder
+    if folder is not None:
+        module.load_state_dict(load_file(folder / "model.safetensors"))
     return module
 
 
@@ -76,48 +79,31 @@ def build_backbone(
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
     dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone.
     `keeps_masters`: trained weights are float32, whatever `torch_dtype` says."""
-    folder = Path(description.source)
-    whole: nn.Module = _load(
+    load = partial(
+        _load,
         description,
         options,
         adapters,
-        folder,
-        device,
-        compute_dtype,
+        device=device,
+        compute_dtype=compute_dtype,
         meta=meta,
-        with_head=with_head,
         keeps_masters=keeps_masters,
     )
+    folder = Path(description.source)
+    whole: nn.Module = load(folder, with_head=with_head)
     text: Any = whole.base_model if with_head else whole
     if description.adapter is not None and not meta:
         if description.quantized:
-            # Its adapter has learnt over the rounded weights, and makes up for their errors.
-            _round_layers(text)
+            # The adapter has learnt over the rounded weights, and makes up for their errors.
+            with torch.no_grad():
+                for name in linear_names_inside_layers(text):
+                    weight: Any = text.get_submodule(name).weight
+                    weight.copy_(rounded_to_four_bits(weight))
         merge_saved_adapter(text, Path(description.adapter))
     if not description.traits.has_two_models:
         return whole
     assert description.image_source is not None
-    assert (
-        description.text_hidden_dim is not None
-        and description.image_hidden_dim is not None
-    )
-    image = _load(
-        description,
-        options,
-        adapters,
-        Path(description.image_source),
-        device,
-        compute_dtype,
-        meta=meta,
-        keeps_masters=keeps_masters,
-    )
-    towers = TwoTowers(
-        text,
-        image,
-        text_dim=description.text_hidden_dim,
-        image_dim=description.image_hidden_dim,
-        shared_dim=description.hidden_dim,
-    )
+    towers = TwoTowers(text, load(Path(description.image_source)), description)
     if (folder / DESCRIPTION_FILE).is_file():
         towers.load_projections(folder)
     return towers
@@ -139,104 +125,112 @@ def _load(
     options: ModelSection,
     adapters: AdapterSection,
     folder: Path,
+    *,
     device: torch.device,
     compute_dtype: torch.dtype,
-    *,
     meta: bool,
-    with_head: bool = False,
     keeps_masters: bool,
+    with_head: bool = False,
 ) -> PreTrainedModel:
+    """Return the model of one folder: its dtype, its attention, then its weights."""
     trust = description.trust_remote_code
-    model_config = backbones.read_config(folder, trust_remote_code=trust)
-    backbone_loading.adjust_config(
-        model_config, bidirectional=description.bidirectional_attention
-    )
-    chosen = backbones.model_class(model_config, trust_remote_code=trust)
-    adapted = wants_adapters(adapters)
-    # With adapters the backbone is frozen: no optimizer step needs float32 masters of it.
-    dtype = (
-        torch.float32
-        if keeps_masters and not adapted
-        else precision.wanted_dtype(options)
-    )
-    held = backbones.file_dtype(model_config) if dtype == "auto" else dtype
-    half = precision.is_half(compute_dtype, held)
-    kernel, reason = precision.attention_kernel(
-        options.attn_implementation, chosen, device, half=half
-    )
-    padded = packing.why_padded(options, model_config, device, half=half)
-    takes_text = not backbones.takes_pixels(model_config, trust_remote_code=trust)
-    if takes_text and padded is not None and options.padding_free is True:
+    config = read_config(folder, trust_remote_code=trust)
+    if config.model_type == "vit_mae":
+        # Pre-training masks random patches. An embedding must see all of them.
+        config.mask_ratio = 0.0
+    if config.model_type == "dinov3_vit":
+        # Pre-training moves positions at random. Embeddings must be deterministic.
+        config.pos_embed_shift = None
+        config.pos_embed_jitter = None
+        config.pos_embed_rescale = None
+    if description.bidirectional_attention:
+        config.get_text_config().is_causal = False
+    chosen = model_class(config, trust_remote_code=trust)
+    reads_text = chosen.main_input_name != "pixel_values"
+    # Trained weights are float32 masters. With adapters the backbone is frozen: no optimizer step needs masters of it.
+    dtype: torch.dtype | None = torch.float32
+    if wants_adapters(adapters) or not keeps_masters:
+        dtype = precision.DTYPES.get(options.torch_dtype)
+    half = precision.is_half(compute_dtype, dtype or file_dtype(config))
+
+    # ---- attention
+    asked = options.attn_implementation
+    kernel, reason = precision.attention_kernel(asked, chosen, device, half=half)
+    padded = packing.why_padded(options, config, device, half=half)
+    if reads_text and padded is not None and options.padding_free is True:
         raise UserError(
             f"padding_free: true is not possible: {padded}; leave it out, and texts are padded"
         )
-    if not meta:
-        log.info("attention: %s (%s)", kernel or "the model's own", reason)
-        if takes_text:
-            log.info(
-                "texts: %s",
-                "without padding" if padded is None else f"padded ({padded})",
-            )
-    if (
-        half
-        and device.type == "cuda"
-        and options.attn_implementation in ("auto", "sdpa")
-    ):
-        other = packing.why_no_flash3(model_config.to_dict(), device)
-        if other is None:
+    own_kernel = "the model's own"
+    notes = [f"attention: {kernel or own_kernel} ({reason})"]
+    if reads_text:
+        texts = "without padding" if padded is None else f"padded ({padded})"
+        notes.append(f"texts: {texts}")
+    if half and device.type == "cuda" and asked in ("auto", "sdpa"):
+        problem = packing.why_no_flash3(config.to_dict(), device)
+        if problem is None:
             packing.use_flash3()
-        log.info(
-            "FlashAttention 3: %s", "used" if other is None else f"not used ({other})"
+        notes.append(
+            f"FlashAttention 3: {'used' if problem is None else f'not used ({problem})'}"
         )
     if padded is None:
         kernel = cpu_kernels.register(packing.IMPLEMENTATION, packing.attention)
-    elif (
-        kernel == "sdpa"
-        and options.attn_implementation == "auto"
-        and device.type == "cpu"
-    ):
+    elif kernel == "sdpa" and asked == "auto" and device.type == "cpu":
         kernel = cpu_kernels.register(cpu_kernels.IMPLEMENTATION, cpu_kernels.attention)
-    backbone = backbone_loading.load_backbone(
+
+    # ---- weights
+    is_own = isinstance(config, OwnConfig)
+    backbone = load_backbone(
         folder,
-        model_config,
+        config,
+        _class_with_head(config) if with_head else chosen,
         dtype=dtype,
-        quantization=_four_bit(chosen, model_config, compute_dtype)
-        if adapters.use_qlora
-        else None,
+        attn_implementation=None if is_own else kernel,
+        quantization=(
+            _four_bit(chosen, config, compute_dtype) if adapters.use_qlora else None
+        ),
         device=device,
-        attn_implementation=None if isinstance(model_config, OwnConfig) else kernel,
-        trust_remote_code=trust,
         meta=meta,
         from_scratch=options.from_scratch,
-        with_head=with_head,
     )
-    if isinstance(model_config, OwnConfig) and takes_text and padded is None:
+    if is_own and reads_text and padded is None:
         backbone.config._attn_implementation = kernel  # by which `packs` knows it
     if description.bidirectional_attention:
-        backbone_loading.see_all_tokens(backbone)
-    if (
-        description.traits.reads_chats
-        and options.attn_implementation == "auto"
-        and kernel != "flash_attention_2"
-    ):
+        # Also for kernels that apply causal attention without an explicit mask.
+        for module in backbone.modules():
+            if vars(module).get("is_causal") is True:
+                vars(module)["is_causal"] = False
+    reads_chats = description.traits.reads_chats
+    if reads_chats and asked == "auto" and kernel != "flash_attention_2":
         tower = tower_module(backbone, description.traits, "vision")
-        padded = vision.why_by_image(tower, device, half=half)
-        if padded is None:
+        by_image = vision.why_by_image(tower, device, half=half)
+        if by_image is None:
             vision.pack_images(tower)
-        if not meta:
-            log.info(
-                "images: %s",
-                "attention over all at once"
-                if padded is None
-                else f"one by one ({padded})",
-            )
-    backbone_loading.share_embeddings(backbone)
+        images = "attention over all at once"
+        if by_image is not None:
+            images = f"one by one ({by_image})"
+        notes.append(f"images: {images}")
+    if config.model_type in ENCODER_ONLY:
+        # T5's embedding matrix is registered in two modules, which FSDP would shard as two parameters.
+        backbone.set_input_embeddings(backbone.get_input_embeddings())
+    for note in notes if not meta else ():
+        log.info("%s", note)
     return backbone
+
+
+def _class_with_head(config: PretrainedConfig) -> type[PreTrainedModel]:
+    head_class = language_class(config)
+    if head_class is None:
+        raise UserError(
+            f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
+            "train; give a loss, or language_modelling: false"
+        )
+    return head_class
 
 
 def _four_bit(
     chosen: type[PreTrainedModel],
-    model_config: PretrainedConfig,
+    config: PretrainedConfig,
     compute_dtype: torch.dtype,
 ) -> BitsAndBytesConfig:
     """Return the 4-bit config for the linear layers inside the transformer layers; all others keep their dtype.
@@ -244,25 +238,17 @@ def _four_bit(
     FSDP gathers parameters in the compute dtype. Packed weights stored in another one would be converted and corrupted.
     """
     with torch.device("meta"):
-        empty: nn.Module = chosen(model_config)
+        empty: nn.Module = chosen(config)
     inside = set(linear_names_inside_layers(empty))
-    if any(isinstance(empty.get_submodule(name), Conv1D) for name in inside):
-        raise UserError(
-            f"use_qlora: {chosen.__name__} stores its layers transposed, which 4 bits cannot; use use_lora"
-        )
-    skip = [
-        name
-        for name, module in empty.named_modules()
-        if isinstance(module, nn.Linear) and name not in inside
-    ]
+    skip = []
+    for name, module in empty.named_modules():
+        if name in inside and isinstance(module, Conv1D):
+            raise UserError(
+                f"use_qlora: {chosen.__name__} stores its layers transposed, which 4 bits cannot; use use_lora"
+            )
+        if isinstance(module, nn.Linear) and name not in inside:
+            skip.append(name)
     return four_bit(compute_dtype, skip)
-
-
-def _round_layers(backbone: nn.Module) -> None:
-    with torch.no_grad():
-        for name in linear_names_inside_layers(backbone):
-            weight: Any = backbone.get_submodule(name).weight
-            weight.copy_(rounded_to_four_bits(weight))
 
 
 def cast_frozen_towers(
@@ -273,25 +259,23 @@ def cast_frozen_towers(
 ) -> None:
     """Towers of which nothing is trained need no float32 masters. A tower that is trained in part keeps one dtype."""
     for tower in frozen_towers(backbone, description.traits):
-        folder = (
-            description.image_source
-            if tower == "vision" and description.image_source
-            else description.source
-        )
-        file_dtype = backbones.file_dtype(
-            backbones.read_config(
-                Path(folder), trust_remote_code=description.trust_remote_code
-            )
-        )
-        dtype = precision.frozen_dtype(options, file_dtype)
+        dtype = precision.DTYPES.get(options.torch_dtype)
+        if dtype is None:
+            folder = description.source
+            if tower == "vision" and description.image_source is not None:
+                folder = description.image_source
+            trust = description.trust_remote_code
+            dtype = file_dtype(read_config(Path(folder), trust_remote_code=trust))
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.traits, tower).to(dtype)
+    if not freeze or options.torch_dtype not in ("bfloat16", "float16"):
+        return
     partly = [
         parameter
         for parameter in backbone.parameters()
         if not parameter.requires_grad and parameter.dtype == torch.float32
     ]
-    if options.torch_dtype in ("bfloat16", "float16") and freeze and partly:
+    if partly:
         log.info(
             "torch_dtype: %s is for whole frozen towers: %d frozen tensors of partly trained towers stay float32",
             options.torch_dtype,

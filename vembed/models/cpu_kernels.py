@@ -52,11 +52,6 @@ def _draws(count: int, p: float) -> Tensor:
     )
 
 
-def scores_at_once(dtype: torch.dtype) -> int:
-    """Return the number of scores that are computed together."""
-    return SCORE_BYTES // dtype.itemsize
-
-
 def scale_of(p: float) -> float:
     """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `keep_mask`."""
     return DRAW_LEVELS / round((1.0 - p) * DRAW_LEVELS)
@@ -259,18 +254,6 @@ class _Rows:
         result[self.rows] = values
 
 
-def _cut(query: Tensor, key: Tensor, mask: Tensor | None) -> list[_Rows]:
-    """Return pieces of a padded batch whose scores [rows, heads, length, keys] have at most SCORE_BYTES."""
-    num_rows, heads, length, _ = query.shape
-    # At least one row, even if its scores alone exceed the limit.
-    step = max(1, scores_at_once(query.dtype) // max(1, heads * length * key.shape[2]))
-    rows = [slice(start, start + step) for start in range(0, num_rows, step)]
-    return [
-        _Rows(row, mask[row] if mask is not None and mask.shape[0] > 1 else mask)
-        for row in rows
-    ]
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -306,9 +289,19 @@ def attention(
         return output, None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = in_autocast_dtype(query, key, value)
-    dropped = dropped_attention(
-        query, key, value, _cut(query, key, attention_mask), dropout, scaling
-    )
+    # Pieces of the batch whose scores [rows, heads, length, keys] have at most SCORE_BYTES: at least one row.
+    num_rows, num_heads, length, _ = query.shape
+    row_bytes = num_heads * length * key.shape[2] * query.dtype.itemsize
+    step = max(1, SCORE_BYTES // max(1, row_bytes))
+    mask = attention_mask
+    pieces = []
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        visible = mask
+        if mask is not None and len(mask) > 1:
+            visible = mask[rows]
+        pieces.append(_Rows(rows, visible))
+    dropped = dropped_attention(query, key, value, pieces, dropout, scaling)
     return dropped.transpose(1, 2).contiguous(), None
 
 

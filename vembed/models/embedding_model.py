@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,28 +23,28 @@ from vembed.models.building import (
     cast_frozen_towers,
     scale_and_bias,
 )
-from vembed.models.collected_losses import Collected
 from vembed.models.custom.modeling import OwnModel
-from vembed.models.families import backbones
+from vembed.models.families.backbones import layers_of
 from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
-from vembed.models.heads import Dense, Head, principal_components
+from vembed.models.heads import Dense, principal_components
 from vembed.models.language_head import LanguageHead, has_language_head
 from vembed.models.modalities import (
+    Collected,
+    at_least_float32,
     image_features,
-    num_image_features,
     project,
-    takes_image_features,
+    sums_and_counts,
     tower_features,
 )
 from vembed.models.quantized import keep_trainable_layout, round_weights
 from vembed.models.towers import (
+    TOWERS_OF_MODALITY,
     freeze_parts,
     freeze_unused,
     frozen_towers,
     tower_module,
-    towers_of_modality,
 )
 
 ModalitySlice = tuple[Modality, dict[str, Tensor]]
@@ -52,25 +53,35 @@ FEATURES = "features"
 
 
 class EmbeddingModel(nn.Module):
-    """A backbone, its pooling and a head. The forward takes parts, so that one call can run several towers."""
+    """A backbone, its pooling and a head. The forward takes parts, so that one call can run several towers.
+
+    Shapes on the way, for n inputs of one modality:
+
+        token ids [n, tokens] or pixels
+          -> tower: hidden states [n, tokens, token_dim]
+          -> pooling: features [n, hidden_dim], which never change while the tower is frozen
+          -> projection of the family (CLIP, two towers): [n, hidden_dim]
+          -> head, Dense modules and this run's MRL projection: embeddings [n, embedding_dim]
+    """
 
     def __init__(
         self,
         description: ModelDescription,
         backbone: nn.Module,
-        head: Head | None = None,
+        head: nn.Sequential | None = None,
         *,
         pooling: nn.Module | None = None,
         scale_and_bias: tuple[float, float] | None = None,
         language: LanguageHead | None = None,
     ) -> None:
+        """`head`: Dense modules. `scale_and_bias`: those that CLIP or SigLIP was trained with (CLIP's bias is 0)."""
         super().__init__()
         self.description = description
         self.backbone = backbone
         self.pooling = pooling
         self.head = head
         self.language = language
-        self._scale_and_bias = scale_and_bias
+        self.initial_scale_and_bias = scale_and_bias
         self._projects = True
         self._autocasts = False
 
@@ -89,8 +100,6 @@ class EmbeddingModel(nn.Module):
     ) -> list[Tensor] | tuple[list[Tensor], list[dict[str, Tensor]]]:
         """Return for each (modality, inputs) the [n, embedding_dim] embeddings, not normalised, in at least float32.
 
-        Tokens or pixels -> tower -> [n, tokens, token_dim] -> pooling -> features -> projection -> head -> embeddings.
-
         `features_only`: stop at the features. Given back as {"features": ...} they stand for the inputs of a modality
         whose tower is left out. `images_only`, for the modality multimodal: what the image tower gives, which can take
         the place of the pixels. `with_auxiliary`: return also, for each part, the model's own losses by name, each
@@ -98,38 +107,39 @@ class EmbeddingModel(nn.Module):
         """
         device_type = next(self.parameters()).device.type
         # Inside the forward, so that the step, the evaluation and the use all get it.
-        starts_autocast = self._autocasts and not torch.is_autocast_enabled(device_type)
-        with (
-            torch.autocast(device_type, dtype=torch.bfloat16)
-            if starts_autocast
-            else nullcontext()
-        ):
-            if images_only:
-                return [
-                    _at_least_float32(image_features(self.backbone, inputs))
-                    for _, inputs in parts
-                ]
-            outputs: list[Tensor] = []
-            losses: list[dict[str, Tensor]] = []
+        autocast: Any = nullcontext()
+        if self._autocasts and not torch.is_autocast_enabled(device_type):
+            autocast = torch.autocast(device_type, dtype=torch.bfloat16)
+        outputs: list[Tensor] = []
+        losses: list[dict[str, Tensor]] = []
+        with autocast:
             for modality, inputs in parts:
-                features = inputs.get(FEATURES)
-                losses.append({})
-                if features is None and with_auxiliary:
-                    features, losses[-1] = self._features_and_losses(modality, inputs)
-                elif features is None:
-                    features = self._features(modality, inputs, Collected())
-                if not features_only:
-                    features = self._embeddings(modality, features)
-                output = _at_least_float32(features)
+                of_part: dict[str, Tensor] = {}
+                if images_only:
+                    output = image_features(self.backbone, inputs)
+                elif FEATURES in inputs:
+                    output = inputs[FEATURES]
+                else:
+                    output, of_part = self._features(modality, inputs, with_auxiliary)
+                if not features_only and not images_only:
+                    output = self._embeddings(modality, output)
+                wide = at_least_float32(output)
                 # FSDP takes no view of a tensor that the model holds.
-                outputs.append(output.clone() if output is features else output)
+                outputs.append(wide.clone() if wide is output else wide)
+                losses.append(of_part)
         return (outputs, losses) if with_auxiliary else outputs
 
     def _features(
-        self, modality: Modality, inputs: dict[str, Tensor], collected: Collected
-    ) -> Tensor:
-        """Return the pooled output of the tower, [n, width]."""
-        return tower_features(
+        self, modality: Modality, inputs: dict[str, Tensor], with_auxiliary: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the pooled output of the tower, [n, width], and the losses that the model itself gives."""
+        language = self.language if with_auxiliary and modality == "text" else None
+        targets = None
+        if language is not None:
+            # Before the tower runs: an encoder must not see the tokens that it has to tell.
+            inputs, targets = language.hide(inputs)
+        collected = Collected()
+        features = tower_features(
             self.description,
             self.backbone,
             modality,
@@ -137,30 +147,24 @@ class EmbeddingModel(nn.Module):
             collected,
             pooling=self.pooling,
         )
-
-    def _features_and_losses(
-        self, modality: Modality, inputs: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the features, and the losses that the model itself gives for these inputs."""
-        collected = Collected()
-        if self.language is None or modality != "text":
-            features = self._features(modality, inputs, collected)
-            return features, collected.in_normal_form(len(features))
-        # Before the tower runs: an encoder must not see the tokens that it has to tell.
-        hidden = self.language.hidden(inputs)
-        features = self._features(modality, hidden.inputs, collected)
-        losses = collected.in_normal_form(len(features))
-        assert collected.states is not None
-        losses[self.language.name] = self.language(
-            collected.states, hidden.targets, self.backbone
-        )
+        losses = {}
+        if with_auxiliary:
+            losses = sums_and_counts(collected.auxiliary, len(features))
+        if language is not None and targets is not None:
+            assert collected.states is not None
+            losses[language.name] = language(collected.states, targets, self.backbone)
         return features, losses
 
     def _embeddings(self, modality: Modality, features: Tensor) -> Tensor:
         """Map features [n, width] to [n, embedding_dim], by the modality's projection and the head."""
         vectors = project(self.description, self.backbone, modality, features)
-        if self.head is not None:
-            vectors = self.head(vectors, skips_last=not self._projects)
+        modules = list(self.head or ())
+        if not self._projects:
+            modules.pop()
+        # The head is small and its output is the embedding: it computes in the dtype of its weights.
+        with torch.autocast(vectors.device.type, enabled=False):
+            for module in modules:
+                vectors = module(vectors)
         return vectors
 
     def train(self, mode: bool = True) -> Self:
@@ -181,7 +185,7 @@ class EmbeddingModel(nn.Module):
             is_pooled_by_module = self.pooling is not None and not (
                 self.description.traits.has_two_models and modality == "image"
             )
-            if set(towers_of_modality(modality)) <= frozen and not is_pooled_by_module:
+            if set(TOWERS_OF_MODALITY[modality]) <= frozen and not is_pooled_by_module:
                 modalities.append(modality)
         return modalities
 
@@ -189,11 +193,16 @@ class EmbeddingModel(nn.Module):
         """Bytes for each token of an image that the frozen image tower of a vision-language model gives, where what it
         gave can be handed to the language model again; otherwise None."""
         family = self.description.traits
-        if not family.reads_chats or frozen_towers(self.backbone, family) != ["vision"]:
+        backbone: Any = self.backbone
+        if not family.reads_chats or frozen_towers(backbone, family) != ["vision"]:
             return None
-        if not takes_image_features(self.backbone):
+        # Older Transformers take no output of the image tower.
+        if "mm_encoder_outputs" not in inspect.signature(backbone.forward).parameters:
             return None
-        return 4 * self.description.hidden_dim * num_image_features(self.backbone)
+        # Qwen3-VL hands on the outputs of some inner layers too (deepstack).
+        values = backbone.config.vision_config.to_dict()
+        num_vectors = 1 + len(values.get("deepstack_visual_indexes") or ())
+        return 4 * self.description.hidden_dim * num_vectors
 
     def head_names(self) -> list[str]:
         """Names of the modules behind the towers: a trained pooling, projections and head.
@@ -226,10 +235,6 @@ class EmbeddingModel(nn.Module):
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
-    def initial_scale_and_bias(self) -> tuple[float, float] | None:
-        """Scale and bias that CLIP or SigLIP was trained with (CLIP's bias is 0); None for models without."""
-        return self._scale_and_bias
-
     def write_scale_and_bias(
         self, scale: float, bias: float, state: dict[str, Tensor]
     ) -> None:
@@ -247,8 +252,10 @@ class EmbeddingModel(nn.Module):
 
     @property
     def mrl_projection(self) -> Dense | None:
-        """The linear layer that this run added for its MRL dims; None where it added none."""
-        return None if self.head is None else self.head.added
+        """The linear layer that this run added for its MRL dims, the last of the head; None where it added none."""
+        if self.head is None or not self.description.adds_projection:
+            return None
+        return cast(Dense, self.head[-1])
 
     @contextmanager
     def without_mrl_projection(self) -> Iterator[None]:
@@ -268,10 +275,6 @@ class EmbeddingModel(nn.Module):
             weight.copy_(
                 principal_components(sample.to(weight.device), weight.shape[0])
             )
-
-
-def _at_least_float32(features: Tensor) -> Tensor:
-    return features if features.dtype == torch.float64 else features.float()
 
 
 def build_model(
@@ -366,7 +369,7 @@ def build_model(
     if computes_on.type == "cpu":
         cpu_kernels.use_cpu_kernels(backbone)
     # Checkpointing first, so that the compiler sees the checkpointed layers.
-    layers = backbones.layers_of(backbone)
+    layers = layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
     wants_compiled = options.torch_compile is True if compiles is None else compiles

@@ -1,10 +1,9 @@
-"""Heads: the modules after pooling (Dense modules of Sentence Transformers, then the MRL projection)."""
+"""Dense modules after the pooling: those of Sentence Transformers, and the MRL projection."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -31,7 +30,17 @@ class Dense(nn.Module):
         super().__init__()
         self.linear = nn.Linear(in_features, out_features, bias=bias)
         self.activation_path = activation
-        self.activation = _activation(activation)
+        kind = vars(nn).get(activation.rsplit(".", 1)[-1])
+        if not activation.startswith("torch.nn") or not isinstance(kind, type):
+            raise UserError(
+                f"the activation {activation} of a Dense module is not a module of torch.nn"
+            )
+        try:
+            self.activation = kind()
+        except TypeError as error:  # a layer with sizes of its own
+            raise UserError(
+                f"the activation {activation} of a Dense module is not an activation: {error}"
+            ) from error
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
@@ -51,71 +60,21 @@ class Dense(nn.Module):
         }
 
 
-class Head(nn.Sequential):
-    """Dense modules in sequence. They run outside autocast: they are small, and their output is the embedding."""
-
-    def __init__(self, modules: Sequence[Dense], added: Dense | None = None) -> None:
-        """`modules`: the model's modules. `added`: this run's MRL projection, which runs last."""
-        super().__init__(*modules, *([] if added is None else [added]))
-        self._has_added = added is not None
-
-    @property
-    def added(self) -> Dense | None:
-        """The MRL projection of this run, or None."""
-        return cast(Dense, self[-1]) if self._has_added else None
-
-    def forward(self, vectors: Tensor, *, skips_last: bool = False) -> Tensor:
-        """Map [n, hidden_dim] to [n, embedding_dim], or to the input of the last module."""
-        with torch.autocast(vectors.device.type, enabled=False):
-            for module in list(self)[: len(self) - skips_last]:
-                vectors = module(vectors)
-        return vectors
-
-
-def _activation(path: str) -> nn.Module:
-    kind = vars(nn).get(path.rsplit(".", 1)[-1])
-    if (
-        not path.startswith("torch.nn")
-        or not isinstance(kind, type)
-        or not issubclass(kind, nn.Module)
-    ):
-        raise UserError(
-            f"the activation {path} of a Dense module is not a module of torch.nn"
-        )
-    try:
-        return kind()
-    except TypeError as error:  # a layer with sizes of its own
-        raise UserError(
-            f"the activation {path} of a Dense module is not an activation: {error}"
-        ) from error
-
-
 def load_dense(folder: Path) -> Dense:
     """Load a Dense module saved by Sentence Transformers."""
     settings = read_dense(folder)
     try:
-        _activation(settings.activation_function or IDENTITY)
+        dense = Dense(
+            settings.in_features,
+            settings.out_features,
+            bias=settings.bias,
+            activation=settings.activation_function or IDENTITY,
+        )
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from error
-    dense = Dense(
-        settings.in_features,
-        settings.out_features,
-        bias=settings.bias,
-        activation=settings.activation_function or IDENTITY,
-    )
-    weights = folder / "model.safetensors"
-    dense.load_state_dict(
-        {name: tensor.float() for name, tensor in load_file(weights).items()}
-    )
+    weights = load_file(folder / "model.safetensors")
+    dense.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     return dense
-
-
-def mrl_projection(in_features: int, out_features: int) -> Dense:
-    """Return an MRL projection initialised with the identity's first rows, that is plain truncation."""
-    projection = Dense(in_features, out_features)
-    with torch.no_grad():
-        projection.linear.weight.copy_(torch.eye(out_features, in_features))
-    return projection
 
 
 def principal_components(sample: Tensor, out_features: int) -> Tensor:

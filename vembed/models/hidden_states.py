@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -57,25 +58,35 @@ class HiddenStates(nn.Module):
             raise UserError(
                 f"pooling: {self.pooling} is trained for the last layer; give another one for hidden states"
             )
-        hidden_dim = description.text_hidden_dim or _width(tower)
-        self.width = POOLINGS[self.pooling].width(hidden_dim)
+        config: Any = tower.config
+        hidden_dim = description.text_hidden_dim or config.get_text_config().hidden_size
+        self.width = POOLINGS[self.pooling].width(int(hidden_dim))
 
     def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
         """For each part, one at a time: [n, layers * width], layer by layer."""
         states = []
         for part in parts:
+            inputs = part[1]
             taken: dict[int, Tensor] = {}
+
+            def enter(
+                _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+            ) -> None:
+                hidden = arguments[0] if arguments else named["hidden_states"]
+                taken[0] = self.pooled(hidden, inputs)  # noqa: B023 - removed below
+
+            def leave(number: int, _: nn.Module, __: Any, output: Any) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                taken[number] = self.pooled(hidden, inputs)  # noqa: B023
+
             # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
-            hooks = [
-                self._stack[0].register_forward_pre_hook(
-                    _entering(self, part[1], taken), with_kwargs=True
-                )
-            ]
-            hooks += [
-                layer.register_forward_hook(_leaving(self, part[1], taken, number))
-                for number, layer in enumerate(self._stack, start=1)
-                if number in self.layers
-            ]
+            hooks = []
+            if 0 in self.layers:
+                first = self._stack[0]
+                hooks.append(first.register_forward_pre_hook(enter, with_kwargs=True))
+            for number, layer in enumerate(self._stack, start=1):
+                if number in self.layers:
+                    hooks.append(layer.register_forward_hook(partial(leave, number)))
             try:
                 self.model([part])
             finally:
@@ -102,34 +113,3 @@ class HiddenStates(nn.Module):
                 )
             hidden = flat.view(count, longest, -1)
         return pool(self.pooling, hidden, mask).float()
-
-
-def _entering(
-    states: HiddenStates, inputs: dict[str, Tensor], taken: dict[int, Tensor]
-) -> Any:
-    def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if 0 in states.layers:
-            taken[0] = states.pooled(
-                arguments[0] if arguments else named["hidden_states"], inputs
-            )
-
-    return hook
-
-
-def _leaving(
-    states: HiddenStates,
-    inputs: dict[str, Tensor],
-    taken: dict[int, Tensor],
-    number: int,
-) -> Any:
-    def hook(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        taken[number] = states.pooled(
-            output[0] if isinstance(output, tuple) else output, inputs
-        )
-
-    return hook
-
-
-def _width(tower: Any) -> int:
-    values = tower.config.get_text_config()
-    return int(values.hidden_size)

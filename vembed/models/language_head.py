@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +44,6 @@ HIDDEN_SHARE = 0.15
 KEPT_SHARE = 0.1
 REPLACED_SHARE = 0.1
 """Of the tokens to be predicted: the share that stays as it is, and the share that another token replaces."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """Texts of a micro-batch as the model gets them, and the tokens that are to be predicted."""
-
-    inputs: dict[str, Tensor]
-    targets: Tensor
-    """[n, tokens]: what the hidden state of each place must tell; IGNORED_TARGET where nothing is asked."""
 
 
 def has_language_head(
@@ -118,13 +108,18 @@ class LanguageHead(nn.Module):
             if source.startswith(prefix)
         }
         self.prefix = prefix
-        self.tokens = _Tokens.of(description)
-        if not self.is_causal and self.tokens.mask is None:
+        tokenizer = load_tokenizer(description)
+        self.mask_token = tokenizer.mask_token_id
+        self.special_tokens = torch.tensor(tokenizer.all_special_ids)
+        self.vocab_size = len(tokenizer.get_vocab())
+        if not self.is_causal and self.mask_token is None:
             raise UserError(
                 f"loss: none hides tokens from {description.name}, an encoder, and its tokenizer has no mask token: "
                 "add `mask_token` to it"
             )
-        self.is_new = from_scratch or self._is_missing(Path(description.source))
+        stored = read_tensors(Path(description.source))
+        names = [name for name, _ in whole.named_parameters()]
+        self.is_new = from_scratch or any(name not in stored for name in names)
         log.info(
             "language model: %s of %s, %s",
             self.name,
@@ -132,9 +127,9 @@ class LanguageHead(nn.Module):
             "whose head is new" if self.is_new else "with the head of its files",
         )
 
-    def hidden(self, inputs: Mapping[str, Tensor]) -> Hidden:
-        """Return what the model is given and what it must predict. An encoder's hidden tokens are drawn with torch's
-        default generator."""
+    def hide(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return texts as the model gets them, and [n, tokens] targets: what the hidden state of each place must tell,
+        IGNORED_TARGET where nothing is asked. An encoder's hidden tokens are drawn with torch's default generator."""
         ids = inputs["input_ids"]
         mask = inputs.get("attention_mask")
         is_token = (
@@ -145,25 +140,19 @@ class LanguageHead(nn.Module):
             targets = torch.full_like(ids, IGNORED_TARGET)
             both = is_token[:, 1:] & is_token[:, :-1]
             targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED_TARGET)
-            return Hidden(dict(inputs), targets)
-        may = is_token & ~torch.isin(
-            ids, torch.tensor(self.tokens.special, device=ids.device)
-        )
+            return inputs, targets
+        may = is_token & ~torch.isin(ids, self.special_tokens.to(ids.device))
         chosen = may & (torch.rand(ids.shape, device=ids.device) < HIDDEN_SHARE)
         # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
         how = torch.rand(ids.shape, device=ids.device)
-        others = torch.randint(self.tokens.count, ids.shape, device=ids.device)
+        others = torch.randint(self.vocab_size, ids.shape, device=ids.device)
+        replacements = torch.full_like(ids, int(self.mask_token or 0))
         replacements = torch.where(
-            how < KEPT_SHARE,
-            ids,
-            torch.where(
-                how < KEPT_SHARE + REPLACED_SHARE, others, int(self.tokens.mask or 0)
-            ),
+            how < KEPT_SHARE + REPLACED_SHARE, others, replacements
         )
+        replacements = torch.where(how < KEPT_SHARE, ids, replacements)
         targets = torch.where(chosen, ids, IGNORED_TARGET)
-        return Hidden(
-            {**inputs, "input_ids": torch.where(chosen, replacements, ids)}, targets
-        )
+        return {**inputs, "input_ids": torch.where(chosen, replacements, ids)}, targets
 
     def forward(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
         """Return [2, n]: for each text the sum of the tokens' cross-entropies and their number.
@@ -234,10 +223,6 @@ class LanguageHead(nn.Module):
         inner = set(map(id, module.modules()))
         return any(id(_holder(base, name)[0]) in inner for name in self.in_base)
 
-    def _is_missing(self, folder: Path) -> bool:
-        stored = read_tensors(folder)
-        return any(name not in stored for name, _ in self.whole.named_parameters())
-
 
 class GivenStates(nn.Module):
     """Stands in the place of the base model and gives the hidden states that it was handed."""
@@ -247,22 +232,6 @@ class GivenStates(nn.Module):
     def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
         """Return them."""
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    mask: int | None
-    special: tuple[int, ...]
-    count: int
-
-    @classmethod
-    def of(cls, description: ModelDescription) -> _Tokens:
-        tokenizer = load_tokenizer(description)
-        return cls(
-            tokenizer.mask_token_id,
-            tuple(tokenizer.all_special_ids),
-            len(tokenizer.get_vocab()),
-        )
 
 
 def save_with_head(

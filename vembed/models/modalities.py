@@ -7,20 +7,19 @@ trained.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vembed.models import packing
-from vembed.models.collected_losses import Collected
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.family import Forward, Modality
+from vembed.models.families.family import Modality
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
-from vembed.models.towers import tower_module, towers_of_modality
+from vembed.models.towers import TOWERS_OF_MODALITY, tower_module
 from vembed.models.vision import LONGEST, VISION, image_tower_output, tower_output
 
 IMAGE_FEATURES = "image_features"
@@ -29,8 +28,49 @@ IMAGE_FEATURES = "image_features"
 Inputs = dict[str, Tensor]
 Backbone = Any
 """A Transformers model or TwoTowers. Their attributes are untyped."""
-PoolTokens = Callable[[Tensor, Tensor | None], Tensor]
-"""Maps [n, tokens, dim] and the mask to [n, width]."""
+
+
+@dataclass
+class Collected:
+    """What a forward pass gives beside its pooled vectors."""
+
+    auxiliary: dict[str, Any] = field(default_factory=dict)
+    """The model's own losses by name: a pair (sums, counts), of one number each or of one for each input; or a scalar,
+    the mean over the inputs."""
+    states: Tensor | None = None
+    """[n, tokens, dim] of texts before the pooling, for a language-model head."""
+
+
+def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tensor]:
+    """Return each auxiliary loss as [2, n] or [2, 1], sums and counts, in at least float32. `count`: inputs of the
+    pass."""
+    losses = {}
+    for name, value in auxiliary.items():
+        if isinstance(value, tuple | list) and len(value) == 2:
+            sums = torch.as_tensor(value[0])
+            counts = torch.as_tensor(value[1], device=sums.device)
+        elif isinstance(value, Tensor) and value.ndim == 0:
+            sums = value * count
+            counts = torch.tensor(count, device=value.device)
+        else:
+            raise TypeError(
+                f"the auxiliary loss {name} must be a scalar, or a pair (sums, counts) of numbers or of one number for "
+                f"each input, and is {type(value).__name__}"
+            )
+        if sums.ndim > 1 or sums.numel() not in (1, count):
+            raise TypeError(
+                f"the auxiliary loss {name} has the shape {list(sums.shape)} for {count} inputs"
+            )
+        sums = at_least_float32(sums)
+        counts = counts.detach().to(sums.dtype).expand_as(sums)
+        # A new tensor: FSDP wants no view as a result.
+        losses[name] = torch.stack([sums.reshape(-1), counts.reshape(-1)])
+    return losses
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return values in float32, or float64 as they are."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def pool(
@@ -66,23 +106,110 @@ def tower_features(
 
     `collected` gets the model's own losses. `pooling`: the module of a trained pooling.
     """
-    # Composed and two-tower models are called tower by tower; a vision-language model as a whole.
     family = description.traits
     forward = family.forwards[modality]
+    collected = Collected() if collected is None else collected
+    # Composed and two-tower models are called tower by tower; a vision-language model as a whole.
     if family.has_two_models or forward == "pooled_towers":
-        (tower,) = towers_of_modality(modality)
+        (tower,) = TOWERS_OF_MODALITY[modality]
         backbone = tower_module(backbone, family, tower)
-    if family.has_two_models and modality == "image":
-        assert description.image_pooling is not None
-        description = description.with_(pooling=description.image_pooling)
-        pooling = None
-    return _FORWARDS[forward](
-        description,
-        backbone,
-        inputs,
-        Collected() if collected is None else collected,
-        partial(pool, description.pooling, module=pooling),
-    )
+    if forward == "pooled_towers":
+        # A family with texts of fixed length was trained without a mask.
+        mask = None if family.has_fixed_length else padding_mask(inputs)
+        arguments: dict[str, Any] = {**inputs, "attention_mask": mask}
+        if mask is None:
+            del arguments["attention_mask"]
+        vectors: Tensor = backbone(**arguments).pooler_output
+        return vectors
+    if forward == "image":
+        if family.has_two_models:
+            pooling = None
+        name = description.image_pooling or description.pooling
+        return _image_features(backbone, inputs, collected, name, pooling)
+    mask = padding_mask(inputs)
+    if forward == "chat":
+        hidden = _chat_states(backbone, inputs, mask)
+    else:
+        hidden = _text_states(description, backbone, inputs, mask, collected)
+        collected.states = hidden
+    return pool(description.pooling, hidden, mask, module=pooling)
+
+
+def _text_states(
+    description: ModelDescription,
+    backbone: Backbone,
+    inputs: Inputs,
+    mask: Tensor | None,
+    collected: Collected,
+) -> Tensor:
+    """Return the hidden states [n, tokens, dim] of texts."""
+    if packing.packs(backbone):
+        hidden, auxiliary = packing.hidden_states(
+            backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS)
+        )
+        collected.auxiliary.update(auxiliary)
+        return hidden
+    arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
+    if mask is not None:
+        arguments["attention_mask"] = mask
+    if description.traits.reads_chats or is_decoder_only(backbone.config):
+        # Keys and values for generation would be kept for every layer, and never read.
+        arguments["use_cache"] = False
+        if mask is not None and description.padding_side == "left":
+            # Positions count from the first real token. Otherwise they would depend on the amount of left padding.
+            arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    output = backbone(**arguments)
+    collected.auxiliary.update(output.get("auxiliary") or {})
+    states: Tensor = output.last_hidden_state
+    return states
+
+
+def _chat_states(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Tensor:
+    """Return the hidden states [n, tokens, dim] of token ids with images. Positions (time, height, width) are made at
+    collation."""
+    arguments: dict[str, Any] = {
+        key: value for key, value in inputs.items() if not key.startswith(VISION)
+    }
+    arguments.pop("attention_mask", None)
+    if mask is not None:
+        arguments["attention_mask"] = mask
+    features = arguments.pop(IMAGE_FEATURES, None)
+    if features is not None:
+        image = image_tower_output(features[0], features[1:])
+        arguments["mm_encoder_outputs"] = {"image": image}
+    elif LONGEST in inputs:
+        del arguments["pixel_values"]
+        arguments["mm_encoder_outputs"] = {"image": tower_output(backbone, inputs)}
+    states: Tensor = backbone(**arguments, use_cache=False).last_hidden_state
+    return states
+
+
+def _image_features(
+    backbone: Backbone,
+    inputs: Inputs,
+    collected: Collected,
+    name: str,
+    pooling: nn.Module | None,
+) -> Tensor:
+    """Return the features [n, width] of images by the pooling `name`."""
+    # A frozen tower may be held in another dtype than the pixels.
+    pixels = inputs["pixel_values"].to(backbone.dtype)
+    arguments = {**inputs, "pixel_values": pixels}
+    if backbone.config.model_type == "vit_mae":
+        # The model orders patches by noise: ascending noise keeps their order, and mask_ratio 0 keeps all of them.
+        num_patches = backbone.embeddings.patch_embeddings.num_patches
+        ascending = torch.arange(num_patches, device=pixels.device)
+        arguments["noise"] = ascending.expand(len(pixels), -1)
+    output = backbone(**arguments)
+    collected.auxiliary.update(output.get("auxiliary") or {})
+    if name == MODEL_POOLING:
+        vectors: Tensor = output.pooler_output
+        return vectors.flatten(1)
+    hidden = output.last_hidden_state
+    if hidden.ndim == 4:
+        # Convolutional: [n, channels, height, width] to [n, positions, channels].
+        hidden = hidden.flatten(2).transpose(1, 2)
+    return pool(name, hidden, None, module=pooling)
 
 
 def project(
@@ -134,114 +261,3 @@ def padding_mask(inputs: Inputs) -> Tensor | None:
     if mask is None or (mask.device.type == "cpu" and bool(mask.all())):
         return None
     return mask
-
-
-def _text(
-    description: ModelDescription,
-    backbone: Backbone,
-    inputs: Inputs,
-    collected: Collected,
-    pooled: PoolTokens,
-) -> Tensor:
-    mask = padding_mask(inputs)
-    if packing.packs(backbone):
-        hidden = packing.hidden_states(
-            backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS), collected
-        )
-        collected.states = hidden
-        return pooled(hidden, mask)
-    arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
-    if mask is not None:
-        arguments["attention_mask"] = mask
-    if description.traits.reads_chats or is_decoder_only(backbone.config):
-        # Keys and values for generation would be kept for every layer, and never read.
-        arguments["use_cache"] = False
-        if mask is not None and description.padding_side == "left":
-            # Positions count from the first real token. Otherwise they would depend on the amount of left padding.
-            arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    output = backbone(**arguments)
-    collected.take(output)
-    collected.states = output.last_hidden_state
-    return pooled(output.last_hidden_state, mask)
-
-
-def _chat(
-    _description: ModelDescription,
-    backbone: Backbone,
-    inputs: Inputs,
-    _collected: Collected,
-    pooled: PoolTokens,
-) -> Tensor:
-    """Return embeddings of token ids with images. Positions (time, height, width) are made at collation."""
-    mask = padding_mask(inputs)
-    of_tower = ("attention_mask", IMAGE_FEATURES)
-    arguments: dict[str, Any] = {
-        key: value
-        for key, value in inputs.items()
-        if key not in of_tower and not key.startswith(VISION)
-    }
-    if mask is not None:
-        arguments["attention_mask"] = mask
-    features = inputs.get(IMAGE_FEATURES)
-    if features is not None:
-        arguments["mm_encoder_outputs"] = {
-            "image": image_tower_output(features[0], features[1:])
-        }
-    elif LONGEST in inputs:
-        del arguments["pixel_values"]
-        arguments["mm_encoder_outputs"] = {"image": tower_output(backbone, inputs)}
-    return pooled(backbone(**arguments, use_cache=False).last_hidden_state, mask)
-
-
-def _image(
-    description: ModelDescription,
-    backbone: Backbone,
-    inputs: Inputs,
-    collected: Collected,
-    pooled: PoolTokens,
-) -> Tensor:
-    # A frozen tower may be held in another dtype than the pixels.
-    arguments = {**inputs, "pixel_values": inputs["pixel_values"].to(backbone.dtype)}
-    if backbone.config.model_type == "vit_mae":
-        # The model orders patches by noise: ascending noise keeps their order, and mask_ratio 0 keeps all of them.
-        num_patches = backbone.embeddings.patch_embeddings.num_patches
-        ascending = torch.arange(num_patches, device=inputs["pixel_values"].device)
-        arguments["noise"] = ascending.expand(len(inputs["pixel_values"]), -1)
-    output = backbone(**arguments)
-    collected.take(output)
-    if description.pooling == MODEL_POOLING:
-        vectors: Tensor = output.pooler_output
-        return vectors.flatten(1)
-    hidden = output.last_hidden_state
-    if (
-        hidden.ndim == 4
-    ):  # convolutional: [n, channels, height, width] to [n, positions, channels]
-        hidden = hidden.flatten(2).transpose(1, 2)
-    return pooled(hidden, None)
-
-
-def _pooled_tower(
-    description: ModelDescription,
-    tower: Backbone,
-    inputs: Inputs,
-    _collected: Collected,
-    _pooled: PoolTokens,
-) -> Tensor:
-    arguments = {key: value for key, value in inputs.items() if key != "attention_mask"}
-    # A family with texts of fixed length was trained without a mask.
-    mask = None if description.traits.has_fixed_length else padding_mask(inputs)
-    if mask is not None:
-        arguments["attention_mask"] = mask
-    vectors: Tensor = tower(**arguments).pooler_output
-    return vectors
-
-
-_FORWARDS: dict[
-    Forward,
-    Callable[[ModelDescription, Backbone, Inputs, Collected, PoolTokens], Tensor],
-] = {
-    "text": _text,
-    "image": _image,
-    "chat": _chat,
-    "pooled_towers": _pooled_tower,
-}

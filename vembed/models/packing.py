@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -18,7 +18,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import ModelSection
 from vembed.models import cpu_kernels
-from vembed.models.collected_losses import Collected
 from vembed.models.custom.modeling import PACKED, OwnConfig
 from vembed.models.families.backbones import POSITIONS_AFTER_PADDING, is_decoder_only
 
@@ -58,48 +57,40 @@ def why_padded(
         return f"attn_implementation: {options.attn_implementation}"
     if device.type == "cpu":
         return None
-    return (
-        _why_no_kernel(model, device)
-        if half
-        else "flash attention does not support float32"
-    )
-
-
-def _why_no_kernel(model: PretrainedConfig, device: torch.device) -> str | None:
-    """Return the reason why no variable-length attention kernel supports this model on a GPU; None: one does."""
+    if not half:
+        return "flash attention does not support float32"
     values = model.to_dict()
-    heads = int(values.get("num_attention_heads") or values["n_heads"])
-    size = int(
-        values.get("head_dim")
-        or int(values.get("hidden_size") or values["dim"]) // heads
-    )
-    return why_no_kernel_for(size, device)
+    num_heads = int(values.get("num_attention_heads") or values["n_heads"])
+    width = int(values.get("hidden_size") or values["dim"])
+    return why_no_kernel(int(values.get("head_dim") or width // num_heads), device)
 
 
-def why_no_kernel_for(size: int, device: torch.device) -> str | None:
+def why_no_kernel(head_size: int, device: torch.device) -> str | None:
     """Return the reason why no variable-length kernel takes heads of this size on a GPU; None: one does."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than flash attention allows"
-    if size > _MAX_HEAD_SIZE:
-        return f"flash attention does not support a head size of {size}"
+    if head_size > _MAX_HEAD_SIZE:
+        return f"flash attention does not support a head size of {head_size}"
     if is_flash_attn_2_available():
         return None
-    if not _torch_has_varlen():
+    if "window_size" not in _varlen_arguments():
         return "flash-attn is not installed, and this torch has no attention for texts of different lengths"
-    if size % 8:
+    if head_size % 8:
         # flash-attn's package pads the heads; the derivative of torch's operator refuses them.
-        return f"a head size of {size}, no multiple of 8, needs flash-attn, which is not installed"
+        return f"a head size of {head_size}, no multiple of 8, needs flash-attn, which is not installed"
     return None
 
 
-def _torch_has_varlen() -> bool:
+@cache
+def _varlen_arguments() -> frozenset[str]:
+    """Return the names of the arguments of torch's variable-length attention; none where torch has none."""
     if find_spec("torch.nn.attention.varlen") is None:
-        return False
+        return frozenset()
     from torch.nn.attention.varlen import varlen_attn
 
-    return "window_size" in inspect.signature(varlen_attn).parameters
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def exclude_attention_from_compilation() -> None:
@@ -123,11 +114,11 @@ def hidden_states(
     input_ids: Tensor,
     mask: Tensor | None,
     index: Tensor | None,
-    collected: Collected | None = None,
-) -> Tensor:
-    """Return hidden states [n, tokens, dim] of a padded micro-batch; only real tokens are computed, padding is zero.
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return hidden states [n, tokens, dim] of a padded micro-batch, and the model's own losses. Only real tokens are
+    computed, padding is zero.
 
-    `index`: `token_index(mask)`, if it is known. `collected` gets the model's own losses.
+    `index`: `token_index(mask)`, if it is known.
     """
     num_texts, longest = input_ids.shape
     device = input_ids.device
@@ -158,15 +149,13 @@ def hidden_states(
             packed=Packed(starts, longest),
             **({"use_cache": False} if is_decoder_only(backbone.config) else {}),
         )
-    if collected is not None:
-        collected.take(result)
     output: Tensor = result.last_hidden_state.squeeze(0)
     if index is not None:
         # Scatter back to the padded layout, out of place for autograd.
         output = output.new_zeros(num_texts * longest, output.shape[1]).index_copy(
             0, index, output
         )
-    return output.view(num_texts, longest, -1)
+    return output.view(num_texts, longest, -1), result.get("auxiliary") or {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,42 +174,32 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     packed: Packed | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for Transformers. `packed` is passed through the layers; without it, attention is as usual.
+    """Attention function for Transformers: for packed texts, and for all images of a batch in one row.
 
-    query, key, value: [n, heads, length, size], of packed texts with n = 1. Returns [n, length, heads, size].
+    `packed` is passed through the layers of texts. Image towers hand over `cu_seq_lens_q` and `max_length_q`, which say
+    the same. Without either, attention is as usual (older image towers call it for each image).
+
+    query, key, value: [n, heads, length, size], of packed inputs with n = 1. Returns [n, length, heads, size].
     """
+    if cu_seq_lens_q is not None and max_length_q is not None:
+        packed = Packed(cu_seq_lens_q.to(torch.int32), int(max_length_q))
     if packed is None:
         return cpu_kernels.attention(
             module, query, key, value, attention_mask, **options
         )
-    return _packed_attention(module, query, key, value, packed, **options), None
-
-
-def _packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packed: Packed,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> Tensor:
-    causal = bool(
-        module.__dict__.get("is_causal", False) if is_causal is None else is_causal
-    )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = (
-        sliding_window
-        if sliding_window is not None and sliding_window < packed.longest
-        else None
-    )
+    dropout: float = options.get("dropout", 0.0)
+    scaling: float = options.get("scaling") or query.shape[-1] ** -0.5
+    causal = options.get("is_causal")
+    causal = bool(module.__dict__.get("is_causal") if causal is None else causal)
+    window = options.get("sliding_window")
+    if window is not None and window >= packed.longest:
+        window = None  # it hides nothing
     # The packed row is a batch of one: [1, heads, tokens, size]. Without its padding, lengths tell the texts apart.
-    # Not `one[0]`, whose derivative is a tensor of zeros and a copy into it.
+    # Not `query[0]`, whose derivative is a tensor of zeros and a copy into it.
     query, key, value = (
         tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)
     )  # [tokens, heads, size]
@@ -230,16 +209,15 @@ def _packed_attention(
         key = key.to(narrow)
         value = value.to(narrow)
         output = _by_kernel(query, key, value, packed, dropout, scaling, causal, window)
-    else:
-        drops_here = dropout > 0.0 and key.shape[1] == query.shape[1]
-        query, key, value = cpu_kernels.in_autocast_dtype(query, key, value)
-        # A limit on the scores of all heads together, so that a piece stays in the caches.
-        per_head = cpu_kernels.scores_at_once(query.dtype) // query.shape[1]
-        pieces = cut(tuple(packed.starts.tolist()), per_head, causal, window)
-        output = (cpu_kernels.dropped_attention if drops_here else _by_sdpa)(
-            query, key, value, pieces, dropout, scaling
-        )
-    return output[None]
+        return output[None], None
+    query, key, value = cpu_kernels.in_autocast_dtype(query, key, value)
+    # A limit on the scores of all heads together, so that a piece stays in the caches.
+    scores_at_once = cpu_kernels.SCORE_BYTES // query.dtype.itemsize // query.shape[1]
+    pieces = cut(tuple(packed.starts.tolist()), scores_at_once, causal, window)
+    # Dropout of grouped queries, where heads of keys are fewer, is left to sdpa.
+    drops_here = dropout > 0.0 and key.shape[1] == query.shape[1]
+    by_piece = cpu_kernels.dropped_attention if drops_here else _by_sdpa
+    return by_piece(query, key, value, pieces, dropout, scaling)[None], None
 
 
 def half_dtype(*tensors: Tensor) -> torch.dtype | None:
@@ -259,14 +237,6 @@ def half_dtype(*tensors: Tensor) -> torch.dtype | None:
     return (
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     )
-
-
-@cache
-def _varlen_groups() -> bool:
-    """Return True if torch's kernel takes fewer heads of keys than of queries."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _by_kernel(
@@ -305,7 +275,7 @@ def _by_kernel(
     # Fewer heads of keys than of queries: torch's newer kernel takes them as they are, otherwise keys are repeated.
     grouped: dict[str, Any] = {}
     if query.shape[1] > key.shape[1]:
-        if dropout == 0.0 and _varlen_groups():
+        if dropout == 0.0 and "enable_gqa" in _varlen_arguments():
             grouped["enable_gqa"] = True
         else:
             times = query.shape[1] // key.shape[1]
@@ -514,7 +484,7 @@ def why_no_flash3(config: Mapping[str, Any], device: torch.device) -> str | None
         return "it is not installed"
     if "activate_flash_attention_impl" not in vars(torch.nn.attention):
         return "this torch cannot use it"
-    if any(_attention_dropouts(config)):
+    if _has_attention_dropout(config):
         # It takes the place of torch's kernel for all calls, and refuses those with dropout.
         return "it has no attention dropout, and the model has"
     return None
@@ -532,9 +502,10 @@ def uses_flash3() -> bool:
     return known and torch.nn.attention.current_flash_attention_impl() == "FA3"
 
 
-def _attention_dropouts(config: Mapping[str, Any]) -> Iterator[float]:
+def _has_attention_dropout(config: Mapping[str, Any]) -> bool:
     for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _attention_dropouts(value)
-        elif name in _DROPOUTS:
-            yield float(value or 0.0)
+        if isinstance(value, Mapping) and _has_attention_dropout(value):
+            return True
+        if name in _DROPOUTS and value:
+            return True
+    return False

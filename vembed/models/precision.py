@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,39 +16,26 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
-from vembed.config.schema import ModelSection
 from vembed.errors import UserError
-from vembed.models.adapters import separate_adapters
 from vembed.models.families.description import ModelDescription
+from vembed.models.families.weight_files import read_header
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {
+DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "pure_bfloat16": torch.bfloat16,
 }
+"""Values of torch_dtype and save_dtype. `auto` is not among them: the dtype of the files."""
 _NAMES_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-def wanted_dtype(options: ModelSection) -> torch.dtype | Literal["auto"]:
-    """Return the dtype of frozen weights; `auto`: as in the file."""
-    if options.torch_dtype == "auto":
-        return "auto"
-    return _DTYPES[options.torch_dtype]
-
-
-def frozen_dtype(options: ModelSection, file_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of frozen weights whose file has the dtype `file_dtype`."""
-    wanted = wanted_dtype(options)
-    return file_dtype if wanted == "auto" else wanted
 
 
 def saved_dtype(save_dtype: str, description: ModelDescription) -> torch.dtype | None:
     """Return the dtype to store the trained model in; None: the dtype that its weights have."""
     if save_dtype != "auto":
-        return _DTYPES[save_dtype]
+        return DTYPES[save_dtype]
     folders = [
         Path(source)
         for source in (description.source, description.image_source)
@@ -64,12 +49,9 @@ def dtype_in_files(folder: Path) -> torch.dtype:
     """Return the most frequent weight dtype in a folder's files, whatever its config.json says."""
     sizes: Counter[str] = Counter()
     for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            # A safetensors file begins with the header's length as 8 bytes, little-endian, then the JSON header.
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, tensor in header.items():
-            if name != "__metadata__" and tensor["dtype"] in _NAMES_IN_FILES:
-                sizes[tensor["dtype"]] += math.prod(tensor["shape"])
+        for tensor in read_header(path)[0].values():
+            if tensor.dtype in _NAMES_IN_FILES:
+                sizes[tensor.dtype] += tensor.size
     return _NAMES_IN_FILES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
 
@@ -107,27 +89,22 @@ def attention_kernel(
         )
     if asked != "auto":
         return asked, "attn_implementation in the config"
-    reason = _why_no_flash(has_flash, device, half=half)
-    if reason is None:
+    if device.type != "cuda":
+        problem = "no CUDA GPU"
+    elif not has_flash:
+        problem = "this model does not support flash-attn"
+    elif not is_flash_attn_2_available():
+        problem = "flash-attn is not installed"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        problem = "the GPU is older than flash-attn allows"
+    elif not half:
+        problem = "flash-attn does not support float32"
+    else:
         return (
             "flash_attention_2",
             "auto: flash-attn is installed and the GPU allows it",
         )
-    return "sdpa" if has_sdpa else None, f"auto: {reason}"
-
-
-def _why_no_flash(has_flash: bool, device: torch.device, *, half: bool) -> str | None:
-    if device.type != "cuda":
-        return "no CUDA GPU"
-    if not has_flash:
-        return "this model does not support flash-attn"
-    if not is_flash_attn_2_available():
-        return "flash-attn is not installed"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPU is older than flash-attn allows"
-    if not half:
-        return "flash-attn does not support float32"
-    return None
+    return "sdpa" if has_sdpa else None, f"auto: {problem}"
 
 
 def enable_checkpointing(layers: list[nn.Module]) -> None:
@@ -152,6 +129,5 @@ def _recomputed(
 
 def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> None:
     """Compile each layer once, with dynamic numbers of rows and tokens."""
-    separate_adapters(layers)
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class ChatTemplate:
 
 
 def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer with the description's maximum length and padding side, and a padding token."""
+    """Return the model's tokenizer with the description's maximum length and padding side, and a padding token. Raise
+    UserError for a tokenizer of another model."""
     source = _texts_folder(description)
     # Pass these at loading: set later, they would be missing from the saved tokenizer.
     tokenizer = open_tokenizer(
@@ -51,14 +53,29 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         padding_side=description.padding_side,
     )
     folder = Path(description.source)
-    num_rows = _num_rows(folder)
-    _check_vocabulary(source, tokenizer, num_rows)
+    values = read_object(folder / "config.json") or {}
+    inner = values.get("text_config")
+    values = inner if isinstance(inner, dict) else values
+    num_rows = values.get("vocab_size")
+    if not isinstance(num_rows, int):
+        num_rows = math.inf
+    vocabulary = tokenizer.get_vocab()
+    # Added tokens may be beyond the rows of the embedding matrix: they may never occur.
+    regular = vocabulary.keys() - tokenizer.get_added_vocab().keys()
+    largest = max((vocabulary[token] for token in regular), default=0)
+    if largest >= num_rows:
+        raise UserError(
+            f"the tokenizer of {source} has tokens up to number {largest:,d}, and config.json has vocab_size "
+            f"{num_rows:,d}: one of the two is of another model; copy the model again"
+        )
     if not is_own(folder):
-        _check_special_tokens(source, folder, tokenizer)
+        _check_special_tokens(source, folder, values, tokenizer)
     if description.traits.has_fixed_length:
         # SigLIP was trained without an attention mask; this keeps other programs from creating one.
         tokenizer.model_input_names = ["input_ids"]
-    if tokenizer.pad_token is None or _is_beyond(tokenizer, num_rows):
+    # A padding token that somebody has added may have no row.
+    has_pad = tokenizer.pad_token is not None
+    if not has_pad or (tokenizer.pad_token_id >= num_rows and tokenizer.eos_token):
         # Any token serves as padding, since padding is masked everywhere.
         if tokenizer.eos_token is None:
             raise UserError(
@@ -67,8 +84,44 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     settings = read_object(source / "sentence_bert_config.json") or {}
     if tokenizer.is_fast and settings.get("do_lower_case", False):
-        _add_lowercase(tokenizer)
+        # In the normalizer, so that it is saved with the tokenizer.
+        backend: Any = tokenizer.backend_tokenizer
+        steps: list[Any] = [backend.normalizer] if backend.normalizer else []
+        if isinstance(backend.normalizer, NormalizerSequence):
+            steps = [backend.normalizer[at] for at in range(len(backend.normalizer))]
+        if not any(isinstance(step, Lowercase) for step in steps):
+            backend.normalizer = NormalizerSequence([Lowercase(), *steps])
     return tokenizer
+
+
+def _check_special_tokens(
+    tokenizer_folder: Path,
+    model_folder: Path,
+    values: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Raise UserError if none of the special tokens in config.json is one of the tokenizer, or if padding differs where
+    positions depend on it. `values`: of config.json."""
+    numbers: dict[str, int] = {}
+    for name in ("pad", "bos", "eos", "cls", "sep"):
+        number = values.get(f"{name}_token_id")
+        if isinstance(number, int):
+            numbers[f"{name}_token_id"] = number
+    special = set(tokenizer.all_special_ids)
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special.add(number)
+    shifts_positions = values.get("model_type") in POSITIONS_AFTER_PADDING
+    if shifts_positions and numbers.get("pad_token_id", 1) != tokenizer.pad_token_id:
+        problem = f"padding is token {tokenizer.pad_token_id}"
+    elif numbers and special and not special & set(numbers.values()):
+        problem = f"its special tokens are {sorted(special)[:8]}"
+    else:
+        return
+    raise UserError(
+        f"the tokenizer of {tokenizer_folder} does not belong to the model in {model_folder}: {problem}, and config.json "
+        f"has {', '.join(f'{name} {number}' for name, number in numbers.items())}; copy the tokenizer of that model"
+    )
 
 
 def open_tokenizer(
@@ -101,76 +154,6 @@ def _texts_folder(description: ModelDescription) -> Path:
     """Return the folder of the tokenizer and the chat template."""
     adapter = None if description.adapter is None else Path(description.adapter)
     return tokenizer_folder(Path(description.source), adapter)
-
-
-def _num_rows(folder: Path) -> int | None:
-    """Return the rows of the embedding matrix by the model's config.json, if it says so."""
-    settings = read_object(folder / "config.json") or {}
-    text = settings.get("text_config")
-    size = (text if isinstance(text, dict) else settings).get("vocab_size")
-    return size if isinstance(size, int) else None
-
-
-def _is_beyond(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -> bool:
-    """Return whether a padding token that somebody has added has no row, and another token can stand in for it."""
-    return (
-        num_rows is not None
-        and int(tokenizer.pad_token_id) >= num_rows
-        and tokenizer.eos_token is not None
-    )
-
-
-def _check_vocabulary(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, num_rows: int | None
-) -> None:
-    """Raise UserError if tokens have numbers beyond the rows of the embedding matrix. Added tokens may never occur."""
-    added = tokenizer.get_added_vocab()
-    largest = max(
-        (
-            number
-            for token, number in tokenizer.get_vocab().items()
-            if token not in added
-        ),
-        default=0,
-    )
-    if num_rows is not None and largest >= num_rows:
-        raise UserError(
-            f"the tokenizer of {folder} has tokens up to number {largest:,d}, and config.json has vocab_size "
-            f"{num_rows:,d}: one of the two is of another model; copy the model again"
-        )
-
-
-def _check_special_tokens(
-    tokenizer_folder: Path, model_folder: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Raise UserError if none of the special tokens in config.json is one of the tokenizer, or if padding differs where
-    positions depend on it."""
-    settings = read_object(model_folder / "config.json") or {}
-    inner = settings.get("text_config")
-    settings = inner if isinstance(inner, dict) else settings
-    numbers = {
-        name: settings[f"{name}_token_id"]
-        for name in ("pad", "bos", "eos", "cls", "sep")
-        if isinstance(settings.get(f"{name}_token_id"), int)
-    }
-    special = {
-        number
-        for number, token in tokenizer.added_tokens_decoder.items()
-        if token.special
-    }
-    special |= set(tokenizer.all_special_ids)
-    shifts_positions = settings.get("model_type") in POSITIONS_AFTER_PADDING
-    if shifts_positions and numbers.get("pad", 1) != tokenizer.pad_token_id:
-        problem = f"padding is token {tokenizer.pad_token_id}"
-    elif numbers and special and not special & set(numbers.values()):
-        problem = f"its special tokens are {', '.join(map(str, sorted(special)[:8]))}"
-    else:
-        return
-    named = ", ".join(f"{name}_token_id {number}" for name, number in numbers.items())
-    raise UserError(
-        f"the tokenizer of {tokenizer_folder} does not belong to the model in {model_folder}: {problem}, and config.json "
-        f"has {named or 'pad_token_id 1'}; copy the tokenizer of that model"
-    )
 
 
 def load_image_processor(description: ModelDescription) -> Any:
@@ -239,24 +222,20 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
                 description, tokenizer
             ).template
         tokenizer.save_pretrained(folder)
-        _write_for_all_versions(folder / "tokenizer_config.json")
+        # The key names of Transformers 4 (used by Sentence Transformers 3 to 5.1); version 5 reads them as well.
+        path = folder / "tokenizer_config.json"
+        values = read_object(path) or {}
+        if values.get("tokenizer_class") == "TokenizersBackend":
+            values["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(values.get("extra_special_tokens"), list):
+            values["additional_special_tokens"] = values.pop("extra_special_tokens")
+        for key in ("backend", "is_local", "local_files_only"):
+            values.pop(key, None)
+        text = json.dumps(values, indent=2, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
     if description.modalities != ("text",):
         target = folder / IMAGE_TOWER_FOLDER if description.image_source else folder
         _copy_image_processor(description, target)
-
-
-def _write_for_all_versions(path: Path) -> None:
-    """Write the key names of Transformers 4 (used by Sentence Transformers 3 to 5.1); version 5 reads them as well."""
-    values = read_object(path) or {}
-    if values.get("tokenizer_class") == "TokenizersBackend":
-        values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(values.get("extra_special_tokens"), list):
-        values["additional_special_tokens"] = values.pop("extra_special_tokens")
-    for key in ("backend", "is_local", "local_files_only"):
-        values.pop(key, None)
-    path.write_text(
-        json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
 
 
 def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
@@ -274,11 +253,9 @@ def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
     size = dict(load_image_processor(description).size)
     for name in PROCESSOR_FILES[:2]:
         values = read_object(folder / name) or {}
-        settings = (
-            values.get("image_processor", {})
-            if name == "processor_config.json"
-            else values
-        )
+        settings = values
+        if name == "processor_config.json":
+            settings = values.get("image_processor", {})
         if not settings:
             continue
         for old_name in ("min_pixels", "max_pixels"):
@@ -286,16 +263,4 @@ def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
         settings["size"] = size
         (folder / name).write_text(
             json.dumps(values, indent=2) + "\n", encoding="utf-8"
-        )
-
-
-def _add_lowercase(tokenizer: Any) -> None:
-    """Add Sentence Transformers' `do_lower_case` to the tokenizer's normalizer, so that it is saved with it."""
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    steps: list[Any] = [normalizer] if normalizer else []
-    if isinstance(normalizer, NormalizerSequence):
-        steps = [normalizer[at] for at in range(len(normalizer))]
-    if not any(isinstance(step, Lowercase) for step in steps):
-        tokenizer.backend_tokenizer.normalizer = NormalizerSequence(
-            [Lowercase(), *steps]
         )

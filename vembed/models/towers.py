@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import transformers
@@ -27,11 +27,12 @@ from vembed.models.processors import load_image_processor
 
 log = logging.getLogger(__name__)
 
-_MODALITY_TOWERS: dict[Modality, tuple[Tower, ...]] = {
+TOWERS_OF_MODALITY: dict[Modality, tuple[Tower, ...]] = {
     "text": ("text",),
     "image": ("vision",),
     "multimodal": ("text", "vision"),
 }
+"""Modality -> the towers that its inputs pass through."""
 _INPUT_EMBEDDINGS = re.compile(
     r"(^|\.)(embeddings|embed_tokens|shared|wte|wpe|patch_embed|pos_embed)(\.|$)"
 )
@@ -39,23 +40,16 @@ LOSS_PARAMETERS = ("logit_scale", "logit_bias")
 """Parameters of CLIP and SigLIP that the loss replaces by its own."""
 
 
-def towers_of_modality(modality: Modality) -> tuple[Tower, ...]:
-    """Return the towers that a modality's inputs pass through."""
-    return _MODALITY_TOWERS[modality]
-
-
 def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
     """Return the towers without trained parameters."""
     # By parameters and not by the option: adapters freeze towers too.
-    trained = [
-        name
-        for name, parameter in backbone.named_parameters()
-        if parameter.requires_grad
-    ]
     return [
         tower
         for tower, prefix in family.towers.items()
-        if not any(name.startswith(prefix) for name in trained)
+        if not any(
+            parameter.requires_grad and name.startswith(prefix)
+            for name, parameter in backbone.named_parameters()
+        )
     ]
 
 
@@ -66,132 +60,92 @@ def tower_module(backbone: nn.Module, family: Family, tower: Tower) -> nn.Module
 
 def freeze_unused(
     backbone: nn.Module, family: Family, image_pooling: str | None
-) -> list[str]:
-    """Freeze parameters that no embedding depends on, and return their names.
-
-    They would never get a gradient, and DDP and FSDP would wait for it.
-    """
+) -> None:
+    """Freeze parameters that no embedding depends on. They would never get a gradient, and FSDP would wait for it."""
+    norms_left_out: tuple[str, ...] = ()
+    if family.has_image_encoder and image_pooling != MODEL_POOLING:
+        vision: Any = tower_module(backbone, family, "vision")
+        if vision.config.model_type in ("convnext", "convnextv2"):
+            # ConvNeXt's final norm follows the model's own pooling, so other poolings do not use it.
+            norms_left_out = (family.towers["vision"] + "layernorm.",)
     unused = []
-    # `"".startswith(())` is False: without such norms nothing is added.
-    norms_left_out = (
-        _norms_of_own_pooling(backbone, family)
-        if image_pooling != MODEL_POOLING
-        else ()
-    )
     for name, parameter in backbone.named_parameters():
-        if (
-            is_never_used(name)
-            or name in LOSS_PARAMETERS
-            or name.startswith(norms_left_out)
-        ):
+        if name in LOSS_PARAMETERS:
+            parameter.requires_grad = False
+            log.info(
+                "frozen: %s (the loss learns its own with loss: sigmoid or learn_temperature: true)",
+                name,
+            )
+        elif is_never_used(name) or name.startswith(norms_left_out):
             parameter.requires_grad = False
             unused.append(name)
-    if named := [name for name in unused if name not in LOSS_PARAMETERS]:
-        log.info("frozen: %s (no embedding depends on them)", ", ".join(named))
-    if of_loss := [name for name in unused if name in LOSS_PARAMETERS]:
-        log.info(
-            "frozen: %s (the loss learns its own with loss: sigmoid or learn_temperature: true)",
-            ", ".join(of_loss),
-        )
-    return unused
-
-
-def _norms_of_own_pooling(backbone: nn.Module, family: Family) -> tuple[str, ...]:
-    """Return ConvNeXt's final norm: it follows the model's own pooling, so other poolings do not use it."""
-    if not family.has_image_encoder:
-        return ()
-    vision: Any = tower_module(backbone, family, "vision")
-    if vision.config.model_type not in ("convnext", "convnextv2"):
-        return ()
-    return (family.towers["vision"] + "layernorm.",)
+    if unused:
+        log.info("frozen: %s (no embedding depends on them)", ", ".join(unused))
 
 
 def freeze_parts(backbone: nn.Module, family: Family, parts: Sequence[str]) -> None:
     """Freeze the parts named by the option `freeze`."""
-    names = names_frozen_by(backbone, family, parts)
-    for name, parameter in backbone.named_parameters():
-        if name in names:
-            parameter.requires_grad = False
+    for name in names_frozen_by(backbone, family, parts):
+        backbone.get_parameter(name).requires_grad = False
 
 
 def names_frozen_by(
     backbone: nn.Module, family: Family, parts: Sequence[str]
 ) -> set[str]:
     """Return the names of the backbone parameters that the option `freeze` selects."""
+    every = [name for name, _ in backbone.named_parameters()]
+    layer_ids = set(map(id, layers_of(backbone)))
+    # Each tower's layers in the order of the forward pass, by the prefix of their parameters. The layers of a tower are
+    # counted through: the stages of a hierarchical one are not stacks of their own.
+    layers: dict[str, list[str]] = {tower: [] for tower in family.towers}
+    for module_name, module in backbone.named_modules():
+        for tower, tower_prefix in family.towers.items():
+            if id(module) in layer_ids and module_name.startswith(tower_prefix):
+                layers[tower].append(f"{module_name}.")
     frozen: set[str] = set()
     for part in parts:
-        names = _names_of(backbone, family, part)
+        kind, _, count = part.rpartition("=")
+        if part in get_args(Tower):
+            prefix = family.towers.get(cast(Tower, part))
+            if prefix is None:
+                raise UserError(
+                    f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
+                )
+            names = {name for name in every if name.startswith(prefix)}
+        elif part == "embeddings":
+            # Embeddings inside of layers (of relative positions) belong to their layer.
+            inside = tuple(prefix for stack in layers.values() for prefix in stack)
+            names = {
+                name
+                for name in every
+                if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)
+            }
+        elif kind.endswith("first_n_layers"):
+            tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
+            stacks = [
+                stack for name, stack in layers.items() if tower_name in ("", name)
+            ]
+            deepest = max(map(len, stacks), default=0)
+            if not count.isdecimal() or int(count) > deepest or not stacks:
+                numbers = [f"{name} {len(stack)}" for name, stack in layers.items()]
+                raise UserError(
+                    f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
+                    f"TOWER.first_n_layers=N; the number of layers: {', '.join(numbers)}"
+                )
+            first = tuple(prefix for stack in stacks for prefix in stack[: int(count)])
+            names = {name for name in every if name.startswith(first)}
+        else:
+            beginning = part.removeprefix("backbone.")
+            names = {name for name in every if name.startswith(beginning)}
+            if not names:
+                near = difflib.get_close_matches(beginning, every, n=1, cutoff=0.0)[0]
+                raise UserError(
+                    f"freeze: no parameter's name begins with {part}; the nearest is {near} "
+                    "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
+                )
         log.info("freeze: %s, %d tensors", part, len(names))
         frozen |= names
     return frozen
-
-
-def _names_of(backbone: nn.Module, family: Family, part: str) -> set[str]:
-    every = [name for name, _ in backbone.named_parameters()]
-    if part in get_args(Tower):
-        prefix = {str(tower): prefix for tower, prefix in family.towers.items()}.get(
-            part
-        )
-        if prefix is None:
-            raise UserError(
-                f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
-            )
-        return {name for name in every if name.startswith(prefix)}
-    layers = _layer_prefixes(backbone, family)
-    if part == "embeddings":
-        # Embeddings inside of layers (of relative positions) belong to their layer.
-        inside = tuple(prefix for prefixes in layers.values() for prefix in prefixes)
-        return {
-            name
-            for name in every
-            if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)
-        }
-    kind, _, count = part.rpartition("=")
-    tower, _, word = kind.rpartition(".")
-    if word == "first_n_layers" or part.startswith("first_n_layers"):
-        chosen = layers
-        if tower:
-            chosen = {tower: layers[tower]} if tower in layers else {}
-        deepest = max((len(prefixes) for prefixes in chosen.values()), default=0)
-        if not count.isdecimal() or not chosen or int(count) > deepest:
-            named = ", ".join(
-                f"{name} {len(prefixes)}" for name, prefixes in layers.items()
-            )
-            raise UserError(
-                f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
-                f"TOWER.first_n_layers=N; the number of layers: {named}"
-            )
-        first = tuple(
-            prefix for prefixes in chosen.values() for prefix in prefixes[: int(count)]
-        )
-        return {name for name in every if first and name.startswith(first)}
-    chosen_names = {
-        name for name in every if name.startswith(part.removeprefix("backbone."))
-    }
-    if not chosen_names:
-        near = difflib.get_close_matches(
-            part.removeprefix("backbone."), every, n=1, cutoff=0.0
-        )[0]
-        raise UserError(
-            f"freeze: no parameter's name begins with {part}; the nearest is {near} "
-            "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
-        )
-    return chosen_names
-
-
-def _layer_prefixes(backbone: nn.Module, family: Family) -> dict[str, list[str]]:
-    """Return the name prefixes of each tower's layers, with a trailing dot, in the order of the forward pass.
-
-    The layers of a tower are counted through: the stages of a hierarchical one are not stacks of their own.
-    """
-    layers = {id(layer) for layer in layers_of(backbone)}
-    names = [
-        f"{name}." for name, module in backbone.named_modules() if id(module) in layers
-    ]
-    return {
-        tower: [name for name in names if name.startswith(prefix)]
-        for tower, prefix in family.towers.items()
-    }
 
 
 # ---- two models in one ----------------------------------------------------------------
@@ -208,16 +162,22 @@ class TwoTowers(nn.Module):
         self,
         text_model: PreTrainedModel,
         vision_model: PreTrainedModel,
-        *,
-        text_dim: int,
-        image_dim: int,
-        shared_dim: int,
+        description: ModelDescription,
     ) -> None:
         super().__init__()
         self.text_model = text_model
         self.vision_model = vision_model
-        self.text_projection = _projection(text_dim, shared_dim)
-        self.visual_projection = _projection(image_dim, shared_dim)
+        shared_dim = description.hidden_dim
+        projections = []
+        for width in (description.text_hidden_dim, description.image_hidden_dim):
+            assert width is not None
+            projection = nn.Linear(width, shared_dim, bias=False)
+            if width == shared_dim:
+                nn.init.eye_(projection.weight)
+            else:
+                nn.init.orthogonal_(projection.weight)
+            projections.append(projection)
+        self.text_projection, self.visual_projection = projections
 
     def load_projections(self, folder: Path) -> None:
         """Load the projections of a saved composed model."""
@@ -247,23 +207,17 @@ class TwoTowers(nn.Module):
                 if key.startswith(name)
             }
             tower.save_pretrained(target, state_dict=part)
-        # Whatever belongs to no tower: the projections.
         projections = {
             key: value.contiguous()
             for key, value in state_dict.items()
             if not key.startswith(("text_model.", "vision_model."))
         }
+        known = {"text_projection.weight", "visual_projection.weight"}
+        if projections.keys() != known:
+            raise RuntimeError(
+                f"two towers are saved with {sorted(known)}, and not with {sorted(projections)}"
+            )
         save_file(projections, folder / PROJECTIONS_FILE)
-
-
-def _projection(width: int, shared_dim: int) -> nn.Linear:
-    """Return a projection initialised as the identity if the sizes agree, otherwise as an orthogonal matrix."""
-    linear = nn.Linear(width, shared_dim, bias=False)
-    if width == shared_dim:
-        nn.init.eye_(linear.weight)
-    else:
-        nn.init.orthogonal_(linear.weight)
-    return linear
 
 
 # ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------
@@ -298,22 +252,15 @@ def tower_identity(
         processor = load_image_processor(description)
         settings += [type(processor).__name__, processor.to_dict()]
     digest = hashlib.blake2b(digest_size=16)
-    for tower in towers_of_modality(modality):
+    for tower in TOWERS_OF_MODALITY[modality]:
         module: Any = tower_module(backbone, description.traits, tower)
         settings.append(type(module).__name__)
         for name, value in module.state_dict().items():
             if isinstance(value, Tensor):
                 # The header separates tensors: equal bytes under another name or shape give another hash.
                 digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-                digest.update(
-                    value.detach()
-                    .contiguous()
-                    .cpu()
-                    .reshape(-1)
-                    .view(torch.uint8)
-                    .numpy()
-                    .data
-                )
+                flat = value.detach().contiguous().cpu().reshape(-1)
+                digest.update(flat.view(torch.uint8).numpy().data)
         settings.append(module.config.to_dict())
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     return digest.hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vembed.models import cpu_kernels, packing
 
@@ -71,10 +71,8 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
 
     `config`: the values of the model's config.json.
     """
-    if (
-        config.get("model_type") != _WITH_POSITION_TABLE
-        or find_spec("transformers.vision_utils") is None
-    ):
+    is_known = find_spec("transformers.vision_utils") is not None
+    if config.get("model_type") != _WITH_POSITION_TABLE or not is_known:
         return {}
     from transformers import vision_utils
 
@@ -103,27 +101,8 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
 
 
 IMPLEMENTATION = "vembed_packed_flash_images"
-"""Name of `attention` in Transformers' registry. With "flash" in it, image towers hand over cumulative lengths."""
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attention function for Transformers, for all images of a batch in one row. Versions that do not hand over the
-    lengths call it for each image."""
-    options["is_causal"] = False
-    if cu_seq_lens_q is not None and max_length_q is not None:
-        options["packed"] = packing.Packed(
-            cu_seq_lens_q.to(torch.int32), int(max_length_q)
-        )
-    return packing.attention(module, query, key, value, attention_mask, **options)
+"""Name of `packing.attention` in Transformers' registry. With "flash" in it, image towers hand over cumulative
+lengths."""
 
 
 def why_by_image(tower: Any, device: torch.device, *, half: bool) -> str | None:
@@ -134,12 +113,12 @@ def why_by_image(tower: Any, device: torch.device, *, half: bool) -> str | None:
         return "flash attention does not support float32"
     values = tower.config.to_dict()
     width = int(values.get("embed_dim") or values["hidden_size"])
-    return packing.why_no_kernel_for(width // int(values["num_heads"]), device)
+    return packing.why_no_kernel(width // int(values["num_heads"]), device)
 
 
 def pack_images(tower: Any) -> None:
     """Let an image tower compute attention over all images at once."""
-    cpu_kernels.register(IMPLEMENTATION, attention)
+    cpu_kernels.register(IMPLEMENTATION, packing.attention)
     tower.config._attn_implementation = IMPLEMENTATION
 
 

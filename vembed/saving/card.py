@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,60 @@ def render_card(
     `adapter_alone`: the folder has an adapter and no other weights.
     """
     name = base_model_name(description)
+    origin = f"`{_local_model(description)}`, a folder on the machine of the run"
+    if name is not None:
+        origin = f"[{name}](https://huggingface.co/{name})"
+    sections = [
+        "---\n" + yaml.safe_dump(_metadata(description, card), sort_keys=False) + "---",
+        f"# Embedding model\n\nTuned by vembed from {origin}.",
+        markdown_table(("", ""), _properties(description)),
+    ]
+    if adapter_alone:
+        sections.append(
+            "This folder holds an adapter (LoRA) alone; the model below it is read from where `adapter_config.json` says. "
+            "`vembed export <folder> --merge` makes one model of both."
+        )
+        if description.quantized:
+            sections[-1] += (
+                " The weights below were held in 4 bits while the adapter was trained. vembed rounds them in the same "
+                "way; other programs take them as they are, and give slightly different embeddings unless the model is "
+                "merged."
+            )
+    sections += _usage(description)
+    if card.scores:
+        header = ("metric", "before", "after") if card.before else ("metric", "score")
+        rows = []
+        for key, value in card.scores.items():
+            before = f"{card.before[key]:.4f}" if key in card.before else ""
+            after = f"{value:.4f}"
+            rows.append((key, before, after) if card.before else (key, after))
+        sections += ["## Scores", markdown_table(header, rows)]
+    if card.data:
+        lines = [f"- {masked(_without_folders(line))}" for line in card.data]
+        sections += ["## Training data", "\n".join(lines)]
+    settings = []
+    for key, value in card.settings.items():
+        if key in _NOT_SHOWN or is_secret(key):
+            continue
+        is_folder = (
+            key in _MODELS and isinstance(value, str) and _LOCAL_PATH.match(value)
+        )
+        # Of a local folder the part that identifies the model.
+        text = short_name(value) if is_folder else _option_text(value)
+        settings.append((key, masked(text)))
+    if card.num_steps is not None:
+        settings.append(("steps done", f"{card.num_steps:,d}"))
+    if settings:
+        table = markdown_table(("option", "value"), settings)
+        sections += ["## Training settings", table]
+    if card.versions:
+        versions = [f"{name} {version}" for name, version in card.versions.items()]
+        sections += ["## Versions", ", ".join(versions)]
+    return "\n\n".join(sections) + "\n"
+
+
+def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
+    """Return the front matter of the card. A tuned model has the licence of its base model."""
     is_text_only = description.modalities == ("text",)
     front: dict[str, Any] = {
         "library_name": "vembed",
@@ -72,33 +127,39 @@ def render_card(
     if description.traits.sentence_transformers is not None:
         front["library_name"] = "sentence-transformers"
         front["tags"].insert(0, "sentence-transformers")
+    name = base_model_name(description)
     if name is not None:
         front["base_model"] = name
-    base = _front_matter(Path(description.source))
+    path = Path(description.source, "README.md")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    base: Any = None
+    if text.startswith("---\n"):
+        with suppress(yaml.YAMLError):
+            base = yaml.safe_load(text[4:].partition("\n---")[0])
     for key in ("license", "license_name", "license_link", "language"):
-        if key in base:
+        if isinstance(base, dict) and key in base:
             front[key] = base[key]
     if card.language is not None:
         languages = front.pop("language", [])
         languages = [languages] if isinstance(languages, str) else list(languages)
         # A model of many languages keeps them. One of another language was trained to this one.
-        if card.language in languages:
-            front["language"] = languages
-        elif card.language:
-            front["language"] = card.language
-        elif len(languages) > 1:
+        if card.language and card.language not in languages:
+            languages = card.language
+        if card.language or len(languages) > 1:
             front["language"] = languages
     if card.scores:
-        front["model-index"] = [_model_index(card)]
-    sections = [
-        "---\n" + yaml.safe_dump(front, sort_keys=False) + "---",
-        _what(description, name),
-        _adapter(description) if adapter_alone else "",
-        _usage(description),
-        _scores(card),
-        _training(card),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+        # The form in which the Hub shows scores.
+        task = "STS" if "spearman" in card.scores else "Retrieval"
+        metrics = [
+            {"type": key.replace("@", "_at_"), "name": key, "value": round(value, 5)}
+            for key, value in card.scores.items()
+            if "/" not in key
+        ]
+        data = {"name": card.evaluation or "validation data", "type": "validation"}
+        result = {"task": {"type": task}, "dataset": data, "metrics": metrics}
+        name = "embedding model tuned by vembed"
+        front["model-index"] = [{"name": name, "results": [result]}]
+    return front
 
 
 def calls_of(card: str, folder: str) -> list[str]:
@@ -108,47 +169,11 @@ def calls_of(card: str, folder: str) -> list[str]:
     return [block.replace(FOLDER_IN_CALLS, folder) for block in blocks]
 
 
-def _front_matter(folder: Path) -> dict[str, Any]:
-    """Return the metadata of the base model's card: a tuned model has its licence. Empty without a readable card."""
-    path = folder / "README.md"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    if not text.startswith("---\n"):
-        return {}
-    try:
-        values = yaml.safe_load(text[4:].partition("\n---")[0])
-    except yaml.YAMLError:
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _model_index(card: Card) -> dict[str, Any]:
-    """Return the scores in the form in which the Hub shows them."""
-    task = "STS" if "spearman" in card.scores else "Retrieval"
-    metrics = [
-        {"type": key.replace("@", "_at_"), "name": key, "value": round(value, 5)}
-        for key, value in card.scores.items()
-        if "/" not in key
-    ]
-    data = {"name": card.evaluation or "validation data", "type": "validation"}
-    return {
-        "name": "embedding model tuned by vembed",
-        "results": [{"task": {"type": task}, "dataset": data, "metrics": metrics}],
-    }
-
-
 def base_model_name(description: ModelDescription) -> str | None:
     """Return the Hub name of the base model; None for a local folder, whose path must not be published."""
     name = description.name
     is_local = not name or name == description.source or name.startswith(".")
     return None if is_local or not _HUB_NAME.fullmatch(name) else name
-
-
-def _what(description: ModelDescription, name: str | None) -> str:
-    local = f"`{_local_model(description)}`, a folder on the machine of the run"
-    origin = f"[{name}](https://huggingface.co/{name})" if name else local
-    return f"# Embedding model\n\nTuned by vembed from {origin}.\n\n" + markdown_table(
-        ("", ""), _properties(description)
-    )
 
 
 def _local_model(description: ModelDescription) -> str:
@@ -166,9 +191,14 @@ def _properties(description: ModelDescription) -> list[tuple[str, str]]:
     pooling: str = description.pooling
     if pooling == "own":
         pooling = "the model's own projected features"
+    inputs = "text and images"
+    if "multimodal" in description.modalities:
+        inputs = "text, images, or both together"
+    elif len(description.modalities) == 1:
+        inputs = "text" if description.traits.reads_text else "images"
     rows = [
         ("Embedding size", f"{description.embedding_dim:,d}"),
-        ("Inputs", _inputs(description)),
+        ("Inputs", inputs),
         ("Longest text", f"{description.max_length:,d} tokens"),
         ("Pooling", pooling),
         ("Similarity", description.similarity),
@@ -177,37 +207,17 @@ def _properties(description: ModelDescription) -> list[tuple[str, str]]:
         sizes = ", ".join(f"{size:,d}" for size in description.mrl_dims)
         note = "the first coordinates are an embedding by themselves"
         rows.append(("Matryoshka sizes", f"{sizes} ({note})"))
-    if description.query_prompt:
-        rows.append(("Query prompt", _code(description.query_prompt)))
-    if description.document_prompt:
-        rows.append(("Document prompt", _code(description.document_prompt)))
+    for kind, prompt in (
+        ("Query prompt", description.query_prompt),
+        ("Document prompt", description.document_prompt),
+    ):
+        if prompt:
+            text = prompt.replace("\n", "\\n").replace("`", "'")
+            rows.append((kind, f"`{text}`"))
     return rows
 
 
-def _adapter(description: ModelDescription) -> str:
-    text = (
-        "This folder holds an adapter (LoRA) alone; the model below it is read from where `adapter_config.json` says. "
-        "`vembed export <folder> --merge` makes one model of both."
-    )
-    if description.quantized:
-        text += (
-            " The weights below were held in 4 bits while the adapter was trained. vembed rounds them in the same way; "
-            "other programs take them as they are, and give slightly different embeddings unless the model is merged."
-        )
-    return text
-
-
-def _inputs(description: ModelDescription) -> str:
-    if description.modalities == ("text",):
-        return "text"
-    if description.modalities == ("image",):
-        return "images"
-    if "multimodal" in description.modalities:
-        return "text, images, or both together"
-    return "text and images"
-
-
-def _usage(description: ModelDescription) -> str:
+def _usage(description: ModelDescription) -> list[str]:
     # The examples must be inputs that the model takes: without a text tower an image stands for the query too.
     query = '"a query"' if "text" in description.modalities else '"query.jpg"'
     is_text_only = description.modalities == ("text",)
@@ -249,48 +259,7 @@ def _usage(description: ModelDescription) -> str:
         f'documents = model.encode([{document}], kind="document")\n'
         "```"
     )
-    return "\n\n".join(blocks)
-
-
-def _scores(card: Card) -> str:
-    if not card.scores:
-        return ""
-    header: tuple[str, ...] = ("metric", "score")
-    if card.before:
-        header = ("metric", "before", "after")
-    rows = []
-    for key, value in card.scores.items():
-        row = [key]
-        if card.before:
-            row.append(f"{card.before[key]:.4f}" if key in card.before else "")
-        row.append(f"{value:.4f}")
-        rows.append(tuple(row))
-    return "## Scores\n\n" + markdown_table(header, rows)
-
-
-def _training(card: Card) -> str:
-    lines = []
-    if card.data:
-        lines += [
-            "## Training data",
-            "",
-            *(f"- {masked(_without_folders(line))}" for line in card.data),
-            "",
-        ]
-    if card.settings or card.num_steps is not None:
-        rows = []
-        for key, value in card.settings.items():
-            if key not in _NOT_SHOWN and not is_secret(key):
-                text = _model(value) if key in _MODELS else _option_text(value)
-                rows.append((key, masked(text)))
-        if card.num_steps is not None:
-            rows.append(("steps done", f"{card.num_steps:,d}"))
-        table = markdown_table(("option", "value"), rows)
-        lines += ["## Training settings", "", table, ""]
-    if card.versions:
-        versions = [f"{name} {version}" for name, version in card.versions.items()]
-        lines += ["## Versions", "", ", ".join(versions)]
-    return "\n".join(lines).rstrip()
+    return blocks
 
 
 def _option_text(value: Any) -> str:
@@ -308,19 +277,8 @@ def _option_text(value: Any) -> str:
     return str(value)
 
 
-def _model(name: Any) -> str:
-    """Return the name of a model: of a local folder the part that identifies it."""
-    if isinstance(name, str) and _LOCAL_PATH.match(name):
-        return short_name(name)
-    return _option_text(name)
-
-
 def _without_folders(text: str) -> str:
     return _LOCAL_PATH.sub("", text.rstrip("/"))
-
-
-def _code(text: str) -> str:
-    return "`" + text.replace("\n", "\\n").replace("`", "'") + "`"
 
 
 def markdown_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

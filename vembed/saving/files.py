@@ -22,10 +22,10 @@ from vembed.models.building import empty_backbone
 from vembed.models.custom.folder import is_own, save_code
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import read_config
-from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.language_head import save_with_head
 from vembed.models.names import plain_name
-from vembed.models.processors import load_chat_template, load_tokenizer, save_processors
+from vembed.models.processors import save_processors
 from vembed.saving.card import Card, render_card
 from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import refuse_unclaimed, write_json, write_layout
@@ -69,26 +69,47 @@ def save_model(
     pooling_state = _taken(state, "pooling.")
     head_state = _taken(state, "head.")
     refuse_unclaimed("the model", state)
-    if not merge_adapters and not description.traits.has_untouched_adapters:
-        log.info(
-            "save_merged: the whole model is saved (adapters alone would lose its projections, scale and bias)"
+    more_than_adapters = None
+    if not description.traits.has_untouched_adapters:
+        more_than_adapters = "adapters alone would lose its projections, scale and bias"
+    elif description.bidirectional_attention:
+        more_than_adapters = (
+            "with adapters alone, other programs would use causal attention"
         )
+    elif model.language is not None and model.language.is_new:
+        more_than_adapters = "adapters alone would lose its language-model head"
+    if not merge_adapters and more_than_adapters is not None:
+        log.info("save_merged: the whole model is saved (%s)", more_than_adapters)
         merge_adapters = True
-    if not merge_adapters and description.bidirectional_attention:
-        log.info(
-            "save_merged: the whole model is saved (with adapters alone, other programs would use causal attention)"
-        )
-        merge_adapters = True
+    source = Path(description.source)
     with replaced_folder(Path(directory)) as folder:
+        # An adapter's folder has no config.json of its own: a setting that was changed for embedding is written here.
+        changed: dict[str, Any] = {}
         if has_adapters(backbone):
-            save_adapter(
-                folder / ADAPTER_FOLDER if merge_adapters else folder, backbone, weights
-            )
-            weights = merged_state(backbone, weights) if merge_adapters else {}
-            backbone = empty_backbone(description)
-        dtype = _dtype_that_holds(weights, dtype)
-        # An adapter's folder has no config.json of its own, in which an adjusted setting would be written down.
-        changed = {} if weights else _changed_settings(description, backbone)
+            adapter_folder = folder / ADAPTER_FOLDER if merge_adapters else folder
+            save_adapter(adapter_folder, backbone, weights)
+            if merge_adapters:
+                weights = merged_state(backbone, weights)
+                backbone = empty_backbone(description)
+            else:
+                base = read_config(
+                    source, trust_remote_code=description.trust_remote_code
+                )
+                for name in ADJUSTED_SETTINGS:
+                    value = backbone.config.to_dict().get(name)
+                    if value != base.to_dict().get(name):
+                        changed[name] = value
+                weights = {}
+        if dtype == torch.float16:
+            for name, tensor in weights.items():
+                is_floating = tensor.is_floating_point() and tensor.numel() > 0
+                if is_floating and tensor.abs().max() > torch.finfo(dtype).max:
+                    log.warning(
+                        "save_dtype: float16 cannot hold %s: the model is stored in float32",
+                        name,
+                    )
+                    dtype = torch.float32
+                    break
         if weights:
             _write_backbone(
                 folder,
@@ -96,19 +117,15 @@ def save_model(
                 _stored(weights, dtype),
                 _stored(language_state, dtype),
             )
-        if is_own(Path(description.source)):
-            save_code(Path(description.source), folder)
+        if is_own(source):
+            save_code(source, folder)
         save_processors(description, folder)
-        chat = None
-        if description.traits.reads_chats:
-            chat = load_chat_template(description, load_tokenizer(description))
         write_layout(
             folder,
             description,
             model.head,
             _stored(head_state, dtype),
             _stored(pooling_state, dtype),
-            chat,
             changed,
         )
         write_json(folder / DESCRIPTION_FILE, description.to_dict())
@@ -196,41 +213,10 @@ def _write_backbone(
         write_json(path, settings)
 
 
-def _changed_settings(description: ModelDescription, backbone: Any) -> dict[str, Any]:
-    """Return the config settings that differ from those of the base model, which is loaded under the adapter."""
-    settings = backbone.config.to_dict()
-    source = Path(description.source)
-    base = read_config(source, trust_remote_code=description.trust_remote_code)
-    base_settings = base.to_dict()
-    return {
-        name: settings[name]
-        for name in ADJUSTED_SETTINGS
-        if name in settings and settings[name] != base_settings.get(name)
-    }
-
-
 def _taken(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Take what begins with a prefix out of a state dict, and return it under names without the prefix."""
     names = [name for name in state if name.startswith(prefix)]
     return {name.removeprefix(prefix): state.pop(name) for name in names}
-
-
-def _dtype_that_holds(
-    state: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> torch.dtype | None:
-    """Return the dtype to store in: float32 instead of float16 if a weight exceeds 65,504."""
-    if dtype != torch.float16:
-        return dtype
-    largest = torch.finfo(dtype).max
-    for name, tensor in state.items():
-        is_floating = tensor.is_floating_point() and tensor.numel() > 0
-        if is_floating and tensor.abs().max() > largest:
-            log.warning(
-                "save_dtype: float16 cannot hold %s: the model is stored in float32",
-                name,
-            )
-            return torch.float32
-    return dtype
 
 
 def _stored(

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC
 from vembed.models.families.weight_files import read_object
-from vembed.models.heads import Dense, Head
 from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
-from vembed.models.processors import ChatTemplate
+from vembed.models.processors import load_chat_template, load_tokenizer
 
 MODULE = "sentence_transformers.models."
 """Module path that Sentence Transformers 3 to 6 all resolve."""
@@ -27,43 +26,52 @@ TWO_TOWERS = "vembed.models.two_towers.TwoTowers"
 def write_layout(
     folder: Path,
     description: ModelDescription,
-    head: Head | None,
+    head: nn.Sequential | None,
     head_state: dict[str, Tensor],
     pooling_state: Mapping[str, Tensor],
-    chat: ChatTemplate | None,
     changed_settings: Mapping[str, Any],
 ) -> None:
-    """Write modules.json and the files of each module.
+    """Write modules.json and the files of each module, beside the weights and processors in `folder`.
 
-    `chat`: chat template of a vision-language model. `changed_settings`: settings that override the base model's config
-    when an adapter is saved alone.
+    `changed_settings`: settings that override the base model's config when an adapter is saved alone.
     """
-    is_static = (read_object(folder / "config.json") or {}).get(
-        "model_type"
-    ) == STATIC_TYPE
-    modules: list[tuple[str, str]] = [
-        ("", MODULE + STATIC if is_static else _backbone_module(description))
-    ]
+    config = read_object(folder / "config.json") or {}
+    is_static = config.get("model_type") == STATIC_TYPE
+    name = description.traits.sentence_transformers
+    backbone_type = TWO_TOWERS if name is None else MODULE + name
+    modules = [("", MODULE + STATIC if is_static else backbone_type)]
     # The module of a static model gives the mean itself.
     if description.pooling != MODEL_POOLING and not is_static:
-        modules.append(
-            ("1_Pooling", _write_pooling(folder, description, pooling_state))
-        )
-    for number, dense in enumerate(head if head is not None else ()):
-        assert isinstance(dense, Dense)
-        name = f"{len(modules)}_Dense"
+        pooling = POOLINGS[description.pooling]
+        settings: dict[str, Any] = {"word_embedding_dimension": description.hidden_dim}
+        if pooling.modes:
+            known = {mode for other in POOLINGS.values() for mode in other.modes}
+            for mode, flag in MODE_FLAGS.items():
+                if mode in known:
+                    settings[flag] = mode in pooling.modes
+            settings["include_prompt"] = True
+        write_json(folder / "1_Pooling" / "config.json", settings)
+        if pooling.is_trained:
+            save_file(dict(pooling_state), folder / "1_Pooling" / "model.safetensors")
+        else:
+            refuse_unclaimed(f"the pooling {pooling.name}", pooling_state)
+        own_type = POOLING_MODULE + pooling.name
+        modules.append(("1_Pooling", MODULE + "Pooling" if pooling.modes else own_type))
+    dense: Any
+    for number, dense in enumerate(head or ()):
+        path = f"{len(modules)}_Dense"
+        modules.append((path, MODULE + "Dense"))
+        write_json(folder / path / "config.json", dense.settings())
         prefix = f"{number}."
-        modules.append((name, MODULE + "Dense"))
-        write_json(folder / name / "config.json", dense.settings())
         names = [key for key in head_state if key.startswith(prefix)]
         weights = {key.removeprefix(prefix): head_state.pop(key) for key in names}
-        save_file(weights, folder / name / "model.safetensors")
+        save_file(weights, folder / path / "model.safetensors")
     refuse_unclaimed("the head", head_state)
     if description.normalize:
-        name = f"{len(modules)}_Normalize"
-        modules.append((name, MODULE + "Normalize"))
+        path = f"{len(modules)}_Normalize"
+        modules.append((path, MODULE + "Normalize"))
         # Normalize has no file; modules.json names a folder for every module.
-        (folder / name).mkdir()
+        (folder / path).mkdir()
     write_json(
         folder / "modules.json",
         [
@@ -71,10 +79,20 @@ def write_layout(
             for index, (path, kind) in enumerate(modules)
         ],
     )
-    write_json(
-        folder / "config_sentence_transformers.json", _model_settings(description)
-    )
-    settings = _backbone_settings(folder, description, chat)
+    settings = {
+        "model_type": "SentenceTransformer",
+        "prompts": {
+            **description.other_prompts,
+            "query": description.query_prompt,
+            "document": description.document_prompt,
+        },
+        "default_prompt_name": description.default_prompt_name,
+        "similarity_fn_name": description.similarity,
+    }
+    if description.truncate_dim is not None:
+        settings["truncate_dim"] = description.truncate_dim
+    write_json(folder / "config_sentence_transformers.json", settings)
+    settings = _backbone_settings(folder, description)
     if changed_settings:
         settings["config_args"] = dict(changed_settings)
     write_json(folder / "sentence_bert_config.json", settings)
@@ -95,14 +113,7 @@ def write_json(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _backbone_module(description: ModelDescription) -> str:
-    name = description.traits.sentence_transformers
-    return TWO_TOWERS if name is None else MODULE + name
-
-
-def _backbone_settings(
-    folder: Path, description: ModelDescription, chat: ChatTemplate | None
-) -> dict[str, Any]:
+def _backbone_settings(folder: Path, description: ModelDescription) -> dict[str, Any]:
     """Return sentence_bert_config.json.
 
     A text model gets only the keys that all versions know. Any other model needs its modalities: without them version 6
@@ -114,91 +125,42 @@ def _backbone_settings(
     # Keys of version 6, whose Transformer module runs `method` of the backbone for each modality and pools
     # `method_output_name` of what it gives.
     settings: dict[str, Any] = {"transformer_task": "feature-extraction"}
-    if chat is not None:
-        hidden = {"method": "forward", "method_output_name": "last_hidden_state"}
+    forward = {"method": "forward", "method_output_name": "last_hidden_state"}
+    settings["module_output_name"] = "token_embeddings"
+    if family.reads_chats:
         settings["modality_config"] = {
-            "text": hidden,
-            "image": hidden,
-            "message": {**hidden, "format": "structured"},
+            "text": forward,
+            "image": forward,
+            "message": {**forward, "format": "structured"},
         }
-        settings["module_output_name"] = "token_embeddings"
+        chat = load_chat_template(description, load_tokenizer(description))
         settings["processing_kwargs"] = {"chat_template": chat.options}
     elif family.pools_itself:
+        pooled = {"method_output_name": "pooler_output"}
         settings["modality_config"] = {
-            "text": {
-                "method": "get_text_features",
-                "method_output_name": "pooler_output",
-            },
-            "image": {
-                "method": "get_image_features",
-                "method_output_name": "pooler_output",
-            },
+            "text": {"method": "get_text_features", **pooled},
+            "image": {"method": "get_image_features", **pooled},
         }
         settings["module_output_name"] = "sentence_embedding"
         if family.has_fixed_length:
+            # The joint processor of version 6 would use its own defaults for SigLIP 2 with variable resolution.
+            values = read_object(folder / "preprocessor_config.json") or (
+                read_object(folder / "processor_config.json") or {}
+            ).get("image_processor", {})
             # SigLIP was trained on texts padded to the full length, without a mask, and pools the last position.
             settings["processing_kwargs"] = {
                 "text": {"padding": "max_length", "max_length": description.max_length},
-                "image": _patch_options(folder),
+                "image": {
+                    key: values[key]
+                    for key in ("max_num_patches", "patch_size")
+                    if key in values
+                },
             }
-    else:
-        is_pooled = description.pooling == MODEL_POOLING
-        output = "pooler_output" if is_pooled else "last_hidden_state"
+    elif description.pooling == MODEL_POOLING:
         settings["modality_config"] = {
-            "image": {"method": "forward", "method_output_name": output}
+            "image": {**forward, "method_output_name": "pooler_output"}
         }
-        settings["module_output_name"] = (
-            "sentence_embedding" if is_pooled else "token_embeddings"
-        )
-    return settings
-
-
-def _patch_options(folder: Path) -> dict[str, Any]:
-    """Return image processor options of SigLIP 2 with variable resolution.
-
-    The joint processor of version 6 would otherwise use its own defaults.
-    """
-    values = read_object(folder / "preprocessor_config.json") or {}
-    values = values or (read_object(folder / "processor_config.json") or {}).get(
-        "image_processor", {}
-    )
-    return {
-        key: values[key] for key in ("max_num_patches", "patch_size") if key in values
-    }
-
-
-def _write_pooling(
-    folder: Path, description: ModelDescription, state: Mapping[str, Tensor]
-) -> str:
-    """Write the pooling's folder and return the type of its module."""
-    pooling = POOLINGS[description.pooling]
-    target = folder / "1_Pooling"
-    settings: dict[str, Any] = {"word_embedding_dimension": description.hidden_dim}
-    if pooling.modes:
-        known = {mode for other in POOLINGS.values() for mode in other.modes}
-        for mode, flag in MODE_FLAGS.items():
-            if mode in known:
-                settings[flag] = mode in pooling.modes
-        settings["include_prompt"] = True
-    write_json(target / "config.json", settings)
-    if pooling.is_trained:
-        save_file(dict(state), target / "model.safetensors")
+        settings["module_output_name"] = "sentence_embedding"
     else:
-        refuse_unclaimed(f"the pooling {pooling.name}", state)
-    return MODULE + "Pooling" if pooling.modes else POOLING_MODULE + pooling.name
-
-
-def _model_settings(description: ModelDescription) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "model_type": "SentenceTransformer",
-        "prompts": {
-            **description.other_prompts,
-            "query": description.query_prompt,
-            "document": description.document_prompt,
-        },
-        "default_prompt_name": description.default_prompt_name,
-        "similarity_fn_name": description.similarity,
-    }
-    if description.truncate_dim is not None:
-        settings["truncate_dim"] = description.truncate_dim
+        settings["modality_config"] = {"image": forward}
     return settings

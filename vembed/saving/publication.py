@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -109,8 +109,9 @@ def data_description(record: RunRecord) -> str:
     """Return a page about the training data: sources with counts, how they were read, validation data, warnings. It
     shows no text of the data and no folder of this machine."""
     summary = record.summary
+    lines = [f"- {line}" for line in summary.data]
     blocks = ["# Training data"]
-    blocks.append(_list(summary.data) or "Not known: the run has written no summary.")
+    blocks.append("\n".join(lines) or "Not known: the run has written no summary.")
     if summary.num_examples is not None:
         num_steps = summary.num_steps or 0
         blocks.append(f"{summary.num_examples:,d} examples; {num_steps:,d} steps.")
@@ -122,15 +123,12 @@ def data_description(record: RunRecord) -> str:
     if rows:
         blocks += ["## How they were read", markdown_table(("option", "value"), rows)]
     if summary.evaluation:
-        blocks += ["## Validation data", _list([summary.evaluation])]
+        blocks += ["## Validation data", f"- {summary.evaluation}"]
     if summary.warnings:
-        blocks += ["## Warnings", _list(summary.warnings)]
+        warnings = [f"- {line}" for line in summary.warnings]
+        blocks += ["## Warnings", "\n".join(warnings)]
     text = "\n\n".join(blocks) + "\n"
     return without(text, local_folders(record.config))
-
-
-def _list(lines: Sequence[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
 
 
 def local_folders(config: Mapping[str, Any]) -> tuple[str, ...]:

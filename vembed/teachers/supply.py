@@ -18,6 +18,7 @@ from vembed.data.batching.feeding import to_device
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.data.examples import Example
 from vembed.errors import UserError
+from vembed.inference.reranker import Pair
 from vembed.losses.batch import (
     LossBatch,
     TeacherScores,
@@ -30,7 +31,7 @@ from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.teachers.cached import CachedTeacher
 from vembed.teachers.embedders import Question, VectorTeacher
-from vembed.teachers.rerankers import Pair, PairTeacher
+from vembed.teachers.rerankers import PairTeacher
 from vembed.teachers.teacher_identity import pair_key, teacher_identity
 
 log = logging.getLogger("vembed")
@@ -82,10 +83,10 @@ class Teachers:
                 identity = teacher_identity(files, teacher, kind, "float32")
                 reranker = PairTeacher(
                     teacher,
+                    "yes_no" if kind == "yes_no" else "reranker",
                     files,
                     session,
                     trust_remote_code=model.trust_remote_code,
-                    yes_no=kind == "yes_no",
                 )
                 self.pairs[teacher.label] = CachedTeacher(
                     teacher.label, reranker, identity, session, folder

@@ -15,9 +15,10 @@ from vembed.parallel import collectives
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of each rank's inputs, rows and hard negatives, known to all. By rank."""
+    """Numbers of each rank's inputs, rows of the model's output, rows and hard negatives, known to all. By rank."""
 
     inputs: list[int]
+    outputs: list[int]
     rows: list[int]
     negatives: list[int]
 

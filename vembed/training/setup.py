@@ -259,7 +259,7 @@ def build_components(
 
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
     rates = decide_rates(config, kept, embedder, data.total_steps)
-    scale, bias = embedder.initial_scale_and_bias() or (None, None)
+    scale, bias = embedder.initial_scale_and_bias or (None, None)
     if session.device.type == "cpu" and session.fsdp is None:
         use_row_gradients(embedder.backbone)
     if placement.copies_weights:

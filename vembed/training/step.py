@@ -7,7 +7,9 @@ width D, and the loss L reads nothing but all embeddings E [U, D]. By the chain 
 
 so that once G is known, each input's part can be computed by itself: <e_i, G_i>, with G_i as a constant, has the same
 gradient. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
-This rank holds n of the U inputs, each of them once, however often it occurs in the rows. Five stages, five methods:
+This rank holds n of the U inputs, each of them once, however often it occurs in the rows. An input may be a pair, whose
+row is its score (D = 1). It may also have several rows: their number is known from its tokens, before the forward pass,
+and `starts` says where they begin in E. Five stages, five methods:
 
 1. `agree`     One collective: the number of inputs, rows and micro-batches of each rank, and whether graphs are kept.
 2. `encode`    The embeddings [n, D] of this rank, micro-batch by micro-batch. Without graphs if Gradient Cache is on.
@@ -24,9 +26,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.data.batching.feeding import MicroBatch, ModelInputs, row_index
@@ -58,7 +62,7 @@ from vembed.training.frozen import BatchInputs, InputSource
 from vembed.training.timing import PhaseTimer
 
 
-@dataclass(slots=True)
+@dataclass
 class StepBatch:
     """One global batch on its way through the stages, as this rank sees it."""
 
@@ -86,7 +90,7 @@ class StepBatch:
     outputs: list[list[Tensor]] = field(default_factory=list)
     """Embeddings of each micro-batch with their graphs; empty with Gradient Cache."""
     embeddings: Tensor = field(init=False)
-    """[n, D] embeddings of this rank's inputs, detached."""
+    """[T, D] the model's output for this rank's n inputs, detached. T is n for dense vectors."""
     auxiliary: AuxiliaryBatch | None = None
     """Sums of the model's own losses; None for a model without."""
     auxiliary_outputs: list[Parts] = field(default_factory=list)
@@ -96,18 +100,25 @@ class StepBatch:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
         return self.is_last and micro_batch == len(self.micro_batches) - 1
 
-    @property
-    def num_outputs(self) -> int:
-        """Rows that the model gives for this rank's inputs, known before the forward pass."""
-        return len(self.rank_batch.features)
+    @cached_property
+    def starts(self) -> np.ndarray | None:
+        """[n + 1] where each input's rows of the model's output begin, known before the forward pass.
+
+        None where each has one: dense vectors of texts and images, scores of pairs.
+        """
+        rows = [feature.rows for feature in self.rank_batch.features]
+        if all(count == 1 for count in rows):
+            return None
+        return np.cumsum([0, *rows])
 
     def output_rows(self, inputs: Sequence[int]) -> Sequence[int]:
-        """Return the rows of the model's output that belong to inputs: one row each, with the number of the input.
-
-        So it is for dense vectors of texts and images, and for the scores of pairs. A model that gives several rows per
-        input changes this and `num_outputs`.
-        """
-        return inputs
+        """Return the rows of the model's output that belong to inputs, in the order of the inputs."""
+        if self.starts is None:
+            return inputs
+        rows: list[int] = []
+        for number in inputs:
+            rows += range(self.starts[number], self.starts[number + 1])
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +252,7 @@ class ContrastiveStep:
         features = rank_batch.features
         lengths = [feature.length for feature in features]
         inputs_by_modality: dict[Modality, list[int]] = {}
-        for modality in self.source.feeder.featuriser.description.modalities:
+        for modality in self.source.feeder.featuriser.modalities:
             inputs_by_modality[modality] = [
                 number
                 for number, feature in enumerate(features)
@@ -259,7 +270,8 @@ class ContrastiveStep:
         # FSDP the ranks run equally many of them.
         table = collectives.all_gather_ints(
             [
-                batch.num_outputs,
+                len(features),
+                len(features) if batch.starts is None else int(batch.starts[-1]),
                 len(rank_batch.query),
                 num_negatives,
                 int(has_scores),
@@ -270,10 +282,13 @@ class ContrastiveStep:
             ]
         )
         columns = [list(column) for column in zip(*table, strict=True)]
-        outputs, rows, negatives, scored, negatives_scored, padded, *forwards = columns
-        batch.counts = Counts(outputs, rows, negatives)
+        *sizes, scored, negatives_scored, padded = columns[:7]
+        forwards = columns[7:]
+        batch.counts = Counts(*sizes)
         batch.has_scores = all(scored)
-        batch.has_negative_scores = any(negatives) and all(negatives_scored)
+        batch.has_negative_scores = any(batch.counts.negatives) and all(
+            negatives_scored
+        )
         batch.padded_tokens = max(padded)
         # A rank with fewer micro-batches splits its inputs finer, or runs dummies, up to the maximum over the ranks.
         most = [max(column) for column in forwards]
@@ -306,7 +321,8 @@ class ContrastiveStep:
                     self.auxiliary.count(batch.auxiliary, losses, numbers(micro_batch))
                 if embeddings is None:
                     width = outputs[0].shape[1]
-                    embeddings = outputs[0].new_zeros(batch.num_outputs, width)
+                    num_rows = batch.counts.outputs[self.session.rank]
+                    embeddings = outputs[0].new_zeros(num_rows, width)
                 for (_, input_numbers), output in zip(
                     micro_batch, outputs, strict=True
                 ):
@@ -329,7 +345,7 @@ class ContrastiveStep:
         counts = batch.counts
         rank = self.session.rank
         # The gather itself is not differentiated; `score` does its backward by hand.
-        embeddings = collectives.all_gather_rows(batch.embeddings, counts.inputs)
+        embeddings = collectives.all_gather_rows(batch.embeddings, counts.outputs)
         embeddings.requires_grad_()
         # Row indices are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
         offset = sum(counts.inputs[:rank])
@@ -349,6 +365,10 @@ class ContrastiveStep:
             "negative": negatives(rank_batch.negative + offset),
             "negative_example": negatives(rank_batch.negative_example),
         }
+        has_starts = counts.outputs != counts.inputs
+        if has_starts:
+            lengths = [feature.rows for feature in rank_batch.features]
+            columns["starts"] = Column(torch.tensor(lengths), counts.inputs)
         if batch.has_scores and rank_batch.scores is not None:
             columns["scores"] = rows(rank_batch.scores)
         if batch.has_negative_scores:
@@ -360,6 +380,8 @@ class ContrastiveStep:
             ("scores", "negative_scores")
         )
         on_host = gather_columns(columns)
+        if has_starts:
+            on_host["starts"] = F.pad(on_host["starts"].cumsum(0), (1, 0))
         copies = copied_together(list(on_host.values()), self.session.device)
         gathered |= dict(zip(on_host, copies, strict=True))
         for name in ("scores", "negative_scores"):
@@ -399,7 +421,7 @@ class ContrastiveStep:
             gradient = embeddings.grad
             if gradient is None:
                 gradient = torch.zeros_like(embeddings)
-            gradient = collectives.reduce_scatter_rows(gradient, batch.counts.inputs)
+            gradient = collectives.reduce_scatter_rows(gradient, batch.counts.outputs)
             if self.auxiliary is not None and batch.auxiliary is not None:
                 self.auxiliary.agree(batch.auxiliary)
                 loss_share = loss_share + self.auxiliary.share(batch.auxiliary)

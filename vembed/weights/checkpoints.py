@@ -77,7 +77,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         objective=config.objective,
         seed=config.run.seed,
     )
-    scale, bias = embedder.initial_scale_and_bias() or (None, None)
+    scale, bias = embedder.initial_scale_and_bias or (None, None)
     size = description.embedding_dim
     teachers = needed_teachers(config.objective, config.data, config.model)
     loss = build_loss(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vembed.data.features import Features, Featuriser
+from vembed.data.features import BaseFeaturiser, Features
 from vembed.models.families.family import Modality
 from vembed.models.packing import TOKENS, token_index
 
@@ -27,7 +28,11 @@ class Feeder:
     """Converter from micro-batches of indices to the tensors of a forward pass."""
 
     def __init__(
-        self, featuriser: Featuriser, device: torch.device, *, packs_texts: bool = False
+        self,
+        featuriser: BaseFeaturiser[Any],
+        device: torch.device,
+        *,
+        packs_texts: bool = False,
     ) -> None:
         """`packs_texts`: the model removes the padding of texts."""
         self.featuriser = featuriser

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
-from vembed.data_tools.audit.checks import (
-    AuditedRows,
-    Finding,
-    cleaning_command,
-    preview,
-)
+from vembed.data_tools.audit.checks import AuditedRows, Finding, Findings, preview
 from vembed.errors import UserError
-from vembed.mining.candidates import Candidates, CandidateSearch
+from vembed.mining.candidates import CandidateSearch
 from vembed.mining.choice import calibrate
 from vembed.mining.config import MineConfig
 from vembed.mining.mine import Inputs
@@ -23,175 +15,114 @@ LOW_RANK = 10
 """A positive below so many other documents is looked at."""
 
 
-@dataclass(frozen=True)
-class QueryRanks:
-    """Ranks of the known positives of each query, and the documents above them."""
+def check_ranks(
+    inputs: Inputs,
+    search: CandidateSearch,
+    data: AuditedRows,
+    config: MineConfig,
+    findings: Findings,
+) -> dict[str, object]:
+    """Look for what a model says about the data.
 
-    best: np.ndarray
-    """[Q] how many candidates are above the best known positive; the number of candidates where all are."""
-    best_score: np.ndarray
-    """[Q] of the best known positive; -inf where none is known."""
-    deepest: np.ndarray
-    """[Q] the score of the last candidate."""
-    first: np.ndarray
-    """[Q] the candidate with the highest score."""
-    first_score: np.ndarray
+    Return per source: rows, the share whose positive the model ranks first, among the first ten, and the median number
+    of documents above it.
+    """
+    known = inputs.known
+    chunks = list(search.chunks())
+    documents_QK = np.concatenate([chunk.documents for chunk in chunks])
+    scores_QK = np.concatenate([chunk.scores for chunk in chunks])
+    first_Q = documents_QK[:, 0]
+    best = []
+    for chunk in chunks:
+        best_of_chunk = np.full(len(chunk), -np.inf)
+        # ufunc.at, not fancy indexing: a query with several positives occurs several times.
+        np.maximum.at(best_of_chunk, chunk.positives.queries, chunk.positive_scores)
+        best.append(best_of_chunk)
+    # The score of the best known positive of each query, -inf where none is known. Known positives are no candidates,
+    # so that all above it are others.
+    best_Q = np.concatenate(best)
+    above_Q = (scores_QK > best_Q[:, None]).sum(axis=1)
+    finite_QK = np.where(np.isfinite(scores_QK), scores_QK, np.inf)
+    is_weak_Q = best_Q < finite_QK.min(axis=1, initial=np.inf)
+    above = above_Q[known.query_of_row]
 
-    @classmethod
-    def of(cls, chunks: Sequence[Candidates]) -> QueryRanks:
-        """From the candidates of all queries."""
-        columns: list[tuple[np.ndarray, ...]] = []
-        for candidates in chunks:
-            best_score = np.full(len(candidates), -np.inf)
-            # ufunc.at, not fancy indexing: a query with several positives occurs several times.
-            np.maximum.at(
-                best_score, candidates.positives.queries, candidates.positive_scores
-            )
-            scores = candidates.scores
-            finite = np.where(np.isfinite(scores), scores, np.inf)
-            # Known positives are no candidates, so that all above are others.
-            columns.append(
-                (
-                    (scores > best_score[:, None]).sum(axis=1),
-                    best_score,
-                    finite.min(axis=1, initial=np.inf),
-                    candidates.documents[:, 0],
-                    scores[:, 0],
-                )
-            )
-        return cls(*map(np.concatenate, zip(*columns, strict=True)))
-
-
-class RankChecks:
-    """Findings of a model about the data, its metrics by source, and rows that may be dropped."""
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        store: CandidateSearch,
-        data: AuditedRows,
-        config: MineConfig,
-        num_examples: int,
-        arguments: str,
-    ) -> None:
-        self._inputs = inputs
-        self._data = data
-        self._config = config
-        self._num_examples = num_examples
-        self._arguments = arguments
-        self._chunks = list(store.chunks())
-        self._ranks = QueryRanks.of(self._chunks)
-        # [rows] documents above the best known positive of the row's query.
-        self._above = self._ranks.best[inputs.known.query_of_row]
-        is_weak = self._ranks.best_score < self._ranks.deepest
-        low = np.flatnonzero(self._above >= LOW_RANK)
-        weak = np.flatnonzero(is_weak[inputs.known.query_of_row])
-        self.rows_to_drop = {
-            "low_positives": set(low.tolist()),
-            "weak_queries": set(weak.tolist()),
+    def row_preview(row: int) -> dict[str, str]:
+        first = int(first_Q[known.query_of_row[row]])
+        text = preview(inputs.documents.item(first)) if first >= 0 else ""
+        return data.preview(row) | {
+            "documents above it": f"{above[row]:,d}",
+            "the first of them": text,
         }
-        findings = [
-            self._row_finding(
-                "low_positives",
-                f"Positives that rank below {LOW_RANK} or more other documents",
-                "The model finds other documents more similar to the query than each of its known positives. These "
-                "rows are hard, or wrong.",
-                low[np.argsort(-self._above[low], kind="stable")],
-            ),
-            self._row_finding(
-                "weak_queries",
-                "Queries without any positive that looks relevant",
-                f"None of the known positives is among the {config.top_k} documents that are most similar to the "
-                "query.",
-                weak,
-            ),
-            self._false_negatives(),
-        ]
-        self.findings = [finding for finding in findings if finding is not None]
 
-    def by_source(self) -> dict[str, object]:
-        """Per source: rows, the share whose positive the model ranks first, among the first ten, and the median
-        number of documents above it."""
-        metrics: dict[str, object] = {}
-        sources = np.array(self._data.sources)
-        for number, name in enumerate(self._data.names):
-            above = self._above[sources == number]
-            metrics[name] = {
-                "rows": len(above),
-                "found_first": float((above == 0).mean()),
-                "found_in_10": float((above < 10).mean()),
-                "median_above": float(np.median(above)),
-            }
-        return metrics
+    low = np.flatnonzero(above >= LOW_RANK)
+    low = low[np.argsort(-above[low], kind="stable")]
+    findings.add(
+        "low_positives",
+        "warning",
+        f"Positives that rank below {LOW_RANK} or more other documents",
+        "The model finds other documents more similar to the query than each of its known positives. These rows are "
+        "hard, or wrong.",
+        map(row_preview, low.tolist()),
+        rows=low.tolist(),
+    )
+    weak = np.flatnonzero(is_weak_Q[known.query_of_row]).tolist()
+    findings.add(
+        "weak_queries",
+        "warning",
+        "Queries without any positive that looks relevant",
+        f"None of the known positives is among the {config.top_k} documents that are most similar to the query.",
+        map(row_preview, weak),
+        rows=weak,
+    )
 
-    def _row_finding(
-        self, kind: str, title: str, text: str, rows: np.ndarray
-    ) -> Finding | None:
-        if not len(rows):
-            return None
-        return Finding(
-            kind,
-            "warning",
-            title,
-            text,
-            len(rows),
-            len(rows) / max(len(self._data), 1),
-            cleaning_command(self._arguments, kind),
-            [self._row_preview(int(row)) for row in rows[: self._num_examples]],
+    # Estimated share of relevant documents among the best candidates, and those nearest above a positive.
+    text = "Too few queries with known positives for an estimate of the rate."
+    is_estimated = True
+    try:
+        estimate = calibrate(chunks, config, config.seed)
+        text = (
+            f"An estimated {estimate.rate_without:.1%} of the best {config.num_negatives} candidates of each query are "
+            f"in truth relevant ({estimate.num_hidden:,d} known positives were hidden for the estimate). "
+            f"{estimate.threshold} brings the rate to {estimate.rate:.1%}."
         )
-
-    def _false_negatives(self) -> Finding | None:
-        """Estimated share of relevant documents among the best candidates, and those nearest above a positive."""
-        ranks = self._ranks
-        text = "Too few queries with known positives for an estimate of the rate."
-        try:
-            estimate = calibrate(self._chunks, self._config, self._config.seed)
-        except UserError:  # too few queries
-            estimate = None
-        if estimate is not None:
-            text = (
-                f"An estimated {estimate.rate_without:.1%} of the best {self._config.num_negatives} candidates of "
-                f"each query are in truth relevant ({estimate.num_hidden:,d} known positives were hidden for the "
-                f"estimate). {estimate.threshold} brings the rate to {estimate.rate:.1%}."
-            )
-        above = np.flatnonzero((ranks.best > 0) & np.isfinite(ranks.best_score))
-        if estimate is None and not len(above):
-            return None
-        lead = (ranks.first_score - ranks.best_score)[above]
-        examples = []
-        for query in above[np.argsort(-lead, kind="stable")][: self._num_examples]:
-            document = self._inputs.documents.item(int(ranks.first[query]))
-            examples.append(
-                {
-                    "query": preview(self._inputs.known.item(int(query))),
-                    "known positive scores": f"{ranks.best_score[query]:.3f}",
-                    "candidate scores": f"{ranks.first_score[query]:.3f}",
-                    "candidate": preview(document),
-                }
-            )
-        data_path = self._config.data_path
-        if isinstance(data_path, list):
-            data_path = (
-                data_path[0] if isinstance(data_path[0], str) else data_path[0].path
-            )
-        return Finding(
+    except UserError:  # too few queries
+        is_estimated = False
+    passed = np.flatnonzero((above_Q > 0) & np.isfinite(best_Q))
+    lead = scores_QK[passed, 0] - best_Q[passed]
+    examples = []
+    shown = passed[np.argsort(-lead, kind="stable")][: findings.num_examples]
+    for query in shown.tolist():
+        examples.append(
+            {
+                "query": preview(known.item(query)),
+                "known positive scores": f"{best_Q[query]:.3f}",
+                "candidate scores": f"{scores_QK[query, 0]:.3f}",
+                "candidate": preview(inputs.documents.item(int(first_Q[query]))),
+            }
+        )
+    data_path = config.data_path
+    if isinstance(data_path, list):
+        data_path = data_path[0] if isinstance(data_path[0], str) else data_path[0].path
+    if is_estimated or len(passed):
+        finding = Finding(
             "false_negatives",
             "warning",
             "Documents above the known positive: candidates for false negatives",
             text,
-            len(above),
-            len(above) / max(self._inputs.known.num_queries, 1),
-            f"vembed mine model_name={self._config.model_name} data_path={data_path} output_path=mined.jsonl "
-            "threshold=auto",
+            len(passed),
+            len(passed) / max(known.num_queries, 1),
+            f"vembed mine model_name={config.model_name} data_path={data_path} output_path=mined.jsonl threshold=auto",
             examples,
         )
+        findings.found.append(finding)
 
-    def _row_preview(self, row: int) -> dict[str, str]:
-        query = self._inputs.known.query_of_row[row]
-        first = int(self._ranks.first[query])
-        return self._data.preview(row) | {
-            "documents above it": f"{self._above[row]:,d}",
-            "the first of them": preview(self._inputs.documents.item(first))
-            if first >= 0
-            else "",
+    by_source: dict[str, object] = {}
+    for number, name in enumerate(data.names):
+        of_source = above[data.sources == number]
+        by_source[name] = {
+            "rows": len(of_source),
+            "found_first": float((of_source == 0).mean()),
+            "found_in_10": float((of_source < 10).mean()),
+            "median_above": float(np.median(of_source)),
         }
+    return by_source

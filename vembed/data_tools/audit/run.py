@@ -13,22 +13,21 @@ from typing import Any
 from vembed.config.schema import ModelSection
 from vembed.data.columns import unread_judgement
 from vembed.data.example_store import Records
-from vembed.data.examples import Example
 from vembed.data.messages import joined, listed
 from vembed.data.overlap import find_overlap, warnings_of
 from vembed.data_tools.audit.checks import (
     SHOWN_CHARACTERS,
     AuditedRows,
-    DataChecks,
     Finding,
+    Findings,
+    check_rows,
     lengths,
     scripts,
 )
 from vembed.data_tools.audit.page import render
-from vembed.data_tools.audit.ranks import RankChecks
+from vembed.data_tools.audit.ranks import check_ranks
 from vembed.data_tools.config import AuditConfig
-from vembed.data_tools.init.data_page import sections
-from vembed.data_tools.init.sections import PageSection
+from vembed.data_tools.init.data_page import PageSection, sections
 from vembed.errors import UserError
 from vembed.mining.candidates import open_candidates
 from vembed.mining.config import MineConfig
@@ -67,62 +66,82 @@ def audit(
     json_path = page.with_suffix(".json")
     began = time.monotonic()
     with open_session(session, log) as (running, log_line):
-        inputs = read_inputs(mining_config(config))
+        mining = mining_config(config)
+        inputs = read_inputs(mining)
         rows = inputs.rows
-        data = AuditedRows.of(rows)
+        data = AuditedRows(rows)
         for line in inputs.summary():
             log_line(line)
         validation = None
         if config.val_data_path is not None:
             changes = {"data_path": config.val_data_path, "on_bad_record": "skip"}
-            validation = AuditedRows.of(open_rows(config.model_copy(update=changes)))
-        arguments = command_arguments(config)
-        checks = DataChecks(
-            data,
-            validation,
-            near_duplicate=config.near_duplicate,
-            num_examples=config.num_examples,
-            arguments=arguments,
-        )
-        findings = [
-            *_bad_records(rows, config.num_examples, arguments),
-            *_unread_judgements(rows, config.num_examples),
-            *checks.findings(),
-        ]
-        to_drop = dict(checks.rows_to_drop)
-        sources: dict[str, Any] = {
-            name: {"rows": count} for name, count in data.rows_of_sources().items()
-        }
+            validation = AuditedRows(open_rows(config.model_copy(update=changes)))
+        # The options that name the data, as arguments of a command.
+        arguments = []
+        for name in ("model_name", "data_path", "val_data_path", "corpus_path"):
+            value = getattr(config, name)
+            if isinstance(value, str):
+                arguments.append(f"{name}={value}")
+        findings = Findings(len(rows), config.num_examples, " ".join(arguments))
+        _check_records(rows, findings)
+        check_rows(data, validation, config.near_duplicate, findings)
+        sources: dict[str, Any] = {}
+        for name, size in zip(data.names, data.sizes, strict=True):
+            sources[name] = {"rows": size}
         if config.model_name is not None:
-            ranks = _rank_checks(config, inputs, data, running, arguments)
-            findings += ranks.findings
-            to_drop |= ranks.rows_to_drop
-            sources = ranks.by_source()
+            folder = work_folder(mining)
+            search = open_candidates(
+                mining, inputs.documents, inputs.known, folder, running
+            )
+            search.find_all()
+            sources = check_ranks(inputs, search, data, mining, findings)
+            running.barrier()
+            if running.is_main and not config.keep_work:
+                shutil.rmtree(folder, ignore_errors=True)
 
         num_cleaned = None
         if config.cleaned_path is not None:
             dropped: set[int] = set()
             for kind in config.drop:
-                dropped |= to_drop.get(kind, set())
+                dropped |= findings.rows_to_drop.get(kind, set())
             num_cleaned = len(rows) - len(dropped)
             if running.is_main:
                 kept = (row for row in range(len(rows)) if row not in dropped)
                 write_rows(check_output(config.cleaned_path), map(rows.record, kept))
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
-        report = _report(config, inputs, data, findings, sources)
+        parts = {
+            "queries": [example.query for example in data.examples],
+            "positives": [i for example in data.examples for i in example.positives],
+            "negatives": [i for example in data.examples for i in example.negatives],
+        }
+        parts = {part: items for part, items in parts.items() if items}
+        is_one = isinstance(config.data_path, str)
+        report: dict[str, Any] = {
+            "name": config.data_path if is_one else f"{len(data.names)} sources",
+            "summary": " ".join(f"{line}." for line in inputs.summary()),
+            "num_rows": len(data),
+            "num_queries": inputs.known.num_queries,
+            "num_documents": inputs.documents.num_candidates,
+            "lengths": {part: lengths(items) for part, items in parts.items()},
+            "scripts": {part: scripts(items) for part, items in parts.items()},
+            "sources": sources,
+            "findings": list(map(asdict, findings.found)),
+        }
         if running.is_main:
             beginning = data_sections(config, inputs, data, validation)
-            report["data"] = [asdict(section) for section in beginning]
-            replace_text(page, render(report["name"], report, beginning, findings))
+            report["data"] = list(map(asdict, beginning))
+            replace_text(page, render(report))
             replace_text(json_path, json.dumps(report, indent=2) + "\n")
-        for finding in findings:
+        for finding in findings.found:
             log_line(
                 f"{finding.severity}: {finding.title}: {finding.count:,d} ({finding.share:.1%})"
             )
         seconds = duration(time.monotonic() - began)
-        log_line(f"{page} and {json_path.name}: {len(findings)} findings, in {seconds}")
+        log_line(
+            f"{page} and {json_path.name}: {len(findings.found)} findings, in {seconds}"
+        )
         running.barrier()
-    return AuditResult(page, tuple(findings), report, num_cleaned)
+    return AuditResult(page, tuple(findings.found), report, num_cleaned)
 
 
 def check_audit(config: AuditConfig) -> Path:
@@ -163,16 +182,6 @@ def mining_config(config: AuditConfig) -> MineConfig:
     )
 
 
-def command_arguments(config: AuditConfig) -> str:
-    """The options that name the data, as arguments of a command."""
-    arguments = []
-    for name in ("model_name", "data_path", "val_data_path", "corpus_path"):
-        value = getattr(config, name)
-        if isinstance(value, str):
-            arguments.append(f"{name}={value}")
-    return " ".join(arguments)
-
-
 def data_sections(
     config: AuditConfig,
     inputs: Inputs,
@@ -183,7 +192,6 @@ def data_sections(
 
     Of the model only its tokenizer is read, if it is on this machine.
     """
-    examples = _Examples(data)
     lines = inputs.summary()
     for table in inputs.rows.tables:
         if isinstance(table, Records):
@@ -197,7 +205,7 @@ def data_sections(
         pairs = []
         for example in validation.examples:
             pairs += [(example.query, positive) for positive in example.positives]
-        warnings = warnings_of(find_overlap(examples, pairs))
+        warnings = warnings_of(find_overlap(data, pairs))
         lines += [f"warning: {warning}" for warning in warnings]
     model = None
     if config.model_name is not None:
@@ -206,123 +214,43 @@ def data_sections(
             include=names_of_model | {"trust_remote_code"}, exclude_none=True
         )
         model = ModelSection(model_name=config.model_name, **options)
-    return sections(examples, lines, model)
+    return sections(data, lines, model)
 
 
-class _Examples:
-    """The rows of an audit as examples of their sources."""
-
-    def __init__(self, data: AuditedRows) -> None:
-        self._data = data
-        self.names = data.names
-        self.sizes = tuple(data.rows_of_sources().values())
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int, /) -> Example:
-        return self._data.examples[index]
-
-    def source_of(self, index: int) -> int:
-        """Return the number of the source of a row."""
-        return self._data.sources[index]
-
-
-def _rank_checks(
-    config: AuditConfig,
-    inputs: Inputs,
-    data: AuditedRows,
-    session: Session,
-    arguments: str,
-) -> RankChecks:
-    mining = mining_config(config)
-    folder = work_folder(mining)
-    store = open_candidates(mining, inputs.documents, inputs.known, folder, session)
-    store.find_all()
-    checks = RankChecks(inputs, store, data, mining, config.num_examples, arguments)
-    session.barrier()
-    if session.is_main and not config.keep_work:
-        shutil.rmtree(folder, ignore_errors=True)
-    return checks
-
-
-def _bad_records(rows: Rows, num_examples: int, arguments: str) -> list[Finding]:
-    """Records that training would refuse: no JSON, empty texts, broken or missing images."""
-    problems: list[str] = []
-    count = 0
-    for table in rows.tables:
-        if isinstance(table, Records):
-            problems += table.index.problems
-            count += table.index.num_bad
-    if not count:
-        return []
-    examples = []
-    for problem in problems[:num_examples]:
-        place, _, reason = problem.partition(": ")
-        examples.append({"place": place, "reason": reason})
-    return [
-        Finding(
-            "bad_records",
-            "error",
-            "Records that are invalid",
-            "Training stops at them, or leaves them out with on_bad_record: skip.",
-            count,
-            count / (count + len(rows)),
-            f"vembed audit {arguments} cleaned_path=cleaned.jsonl",
-            examples,
-        )
-    ]
-
-
-def _unread_judgements(rows: Rows, num_examples: int) -> list[Finding]:
-    """Pairs with a column that probably says which of them match, and is not read."""
-    findings = []
-    for table in rows.tables:
-        if not isinstance(table, Records):
-            continue
+def _check_records(rows: Rows, findings: Findings) -> None:
+    """Records that training would refuse, and pairs with a column that probably says which match, and is not read."""
+    tables = [table for table in rows.tables if isinstance(table, Records)]
+    num_bad = sum(table.index.num_bad for table in tables)
+    problems: list[dict[str, str]] = []
+    for table in tables:
+        for problem in table.index.problems:
+            place, _, reason = problem.partition(": ")
+            problems.append({"place": place, "reason": reason})
+    findings.add(
+        "bad_records",
+        "error",
+        "Records that are invalid",
+        "Training stops at them, or leaves them out with on_bad_record: skip.",
+        problems,
+        count=num_bad,
+        num_all=num_bad + len(rows),
+        fix=f"vembed audit {findings.arguments} cleaned_path=cleaned.jsonl",
+    )
+    for table in tables:
         index = table.index
         sentence = unread_judgement(index.unused)
-        if index.labels is not None or index.counts["scored"] or sentence is None:
-            continue
-        examples = []
-        for number in range(min(num_examples, len(table))):
-            record = table.record(number)
-            examples.append(
-                {name: str(value)[:SHOWN_CHARACTERS] for name, value in record.items()}
-            )
-        findings.append(
-            Finding(
+        if index.labels is None and not index.counts["scored"] and sentence is not None:
+            examples = []
+            for number in range(min(findings.num_examples, len(table))):
+                example = {}
+                for name, value in table.record(number).items():
+                    example[name] = str(value)[:SHOWN_CHARACTERS]
+                examples.append(example)
+            findings.add(
                 "unread_judgement",
                 "warning",
                 "Pairs that may not match",
                 f"{table.name}: {sentence}.",
-                len(table),
-                len(table) / len(rows),
-                examples=examples,
+                examples,
+                count=len(table),
             )
-        )
-    return findings
-
-
-def _report(
-    config: AuditConfig,
-    inputs: Inputs,
-    data: AuditedRows,
-    findings: Sequence[Finding],
-    sources: dict[str, Any],
-) -> dict[str, Any]:
-    parts = data.items_by_part()
-    name = f"{len(data.names)} sources"
-    if isinstance(config.data_path, str):
-        name = config.data_path
-    return {
-        "name": name,
-        "summary": " ".join(f"{line}." for line in inputs.summary()),
-        "num_rows": len(data),
-        "num_queries": inputs.known.num_queries,
-        "num_documents": inputs.documents.num_candidates,
-        "lengths": {part: lengths(items) for part, items in parts.items()},
-        "scripts": {part: scripts(items) for part, items in parts.items()},
-        "sources": sources,
-        "findings": [finding.to_dict() for finding in findings],
-    }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from vembed.data.near_duplicates import casefolded
 from vembed.data_tools.config import GenerateConfig
 from vembed.data_tools.generate.kinds import pairs_of
 from vembed.data_tools.generate.writers import (
-    TextWriter,
+    WriteTexts,
     cleaned,
     load_writer,
     prompt_for,
@@ -42,7 +43,6 @@ from vembed.mining.mine import Log, open_session, read_inputs
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.mining.record_tables import open_rows
-from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
 
@@ -85,10 +85,10 @@ def generate(
             files.append(CorpusFile(path, config.image_root, allow_image_urls=allows))
         documents = _documents(files, config)
         log_line(f"documents: {len(documents):,d}")
-        answers = _Answers(config, files, documents, folder)
+        texts: dict[str, str] = {}
         if config.written_kinds():
-            answers.write(running)
-        rows = list(_distinct(_rows(config, files, documents, answers), left_out))
+            texts = _written_texts(config, files, documents, folder, running)
+        rows = list(_distinct(_rows(config, files, documents, texts), left_out))
         log_line(f"pairs: {len(rows):,d} made" + _reasons(left_out))
         if config.model_name is not None and rows:
             rows = _round_trip(config, rows, folder, running, left_out)
@@ -123,12 +123,12 @@ def _rows(
     config: GenerateConfig,
     files: Sequence[CorpusFile],
     documents: np.ndarray,
-    answers: _Answers,
+    texts: Mapping[str, str],
 ) -> Iterator[dict[str, Any]]:
     """Yield all pairs, in the order of the documents. A row without a query says by its kind what was left out."""
     written = config.written_kinds()
     free = [kind for kind in config.kinds if kind not in written]
-    for number, document in enumerate(documents):
+    for document in documents:
         record, item = files[document[FILE]].read(int(document[START]))
         identity = document_id(record)
         columns = {} if identity is None else {"document_id": identity}
@@ -142,7 +142,12 @@ def _rows(
             if not pairs:
                 yield {"kind": "no kind fits"}
         for kind in written if item.text else ():
-            text = cleaned(answers.of(number, kind))
+            key = f"{document[EXACT]} {kind}"
+            if key not in texts:
+                raise UserError(
+                    "another rank has written queries that are not here: set work_dir to a folder that all machines see"
+                )
+            text = cleaned(texts[key])
             if text:
                 row = {"query": text, "positive": item.text, "kind": kind}
                 yield row | columns
@@ -150,89 +155,63 @@ def _rows(
                 yield {"kind": f"{kind}: nothing usable was written"}
 
 
-class _Answers:
-    """What the language model writes for the documents: a file for each block of them, which grows by each answer."""
+def _written_texts(
+    config: GenerateConfig,
+    files: Sequence[CorpusFile],
+    documents: np.ndarray,
+    folder: Path,
+    session: Session,
+) -> dict[str, str]:
+    """Return what the language model writes, by content of the document and kind of query.
 
-    def __init__(
-        self,
-        config: GenerateConfig,
-        files: Sequence[CorpusFile],
-        documents: np.ndarray,
-        folder: Path,
-    ) -> None:
-        self._config = config
-        self._files = files
-        self._documents = documents
-        self._examples = _examples(config)
-        identity = short_hash(writer_identity(config), config.seed, self._examples)
-        self._folder = folder / "written" / identity
-        self._block: int | None = None
-        self._known: dict[str, str] = {}
+    Collective: the ranks share the blocks of documents. Answers are written down as they come in, so that one that dies
+    loses none.
+    """
+    examples = _examples(config)
+    identity = short_hash(writer_identity(config), config.seed, examples)
+    answers = folder / "written" / identity
+    answers.mkdir(parents=True, exist_ok=True)
+    texts = _read_answers(answers)
+    write: WriteTexts | None = None
+    num_documents = len(documents)
+    blocks = range(session.rank * BLOCK, num_documents, session.world_size * BLOCK)
+    with ProgressReport("generating", active=session.is_main) as progress:
+        for first in blocks:
+            last = min(first + BLOCK, num_documents)
+            keys: list[str] = []
+            prompts: list[str] = []
+            for number in range(first, last):
+                document = documents[number]
+                item = files[document[FILE]].read(int(document[START]))[1]
+                for kind in config.written_kinds() if item.text else ():
+                    key = f"{document[EXACT]} {kind}"
+                    if key not in texts:
+                        prompt = prompt_for(kind, item.text, config, examples, number)
+                        keys.append(key)
+                        prompts.append(prompt)
+            if prompts:
+                write = write or load_writer(config, session.device)
+                # The seed of a block, so that its text does not depend on the rank that writes it.
+                seed = config.seed + first // BLOCK
+                path = answers / f"{os.uname().nodename}-{os.getpid()}.answers"
+                with path.open("a", encoding="utf-8") as file:
+                    for place, text in write(prompts, seed):
+                        # Behind a line end: the last line of a process that was killed may be half of one.
+                        file.write("\n" + json.dumps([keys[place], text]))
+                        file.flush()
+            progress(last, num_documents)
+    session.barrier()
+    return _read_answers(answers)
 
-    def write(self, session: Session) -> None:
-        """Write what is not on disk yet. Collective: the ranks share the blocks."""
-        config = self._config
-        writer: TextWriter | None = None
-        num_documents = len(self._documents)
-        blocks = range(session.rank * BLOCK, num_documents, session.world_size * BLOCK)
-        with ProgressReport("generating", active=session.is_main) as progress:
-            for first in blocks:
-                last = min(first + BLOCK, num_documents)
-                known = self._read(first)
-                names: list[str] = []
-                prompts: list[str] = []
-                for number in range(first, last):
-                    document = self._documents[number]
-                    item = self._files[document[FILE]].read(int(document[START]))[1]
-                    for kind in config.written_kinds() if item.text else ():
-                        if f"{number} {kind}" not in known:
-                            names.append(f"{number} {kind}")
-                            prompts.append(
-                                prompt_for(
-                                    kind, item.text, config, self._examples, number
-                                )
-                            )
-                if prompts:
-                    writer = writer or load_writer(config, session.device)
-                    # The seed of a block, so that its text does not depend on the rank that writes it.
-                    seed = config.seed + first // BLOCK
-                    path = self._path(first)
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with path.open("a", encoding="utf-8") as file:
-                        file.write("\n")  # the last line may be half of one
-                        for place, text in writer.write(prompts, seed):
-                            file.write(json.dumps([names[place], text]) + "\n")
-                            file.flush()
-                progress(last, num_documents)
-        session.barrier()
 
-    def of(self, number: int, kind: str) -> str:
-        """Return what was written for a document."""
-        first = number // BLOCK * BLOCK
-        if self._block != first:
-            self._block = first
-            self._known = self._read(first)
-        if f"{number} {kind}" not in self._known:
-            raise UserError(
-                f"{self._folder} must be a folder that all machines see: set work_dir"
-            )
-        return self._known[f"{number} {kind}"]
-
-    def _path(self, first: int) -> Path:
-        keys = self._documents[first : first + BLOCK, EXACT].tolist()
-        return self._folder / f"{first:06d}-{short_hash(keys)}.answers"
-
-    def _read(self, first: int) -> dict[str, str]:
-        """Return the answers of a block, by number of the document and kind."""
-        path = self._path(first)
-        answers: dict[str, str] = {}
-        if path.is_file():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                # The last line of a process that was killed may be half of one.
-                with suppress(ValueError):
-                    name, text = json.loads(line)
-                    answers[name] = text
-        return answers
+def _read_answers(folder: Path) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for path in sorted(folder.glob("*.answers")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # half of a line
+                key, text = json.loads(line)
+                texts[key] = text
+    return texts
 
 
 def _examples(config: GenerateConfig) -> list[tuple[str, str]]:
@@ -313,17 +292,17 @@ def _round_trip(
     kept = []
     for number, row in enumerate(rows):
         query = int(known.query_of_row[number])
-        document = inputs.documents.find_contents(
-            [content_key(inputs.rows.example(number).positives[0])]
-        )[0]
+        positive = inputs.rows.example(number).positives[0]
+        document = inputs.documents.find_contents([content_key(positive)])
         # `codes` is ascending, as pairs are, and holds every positive of the rows.
-        positive_scores = positives[np.searchsorted(codes, query << 32 | int(document))]
+        place = np.searchsorted(codes, query << 32 | document)
         # The candidates leave out the known positives, so that those above it are counted by score.
-        if int((scores[query] > positive_scores).sum()) < config.round_trip_top_k:
+        num_above = int((scores[query] > positives[place]).sum())
+        if num_above < config.round_trip_top_k:
             kept.append(row)
         else:
             left_out[f"round trip: not among the first {config.round_trip_top_k}"] += 1
-    collectives.barrier()
+    session.barrier()
     return kept
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,26 +35,8 @@ NOUNS = {
 LONGEST_QUERY = 400
 
 
-class TextWriter(Protocol):
-    """A language model that is ready."""
-
-    def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
-        """The number of each prompt, and what was written, in any order."""
-        ...
-
-
-class EndpointWriter:
-    """A model behind an OpenAI-compatible endpoint."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self._client = ChatClient(writer, writer.model)
-
-    def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:  # noqa: ARG002
-        """The number of each prompt, and what was written, as answers come in."""
-        return self._client.complete(
-            prompts, self._writer.max_new_tokens, self._writer.temperature
-        )
+WriteTexts = Callable[[Sequence[str], int], Iterator[tuple[int, str]]]
+"""Takes prompts and a seed, and gives the number of each prompt and what was written, in any order."""
 
 
 class LocalWriter:
@@ -123,13 +105,15 @@ class LocalWriter:
         return text
 
 
-def load_writer(config: GenerateConfig, device: torch.device) -> TextWriter:
-    """The model of `writer`."""
-    assert config.writer is not None, "the config asks for it"
-    return (
-        EndpointWriter(config.writer)
-        if config.writer.base_url
-        else LocalWriter(config.writer, config, device)
+def load_writer(config: GenerateConfig, device: torch.device) -> WriteTexts:
+    """The model of `writer`: behind an endpoint, or here."""
+    writer = config.writer
+    assert writer is not None, "the config asks for it"
+    if not writer.base_url:
+        return LocalWriter(writer, config, device).write
+    client = ChatClient(writer, writer.model)
+    return lambda prompts, _: client.complete(
+        prompts, writer.max_new_tokens, writer.temperature
     )
 
 

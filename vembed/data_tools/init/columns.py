@@ -13,7 +13,6 @@ from typing import Any
 
 from vembed.data.columns import (
     Columns,
-    Layout,
     classes_as_scores,
     unread_judgement,
     unread_negatives,
@@ -28,7 +27,7 @@ from vembed.errors import UserError
 
 Record = Mapping[str, Any]
 
-QUERY_WORDS = (
+QUERY_WORDS = [
     "query",
     "question",
     "anchor",
@@ -70,8 +69,8 @@ QUERY_WORDS = (
     "onderwerp",
     "pytanie",
     "soru",
-)
-POSITIVE_WORDS = (
+]
+POSITIVE_WORDS = [
     "positive",
     "answer",
     "response",
@@ -118,46 +117,44 @@ POSITIVE_WORDS = (
     "tekst",
     "odpowiedz",
     "cevap",
-)
-ID_WORDS = frozenset(
-    {
-        "id",
-        "ids",
-        "uuid",
-        "guid",
-        "nr",
-        "no",
-        "num",
-        "number",
-        "nummer",
-        "index",
-        "idx",
-        "key",
-        "code",
-        "url",
-        "link",
-        "date",
-        "datum",
-        "time",
-        "zeit",
-        "timestamp",
-        "created",
-        "updated",
-        "author",
-        "autor",
-        "user",
-        "lang",
-        "language",
-        "sprache",
-        "category",
-        "kategorie",
-        "status",
-        "tag",
-        "tags",
-        "numero",
-        "fecha",
-    }
-)
+]
+ID_WORDS = [
+    "id",
+    "ids",
+    "uuid",
+    "guid",
+    "nr",
+    "no",
+    "num",
+    "number",
+    "nummer",
+    "index",
+    "idx",
+    "key",
+    "code",
+    "url",
+    "link",
+    "date",
+    "datum",
+    "time",
+    "zeit",
+    "timestamp",
+    "created",
+    "updated",
+    "author",
+    "autor",
+    "user",
+    "lang",
+    "language",
+    "sprache",
+    "category",
+    "kategorie",
+    "status",
+    "tag",
+    "tags",
+    "numero",
+    "fecha",
+]
 """Words of column names whose content is not embedded."""
 FEW_VALUES = 0.2
 """A column with a smaller share of different values is a category, unless its name says otherwise."""
@@ -208,64 +205,49 @@ def guess(
     records: Sequence[Record], missing: Sequence[str], taken: Sequence[str] = ()
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
-    free = [
-        column
-        for column in column_facts(records)
-        if column.name not in taken and column.is_text
-    ]
+    free = []
+    for column in column_facts(records):
+        if column.name not in taken and column.is_text:
+            free.append(column)
+    longest = max((column.mean_length for column in free), default=1.0) or 1.0
     mapping: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    longest = max((column.mean_length for column in free), default=1.0) or 1.0
+    open_columns = list(free)
+    unassigned = list(missing)
     # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
-    while unassigned := [
-        role
-        for role in missing
-        if not any(target.startswith(role) for target in mapping.values())
-    ]:
-        open_columns = [column for column in free if column.name not in mapping]
-        if not open_columns:
-            break
-        scored = [
-            (_score(column, role, longest), -place, role, column)
-            for place, column in enumerate(open_columns)
-            for role in unassigned
-        ]
-        # Of equal scores the earlier column.
-        _, _, role, best = max(scored, key=lambda entry: entry[:2])
+    while unassigned and open_columns:
+        scored = []
+        for place, column in enumerate(open_columns):
+            for role in unassigned:
+                # Of equal scores the earlier column.
+                scored.append((_score(column, role, longest), -place, role))
+        _, place, role = max(scored, key=lambda entry: entry[:2])
+        best = open_columns[-place]
         mapping[best.name] = f"{role}_image" if best.paths > 0.5 else role
         reasons[best.name] = _reason(best, role, len(open_columns))
-    likely = sorted(
-        free,
-        key=lambda column: (
-            -max(_score(column, role, longest) for role in ("query", "positive"))
-        ),
-    )
+        open_columns.remove(best)
+        unassigned.remove(role)
     ordered = {
-        name: mapping[name] for column in free if (name := column.name) in mapping
+        column.name: mapping[column.name] for column in free if column.name in mapping
     }
-    return Guess(ordered, reasons, tuple(likely))
+    roles = ("query", "positive")
+    free.sort(key=lambda column: -max(_score(column, role, longest) for role in roles))
+    return Guess(ordered, reasons, tuple(free))
 
 
 def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
-    texts = [_text(value) for value in values]
-    texts = [text for text in texts if text]
+    texts = [text for text in map(_text, values) if text]
     if not texts:
         return ColumnFacts(name, "", 0.0, 0.0, 0.0, 0.0, is_text=False)
     unique = len(set(texts)) / len(texts)
     paths = mean(IMAGE_PATH.fullmatch(text) is not None for text in texts)
     questions = mean(text.rstrip(" \"')").endswith(("?", "\uff1f")) for text in texts)
-    letters = mean(
-        sum(character.isalpha() for character in text) / len(text) for text in texts
-    )
-    spaced = mean(
-        any(character.isspace() for character in text.strip()) for text in texts
-    )
+    letters = mean(sum(map(str.isalpha, text)) / len(text) for text in texts)
+    spaced = mean(any(map(str.isspace, text)) for text in texts)
     length = mean(map(len, texts))
     # From the CJK radicals on. Such texts have no blanks, so the next two lines cannot take them for ids or codes.
-    wide = mean(
-        any(ord(character) > 0x2E7F for character in text) for text in texts
-    )  # scripts without spaces
-    is_id = _words(name) & ID_WORDS and spaced < 0.5 and not wide
+    wide = mean(max(text) > "\u2e7f" for text in texts)
+    is_id = _words(name) & set(ID_WORDS) and spaced < 0.5 and not wide
     is_code = (
         spaced < 0.1 and unique > 0.9 and letters < 0.8 and not wide and length < 64
     )
@@ -274,20 +256,17 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
 
 
 def _score(column: ColumnFacts, role: str, longest: float) -> float:
-    role_words: Sequence[str] = QUERY_WORDS
-    other_words: Sequence[str] = POSITIVE_WORDS
+    role_words = QUERY_WORDS
+    other_words = POSITIVE_WORDS
     if role != "query":
-        role_words = POSITIVE_WORDS
-        other_words = QUERY_WORDS
+        role_words, other_words = other_words, role_words
     # A name counts most, then whether values are questions, then their length: queries are the shorter of the two.
-    score = 2.0 * _named(column.name, role_words) - 1.0 * _named(
-        column.name, other_words
-    )
+    score = 2.0 * _named(column.name, role_words) - _named(column.name, other_words)
     share = column.mean_length / longest
     score += column.questions - share if role == "query" else share - column.questions
     if column.unique < FEW_VALUES:
         score -= 1.0
-    if _words(column.name) & ID_WORDS:
+    if not _words(column.name).isdisjoint(ID_WORDS):
         score -= 1.0
     return score
 
@@ -305,30 +284,22 @@ def _reason(column: ColumnFacts, role: str, num_open: int) -> str:
 
 
 def _named(name: str, words: Sequence[str]) -> float:
-    """Return 1 if a word of the name is column of the words, 0.8 if it ends or begins with column (Kundenfrage), else 0."""
+    """Return 1 if a word of the name is one of the words, 0.8 if it begins or ends with one (Kundenfrage), else 0."""
     parts = _words(name)
-    if parts & set(words):
+    if not parts.isdisjoint(words):
         return 1.0
-    long = [word for word in words if len(word) > 4]
-    return (
-        0.8
-        if any(
-            part.endswith(word) or part.startswith(word)
-            for part in parts
-            for word in long
-        )
-        else 0.0
-    )
+    for word in words:
+        for part in parts:
+            if len(word) > 4 and (part.startswith(word) or part.endswith(word)):
+                return 0.8
+    return 0.0
 
 
 def _words(name: str) -> set[str]:
     # customerQuestion -> customer question; accents are taken off, as in the lists of words.
     split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    plain = "".join(
-        letter
-        for letter in unicodedata.normalize("NFKD", split.casefold())
-        if not unicodedata.combining(letter)
-    )
+    letters = unicodedata.normalize("NFKD", split.casefold())
+    plain = "".join(filter(lambda letter: not unicodedata.combining(letter), letters))
     return set(re.findall(r"[^\W_]+", plain))
 
 
@@ -356,31 +327,15 @@ def confirm(
     columns = guess.candidates[:MOST_SHOWN]
     mapping: dict[str, str] = {}
     for role in missing:
-        likely = next(
-            (name for name, target in guess.mapping.items() if target.startswith(role)),
-            None,
-        )
         what = "the query" if role == "query" else "what the query should find"
-        lines = [
-            f"  {number}  {column.printable}"
-            for number, column in enumerate(columns, 1)
-        ]
-        default = next(
-            (
-                str(number)
-                for number, column in enumerate(columns, 1)
-                if column.name == likely
-            ),
-            "",
-        )
-        prompt = "\n".join(
-            [
-                f"Which column is {what}?",
-                *lines,
-                f"Number{f' [{default}]' if default else ''}: ",
-            ]
-        )
-        answer = read(prompt).strip() or default
+        lines = [f"Which column is {what}?"]
+        default = ""
+        for number, column in enumerate(columns, 1):
+            lines.append(f"  {number}  {column.printable}")
+            if not default and guess.mapping.get(column.name, "").startswith(role):
+                default = str(number)
+        lines.append(f"Number{f' [{default}]' if default else ''}: ")
+        answer = read("\n".join(lines)).strip() or default
         while not (answer.isdecimal() and 1 <= int(answer) <= len(columns)):
             answer = read(f"A number from 1 to {len(columns)}: ").strip() or default
         chosen = columns[int(answer) - 1]
@@ -396,11 +351,23 @@ WORDS_OF_A_RECORD = 4
 def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
     """Return sentences on what may be wrong with the columns."""
     layout = Columns(mapping).layout(sample.columns)
-    doubts = [_header(sample), _classes(sample, layout)]
+    doubts: list[str | None] = []
+    num_words = min(len(name.split()) for name in sample.columns)
+    if sample.is_delimited and num_words >= WORDS_OF_A_RECORD:
+        doubts.append(
+            f"the first line is taken for the names of the columns ({printable(sample.columns[0])}); if it is a record, "
+            "put a line with names before it, such as query,positive"
+        )
+    if layout.score == "label":
+        # Few whole numbers are classes. Beside sentence1 and sentence2 they are read as a score.
+        values = {str(record.get("label")) for record in sample.records}
+        if all(map(str.isdigit, values)):
+            doubts.append(classes_as_scores([float(value) for value in values]))
     if layout.label is None:
         read = set(layout.columns())
         unused = [name for name in sample.columns if name not in read]
-        doubts.append(unread_judgement(unused) if layout.score is None else None)
+        if layout.score is None:
+            doubts.append(unread_judgement(unused))
         doubts += [unread_negatives(unused), unread_prompt(unused)]
     return [doubt for doubt in doubts if doubt is not None]
 
@@ -435,26 +402,3 @@ def bad_records(
             f"{data}: none of the first {len(problems):,d} records can be used, {problems[0]}"
         )
     return len(problems), problems[0] if problems else ""
-
-
-def _header(sample: FileSample) -> str | None:
-    if not sample.is_delimited or any(
-        len(name.split()) < WORDS_OF_A_RECORD for name in sample.columns
-    ):
-        return None
-    return (
-        f"the first line is taken for the names of the columns ({printable(sample.columns[0])}); if it is a record, put a "
-        "line with names before it, such as query,positive"
-    )
-
-
-def _classes(sample: FileSample, layout: Layout) -> str | None:
-    """Return a doubt about a column `label` of few whole numbers, which is a score beside sentence1 and sentence2."""
-    if layout.score != "label":
-        return None
-    values = {str(record.get("label")) for record in sample.records}
-    return (
-        classes_as_scores([float(value) for value in values])
-        if all(map(str.isdigit, values))
-        else None
-    )

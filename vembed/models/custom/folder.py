@@ -61,6 +61,17 @@ TOKENIZER = (
     "processor_config.json",
 )
 """Files of tokenizers and image processors."""
+IMAGE_PROCESSOR = {
+    "image_processor_type": "ViTImageProcessor",
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "resample": 2,
+}
+"""Image processor of a module with `image_size`, unless the user has given one."""
 _OF_THE_PACKAGE = re.compile(r"^\s*from\s+\.\s+import\b", re.MULTILINE)
 
 
@@ -76,9 +87,7 @@ def own_class(folder: Path) -> str | None:
     """Return the name of the class of a folder's own model; None for any other folder."""
     if not is_own(folder):
         return None
-    return str(
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))["class_name"]
-    )
+    return str(OwnConfig.from_pretrained(folder).class_name)
 
 
 def own_folder(
@@ -91,29 +100,49 @@ def own_folder(
     """
     assert options.model_class is not None
     code = find_class(options.model_class)
+    arguments = options.model_arguments
     if source is not None and is_own(source):
-        _check_same(options, source)
+        saved = OwnConfig.from_pretrained(source).model_config
+        if arguments is not None and dict(arguments) != saved:
+            raise UserError(
+                f"model_config: {arguments} is not that of {source} ({saved}); leave it out, or start without that folder"
+            )
         trust(source, code)
         return source
-    arguments = dict(options.model_arguments or {})
-    texts = "input_ids" in accepted_inputs(code.value)
-    files = _tokenizer_files(tokenizer or source, options, needed=texts)
-    weights = () if source is None else sorted(source.glob("*.safetensors"))
-    settings = settings_of(code, arguments)
-    identity = [
-        settings,
-        [[path.name, _digest(path)] for path in (*files, *weights, *code_files(code))],
-    ]
-    name = f"{code.name}-{hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()}"
-    folder = _cache() / name
+    reads_texts = "input_ids" in accepted_inputs(code.value)
+    files: list[Path] = []
+    texts = tokenizer or source
+    if texts is not None:
+        files = [texts / name for name in TOKENIZER if (texts / name).is_file()]
+    names = " ".join(path.name for path in files)
+    if reads_texts and not re.search(r"\b(tokenizer|vocab|spiece)", names):
+        raise UserError(
+            f"model_class: {options.model_class} reads texts and needs a tokenizer: give tokenizer_name a folder or a "
+            "Hub name (`vembed init --tokenizer FOLDER --data FILE` trains one on your data)"
+        )
+    if source is not None:
+        files += sorted(source.glob("*.safetensors"))
+    settings = settings_of(code, arguments or {})
+    identity: list[Any] = [settings]
+    for path in (*files, *code_files(code)):
+        with path.open("rb") as file:
+            identity.append(
+                [path.name, hashlib.file_digest(file, "blake2b").hexdigest()]
+            )
+    digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
+    folder = _cache() / f"{code.name}-{digest}"
     if not folder.is_dir():
-        partial = folder.with_name(f".{name}.{os.getpid()}")
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}")
         partial.mkdir(parents=True, exist_ok=True)
-        for path in (*files, *weights):
+        for path in files:
             shutil.copy(path, partial / path.name)
         write_code(partial, code)
-        if not texts or "pixel_values" in accepted_inputs(code.value):
-            _write_image_processor(partial, settings)
+        processor = partial / "preprocessor_config.json"
+        reads_images = "pixel_values" in accepted_inputs(code.value)
+        if reads_images and "image_size" in settings and not processor.is_file():
+            side = settings["image_size"]
+            values = {**IMAGE_PROCESSOR, "size": {"height": side, "width": side}}
+            processor.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         (partial / "config.json").write_text(
             json.dumps(settings, indent=2) + "\n", encoding="utf-8"
         )
@@ -158,19 +187,11 @@ def write_code(folder: Path, code: OwnCode) -> None:
 
 def save_code(source: Path, folder: Path) -> None:
     """Write the code of the own model that was built from `source`: the user's file, or the code that came with it."""
-    chosen = trusted_class(str(source))
-    if (
-        chosen is not None
-        and chosen.backbone_class is not None
-        and source.parent != _cache().resolve()
-    ):
-        write_code(
-            folder,
-            OwnCode(
-                chosen.backbone_class,
-                Path(inspect.getfile(chosen.backbone_class)).resolve(),
-            ),
-        )
+    trusted = trusted_class(str(source))
+    if trusted is not None and source.parent != _cache().resolve():
+        assert trusted.backbone_class is not None
+        file = Path(inspect.getfile(trusted.backbone_class)).resolve()
+        write_code(folder, OwnCode(trusted.backbone_class, file))
         return
     for path in sorted(source.glob("*.py")):
         shutil.copy(path, folder / path.name)
@@ -200,21 +221,32 @@ def code_files(code: OwnCode) -> list[Path]:
 
 def settings_of(code: OwnCode, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json. What the module gives is tried on two short inputs, without weights where that works."""
-    module, hidden = _try_out(code, arguments)
-    accepted = accepted_inputs(code.value)
+    module: nn.Module
+    try:
+        with init_empty_weights(include_buffers=True):
+            module = construct(code.value, arguments)
+        hidden = forward_of(module, code.value, torch.device("meta"))
+    except TypeError as error:
+        raise UserError(
+            f"model_config: {dict(arguments)} does not fit {code.name}: {error}"
+        ) from error
+    except (RuntimeError, NotImplementedError):  # an operation that needs values
+        with torch.random.fork_rng(devices=[]):
+            module = construct(code.value, arguments)
+        hidden = forward_of(module, code.value, torch.device("cpu"))
+    stem = Path(CODE).stem
     values: dict[str, Any] = {
         "model_type": OwnConfig.model_type,
         "architectures": ["OwnModel"],
         "auto_map": {
-            "AutoConfig": f"{Path(CODE).stem}.OwnConfig",
-            "AutoModel": f"{Path(CODE).stem}.OwnModel",
+            "AutoConfig": f"{stem}.OwnConfig",
+            "AutoModel": f"{stem}.OwnModel",
         },
         "class_name": code.name,
         "model_config": dict(arguments),
-        "hidden_size": int(
-            hidden.shape[1] if hidden.ndim in (2, 4) else hidden.shape[2]
-        ),
-        "inputs": list(accepted),
+        # [n, dim], [n, tokens, dim] or, of a convolutional network, [n, channels, height, width].
+        "hidden_size": int(hidden.shape[2 if hidden.ndim == 3 else 1]),
+        "inputs": list(accepted_inputs(code.value)),
         "gives_vectors": hidden.ndim == 2,
         "reads_causally": bool(vars(code.value).get("is_causal", False)),
     }
@@ -225,26 +257,6 @@ def settings_of(code: OwnCode, arguments: Mapping[str, Any]) -> dict[str, Any]:
                 value
             )
     return values
-
-
-def _try_out(code: OwnCode, arguments: Mapping[str, Any]) -> tuple[nn.Module, Tensor]:
-    """Return a module without values, and the shape of what it gives for two inputs."""
-    try:
-        with init_empty_weights(include_buffers=True):
-            module = construct(code.value, arguments)
-        return module, forward_of(module, code.value, torch.device("meta"))
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # an operation that needs values: try it with values
-        pass
-    except TypeError as error:
-        raise UserError(
-            f"model_config: {dict(arguments)} does not fit {code.name}: {error}"
-        ) from error
-    with torch.random.fork_rng(devices=[]):
-        module = construct(code.value, arguments)
-    return module, forward_of(module, code.value, torch.device("cpu"))
 
 
 def forward_of(
@@ -265,61 +277,6 @@ def forward_of(
         return read_output(module.eval()(**inputs))[0]
 
 
-def _check_same(options: ModelSection, source: Path) -> None:
-    saved = json.loads((source / "config.json").read_text(encoding="utf-8"))[
-        "model_config"
-    ]
-    if options.model_arguments is not None and dict(options.model_arguments) != saved:
-        raise UserError(
-            f"model_config: {options.model_arguments} is not that of {source} ({saved}); leave it out, or start without "
-            "that folder"
-        )
-
-
-def _tokenizer_files(
-    folder: Path | None, options: ModelSection, *, needed: bool
-) -> list[Path]:
-    files = (
-        []
-        if folder is None
-        else [folder / name for name in TOKENIZER if (folder / name).is_file()]
-    )
-    if needed and not any(
-        path.name.startswith(("tokenizer", "vocab", "spiece")) for path in files
-    ):
-        raise UserError(
-            f"model_class: {options.model_class} reads texts and needs a tokenizer: give tokenizer_name a folder or a "
-            "Hub name (`vembed init --tokenizer FOLDER --data FILE` trains one on your data)"
-        )
-    return files
-
-
-def _write_image_processor(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Write the image processor of a module with `image_size`, unless the user has given one."""
-    if (folder / "preprocessor_config.json").is_file() or "image_size" not in settings:
-        return
-    side = settings["image_size"]
-    values = {
-        "image_processor_type": "ViTImageProcessor",
-        "size": {"height": side, "width": side},
-        "do_resize": True,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "resample": 2,
-    }
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps(values, indent=2) + "\n", encoding="utf-8"
-    )
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
-
-
 def _cache() -> Path:
     return cache_folder() / "own"
 
@@ -330,11 +287,6 @@ def _cache() -> Path:
 MODEL = ("model_class", "model", "model_name")
 """Options that a class or a module may be given as."""
 BLOCKS = ("fsdp", "fsdp_config", "distributed")
-_DTYPES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 
 
 def as_options(
@@ -349,48 +301,38 @@ def as_options(
                 raise UserError(f"{key}: a second model is given; keep one of them")
             trained = value
         elif key in BLOCKS and isinstance(value, Mapping):
-            values[key] = _without_objects(value)
+            values[key] = {}
+            for inner_key, inner_value in value.items():
+                values[key] |= _option(inner_key, inner_value)
         else:
-            values |= _without_objects({key: value})
-    return values if trained is None else values | _model_options(trained)
+            values |= _option(key, value)
+    if trained is not None:
+        kind = trained if isinstance(trained, type) else type(trained)
+        check_class(kind, kind.__qualname__)
+        values["model_class"] = name_of(kind)
+    if isinstance(trained, nn.Module):
+        values["model_name"] = store_weights(trained)
+    return values
 
 
-def _model_options(model: nn.Module | type[nn.Module]) -> dict[str, Any]:
-    kind = model if isinstance(model, type) else type(model)
-    check_class(kind, kind.__qualname__)
-    options = {"model_class": name_of(kind)}
-    if isinstance(model, nn.Module):
-        options["model_name"] = store_weights(model)
-    return options
-
-
-def _without_objects(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with torch's FSDP objects as the options that they stand for."""
-    options: dict[str, Any] = {}
-    for key, value in values.items():
-        match value:
-            case ModuleWrapPolicy():
-                options[key] = "TRANSFORMER_BASED_WRAP"
-                options["fsdp_transformer_layer_cls_to_wrap"] = sorted(
-                    class_.__name__ for class_ in value._module_classes
-                )
-            case CPUOffload():
-                options["fsdp_offload_params"] = bool(value.offload_params)
-            case ShardingStrategy() | BackwardPrefetch():
-                options[key] = value.name
-            case MixedPrecision():
-                dtypes = {
-                    "param": value.param_dtype,
-                    "reduce": value.reduce_dtype,
-                    "buffer": value.buffer_dtype,
-                }
-                options |= {
-                    f"fsdp_{name}_dtype": _DTYPES[dtype]
-                    for name, dtype in dtypes.items()
-                    if dtype is not None
-                }
-            case _ if key == "device_id":
-                pass  # each process takes the device of its LOCAL_RANK
-            case _:
-                options[key] = value
-    return options
+def _option(key: str, value: Any) -> dict[str, Any]:
+    """Return an option, with one of torch's FSDP objects as the options that it stands for."""
+    if isinstance(value, ModuleWrapPolicy):
+        names = sorted(kind.__name__ for kind in value._module_classes)
+        return {
+            key: "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": names,
+        }
+    if isinstance(value, CPUOffload):
+        return {"fsdp_offload_params": bool(value.offload_params)}
+    if isinstance(value, ShardingStrategy | BackwardPrefetch):
+        return {key: value.name}
+    if isinstance(value, MixedPrecision):
+        options = {}
+        for part in ("param", "reduce", "buffer"):
+            dtype = vars(value)[f"{part}_dtype"]
+            if dtype is not None:
+                options[f"fsdp_{part}_dtype"] = str(dtype).removeprefix("torch.")
+        return options
+    # Each process takes the device of its LOCAL_RANK.
+    return {} if key == "device_id" else {key: value}

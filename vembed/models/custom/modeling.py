@@ -27,7 +27,6 @@ INPUTS = ("input_ids", "attention_mask", "pixel_values", PACKED)
 """Arguments that the forward of a module may have. It gets those that it names."""
 HIDDEN = ("last_hidden_state", "hidden_states", "embedding", "embeddings")
 """Names of the hidden states, or of the vectors, in a dictionary or dataclass that a module returns."""
-AUXILIARY = ("auxiliary", "auxiliary_losses")
 
 
 class OwnConfig(PretrainedConfig):  # type: ignore[misc]
@@ -201,18 +200,14 @@ def read_output(output: Any) -> tuple[Tensor, dict[str, Any]]:
         values = output
     elif dataclasses.is_dataclass(output):
         values = vars(output)
-    hidden = next(
-        (values[name] for name in HIDDEN if isinstance(values.get(name), Tensor)), None
+    auxiliary = values.get("auxiliary") or values.get("auxiliary_losses") or {}
+    for name in HIDDEN:
+        if isinstance(values.get(name), Tensor):
+            return values[name], dict(auxiliary)
+    raise TypeError(
+        f"the forward of an own model must return a tensor, a tuple that begins with one, or a dictionary with "
+        f"{' or '.join(HIDDEN)}, and it has returned {type(output).__name__}"
     )
-    if hidden is None:
-        raise TypeError(
-            f"the forward of an own model must return a tensor, a tuple that begins with one, or a dictionary with "
-            f"{' or '.join(HIDDEN)}, and it has returned {type(output).__name__}"
-        )
-    auxiliary: Mapping[str, Any] = next(
-        (values[name] for name in AUXILIARY if values.get(name)), {}
-    )
-    return hidden, dict(auxiliary)
 
 
 def tied_names(module: nn.Module) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
@@ -37,8 +37,7 @@ from vembed.models.families.model_settings import (
     check_fit,
     first_sentence,
 )
-from vembed.models.families.weight_files import read_object, read_tensors
-from vembed.models.poolings.table import MODEL_POOLING
+from vembed.models.families.weight_files import read_object
 
 ENCODER_ONLY = {
     "t5": "T5EncoderModel",
@@ -65,35 +64,28 @@ POSITIONS_AFTER_PADDING = frozenset(
     }
 )
 """Model types whose positions start after the padding token's id, which leaves fewer for the text."""
-_POOLED_BY_MEAN = ("convnext", "convnextv2", "dinov3_convnext")
 _CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
 """Names of the parameter that is the class token."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes and layer classes of a backbone, known before its weights are read."""
-
-    hidden_dim: int
-    layer_classes: tuple[str, ...]
-    has_class_token: bool
-    """True: an image encoder with a learned token that stands for the whole image."""
-
-
 def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
     """Read a model's config.json with Transformers. Raise UserError if it cannot be used."""
-    if not (folder / "config.json").is_file():
+    path = folder / "config.json"
+    if not path.is_file():
         raise UserError(
             f"{folder} has no config.json; give the folder of a Transformers model"
         )
     check_attention(folder, trust_remote_code=trust_remote_code)
-    own_config = read_own_config(folder, trust_remote_code=trust_remote_code)
-    if own_config is not None:
-        return own_config
-    if (read_object(folder / "config.json") or {}).get("model_type") == STATIC_TYPE:
-        static_config: PretrainedConfig = StaticConfig.from_pretrained(folder)
-        return static_config
-    check_config(folder / "config.json", len(read_tensors(folder)) or None)
+    if (read_object(path) or {}).get("model_type") == OwnConfig.model_type:
+        own: OwnConfig = OwnConfig.from_pretrained(folder)
+        own.name_or_path = str(folder)
+        if trusted_class(str(folder)) is None and not trust_remote_code:
+            raise UserError(
+                f"{folder} needs Python code of its own ({own.class_name}), and trust_remote_code is false; set "
+                "trust_remote_code: true if you trust this code, or give model_class your own copy of it"
+            )
+        return own
+    check_config(folder)
     try:
         return cast(
             PretrainedConfig,
@@ -105,24 +97,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
                 f"{folder} needs Python code of its own, and trust_remote_code is false; set "
                 "trust_remote_code: true if you trust this code"
             ) from error
-        raise UserError(
-            f"{folder / 'config.json'} cannot be used: {first_sentence(error)}"
-        ) from error
-
-
-def read_own_config(folder: Path, *, trust_remote_code: bool) -> OwnConfig | None:
-    """Return the config of an own model; None for any other. Raise UserError if its code may not run."""
-    values = read_object(folder / "config.json")
-    if values is None or values.get("model_type") != OwnConfig.model_type:
-        return None
-    config: OwnConfig = OwnConfig.from_pretrained(folder)
-    config.name_or_path = str(folder)
-    if trusted_class(str(config.name_or_path)) is None and not trust_remote_code:
-        raise UserError(
-            f"{folder} needs Python code of its own ({config.class_name}), and trust_remote_code is false; set "
-            "trust_remote_code: true if you trust this code, or give model_class your own copy of it"
-        )
-    return config
+        raise UserError(f"{path} cannot be used: {first_sentence(error)}") from error
 
 
 def model_class(
@@ -130,18 +105,14 @@ def model_class(
 ) -> type[PreTrainedModel]:
     """Return the model class without a task head."""
     kind = str(config.model_type)
-    if (
-        isinstance(config, OwnConfig)
-        and (trusted := trusted_class(str(config.name_or_path))) is not None
-    ):
-        return trusted
-    if isinstance(config, StaticConfig):
-        return StaticModel
+    if isinstance(config, OwnConfig):
+        trusted = trusted_class(str(config.name_or_path))
+        if trusted is not None:
+            return trusted
     if kind in ENCODER_ONLY:
-        import transformers
-
         return cast(type[PreTrainedModel], getattr(transformers, ENCODER_ONLY[kind]))
-    own_code = config.to_dict().get("auto_map", {}).get("AutoModel")
+    values = config.to_dict()
+    own_code = values.get("auto_map", {}).get("AutoModel")
     if own_code is not None and trust_remote_code:
         return cast(
             type[PreTrainedModel],
@@ -152,14 +123,15 @@ def model_class(
         raise UserError(
             f"Transformers has no model for model_type {kind!r}, so vembed cannot use it"
         )
-    classes = AutoModel._model_mapping[type(config)]
-    # Several classes for one config: the first is the plain model.
-    chosen = classes[0] if isinstance(classes, tuple) else classes
-    if config.to_dict().get("is_encoder_decoder"):
+    if values.get("is_encoder_decoder"):
         raise UserError(
             f"model_type {kind!r} is an encoder-decoder, which vembed does not support"
         )
-    return cast(type[PreTrainedModel], chosen)
+    classes = AutoModel._model_mapping[type(config)]
+    # Several classes for one config: the first is the plain model.
+    return cast(
+        type[PreTrainedModel], classes[0] if isinstance(classes, tuple) else classes
+    )
 
 
 def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -177,153 +149,82 @@ def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     )
 
 
-def takes_pixels(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
-    """Return True if the model's only input is an image."""
-    return (
-        str(model_class(config, trust_remote_code=trust_remote_code).main_input_name)
-        == "pixel_values"
-    )
-
-
-def takes_both(config: PretrainedConfig) -> bool:
-    """Return True if an own model takes texts and images."""
-    return isinstance(config, OwnConfig) and {"input_ids", "pixel_values"} <= set(
-        config.inputs
-    )
-
-
-def gives_vectors(config: PretrainedConfig) -> bool:
-    """Return True if an own model gives one vector for each input, so that there is nothing to pool."""
-    return isinstance(config, OwnConfig) and config.gives_vectors
-
-
 def is_decoder_only(config: PretrainedConfig) -> bool:
     """Return True if the model is a decoder-only language model. One that Transformers does not know says so itself, or
     by the class that its files were saved from."""
     kind = config.model_type
     if isinstance(config, OwnConfig):
         return config.reads_causally
-    if kind not in CONFIG_MAPPING_NAMES:
-        values = config.to_dict()
-        classes = [
-            *(values.get("architectures") or ()),
-            *(values.get("auto_map") or ()),
-        ]
-        heads = {
-            name
-            for name in ("ForCausalLM", "ForMaskedLM")
-            if any(class_.endswith(name) for class_ in classes)
-        }
-        return heads == {"ForCausalLM"}
-    return (
-        kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    )
-
-
-def is_bidirectional(config: PretrainedConfig) -> bool:
-    """Return True if a decoder's config enables bidirectional attention (as EmbeddingGemma does)."""
-    values = config.to_dict()
-    return (
-        values.get("is_causal") is False
-        or values.get("use_bidirectional_attention") is True
-    )
-
-
-def image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
-    """Return an image encoder's default pooling and the reason.
-
-    Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
-    """
-    if isinstance(config, OwnConfig) and config.gives_vectors:
-        return "cls", "the module gives one vector for each input"
-    if config.model_type in _POOLED_BY_MEAN:
+    if kind in CONFIG_MAPPING_NAMES:
         return (
-            MODEL_POOLING,
-            "a convolutional network's mean over positions, behind its layer norm",
+            kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
         )
-    if not shape.has_class_token:
-        return "mean", "the mean over positions: the network has no class token"
-    return "cls", "the image's class token, by family"
+    values = config.to_dict()
+    # Names of classes, and names of AutoClasses with code in the folder.
+    names = " ".join(
+        [*(values.get("architectures") or ()), *values.get("auto_map", ())]
+    )
+    return "ForCausalLM" in names and "ForMaskedLM" not in names
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and layer classes of a backbone, known before its weights are read."""
+
+    hidden_dim: int
+    layer_classes: tuple[str, ...]
+    has_class_token: bool
+    """True: an image encoder with a learned token that stands for the whole image."""
 
 
 _shapes: dict[tuple[object, ...], Shape] = {}
-"""Shapes by model class, family, settings and files: a run asks several times, and a large model takes seconds."""
+"""Shapes by model class, family and files: a run asks several times, and a large model takes seconds."""
 
 
 def shape_of(
-    folder: Path, config: PretrainedConfig, family: Family, *, trust_remote_code: bool
-) -> Shape:
-    """Return sizes and layer classes, read from a model on the meta device. Raise UserError unless the headers of the
-    folder's weights fit it."""
-    chosen = model_class(config, trust_remote_code=trust_remote_code)
-    if isinstance(config, OwnConfig):  # whose class may change while its name stays
-        return _read_shape(folder, chosen, config, family)
-    # By the settings' text: values of a config may be lists and dicts, which are no keys.
-    key = (
-        chosen,
-        family.name,
-        repr(sorted(config.to_dict().items(), key=str)),
-        _files_of(folder),
-    )
-    if key not in _shapes:
-        _shapes[key] = _read_shape(folder, chosen, config, family)
-    return _shapes[key]
-
-
-def _files_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return path, size and modification time of each file of a folder."""
-    files = [
-        (entry.path, entry.stat()) for entry in os.scandir(folder) if entry.is_file()
-    ]
-    return tuple(
-        sorted((path, status.st_size, status.st_mtime_ns) for path, status in files)
-    )
-
-
-def _read_shape(
     folder: Path,
-    chosen: type[PreTrainedModel],
     config: PretrainedConfig,
+    chosen: type[PreTrainedModel],
     family: Family,
 ) -> Shape:
+    """Return sizes and layer classes, read from a model on the meta device. Raise UserError unless the headers of the
+    folder's weights fit it. `chosen`: the model's class."""
+    files = []
+    for entry in os.scandir(folder):
+        status = entry.stat()
+        files.append((entry.path, status.st_size, status.st_mtime_ns))
+    key = (chosen, family.name, *sorted(files))
+    if key in _shapes:
+        return _shapes[key]
+    is_own = isinstance(config, OwnConfig)
+    values = config.to_dict()
     try:
         # The constructor of an own model may compute with its buffers.
-        with (
-            init_empty_weights()
-            if isinstance(config, OwnConfig)
-            else torch.device("meta")
-        ):
+        with init_empty_weights() if is_own else torch.device("meta"):
             model = chosen(config)
-        hidden_dim = _hidden_dim(config, family)
+        if family.embedding_size is not None:
+            hidden_dim = reduce(getitem, family.embedding_size, values)
+        elif "hidden_sizes" in values:
+            # Convolutional and hierarchical networks widen from stage to stage; the last stage is pooled.
+            hidden_dim = values["hidden_sizes"][-1]
+        else:
+            hidden_dim = config.get_text_config().hidden_size
     except LIBRARY_ERRORS as error:
         raise UserError(
             f"{folder / 'config.json'} makes no {chosen.__name__}: {first_sentence(error)}; copy the model again"
         ) from error
-    if not isinstance(
-        config, OwnConfig
-    ):  # which has no prefix, and checks its weights when it loads them
-        check_fit(folder, model, config.to_dict(), str(model.base_model_prefix))
-    return Shape(
-        hidden_dim=hidden_dim,
+    if not is_own:  # which has no prefix, and checks its weights when it loads them
+        check_fit(folder, model, str(model.base_model_prefix))
+    parameters = {name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()}
+    _shapes[key] = Shape(
+        hidden_dim=int(hidden_dim),
         layer_classes=tuple(
             sorted({type(layer).__name__ for layer in layers_of(model)})
         ),
-        has_class_token=any(
-            name.rsplit(".", 1)[-1] in _CLASS_TOKENS
-            for name, _ in model.named_parameters()
-        ),
+        has_class_token=not parameters.isdisjoint(_CLASS_TOKENS),
     )
-
-
-def _hidden_dim(config: PretrainedConfig, family: Family) -> int:
-    values = config.to_dict()
-    if family.embedding_size is not None:
-        return int(reduce(getitem, family.embedding_size, values))
-    # Convolutional and hierarchical networks widen from stage to stage; the last stage is pooled.
-    if "hidden_sizes" in values:
-        return int(values["hidden_sizes"][-1])
-    return int(config.get_text_config().hidden_size)
+    return _shapes[key]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -332,53 +233,28 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     Most models of Transformers mark layers by the base class GradientCheckpointingLayer. Otherwise the layers are the
     repeated modules named in `_no_split_modules`, and without such names the longest list of equal modules.
     """
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer)
-    ]
-    if not layers:
-        named = {name for module in model.modules() for name in _unsplit_names(module)}
-        repeated = [child for group in _repeated(model) for child in group]
-        layers = [module for module in repeated if type(module).__name__ in named]
-    if not layers:
-        layers = max(_repeated(model), key=len, default=[])
-    # Of nested candidates keep the inner ones: a layer that contains other layers is a container.
-    inner = {
-        id(below)
-        for module in layers
-        for below in module.modules()
-        if below is not module
-    }
-    outermost_of_nested = {
-        id(module)
-        for module in layers
-        if any(id(m) in inner for m in _below(module, layers))
-    }
-    return [module for module in layers if id(module) not in outermost_of_nested]
-
-
-def _below(module: nn.Module, candidates: list[nn.Module]) -> list[nn.Module]:
-    below = {id(inner) for inner in module.modules() if inner is not module}
-    return [other for other in candidates if id(other) in below]
-
-
-def _unsplit_names(module: nn.Module) -> set[str]:
-    return (
-        set(module._no_split_modules or ())
-        if isinstance(module, PreTrainedModel)
-        else set()
-    )
-
-
-def _repeated(model: nn.Module) -> Iterator[list[nn.Module]]:
+    layers: list[nn.Module] = []
+    stacks: list[list[nn.Module]] = []
+    names: set[str] = set()
     for module in model.modules():
-        children = list(module.children())
-        if (
-            isinstance(module, nn.ModuleList)
-            and len({type(child) for child in children}) == 1
-        ):
-            yield children
+        if isinstance(module, GradientCheckpointingLayer):
+            layers.append(module)
+        elif isinstance(module, PreTrainedModel):
+            names.update(module._no_split_modules or ())
+        elif isinstance(module, nn.ModuleList) and len({*map(type, module)}) == 1:
+            stacks.append(list(module))
+    if not layers:
+        repeated = [layer for stack in stacks for layer in stack]
+        layers = [layer for layer in repeated if type(layer).__name__ in names]
+    if not layers:
+        layers = max(stacks, key=len, default=[])
+    # Of nested candidates keep the inner ones: a layer that contains other layers is a container.
+    candidates = set(map(id, layers))
+    return [
+        layer
+        for layer in layers
+        if sum(id(module) in candidates for module in layer.modules()) == 1
+    ]
 
 
 def file_dtype(config: PretrainedConfig) -> torch.dtype:
@@ -391,17 +267,14 @@ def file_dtype(config: PretrainedConfig) -> torch.dtype:
 
 def linear_names(backbone: nn.Module) -> list[str]:
     """Return the names of all linear layers, except those in nn.MultiheadAttention, which bypasses their forward."""
-    attentions = tuple(
-        f"{name}."
-        for name, module in backbone.named_modules()
-        if isinstance(module, nn.MultiheadAttention)
-    )
-    return [
-        name
-        for name, module in backbone.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-        and not (attentions and name.startswith(attentions))
-    ]
+    names = []
+    bypassed: tuple[str, ...] = ()
+    for name, module in backbone.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            bypassed += (f"{name}.",)
+        elif isinstance(module, nn.Linear | Conv1D) and not name.startswith(bypassed):
+            names.append(name)
+    return names
 
 
 def linear_names_inside_layers(backbone: nn.Module) -> list[str]:
@@ -462,3 +335,8 @@ class StaticModel(PreTrainedModel):  # type: ignore[misc]
         """Return the vectors of the tokens; the mask belongs to the pooling."""
         del attention_mask
         return BaseModelOutput(last_hidden_state=self.embedding(input_ids))
+
+
+# Known to Transformers, so that its Auto classes read a folder of this type.
+AutoConfig.register(STATIC_TYPE, StaticConfig, exist_ok=True)
+AutoModel.register(StaticConfig, StaticModel, exist_ok=True)

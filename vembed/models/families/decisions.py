@@ -1,4 +1,4 @@
-"""Decisions about one model, by its family and its files: family, pooling, attention, sizes and similarity."""
+"""describe: what a model is, decided in one reading of its folder, with the reason for each decision."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from vembed.config.schema import MatryoshkaSection, ModelSection
 from vembed.errors import UserError
-from vembed.models.families import backbones
+from vembed.models.custom.modeling import OwnConfig
+from vembed.models.families.backbones import (
+    POSITIONS_AFTER_PADDING,
+    Shape,
+    is_decoder_only,
+    model_class,
+    read_config,
+    shape_of,
+)
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.family import Evidence, Family
 from vembed.models.families.model_files import (
@@ -27,9 +35,15 @@ from vembed.models.families.model_settings import (
     read_dense,
     read_settings,
 )
-from vembed.models.families.table import FAMILIES, recognised_by
+from vembed.models.families.table import FAMILIES
 from vembed.models.families.weight_files import read_object
+from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
+
+log = logging.getLogger(__name__)
+
+Similarity = Literal["cosine", "dot"]
+SMALLEST_MRL_DIM = 64
 
 _BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
 _WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
@@ -65,237 +79,23 @@ PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
     ),
 )
 """Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
-OF_QUERIES = ("query",)
-OF_DOCUMENTS = ("document", "passage", "corpus")
-"""Names of the prompts of queries and documents in a model's files."""
+PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
+"""Kind of input -> names of its prompt in a model's files."""
+_FROM_SAVED = f"from {DESCRIPTION_FILE}"
+_POOLED_BY_MEAN = ("convnext", "convnextv2", "dinov3_convnext")
 
 
 @dataclass
-class Facts:
-    """Facts about one model while its description is built."""
+class _Reading:
+    """What the user and the files say about one model, and the reasons for what was decided so far."""
 
     options: ModelSection
-    files: SentenceTransformersFiles | None
-    saved: ModelDescription | None
-    backbone: Path
-    adapter: Path | None
-    model_config: PretrainedConfig
+    files: SentenceTransformersFiles
+    saved: dict[str, Any]
+    """Fields of the description that vembed saved with the model. Empty without one."""
+    config: PretrainedConfig
+    model_class: type[PreTrainedModel]
     reasons: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def model_type(self) -> str:
-        """Transformers' name for the architecture."""
-        return str(self.model_config.model_type)
-
-    def of_saved(self, name: str) -> Any:
-        """Return a value of the description saved with the model; None without a saved description."""
-        return None if self.saved is None else self.saved.to_dict()[name]
-
-    def of_tokenizer(self, name: str) -> Any:
-        """Return a setting of the tokenizer; None if it is not set."""
-        folder = tokenizer_folder(self.backbone, self.adapter)
-        settings = (
-            read_settings(folder / "tokenizer_config.json", TokenizerSettings)
-            or TokenizerSettings()
-        )
-        return dict(settings).get(name)
-
-
-def gather(options: ModelSection, *, use_qlora: bool) -> Facts:
-    """Locate the model's files and read the small ones."""
-    files = files_of(options)
-    saved = read_object(files.folder / DESCRIPTION_FILE)
-    if files.adapter is not None and use_qlora:
-        raise UserError(
-            f"use_qlora: {options.model_name} is an adapter without the weights below it; "
-            "merge it first with `vembed export --merge`, and train the result"
-        )
-    return Facts(
-        options=options,
-        files=files.sentence_transformers,
-        saved=None
-        if saved is None
-        else ModelDescription.from_dict(saved, files.folder),
-        backbone=files.backbone,
-        adapter=files.adapter,
-        model_config=backbones.read_config(
-            files.backbone, trust_remote_code=options.trust_remote_code
-        ),
-    )
-
-
-def is_causal(facts: Facts, family: Family) -> bool:
-    """Return True if attention is causal by default, before the option bidirectional_attention is applied."""
-    return (
-        backbones.is_decoder_only(facts.model_config)
-        if family.is_causal is None
-        else family.is_causal
-    )
-
-
-# ---- text settings ---------------------------------------------------------------------------------------------
-
-
-def prompts(facts: Facts) -> tuple[str, str]:
-    """Return the prompts of queries and documents."""
-    return _prompt(facts, "query", OF_QUERIES), _prompt(facts, "document", OF_DOCUMENTS)
-
-
-def other_prompts(facts: Facts) -> dict[str, str]:
-    """Return the prompts of the model's files that are neither for queries nor for documents, by name."""
-    if facts.saved is not None:
-        return facts.saved.other_prompts
-    named = facts.files.prompts if facts.files is not None else {}
-    return {
-        name: text
-        for name, text in named.items()
-        if name not in (*OF_QUERIES, *OF_DOCUMENTS)
-    }
-
-
-def default_prompt_name(facts: Facts) -> str | None:
-    """Return the name under which the saved model has the default prompt of the model's files, if they name one."""
-    if facts.saved is not None:
-        return facts.saved.default_prompt_name
-    name = facts.files.default_prompt_name if facts.files is not None else None
-    # Other names for the prompt of documents are not saved.
-    return "document" if name in OF_DOCUMENTS else name
-
-
-def _prompt(
-    facts: Facts, kind: Literal["query", "document"], names: tuple[str, ...]
-) -> str:
-    key = f"{kind}_prompt"
-    asked = (
-        facts.options.query_prompt if kind == "query" else facts.options.document_prompt
-    )
-    if asked is not None:
-        facts.reasons[key] = f"{key} in the config"
-        return asked
-    if facts.saved is not None:
-        facts.reasons[key] = f"from {DESCRIPTION_FILE}"
-        return (
-            facts.saved.query_prompt if kind == "query" else facts.saved.document_prompt
-        )
-    if facts.files is not None:
-        for name in names:
-            if name in facts.files.prompts:
-                facts.reasons[key] = (
-                    f"prompt {name!r} in config_sentence_transformers.json"
-                )
-                return facts.files.prompts[name]
-        if facts.files.default_prompt is not None:
-            facts.reasons[key] = "default prompt in config_sentence_transformers.json"
-            return facts.files.default_prompt
-    # A model whose files name any prompts is taken at its word; the table is for those published without.
-    published = (
-        None
-        if facts.files is not None and facts.files.prompts
-        else published_prompts(facts.options.model_name)
-    )
-    if published is None:
-        return ""
-    facts.reasons[key] = published[2]
-    return published[0] if kind == "query" else published[1]
-
-
-def max_length(facts: Facts, family: Family, *, for_use: bool) -> int:
-    """Return the maximum text length in tokens. `for_use`: a length that the model's own files name is not limited by
-    the family's default, which bounds the time and memory of training."""
-    asked = facts.options.max_length
-    text = facts.model_config.get_text_config()
-    positions = text.to_dict().get("max_position_embeddings")
-    if (
-        positions is not None
-        and positions > 0
-        and facts.model_type in backbones.POSITIONS_AFTER_PADDING
-    ):
-        positions -= int(text.pad_token_id) + 1
-    if not family.reads_text:
-        facts.reasons["max_length"] = "an image encoder reads no text"
-        return asked or family.longest_by_default
-    if family.has_fixed_length:
-        if asked not in (None, positions):
-            raise UserError(
-                f"max_length: {asked} does not fit {facts.options.model_name}: SigLIP pads every text to the "
-                f"{positions} tokens it was trained with; leave max_length out"
-            )
-        facts.reasons["max_length"] = (
-            "SigLIP pads every text to its number of positions"
-        )
-        return int(positions)
-    if asked is not None:
-        if positions is not None and asked > positions:
-            raise UserError(
-                f"max_length: {asked} is more than the {positions} positions of {facts.options.model_name}; "
-                f"set it to {positions} or less"
-            )
-        facts.reasons["max_length"] = "max_length in the config"
-        return asked
-    longest = family.longest_by_default
-    limits = {
-        "positions in config.json": positions,
-        f"default limit of {longest}; set max_length to change it": longest,
-    }
-    if facts.saved is not None:
-        limits = {f"from {DESCRIPTION_FILE}": facts.saved.max_length}
-    elif facts.files is not None and facts.files.max_length is not None:
-        of_files = {"sentence_bert_config.json": facts.files.max_length}
-        limits = (
-            {"positions in config.json": positions, **of_files}
-            if for_use
-            else limits | of_files
-        )
-    else:
-        limits["model_max_length in tokenizer_config.json"] = facts.of_tokenizer(
-            "model_max_length"
-        )
-    # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.
-    known = {
-        why: int(limit)
-        for why, limit in limits.items()
-        if limit is not None and limit > 0
-    }
-    reason = min(known, key=lambda why: known[why])
-    facts.reasons["max_length"] = reason
-    return known[reason]
-
-
-def padding_side(facts: Facts, family: Family) -> Literal["left", "right"]:
-    """Return the padding side: the tokenizer's for decoders with rotary positions, otherwise right.
-
-    Absolute positions count from the first token, so left padding would shift them.
-    """
-    if facts.of_tokenizer("padding_side") != "left":
-        return "right"
-    if (
-        is_causal(facts, family)
-        and "rope_parameters" in facts.model_config.get_text_config().to_dict()
-    ):
-        return "left"
-    facts.reasons["padding_side"] = (
-        "its positions count from the first token, although the tokenizer pads on the left"
-    )
-    return "right"
-
-
-def published_prompts(name: str) -> tuple[str, str, str] | None:
-    """Return query prompt, document prompt and reason for a model known by name; otherwise None."""
-    last = name.rstrip("/").rsplit("/", 1)[-1].lower()
-    for pattern, query, document, what in PUBLISHED:
-        if re.fullmatch(pattern, last):
-            return (
-                query,
-                document,
-                f"{what} models were trained with it; recognised by the name {last}",
-            )
-    return None
-
-
-log = logging.getLogger(__name__)
-
-Similarity = Literal["cosine", "dot"]
-SMALLEST_MRL_DIM = 64
 
 
 def describe(
@@ -311,74 +111,172 @@ def describe(
     `similarity`: that of the loss. `use_qlora`: the weights are held in 4 bits.
     `for_use`: of a finished model that is used, not trained: its files say the similarity and the maximum length.
     """
-    facts = gather(model, use_qlora=use_qlora)
-    family = _family(facts)
-    shape = backbones.shape_of(
-        facts.backbone,
-        facts.model_config,
-        family,
-        trust_remote_code=model.trust_remote_code,
+    located = files_of(model)
+    if located.adapter is not None and use_qlora:
+        raise UserError(
+            f"use_qlora: {model.model_name} is an adapter without the weights below it; "
+            "merge it first with `vembed export --merge`, and train the result"
+        )
+    saved_values = read_object(located.folder / DESCRIPTION_FILE)
+    saved: dict[str, Any] = {}
+    if saved_values is not None:
+        saved = vars(ModelDescription.from_dict(saved_values, located.folder))
+    trust = model.trust_remote_code
+    config = read_config(located.backbone, trust_remote_code=trust)
+    chosen = model_class(config, trust_remote_code=trust)
+    files = located.sentence_transformers
+    reading = _Reading(model, files, saved, config, chosen)
+    reasons = reading.reasons
+    family = _family(reading)
+    shape = shape_of(located.backbone, config, chosen, family)
+
+    # ---- attention and pooling
+    is_decoder = (
+        is_decoder_only(config) if family.is_causal is None else family.is_causal
     )
-    bidirectional = _bidirectional(facts, family)
-    pooling = _pooling(
-        facts, family, shape, causal=is_causal(facts, family) and not bidirectional
+    values = config.to_dict()
+    # EmbeddingGemma's config says the first, other decoders the second.
+    sees_all = is_decoder and (
+        values.get("use_bidirectional_attention") is True
+        or values.get("is_causal") is False
+        or saved.get("bidirectional_attention", False)
     )
-    query_prompt, document_prompt = prompts(facts)
-    image = _image_tower(facts) if family.has_two_models else None
-    text_dim = shape.hidden_dim
+    if model.bidirectional_attention and not is_decoder:
+        raise UserError(
+            f"bidirectional_attention: true is for decoder-only models, and {model.model_name} is of the family "
+            f"{family.name}, whose attention is already bidirectional; leave it out"
+        )
+    if model.bidirectional_attention:
+        reasons["bidirectional_attention"] = "bidirectional_attention: true"
+        sees_all = True
+    elif is_decoder:
+        reasons["bidirectional_attention"] = (
+            "the model's own files" if sees_all else "a causal decoder"
+        )
+    pooling = _pooling(reading, family, shape, is_causal=is_decoder and not sees_all)
+    stored_pooling = files.pooling
+    pooling_folder = None
+    if (
+        stored_pooling is not None
+        and stored_pooling.name == pooling
+        and stored_pooling.is_trained
+    ):
+        pooling_folder = files.pooling_folder
+
+    # ---- sizes: pooled vectors -> Dense modules of the model -> MRL projection of this run
+    hidden_dim = shape.hidden_dim
     if pooling != MODEL_POOLING:
-        text_dim = POOLINGS[pooling].width(text_dim)
-    hidden_dim = (
-        text_dim if image is None else _shared_dim(facts, text_dim, image.hidden_dim)
+        hidden_dim = POOLINGS[pooling].width(hidden_dim)
+    image: dict[str, Any] = {"hidden_dim": hidden_dim}
+    layer_classes = shape.layer_classes
+    if family.has_two_models:
+        image, image_shape = _image_tower(reading, hidden_dim)
+        layer_classes += image_shape.layer_classes
+        hidden_dim = image["hidden_dim"]
+    size = hidden_dim
+    for folder in files.dense:
+        settings = read_dense(folder)
+        if settings.in_features != size:
+            raise UserError(
+                f"{folder}: a Dense module for {settings.in_features} inputs follows {size} outputs"
+            )
+        size = settings.out_features
+    if size != hidden_dim:
+        reasons["embedding_dim"] = "the model's own Dense modules"
+    mrl_dims: tuple[int, ...] = tuple(saved.get("mrl_dims", ()))
+    adds_projection = False
+    if matryoshka is not None and matryoshka.use_mrl:
+        mrl_dims = _matryoshka_sizes(reading, matryoshka, size)
+        wanted = matryoshka.mrl_projection
+        adds_projection = max(mrl_dims) < size if wanted == "auto" else bool(wanted)
+        if adds_projection:
+            reasons["embedding_dim"] = (
+                f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {wanted}"
+            )
+            size = max(mrl_dims)
+    truncate_dim = files.truncate_dim
+    if truncate_dim is not None and truncate_dim >= size:
+        truncate_dim = None  # it cuts nothing
+    if truncate_dim is not None:
+        reasons["truncate_dim"] = "from config_sentence_transformers.json"
+
+    # ---- similarity
+    of_files = files.similarity or saved.get("similarity")
+    if for_use and of_files in get_args(Similarity):
+        reasons["similarity"] = "from the model's files"
+        similarity = cast(Similarity, of_files)
+    elif for_use and of_files is not None:
+        log.warning(
+            "%s: its files name the similarity %s, which vembed does not have: cosine is used",
+            model.model_name,
+            of_files,
+        )
+    elif of_files not in (None, similarity):
+        reasons["similarity"] = (
+            f"similarity in the config, although the model's files say {of_files}"
+        )
+    normalize = similarity == "cosine"
+    if saved:
+        normalize = saved["normalize"]
+    elif files.normalize is not None:
+        normalize = files.normalize
+        reasons["normalize"] = (
+            f"modules.json has {'a' if normalize else 'no'} Normalize module"
+        )
+
+    # ---- texts
+    tokenizer_path = (
+        tokenizer_folder(located.backbone, located.adapter) / "tokenizer_config.json"
     )
-    base_dim = _embedding_dim_before_mrl(facts, hidden_dim)
-    mrl_dims = _matryoshka_sizes(facts, matryoshka, base_dim)
-    projects = matryoshka is not None and _has_projection(
-        facts, matryoshka, mrl_dims, base_dim
-    )
-    embedding_dim = max(mrl_dims) if projects else base_dim
+    tokenizer = read_settings(tokenizer_path, TokenizerSettings) or TokenizerSettings()
+    padding_side: Literal["left", "right"] = "right"
+    if tokenizer.padding_side == "left":
+        # Absolute positions count from the first token, so left padding would shift them.
+        if is_decoder and "rope_parameters" in config.get_text_config().to_dict():
+            padding_side = "left"
+        else:
+            reasons["padding_side"] = (
+                "its positions count from the first token, although the tokenizer pads on the left"
+            )
+    default_prompt_name = files.default_prompt_name
+    if default_prompt_name in PROMPT_NAMES["document"]:
+        default_prompt_name = "document"  # other names for it are not saved
+    named = (*PROMPT_NAMES["query"], *PROMPT_NAMES["document"])
+    other_prompts = {
+        name: text for name, text in files.prompts.items() if name not in named
+    }
     return ModelDescription(
         family=family.name,
-        source=str(facts.backbone),
-        embedding_dim=embedding_dim,
-        hidden_dim=hidden_dim,
+        source=str(located.backbone),
+        embedding_dim=size,
         pooling=pooling,
         modalities=family.modalities,
-        layer_classes=shape.layer_classes
-        if image is None
-        else (*shape.layer_classes, *image.layer_classes),
-        max_length=max_length(facts, family, for_use=for_use),
-        padding_side=padding_side(facts, family),
-        query_prompt=query_prompt,
-        document_prompt=document_prompt,
-        other_prompts=other_prompts(facts),
-        default_prompt_name=default_prompt_name(facts),
-        similarity=_similarity(facts, similarity, for_use=for_use),
-        normalize=_normalize(facts, similarity),
-        truncate_dim=_truncate_dim(facts, embedding_dim),
+        layer_classes=layer_classes,
+        max_length=_max_length(reading, family, tokenizer, for_use=for_use),
+        padding_side=padding_side,
+        query_prompt=_prompt(reading, "query", model.query_prompt),
+        document_prompt=_prompt(reading, "document", model.document_prompt),
+        other_prompts=saved.get("other_prompts", other_prompts),
+        default_prompt_name=saved.get("default_prompt_name", default_prompt_name),
+        similarity=similarity,
+        normalize=normalize,
+        truncate_dim=truncate_dim,
         mrl_dims=mrl_dims,
-        dense=facts.files.dense if facts.files is not None else (),
+        dense=files.dense,
         token_dim=shape.hidden_dim,
-        pooling_folder=_trained_pooling(facts, pooling),
-        adds_projection=projects,
-        bidirectional_attention=bidirectional,
-        min_pixels=model.min_pixels
-        if model.min_pixels is not None
-        else facts.of_saved("min_pixels"),
-        max_pixels=model.max_pixels
-        if model.max_pixels is not None
-        else facts.of_saved("max_pixels"),
-        text_hidden_dim=None if image is None else text_dim,
-        image_source=None if image is None else image.source,
-        image_hidden_dim=None if image is None else image.hidden_dim,
-        image_pooling=None if image is None else image.pooling,
-        adapter=None if facts.adapter is None else str(facts.adapter),
+        pooling_folder=pooling_folder,
+        adds_projection=adds_projection,
+        bidirectional_attention=sees_all,
+        min_pixels=model.min_pixels or saved.get("min_pixels"),
+        max_pixels=model.max_pixels or saved.get("max_pixels"),
+        adapter=None if located.adapter is None else str(located.adapter),
         quantized=use_qlora
-        or (facts.adapter is not None and bool(facts.of_saved("quantized"))),
+        or (located.adapter is not None and saved.get("quantized", False)),
         name=model.model_name,
         revision=model.model_revision,
-        trust_remote_code=model.trust_remote_code,
-        reasons=facts.reasons,
+        trust_remote_code=trust,
+        reasons=reasons,
+        **image,
     )
 
 
@@ -401,284 +299,234 @@ def without_effect(
     ]
 
 
-# ---- family ----------------------------------------------------------------------------------------------------
-
-
-def _family(facts: Facts) -> Family:
-    detected, reason = _detect(facts)
-    asked = facts.options.model_family
-    wanted = None if asked == "auto" else FAMILIES[asked]
-    if facts.options.image_model_name is not None:
-        if not (detected.reads_only_text or detected.has_two_models) or not (
-            wanted is None or wanted.has_two_models
+def _recognised(evidence: Evidence, model_type: str = "") -> Family | None:
+    """Return the family that is recognised by this evidence; None: no family has this `model_type`."""
+    for family in FAMILIES.values():
+        if family.evidence == evidence and (
+            evidence != "model_type" or model_type in family.model_types
         ):
-            raise UserError(
-                f"image_model_name adds an image tower to a text model, but {facts.options.model_name} is of the family "
-                f"{(wanted or detected).name}; leave image_model_name out"
-            )
-        facts.reasons["family"] = (
-            f"image_model_name: {facts.options.image_model_name} is its second tower"
+            return family
+    return None
+
+
+def _family(reading: _Reading) -> Family:
+    """Return the model's family: what its files say, and the option model_family where it fits."""
+    options = reading.options
+    kind = str(reading.config.model_type)
+    reason = f"model_type {kind} in config.json"
+    if options.model_class is not None:
+        reason = f"the forward of {options.model_class}"
+    detected = _recognised("model_type", kind)
+    if reading.saved:
+        detected = FAMILIES[reading.saved["family"]]
+        reason = _FROM_SAVED
+    elif detected is not None:
+        pass
+    elif reading.model_class.main_input_name == "pixel_values":
+        detected = _recognised("pixel_input")
+        reason += ": its input is pixels"
+    elif (
+        isinstance(reading.config, OwnConfig)
+        and "pixel_values" in reading.config.inputs
+    ):
+        detected = _recognised("both_inputs")
+        reason += ": its forward takes input_ids and pixel_values"
+    elif "vision_config" in reading.config.to_dict():
+        known = sorted(
+            kind for family in FAMILIES.values() for kind in family.model_types
         )
-        return _recognised("image_model_name")
-    if wanted is None:
-        facts.reasons["family"] = reason
-        return detected
-    if wanted.has_two_models and not detected.has_two_models:
         raise UserError(
-            f"model_family: {asked} needs image_model_name, the tower for images"
+            f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
+            f"supported: {', '.join(known)}"
+        )
+    elif is_decoder_only(reading.config):
+        detected = _recognised("decoder_only")
+        reason += ": a decoder-only language model"
+    else:
+        detected = _recognised("text_input")
+    assert detected is not None
+    wanted = FAMILIES.get(options.model_family, detected)
+    is_asked = options.model_family != "auto"
+    if options.image_model_name is not None:
+        takes_tower = detected.reads_only_text or detected.has_two_models
+        if not takes_tower or (is_asked and not wanted.has_two_models):
+            raise UserError(
+                f"image_model_name adds an image tower to a text model, but {options.model_name} is of the family "
+                f"{wanted.name}; leave image_model_name out"
+            )
+        reason = f"image_model_name: {options.image_model_name} is its second tower"
+        wanted = _recognised("image_model_name") or wanted
+    elif wanted.has_two_models and not detected.has_two_models:
+        raise UserError(
+            f"model_family: {wanted.name} needs image_model_name, the tower for images"
         )
     # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
-    if wanted != detected and not (wanted.reads_only_text and detected.reads_only_text):
+    elif wanted != detected and not (
+        wanted.reads_only_text and detected.reads_only_text
+    ):
         raise UserError(
-            f"model_family: {asked} does not fit {facts.options.model_name}, whose config.json makes it "
+            f"model_family: {wanted.name} does not fit {options.model_name}, whose config.json makes it "
             f"{detected.name} ({reason}); leave model_family out"
         )
-    facts.reasons["family"] = (
-        f"model_family in the config (detected: {detected.name}, {reason})"
-    )
+    elif is_asked:
+        reason = f"model_family in the config (detected: {detected.name}, {reason})"
+    reading.reasons["family"] = reason
     return wanted
 
 
-def _detect(facts: Facts) -> tuple[Family, str]:
-    kind = facts.model_type
-    reason = f"model_type {kind} in config.json"
-    if facts.saved is not None:
-        return facts.saved.traits, f"from {DESCRIPTION_FILE}"
-    if facts.options.model_class is not None:
-        reason = f"the forward of {facts.options.model_class}"
-    by_type = recognised_by("model_type", kind)
-    if by_type is not None:
-        return by_type, reason
-    if backbones.takes_pixels(
-        facts.model_config, trust_remote_code=facts.options.trust_remote_code
-    ):
-        return _recognised("pixel_input"), f"{reason}: its input is pixels"
-    if backbones.takes_both(facts.model_config):
-        return _recognised(
-            "both_inputs"
-        ), f"{reason}: its forward takes input_ids and pixel_values"
-    if "vision_config" in facts.model_config.to_dict():
-        raise UserError(
-            f"{facts.options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
-            f"supported: {', '.join(sorted(kind for family in FAMILIES.values() for kind in family.model_types))}"
-        )
-    if backbones.is_decoder_only(facts.model_config):
-        return _recognised("decoder_only"), f"{reason}: a decoder-only language model"
-    return _recognised("text_input"), reason
-
-
-def _recognised(evidence: Evidence) -> Family:
-    family = recognised_by(evidence)
-    assert family is not None
-    return family
-
-
-@dataclass(frozen=True)
-class _ImageTower:
-    source: str
-    hidden_dim: int
-    pooling: str
-    layer_classes: tuple[str, ...]
-
-
-def _image_tower(facts: Facts) -> _ImageTower:
-    """Return the image tower of a composed model."""
-    if facts.options.image_model_name is not None:
-        folder = model_folder(facts.options.image_model_name, option="image_model_name")
-    else:
-        assert facts.saved is not None and facts.saved.image_source is not None
-        folder = Path(facts.saved.image_source)
-    config = backbones.read_config(
-        folder, trust_remote_code=facts.options.trust_remote_code
-    )
-    if not backbones.takes_pixels(
-        config, trust_remote_code=facts.options.trust_remote_code
-    ):
-        raise UserError(
-            f"image_model_name: {folder} is of the type {config.model_type}, which is not an image encoder; "
-            "give one such as a ViT, DINOv2 or ConvNeXt"
-        )
-    shape = backbones.shape_of(
-        folder,
-        config,
-        _recognised("pixel_input"),
-        trust_remote_code=facts.options.trust_remote_code,
-    )
-    pooling, reason = backbones.image_pooling(config, shape)
-    facts.reasons["image_pooling"] = reason
-    return _ImageTower(str(folder), shape.hidden_dim, pooling, shape.layer_classes)
-
-
-def _shared_dim(facts: Facts, text_dim: int, image_dim: int) -> int:
-    """Return the size of the space that both towers of a composed model are projected into."""
-    if facts.saved is not None and facts.saved.traits.has_two_models:
-        return facts.saved.hidden_dim
-    if facts.options.composed_dim is not None:
-        facts.reasons["hidden_dim"] = "composed_dim in the config"
-        return facts.options.composed_dim
-    facts.reasons["hidden_dim"] = (
-        f"the smaller of the towers' sizes, {text_dim} for text and {image_dim} for images"
-    )
-    return min(text_dim, image_dim)
-
-
-# ---- pooling and attention -------------------------------------------------------------------------------------
-
-
-def _bidirectional(facts: Facts, family: Family) -> bool:
-    asked = facts.options.bidirectional_attention
-    causal = is_causal(facts, family)
-    is_bidirectional = causal and (
-        backbones.is_bidirectional(facts.model_config)
-        or bool(facts.of_saved("bidirectional_attention"))
-    )
-    if asked and not causal:
-        raise UserError(
-            f"bidirectional_attention: true is for decoder-only models, and {facts.options.model_name} is of the family "
-            f"{family.name}, whose attention is already bidirectional; leave it out"
-        )
-    if causal:
-        facts.reasons["bidirectional_attention"] = (
-            "bidirectional_attention: true"
-            if asked
-            else "the model's own files"
-            if is_bidirectional
-            else "a causal decoder"
-        )
-    return asked or is_bidirectional
-
-
 def _pooling(
-    facts: Facts, family: Family, shape: backbones.Shape, *, causal: bool
+    reading: _Reading, family: Family, shape: Shape, *, is_causal: bool
 ) -> str:
-    pooling, reason = _own_pooling(facts, family, shape, causal=causal)
-    asked = facts.options.pooling
-    if asked == "auto":
-        if pooling is None:
-            raise UserError(reason)
-        facts.reasons["pooling"] = reason
-        return pooling
-    if backbones.gives_vectors(facts.model_config):
-        raise UserError(
-            f"pooling: {asked} is not available for {facts.options.model_name}, whose module gives one vector for each "
-            "input; leave pooling out"
-        )
-    if family.pools_itself:
-        raise UserError(
-            f"pooling: {asked} is not available for {facts.options.model_name}, whose embedding is the output of its "
-            f"{family.name} projection; leave pooling out"
-        )
-    refusal = POOLINGS[asked].refusal(
-        is_causal=causal,
-        is_image=not family.reads_text,
-        has_class_token=shape.has_class_token,
+    """Return the name of the pooling: the option's where it goes with the model, otherwise the model's own."""
+    name = reading.options.model_name
+    gives_vectors = (
+        isinstance(reading.config, OwnConfig) and reading.config.gives_vectors
     )
+    files = reading.files
+    path = "1_Pooling/config.json"
+    pooling: str | None = family.pooling
+    reason = family.pooling_reason
+    problem = None
+    if family.pools_itself:
+        pooling = MODEL_POOLING
+        reason = f"{family.name} projects its features itself"
+    elif reading.saved:
+        pooling = reading.saved["pooling"]
+        reason = _FROM_SAVED
+    elif gives_vectors:
+        pooling = "cls"
+        reason = "the module gives one vector for each input"
+    elif files.pooling_modes:
+        stored = files.pooling
+        pooling = None if stored is None else stored.name
+        reason = f"from {path}"
+        if not files.include_prompt:
+            problem = "leaves the prompt out of the pooling, which is not supported"
+        elif stored is None:
+            problem = (
+                f"pools by {' and '.join(files.pooling_modes)}, which vembed cannot"
+            )
+        else:
+            refusal = _refusal(stored, family, shape, is_causal=is_causal)
+            if refusal is not None:
+                problem = f"pools by {stored.name}: {refusal}"
+    elif not family.reads_text:
+        pooling, reason = _image_pooling(reading.config, shape)
+    elif is_causal and family.pooling != "last":
+        pooling = "last"
+        reason = (
+            "a causal decoder's last token is the only one that has seen the whole text"
+        )
+    asked = reading.options.pooling
+    if asked == "auto":
+        if problem is not None or pooling is None:
+            raise UserError(
+                f"{path} of {name} {problem}; set pooling to {' or '.join(POOLINGS)}"
+            )
+        reading.reasons["pooling"] = reason
+        return pooling
+    if gives_vectors or family.pools_itself:
+        raise UserError(
+            f"pooling: {asked} is not available for {name}, which gives one vector for each input itself; leave pooling "
+            "out"
+        )
+    refusal = _refusal(POOLINGS[asked], family, shape, is_causal=is_causal)
     if refusal is not None:
-        raise UserError(f"pooling: {asked} on {facts.options.model_name}: {refusal}")
-    if pooling is None or pooling == asked:
-        facts.reasons["pooling"] = f"pooling: {asked}"
-    else:
-        facts.reasons["pooling"] = (
-            f"pooling: {asked}, although {pooling} is the model's own: {reason}"
+        raise UserError(f"pooling: {asked} on {name}: {refusal}")
+    reading.reasons["pooling"] = f"pooling: {asked}"
+    if problem is None and pooling != asked:
+        reading.reasons["pooling"] += (
+            f", although {pooling} is the model's own: {reason}"
         )
     return asked
 
 
-def _own_pooling(
-    facts: Facts, family: Family, shape: backbones.Shape, *, causal: bool
-) -> tuple[str | None, str]:
-    """Return the model's own pooling and the reason, or None and an error message if vembed does not support it."""
-    if family.pools_itself:
-        return MODEL_POOLING, f"{family.name} projects its features itself"
-    if facts.saved is not None:
-        return facts.saved.pooling, f"from {DESCRIPTION_FILE}"
-    if backbones.gives_vectors(facts.model_config):
-        return "cls", "the module gives one vector for each input"
-    if facts.files is not None and facts.files.pooling_modes:
-        where = "1_Pooling/config.json"
-        if not facts.files.include_prompt:
-            return None, (
-                f"{where} of {facts.options.model_name} leaves the prompt out of the pooling, which is not supported; "
-                "set pooling to train with the prompt pooled too"
-            )
-        pooling = facts.files.pooling
-        if pooling is None:
-            return None, (
-                f"{where} of {facts.options.model_name} pools by {' and '.join(facts.files.pooling_modes)}, which vembed "
-                f"cannot; set pooling to {' or '.join(POOLINGS)}"
-            )
-        refusal = pooling.refusal(
-            is_causal=causal,
-            is_image=not family.reads_text,
-            has_class_token=shape.has_class_token,
-        )
-        if refusal is not None:
-            return None, (
-                f"{where} of {facts.options.model_name} pools by {pooling.name}: {refusal}"
-            )
-        return pooling.name, f"from {where}"
-    if not family.reads_text:
-        return backbones.image_pooling(facts.model_config, shape)
-    if causal and family.pooling != "last":
-        return (
-            "last",
-            "a causal decoder's last token is the only one that has seen the whole text",
-        )
-    return family.pooling, family.pooling_reason
-
-
-def _trained_pooling(facts: Facts, pooling: str) -> Path | None:
-    """Return the folder with the weights of the model's trained pooling; None: it has none, or the run uses another
-    pooling."""
-    if facts.files is None or facts.files.pooling is None:
-        return None
-    stored = facts.files.pooling
-    return (
-        facts.files.pooling_folder
-        if stored.is_trained and stored.name == pooling
-        else None
+def _refusal(
+    pooling: Pooling, family: Family, shape: Shape, *, is_causal: bool
+) -> str | None:
+    return pooling.refusal(
+        is_causal=is_causal,
+        is_image=not family.reads_text,
+        has_class_token=shape.has_class_token,
     )
 
 
-# ---- sizes and similarity --------------------------------------------------------------------------------------
+def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
+    """Return an image encoder's default pooling and the reason.
+
+    Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
+    """
+    if isinstance(config, OwnConfig) and config.gives_vectors:
+        return "cls", "the module gives one vector for each input"
+    if config.model_type in _POOLED_BY_MEAN:
+        return (
+            MODEL_POOLING,
+            "a convolutional network's mean over positions, behind its layer norm",
+        )
+    if not shape.has_class_token:
+        return "mean", "the mean over positions: the network has no class token"
+    return "cls", "the image's class token, by family"
 
 
-def _embedding_dim_before_mrl(facts: Facts, hidden_dim: int) -> int:
-    size = hidden_dim
-    for folder in facts.files.dense if facts.files is not None else ():
-        settings = read_dense(folder)
-        if settings.in_features != size:
-            raise UserError(
-                f"{folder}: a Dense module for {settings.in_features} inputs follows {size} outputs"
-            )
-        size = settings.out_features
-    if size != hidden_dim:
-        facts.reasons["embedding_dim"] = "the model's own Dense modules"
-    return size
+def _image_tower(reading: _Reading, text_dim: int) -> tuple[dict[str, Any], Shape]:
+    """Return the description's fields for the image tower of a composed model, and the tower's shape.
+
+    `text_dim`: size of the text tower's output. Both towers are projected into one space, of size `hidden_dim`.
+    """
+    options = reading.options
+    saved = reading.saved
+    if options.image_model_name is not None:
+        folder = model_folder(options.image_model_name, option="image_model_name")
+    else:
+        folder = Path(saved["image_source"])
+    trust = options.trust_remote_code
+    config = read_config(folder, trust_remote_code=trust)
+    chosen = model_class(config, trust_remote_code=trust)
+    family = _recognised("pixel_input")
+    if chosen.main_input_name != "pixel_values" or family is None:
+        raise UserError(
+            f"image_model_name: {folder} is of the type {config.model_type}, which is not an image encoder; "
+            "give one such as a ViT, DINOv2 or ConvNeXt"
+        )
+    shape = shape_of(folder, config, chosen, family)
+    pooling, reading.reasons["image_pooling"] = _image_pooling(config, shape)
+    if saved and FAMILIES[saved["family"]].has_two_models:
+        shared_dim = saved["hidden_dim"]
+    elif options.composed_dim is not None:
+        shared_dim = options.composed_dim
+        reading.reasons["hidden_dim"] = "composed_dim in the config"
+    else:
+        shared_dim = min(text_dim, shape.hidden_dim)
+        reading.reasons["hidden_dim"] = (
+            f"the smaller of the towers' sizes, {text_dim} for text and {shape.hidden_dim} for images"
+        )
+    fields = {
+        "hidden_dim": shared_dim,
+        "text_hidden_dim": text_dim,
+        "image_source": str(folder),
+        "image_hidden_dim": shape.hidden_dim,
+        "image_pooling": pooling,
+    }
+    return fields, shape
 
 
 def _matryoshka_sizes(
-    facts: Facts, matryoshka: MatryoshkaSection | None, base_dim: int
+    reading: _Reading, matryoshka: MatryoshkaSection, size: int
 ) -> tuple[int, ...]:
-    """Return the Matryoshka sizes; without Matryoshka training, those that the model was saved with."""
-    if matryoshka is None or not matryoshka.use_mrl:
-        return tuple(facts.of_saved("mrl_dims") or ())
-    if matryoshka.mrl_dims:
-        dims = tuple(matryoshka.mrl_dims)
-        facts.reasons["mrl_dims"] = "mrl_dims in the config"
-    else:
-        halves = [base_dim]
-        while halves[-1] % 2 == 0 and halves[-1] // 2 >= SMALLEST_MRL_DIM:
-            halves.append(halves[-1] // 2)
-        dims = tuple(halves)
-        facts.reasons["mrl_dims"] = (
+    """Return the Matryoshka sizes of an embedding of `size` dimensions."""
+    dims = tuple(matryoshka.mrl_dims or ())
+    reading.reasons["mrl_dims"] = "mrl_dims in the config"
+    if not dims:
+        reading.reasons["mrl_dims"] = (
             f"the embedding's size and its halves down to {SMALLEST_MRL_DIM}"
         )
-    too_large = [dim for dim in dims if dim > base_dim]
-    if too_large:
+        dims = (size,)
+        while dims[-1] % 2 == 0 and dims[-1] // 2 >= SMALLEST_MRL_DIM:
+            dims += (dims[-1] // 2,)
+    if max(dims) > size:
         raise UserError(
-            f"mrl_dims: {too_large[0]} is larger than the {base_dim}-dimensional embedding of {facts.options.model_name}; "
-            f"set it to {base_dim} or less"
+            f"mrl_dims: {max(dims)} is larger than the {size}-dimensional embedding of {reading.options.model_name}; "
+            f"set it to {size} or less"
         )
     weights = matryoshka.mrl_weights
     if weights is not None and len(weights) != len(dims):
@@ -689,61 +537,92 @@ def _matryoshka_sizes(
     return dims
 
 
-def _has_projection(
-    facts: Facts,
-    matryoshka: MatryoshkaSection,
-    mrl_dims: tuple[int, ...],
-    base_dim: int,
-) -> bool:
-    """Return True if this run adds an MRL projection to an embedding of `base_dim`."""
-    if not matryoshka.use_mrl:
-        return False
-    asked = matryoshka.mrl_projection
-    adds_projection = max(mrl_dims) < base_dim if asked == "auto" else bool(asked)
-    if adds_projection:
-        facts.reasons["embedding_dim"] = (
-            f"an MRL projection from {base_dim} to max(mrl_dims), by mrl_projection: {asked}"
+def _prompt(
+    reading: _Reading, kind: Literal["query", "document"], asked: str | None
+) -> str:
+    """Return the prompt of queries or documents: the option's, the files' or the one published for the model's name."""
+    key = f"{kind}_prompt"
+    files = reading.files
+    if asked is not None:
+        reading.reasons[key] = f"{key} in the config"
+        return asked
+    if reading.saved:
+        reading.reasons[key] = _FROM_SAVED
+        return str(reading.saved[key])
+    for name in (*PROMPT_NAMES[kind], files.default_prompt_name):
+        if name in files.prompts:
+            reading.reasons[key] = (
+                f"prompt {name!r} in config_sentence_transformers.json"
+            )
+            return files.prompts[name]
+    published = published_prompts(reading.options.model_name)
+    # A model whose files name any prompts is taken at its word; the table is for those published without.
+    if files.prompts or published is None:
+        return ""
+    query_prompt, document_prompt, reading.reasons[key] = published
+    return query_prompt if kind == "query" else document_prompt
+
+
+def published_prompts(name: str) -> tuple[str, str, str] | None:
+    """Return query prompt, document prompt and reason for a model known by name; otherwise None."""
+    last = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    for pattern, query, document, series in PUBLISHED:
+        if re.fullmatch(pattern, last):
+            reason = (
+                f"{series} models were trained with it; recognised by the name {last}"
+            )
+            return query, document, reason
+    return None
+
+
+def _max_length(
+    reading: _Reading, family: Family, tokenizer: TokenizerSettings, *, for_use: bool
+) -> int:
+    """Return the maximum text length in tokens. `for_use`: a length that the model's own files name is not limited by
+    the family's default, which bounds the time and memory of training."""
+    asked = reading.options.max_length
+    name = reading.options.model_name
+    text = reading.config.get_text_config()
+    positions = text.to_dict().get("max_position_embeddings")
+    if positions and reading.config.model_type in POSITIONS_AFTER_PADDING:
+        positions -= int(text.pad_token_id) + 1
+    longest = family.longest_by_default
+    if not family.reads_text:
+        reading.reasons["max_length"] = "an image encoder reads no text"
+        return asked or longest
+    if family.has_fixed_length:
+        if asked not in (None, positions):
+            raise UserError(
+                f"max_length: {asked} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
+                "trained with; leave max_length out"
+            )
+        reading.reasons["max_length"] = (
+            "SigLIP pads every text to its number of positions"
         )
-    return adds_projection
-
-
-def _similarity(facts: Facts, of_loss: Similarity, *, for_use: bool) -> Similarity:
-    of_files = (
-        facts.files.similarity
-        if facts.files is not None
-        else facts.of_saved("similarity")
-    )
-    if for_use and of_files is not None:
-        if of_files in get_args(Similarity):
-            facts.reasons["similarity"] = "from the model's files"
-            return cast(Similarity, of_files)
-        log.warning(
-            "%s: its files name the similarity %s, which vembed does not have: cosine is used",
-            facts.options.model_name,
-            of_files,
-        )
-    if of_files is not None and of_files != of_loss:
-        facts.reasons["similarity"] = (
-            f"similarity in the config, although the model's files say {of_files}"
-        )
-    return of_loss
-
-
-def _normalize(facts: Facts, similarity: Similarity) -> bool:
-    if facts.saved is not None:
-        return facts.saved.normalize
-    if facts.files is not None:
-        facts.reasons["normalize"] = (
-            f"modules.json has {'a' if facts.files.normalize else 'no'} Normalize module"
-        )
-        return facts.files.normalize
-    return similarity == "cosine"
-
-
-def _truncate_dim(facts: Facts, embedding_dim: int) -> int | None:
-    dim = facts.files.truncate_dim if facts.files is not None else None
-    # A size that cuts nothing is no cut.
-    if dim is None or dim >= embedding_dim:
-        return None
-    facts.reasons["truncate_dim"] = "from config_sentence_transformers.json"
-    return dim
+        return int(positions)
+    if asked is not None:
+        if positions is not None and asked > positions:
+            raise UserError(
+                f"max_length: {asked} is more than the {positions} positions of {name}; set it to {positions} or less"
+            )
+        reading.reasons["max_length"] = "max_length in the config"
+        return asked
+    limits = {"positions in config.json": positions}
+    of_files = reading.files.max_length
+    if reading.saved:
+        limits = {_FROM_SAVED: reading.saved["max_length"]}
+    elif of_files is None or not for_use:
+        limits[f"default limit of {longest}; set max_length to change it"] = longest
+    if not reading.saved and of_files is not None:
+        limits["sentence_bert_config.json"] = of_files
+    elif not reading.saved:
+        limits["model_max_length in tokenizer_config.json"] = tokenizer.model_max_length
+    # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.
+    known = {
+        why: int(limit)
+        for why, limit in limits.items()
+        if limit is not None and limit > 0
+    }
+    reason = min(known, key=lambda why: known[why])
+    reading.reasons["max_length"] = reason
+    return known[reason]

@@ -20,12 +20,12 @@ from vembed.config.paths import is_hub_model, similar_path
 from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 from vembed.models.families.model_settings import (
+    MODULES,
     AdapterSettings,
     ModelSettings,
-    ModuleSettings,
     PoolingSettings,
     TextSettings,
-    read_modules,
+    check_inside,
     read_settings,
 )
 from vembed.models.families.weight_files import (
@@ -37,9 +37,7 @@ from vembed.models.families.weight_files import (
 )
 from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import (
-    MODE_FLAGS,
     POOLINGS,
-    pooling_of_modes,
 )
 
 RUN_CONFIG = "config.yaml"
@@ -72,35 +70,24 @@ STATIC = "StaticEmbedding"
 def model_folder(
     name: str, revision: str | None = None, *, option: str = "model_name"
 ) -> Path:
-    """Return the local folder of a model, checked to name no weights but safetensors files of its own."""
-    folder = _located(name, revision, option)
-    check_weight_files(folder)
-    return folder
-
-
-def whole_model_folder(name: str, *, option: str) -> Path:
-    """Return the local folder of a model that Transformers loads by itself: whole weights without an adapter."""
-    folder = model_folder(name, option=option)
-    check_whole_weights(folder)
-    return folder
-
-
-def _located(name: str, revision: str | None, option: str) -> Path:
-    """Return the local folder of a model. A Hub model is downloaded into the Hub's cache first."""
+    """Return the local folder of a model, checked to name no weights but safetensors files of its own. A Hub model is
+    downloaded into the Hub's cache first."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return _inside_a_run(path, option).resolve()
+        folder = _inside_a_run(path, option).resolve()
+        check_weight_files(folder)
+        return folder
     if path.is_file():
         raise UserError(
             f"{option}: {name} is a file; give the folder with the model's files, {path.parent}"
         )
+    similar = similar_path(name)
     if not is_hub_model(name):
         raise UserError(
-            f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model"
-            f"{similar_path(name)}"
+            f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model{similar}"
         )
     try:
-        return Path(
+        folder = Path(
             snapshot_download(
                 name,
                 revision=revision,
@@ -118,24 +105,22 @@ def _located(name: str, revision: str | None, option: str) -> Path:
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"{option}: {name} is neither a folder here nor a model on the Hub{similar_path(name)}"
+            f"{option}: {name} is neither a folder here nor a model on the Hub{similar}"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        at = f" at revision {revision}" if revision else ""
         raise UserError(
-            f"{option}: {name}{at} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached; "
-            f"give a local folder, or fetch it once while online{similar_path(name)}"
+            f"{option}: {name} (revision {revision or 'main'}) is not a folder here, is not in the Hub's cache, and the "
+            f"Hub cannot be reached; give a local folder, or fetch it once while online{similar}"
         ) from error
+    check_weight_files(folder)
+    return folder
 
 
 def _inside_a_run(path: Path, option: str) -> Path:
     """Return the model's folder: `final/` of a run's folder, otherwise the folder itself."""
-    if (
-        (path / "config.json").is_file()
-        or (path / "modules.json").is_file()
-        or (path / ADAPTER_CONFIG).is_file()
-    ):
-        return path
+    for name in ("config.json", "modules.json", ADAPTER_CONFIG):
+        if (path / name).is_file():
+            return path
     if (path / CHECKPOINT_STATE).is_file():
         raise UserError(
             f"{option}: {path} is a checkpoint, the state of a run and not a model: "
@@ -143,50 +128,51 @@ def _inside_a_run(path: Path, option: str) -> Path:
         )
     if not (path / RUN_CONFIG).is_file():
         return path
-    if (path / "final").is_dir():
-        return path / "final"
-    checkpoints = sorted(
-        (
-            checkpoint
-            for checkpoint in path.glob("checkpoint-*")
-            if checkpoint.name.removeprefix("checkpoint-").isdecimal()
-        ),
-        key=lambda checkpoint: int(checkpoint.name.removeprefix("checkpoint-")),
-    )
-    way = (
-        f"; `vembed export {checkpoints[-1]} FOLDER` makes a model of its newest checkpoint"
-        if checkpoints
-        else ""
-    )
-    raise UserError(
-        f"{option}: {path} is a run that has not finished, so it has no final/: resume it{way}"
-    )
+    if not (path / "final").is_dir():
+        raise UserError(
+            f"{option}: {path} is a run that has not finished, so it has no final/: resume it, or make a model of a "
+            f"checkpoint by `vembed export {path}/checkpoint-N FOLDER`"
+        )
+    return path / "final"
+
+
+def whole_model_folder(name: str, *, option: str) -> Path:
+    """Return the local folder of a model that Transformers loads by itself: whole weights without an adapter."""
+    folder = model_folder(name, option=option)
+    check_whole_weights(folder)
+    return folder
 
 
 @dataclass(frozen=True)
 class SentenceTransformersFiles:
-    """Settings from a folder saved by Sentence Transformers."""
+    """Settings from a folder saved by Sentence Transformers. The defaults are those of a folder without them."""
 
     backbone: Path
     """Folder of weights, config and tokenizer."""
     pooling_modes: tuple[str, ...] = ()
     """Modes of its Pooling module; several if their results are concatenated."""
-    pooling: Pooling | None = None
-    """The pooling that does the same; None: there is none."""
     pooling_folder: Path | None = None
     include_prompt: bool = True
     """False: prompt tokens are excluded from pooling."""
     dense: tuple[Path, ...] = ()
     """Folders of Dense modules, in order."""
-    normalize: bool = False
+    normalize: bool | None = None
+    """Whether there is a Normalize module; None: there is no modules.json."""
     max_length: int | None = None
     prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
-    """Prompt for inputs whose kind has no prompt of its own."""
     default_prompt_name: str | None = None
-    """Name of that prompt among `prompts`."""
+    """Name of the prompt for inputs whose kind has no prompt of its own."""
     similarity: str | None = None
     truncate_dim: int | None = None
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """The pooling that does the same as the modes together; None: there is none."""
+        for pooling in POOLINGS.values():
+            modes = pooling.modes or (pooling.name,)
+            if set(modes) == set(self.pooling_modes):
+                return pooling
+        return None
 
 
 ModelKind = Literal[
@@ -202,9 +188,26 @@ _KINDS: dict[str, ModelKind] = {
 """`model_type` in config_sentence_transformers.json -> what a model gives."""
 
 
+def _stated_class(folder: Path) -> str | None:
+    """Return the class of Sentence Transformers that a folder's files state; None: they state none."""
+    path = folder / "config_sentence_transformers.json"
+    settings = read_settings(path, ModelSettings) or ModelSettings()
+    stated = settings.model_type
+    # CrossEncoder writes its settings into config.json, up to version 5 nothing else.
+    if stated is None and "sentence_transformers" in (
+        read_object(folder / "config.json") or {}
+    ):
+        return "CrossEncoder"
+    if stated is not None and stated not in _KINDS:
+        raise UserError(
+            f"{path}: model_type {stated!r} is unknown; vembed knows {', '.join(_KINDS)}"
+        )
+    return stated
+
+
 def kind_of(folder: Path) -> ModelKind:
     """Return what the model in a folder gives, by its files."""
-    stated = _stated_kind(folder)
+    stated = _stated_class(folder)
     if stated is not None:
         return _KINDS[stated]
     if (folder / "modules.json").is_file():
@@ -216,97 +219,67 @@ def kind_of(folder: Path) -> ModelKind:
     return "yes_no" if "ForCausalLM" in names else "embedder"
 
 
-def check_embedder(folder: Path) -> None:
-    """Raise UserError if a folder's files say that its model gives no embeddings."""
-    stated = _stated_kind(folder)
-    if stated is None or _KINDS[stated] == "embedder":
-        return
-    kind = _KINDS[stated]
-    way_out = {
-        "reranker": "use it as a teacher or a judge, or give an embedding model",
-    }.get(kind, "vembed has no such models yet: give an embedding model")
-    raise UserError(
-        f"{folder} holds a {stated} of Sentence Transformers, a {kind}, and no embedding model; {way_out}"
-    )
-
-
-def _stated_kind(folder: Path) -> str | None:
-    """Return the `model_type` that a folder's files state; None: they state none."""
-    path = folder / "config_sentence_transformers.json"
-    settings = read_settings(path, ModelSettings)
-    stated = None if settings is None else settings.model_type
-    if stated is None:
-        # CrossEncoder writes its settings into config.json, up to version 5 nothing else.
-        config = read_object(folder / "config.json") or {}
-        return "CrossEncoder" if "sentence_transformers" in config else None
-    if stated not in _KINDS:
-        raise UserError(
-            f"{path}: model_type {stated!r} is unknown; vembed knows {', '.join(_KINDS)}"
-        )
-    return stated
-
-
 def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None:
     """Read the Sentence Transformers files of a folder; None if it has none."""
-    modules = read_modules(folder)
+    path = folder / "modules.json"
+    modules = read_settings(path, MODULES)
     if modules is None:
         return None
     modes: tuple[str, ...] = ()
-    pooling: Pooling | None = None
-    pooling_folder: Path | None = None
-    dense: list[Path] = []
-    backbone = folder
+    pooling_folder = None
     include_prompt = True
     normalize = False
+    dense: list[Path] = []
+    backbone = folder
     for position, module in enumerate(modules):
-        kind = module.type.rsplit(".", 1)[-1]
-        path = folder / module.path
-        known = kind in ("Transformer", "CLIPModel", "TwoTowers") and not _is_own_code(
-            module
-        )
-        if position == 0 and kind == STATIC and not _is_own_code(module):
-            if not (path / "config.json").is_file():
+        check_inside(path, "path", module.path)
+        inner = folder / module.path
+        # Code in the folder may have any name, and stands for none of these modules.
+        is_known = module.type.startswith(("sentence_transformers.", "vembed."))
+        kind = module.type.rsplit(".", 1)[-1] if is_known else "code of its own"
+        if position == 0 and kind == STATIC:
+            if not (inner / "config.json").is_file():
                 raise UserError(
-                    f"{path} is a table of token vectors without a config.json: vembed reads those that it has written "
+                    f"{inner} is a table of token vectors without a config.json: vembed reads those that it has written "
                     "(`vembed export --format static`), and Sentence Transformers reads this one"
                 )
-            backbone = path
+            backbone = inner
             modes = ("mean",)
-            pooling = pooling_of_modes(modes)
-            continue
-        if position == 0 and (known or (_is_own_code(module) and _reads_chats(path))):
-            backbone = path if (path / "config.json").is_file() else folder
-        elif kind == "Pooling":
-            settings = read_settings(path / "config.json", PoolingSettings)
+        elif position == 0 and (
+            kind in ("Transformer", "CLIPModel", "TwoTowers")
+            # Vision-language models had custom code before Sentence Transformers had chat templates (GME). vembed's
+            # template is equivalent.
+            or (
+                not is_known
+                and "vision_config" in (read_object(inner / "config.json") or {})
+            )
+        ):
+            backbone = inner if (inner / "config.json").is_file() else folder
+        elif module.type.rsplit(".", 1)[-1] == "Pooling":
+            settings = read_settings(inner / "config.json", PoolingSettings)
             if settings is None:
                 raise UserError(
-                    f"{path} has no config.json, although modules.json names it as a Pooling module"
+                    f"{inner} has no config.json, although modules.json names it as a Pooling module"
                 )
-            modes = _pooling_modes(settings)
+            modes = settings.modes()
             include_prompt = settings.include_prompt
-            pooling = pooling_of_modes(modes)
         elif module.type.startswith(POOLING_MODULE):
-            name = module.type.removeprefix(POOLING_MODULE)
-            if name not in POOLINGS:
+            modes = (module.type.removeprefix(POOLING_MODULE),)
+            if modes[0] not in POOLINGS:
                 raise UserError(
-                    f"{folder / 'modules.json'}: this version has no pooling {name}; it has {', '.join(POOLINGS)}"
+                    f"{path}: this version has no pooling {modes[0]}; it has {', '.join(POOLINGS)}"
                 )
-            modes = (name,)
-            pooling = POOLINGS[name]
-            pooling_folder = path
-        elif kind == "Dense":
-            if normalize:  # in another order it would be another model
-                raise UserError(
-                    f"{folder / 'modules.json'}: a Dense module behind Normalize; vembed reads Pooling, then Dense "
-                    "modules, then Normalize"
-                )
-            dense.append(path)
+            pooling_folder = inner
+        elif (
+            kind == "Dense" and not normalize
+        ):  # in another order it would be another model
+            dense.append(inner)
         elif kind == "Normalize":
             normalize = True
-        elif kind != "Dropout" or _is_own_code(module):
+        elif kind != "Dropout":
             raise UserError(
-                f"{folder / 'modules.json'}: unsupported module type {module.type} "
-                "(supported: Transformer, CLIPModel, StaticEmbedding, Pooling, Dense and Normalize)"
+                f"{path}: unsupported module type {module.type} in this place (supported: Transformer, CLIPModel or "
+                "StaticEmbedding, then Pooling, Dense and Normalize, in this order)"
             )
     values = (
         read_settings(folder / "config_sentence_transformers.json", ModelSettings)
@@ -315,33 +288,29 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
     prompts = {
         name: text for name, text in (values.prompts or {}).items() if text is not None
     }
-    default_name = (
-        values.default_prompt_name if values.default_prompt_name in prompts else None
-    )
+    max_length = None
+    # Older versions of Sentence Transformers named the file after other models.
+    for settings_path in sorted(backbone.glob("sentence_*_config.json")):
+        text_settings = read_settings(settings_path, TextSettings)
+        if text_settings is not None and max_length is None:
+            max_length = text_settings.max_seq_length
     return SentenceTransformersFiles(
         backbone=backbone,
         pooling_modes=modes,
-        pooling=pooling,
         pooling_folder=pooling_folder,
         include_prompt=include_prompt,
         dense=tuple(dense),
         normalize=normalize,
-        max_length=_max_length(backbone),
+        max_length=max_length,
         prompts=prompts,
-        default_prompt=prompts[default_name] if default_name is not None else None,
-        default_prompt_name=default_name,
+        default_prompt_name=(
+            values.default_prompt_name
+            if values.default_prompt_name in prompts
+            else None
+        ),
         similarity=values.similarity_fn_name,
         truncate_dim=values.truncate_dim,
     )
-
-
-def _max_length(backbone: Path) -> int | None:
-    """Read the maximum length from sentence_bert_config.json; older versions named the file after other models."""
-    for path in sorted(backbone.glob("sentence_*_config.json")):
-        settings = read_settings(path, TextSettings)
-        if settings is not None and settings.max_seq_length is not None:
-            return settings.max_seq_length
-    return None
 
 
 @dataclass(frozen=True)
@@ -354,31 +323,35 @@ class ModelFiles:
     """Folder of weights, config and tokenizer."""
     adapter: Path | None
     """Folder of an adapter for the backbone's weights; None without one."""
-    sentence_transformers: SentenceTransformersFiles | None
+    sentence_transformers: SentenceTransformersFiles
 
 
 def read_model(name: str, revision: str | None = None) -> ModelFiles:
     """Locate a model's files. For a folder with an adapter alone, follow the base model that it names."""
     folder = model_folder(name, revision)
-    check_embedder(folder)
+    stated = _stated_class(folder)
+    kind = "embedder" if stated is None else _KINDS[stated]
+    if kind != "embedder":
+        raise UserError(
+            f"{folder} holds a {stated} of Sentence Transformers, a {kind}, and no embedding model: give an embedding "
+            "model (a reranker can be a teacher or a judge)"
+        )
     files = read_sentence_transformers(folder)
     backbone = folder if files is None else files.backbone
     check_weight_files(backbone)
     if not _is_adapter(backbone):
-        return ModelFiles(folder, backbone, None, files)
+        return ModelFiles(
+            folder, backbone, None, files or SentenceTransformersFiles(backbone)
+        )
     settings = read_settings(backbone / ADAPTER_CONFIG, AdapterSettings)
     assert settings is not None
     below = model_folder(settings.base_model_name_or_path, settings.revision)
     # Before the base is read: an adapter that names itself would be followed without end. Below, the base's backbone
     # may be in a subfolder.
-    if _is_adapter(below):
+    base = None if _is_adapter(below) else read_model(str(below))
+    if base is None or base.adapter is not None:
         raise UserError(
             f"{folder} is an adapter on top of another adapter, {below}; merge that one first"
-        )
-    base = read_model(settings.base_model_name_or_path, settings.revision)
-    if base.adapter is not None:
-        raise UserError(
-            f"{folder} is an adapter on top of another adapter, {base.folder}; merge that one first"
         )
     return ModelFiles(
         folder, base.backbone, backbone, files or base.sentence_transformers
@@ -420,39 +393,12 @@ def files_of(options: ModelSection) -> ModelFiles:
     """Locate the files of the model that the options name: `model_name`, or `model_class` with the weights in it."""
     if options.model_class is None:
         return read_model(options.model_name, options.model_revision)
-    from vembed.models.custom.folder import (
-        own_folder,  # imports torch, which only own models need here
-    )
+    from vembed.models.custom.folder import own_folder
 
-    source = (
-        None
-        if options.model_name == options.model_class
-        else model_folder(options.model_name, options.model_revision)
-    )
+    source = None
+    if options.model_name != options.model_class:
+        source = model_folder(options.model_name, options.model_revision)
     tokenizer = None
     if options.tokenizer_name is not None:
         tokenizer = model_folder(options.tokenizer_name, option="tokenizer_name")
     return read_model(str(own_folder(options, source, tokenizer)))
-
-
-def _is_own_code(module: ModuleSettings) -> bool:
-    """Return True if a module is custom Python code in the folder."""
-    return not module.type.startswith(("sentence_transformers.", "vembed."))
-
-
-def _reads_chats(folder: Path) -> bool:
-    """Return True for vision-language models.
-
-    Before Sentence Transformers supported chat templates they had custom code (GME); vembed's template is equivalent.
-    """
-    return "vision_config" in (read_object(folder / "config.json") or {})
-
-
-def _pooling_modes(settings: PoolingSettings) -> tuple[str, ...]:
-    """Return the modes of a Pooling module. Old files have one flag per mode, new files a name or a list of names."""
-    modes = settings.pooling_mode
-    flags = settings.model_extra or {}
-    if modes is None:
-        chosen = tuple(mode for mode, flag in MODE_FLAGS.items() if flags.get(flag))
-        return chosen or ("mean",)
-    return (modes,) if isinstance(modes, str) else tuple(modes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, TypeVar
 
@@ -17,6 +16,7 @@ from vembed.models.families.weight_files import (
     read_object,
     read_tensors,
 )
+from vembed.models.poolings.table import MODE_FLAGS
 
 LIBRARY_ERRORS = (
     ValueError,
@@ -36,8 +36,7 @@ MOST_LAYERS = 2_000
 MOST_LABELS = 1_000_000
 MOST_BUILT = 2**27
 """Elements that a model may have beyond twice those of its weights: parts that the file leaves out, such as poolers."""
-EXPERT_COUNTS = frozenset({"num_experts", "num_local_experts", "n_routed_experts"})
-LAYER_COUNTS = EXPERT_COUNTS | {
+LAYER_COUNTS = (
     "num_hidden_layers",
     "num_layers",
     "n_layer",
@@ -49,31 +48,11 @@ LAYER_COUNTS = EXPERT_COUNTS | {
     "depths",
     "num_hidden_groups",
     "inner_group_num",
-}
-"""Names of settings that say how often something is built."""
-SIZES = LAYER_COUNTS | {
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "image_size",
-    "patch_size",
-    "num_channels",
-    "n_embd",
-    "n_head",
-    "n_heads",
-    "d_model",
-    "d_ff",
-    "d_kv",
-    "num_heads",
-    "hidden_dim",
-    "dim",
-    "embed_dim",
-    "num_labels",
-}
-"""Names of settings that are positive numbers, or lists of them, wherever they are set."""
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+)
+"""Names of settings that say how often something is built: numbers, or lists of them."""
 PACKED = frozenset({"U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"})
 """Types of quantised weights."""
 
@@ -98,6 +77,16 @@ class PoolingSettings(Settings):
 
     pooling_mode: str | list[str] | None = None
     include_prompt: bool = True
+
+    def modes(self) -> tuple[str, ...]:
+        """Modes by name. Old files have one flag per mode, new files a name or a list of names."""
+        if isinstance(self.pooling_mode, str):
+            return (self.pooling_mode,)
+        if self.pooling_mode is not None:
+            return tuple(self.pooling_mode)
+        flags = self.model_extra or {}
+        modes = tuple(mode for mode, flag in MODE_FLAGS.items() if flags.get(flag))
+        return modes or ("mean",)
 
 
 class DenseSettings(Settings):
@@ -144,34 +133,20 @@ class AdapterSettings(Settings):
     revision: str | None = None
 
 
-_MODULES = TypeAdapter(Annotated[list[ModuleSettings], Field(min_length=1)])
-Kind = TypeVar("Kind", bound=Settings)
+MODULES = TypeAdapter(Annotated[list[ModuleSettings], Field(min_length=1)])
+Kind = TypeVar("Kind")
 
 
-def read_settings(path: Path, kind: type[Kind]) -> Kind | None:
+def read_settings(path: Path, kind: type[Kind] | TypeAdapter[Kind]) -> Kind | None:
     """Read a JSON file by its schema; None if it does not exist."""
-    values = read_object(path)
-    if values is None:
-        return None
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise UserError(f"{path}: {first_problem(error)}") from error
-
-
-def read_modules(folder: Path) -> list[ModuleSettings] | None:
-    """Read modules.json, whose modules are in the folder; None if it does not exist."""
-    path = folder / "modules.json"
     values = read_json(path)
     if values is None:
         return None
+    schema = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     try:
-        modules = _MODULES.validate_python(values)
+        return schema.validate_python(values)
     except ValidationError as error:
         raise UserError(f"{path}: {first_problem(error)}") from error
-    for module in modules:
-        check_inside(path, "path", module.path)
-    return modules
 
 
 def check_inside(path: Path, key: str, name: str) -> None:
@@ -196,66 +171,54 @@ def read_dense(folder: Path) -> DenseSettings:
         raise UserError(
             f"{folder} has no model.safetensors; vembed reads no pickled weights"
         )
-    wanted: dict[str, tuple[int, ...]] = {
-        "linear.weight": (settings.out_features, settings.in_features)
-    }
+    wanted = {"linear.weight": (settings.out_features, settings.in_features)}
     if settings.bias:
-        wanted["linear.bias"] = (settings.out_features,)
-    shapes = {
-        name: tensor.shape
-        for name, tensor in read_header(folder / "model.safetensors")[0].items()
-    }
+        wanted["linear.bias"] = (settings.out_features,)  # type: ignore[assignment]
+    tensors, _ = read_header(folder / "model.safetensors")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != wanted:
         raise UserError(
-            f"{folder / 'config.json'} makes a Dense module of {_shapes(wanted)}, and its model.safetensors holds "
-            f"{_shapes(shapes)}"
+            f"{folder / 'config.json'} makes a Dense module of the shapes {wanted}, and its model.safetensors holds "
+            f"{shapes}"
         )
     return settings
 
 
-def check_config(path: Path, tensors: int | None) -> None:
-    """Raise UserError if sizes in a config.json are no sizes. `tensors`: number of tensors in the weights, if known.
+def check_config(folder: Path) -> None:
+    """Raise UserError if a config.json has more layers than the weights beside it can have.
 
     Done before Transformers sees it: a config with a million layers would be built layer by layer.
     """
-    values = read_object(path) or {}
+    path = folder / "config.json"
     # A layer has a tensor of its own, but for layers that share theirs (ALBERT): hence 128 at the least.
-    most = MOST_LAYERS if tensors is None else max(tensors, 128)
-    for place, settings in (
-        ("", values),
-        *(
-            (f"{key}.", value)
-            for key, value in values.items()
-            if isinstance(value, dict)
-        ),
-    ):
-        for name in sorted(SIZES & settings.keys()):
-            _check_size(
-                path,
-                place + name,
-                settings[name],
-                most if name in LAYER_COUNTS else None,
-            )
-        for name in ("dtype", "torch_dtype"):
-            _check_dtype(path, place + name, settings.get(name))
-        labels = settings.get("num_labels")
-        if isinstance(labels, int) and labels > MOST_LABELS:
-            raise UserError(
-                f"{path}: {place}num_labels is {labels:,d}, and at most {MOST_LABELS:,d} are built"
-            )
+    num_tensors = len(read_tensors(folder))
+    most = max(num_tensors, 128) if num_tensors else MOST_LAYERS
+    limits = dict.fromkeys(LAYER_COUNTS, most) | {"num_labels": MOST_LABELS}
+    for settings in parts_of_config(path):
+        for name, limit in limits.items():
+            value = settings.get(name)
+            numbers = value if isinstance(value, list) else [value]
+            total = sum(number for number in numbers if isinstance(number, int))
+            if total > limit:
+                raise UserError(
+                    f"{path}: {name} is {total:,d}, more than the weights beside it can have (at most {limit:,d})"
+                )
+
+
+def parts_of_config(path: Path) -> list[dict[str, Any]]:
+    """Return the settings of a config.json, and those of each part that has settings of its own."""
+    values = read_object(path) or {}
+    return [values, *(part for part in values.values() if isinstance(part, dict))]
 
 
 def check_attention(folder: Path, *, trust_remote_code: bool) -> None:
     """Raise UserError if a config.json names an attention kernel of a repository, whose code Transformers would fetch
     and run."""
     path = folder / "config.json"
-    settings = read_object(path) or {}
-    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
-    for part in parts:
+    for settings in parts_of_config(path):
         for key in ("attn_implementation", "_attn_implementation"):
-            value = part.get(key)
-            names = value.values() if isinstance(value, dict) else [value]
-            for name in names:
+            value = settings.get(key)
+            for name in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(name, str) and "/" in name and not trust_remote_code:
                     raise UserError(
                         f"{path}: {key} {name} is code of a repository, and trust_remote_code is false; remove it, or set "
@@ -263,39 +226,36 @@ def check_attention(folder: Path, *, trust_remote_code: bool) -> None:
                     )
 
 
-def check_fit(
-    folder: Path, model: torch.nn.Module, values: Mapping[str, Any], prefix: str
-) -> None:
+def check_fit(folder: Path, model: torch.nn.Module, prefix: str) -> None:
     """Raise UserError if the weights in a folder are not those of `model`, which its config.json describes.
 
-    `model` is on the meta device, and only headers are read. `values`: the config. `prefix`: under which a model with a
-    head for another task saves its weights.
+    `model` is on the meta device, and only headers are read. `prefix`: under which a model with a head for another
+    task saves its weights.
     """
-    tensors = read_tensors(folder)
-    if not tensors:
-        return
     path = folder / "config.json"
+    tensors = read_tensors(folder)
     is_packed = any(tensor.dtype in PACKED for tensor in tensors.values())
-    if values.get("quantization_config") is not None:
-        if not is_packed:
+    if (read_object(path) or {}).get("quantization_config") is not None:
+        if tensors and not is_packed:
             raise UserError(
                 f"{path} has a quantization_config, and the weights beside it are not quantised: remove it"
             )
         return
+    num_built = 0
     for name, parameter in model.named_parameters():
-        keys = (name, f"{prefix}.{name}", f"model.{name}")
-        stored = next((tensors[key] for key in keys if key in tensors), None)
-        # Where the number of elements agrees, Transformers may turn the tensor while it is read.
-        if stored is not None and stored.size != parameter.numel():
-            raise UserError(
-                f"{path} does not fit the weights: {name} has the shape {list(stored.shape)} in {stored.path.name}, "
-                f"and config.json makes it {list(parameter.shape)}"
-            )
-    built = sum(weight.numel() for weight in model.parameters())
-    held = sum(entry.size for entry in tensors.values())
-    if built > 2 * held + MOST_BUILT:
+        num_built += parameter.numel()
+        for key in (name, f"{prefix}.{name}", f"model.{name}"):
+            stored = tensors.get(key)
+            # Where the number of elements agrees, Transformers may turn the tensor while it is read.
+            if stored is not None and stored.size != parameter.numel():
+                raise UserError(
+                    f"{path} does not fit the weights: {name} has the shape {list(stored.shape)} in {stored.path.name}, "
+                    f"and config.json makes it {list(parameter.shape)}"
+                )
+    num_stored = sum(tensor.size for tensor in tensors.values())
+    if tensors and num_built > 2 * num_stored + MOST_BUILT:
         raise UserError(
-            f"{path} does not fit the weights: it makes a model of {built:,d} values, and they are {held:,d}"
+            f"{path} does not fit the weights: it makes a model of {num_built:,d} values, and they are {num_stored:,d}"
         )
 
 
@@ -316,43 +276,4 @@ def first_sentence(error: BaseException) -> str:
         text
         if isinstance(error, ValueError | OSError | ImportError) and text
         else f"{type(error).__name__}: {text}"
-    )
-
-
-def _check_size(path: Path, name: str, value: Any, most: int | None) -> None:
-    sizes = value if isinstance(value, list) else [value]
-    # Dense models of a family that also has experts say 0 experts.
-    least = 0 if name.rpartition(".")[2] in EXPERT_COUNTS else 1
-    for size in sizes:
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, int) or size < least
-        ):
-            raise UserError(
-                f"{path}: {name} is {size!r:.60}, and a positive whole number is needed"
-            )
-    total = sum(size for size in sizes if size is not None)
-    if most is not None and total > most:
-        raise UserError(
-            f"{path}: {name} is {total:,d}, more than the weights beside it can have (at most {most:,d})"
-        )
-
-
-def _check_dtype(path: Path, name: str, value: Any) -> None:
-    if value is None or isinstance(value, dict) or value == "auto":
-        return
-    dtype = (
-        vars(torch).get(value.removeprefix("torch."))
-        if isinstance(value, str)
-        else None
-    )
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UserError(
-            f"{path}: {name} {value!r:.60} is not a floating point type, such as float32 or bfloat16"
-        )
-
-
-def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return (
-        ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))
-        or "no tensors"
     )

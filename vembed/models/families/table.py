@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vembed.models.families.family import CHAT_LENGTH, Evidence, Family, Starter
+from vembed.models.families.family import CHAT_LENGTH, Family, Starter
 
 _RECORDS = (
     Family(
@@ -171,13 +171,3 @@ if TYPE_CHECKING:
     FamilyName = str
 else:
     FamilyName = Literal[tuple(FAMILIES)]
-
-
-def recognised_by(evidence: Evidence, model_type: str = "") -> Family | None:
-    """Return the family that is recognised by this evidence; for `model_type`, by its value. None: no family is."""
-    for family in FAMILIES.values():
-        if family.evidence == evidence and (
-            evidence != "model_type" or model_type in family.model_types
-        ):
-            return family
-    return None

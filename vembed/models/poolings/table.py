@@ -74,12 +74,3 @@ def pooling_text() -> str:
         "Pooling of token vectors into one embedding. `auto`: from the model's own files, "
         "otherwise by family. " + " ".join(lines)
     )
-
-
-def pooling_of_modes(modes: tuple[str, ...]) -> Pooling | None:
-    """Return the pooling that does what these modes of Sentence Transformers do
-    together; None: there is none."""
-    for pooling in POOLINGS.values():
-        if pooling.modes and set(pooling.modes) == set(modes):
-            return pooling
-    return None
