@@ -40,7 +40,7 @@ from vembed.files import read_json_object
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
 from vembed.parallel.session import Session
-from vembed.saving.durability import way_out
+from vembed.saving.durability import way_out, write_durably
 from vembed.training.checkpoint import folder as folders
 from vembed.training.checkpoint import schema
 from vembed.training.checkpoint.folder import (
@@ -236,8 +236,12 @@ class Checkpointer:
         if not self.session.is_main:
             collectives.barrier()
             return
-        for name in folders.remove_leftovers(self.output):
-            log.info("removed %s (incomplete, left by an earlier process)", name)
+        for path in sorted(self.output.glob(f"checkpoint-*{PARTIAL}")):
+            if path.is_dir():
+                shutil.rmtree(path)
+                log.info(
+                    "removed %s (incomplete, left by an earlier process)", path.name
+                )
         checkpoints = list_checkpoints(self.output)
         if self.run.overwrite and point is None:
             # `final/` stays until the new model replaces it.
@@ -260,7 +264,9 @@ class Checkpointer:
         for step, path in checkpoints:
             if step > last:
                 ending = DAMAGED if path in self._damaged else ABANDONED
-                renamed = folders.set_aside(path, ending)
+                renamed = path.with_name(path.name + ending)
+                shutil.rmtree(renamed, ignore_errors=True)
+                path.rename(renamed)
                 log.info("renamed %s to %s", path, renamed.name)
         if point is None:
             trim_metrics(self.output, -1)
@@ -447,14 +453,19 @@ class Checkpointer:
 
     def _check_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
-        name = f".probe-{self.session.rank}"
-        problem = folders.probe(self.output, name)
+        probe = self.output / f".probe-{self.session.rank}"
+        problem = None
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            write_durably(probe, b"vembed writes here\n")
+        except OSError as error:
+            problem = error.strerror or str(error)
         problems = collectives.gather_objects_as_json(problem)
         # Skipped where writing failed already: even a lookup may be forbidden there.
         sees_main = problem is not None or (self.output / ".probe-0").exists()
         is_shared = collectives.gather_objects_as_json(sees_main)
         if problem is None:
-            (self.output / name).unlink()
+            probe.unlink()
         failed = []
         for rank, reason in enumerate(problems):
             if reason is not None:

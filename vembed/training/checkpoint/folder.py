@@ -174,15 +174,6 @@ def remove(directory: Path) -> None:
     shutil.rmtree(leaving)
 
 
-def set_aside(directory: Path, ending: str) -> Path:
-    """Rename a checkpoint so that it no longer counts; return its new path."""
-    target = directory.with_name(directory.name + ending)
-    if target.exists():
-        shutil.rmtree(target)
-    directory.rename(target)
-    return target
-
-
 def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
     """Remove the oldest checkpoints until `limit` are left. The newest and the steps in `keep` are never removed."""
     # Called after a new checkpoint is complete: from now on the damaged ones are of no use.
@@ -197,23 +188,3 @@ def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
     for path in removed:
         remove(path)
     return removed
-
-
-def remove_leftovers(output_dir: Path) -> list[str]:
-    """Remove folders that a killed process left incomplete; return their names."""
-    leftovers = [
-        path for path in output_dir.glob(f"checkpoint-*{PARTIAL}") if path.is_dir()
-    ]
-    for path in leftovers:
-        shutil.rmtree(path)
-    return sorted(path.name for path in leftovers)
-
-
-def probe(folder: Path, name: str) -> str | None:
-    """Write and flush a small file, which stays. Return the error message, or None."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / name, b"vembed writes here\n")
-    except OSError as error:
-        return error.strerror or str(error)
-    return None

@@ -375,39 +375,25 @@ def kept_decisions(
     is_left = leaves_temperature(objective, config.data, config.model.model_name)
     if is_left and is_same_loss and "temperature" in saved:
         kept["temperature"] = saved["temperature"]
-    size = _kept_global_batch(options, state, world_size)
-    if size is not None:
-        kept["global_batch_size"] = size
-    return kept
-
-
-def _kept_global_batch(
-    options: Mapping[str, Any], state: Mapping[str, Any], world_size: int
-) -> int | None:
-    """Return the global batch of a checkpoint, where only the number of processes has changed it.
-
-    `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
-    the user has changed one of the batch options.
-    """
+    # `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
+    # the user has changed one of the batch options.
     examples = state["identity"].get("global_batch_size")
-    if options["global_batch_size"] is not None or examples is None:
-        return None
-    for name in ("batch_size", "gradient_accumulation_steps"):
-        if options[name] != state["config"][name]:
-            return None
-    # The identity counts the examples of a step, and the option those of one batch.
-    size = int(examples) // int(options["gradient_accumulation_steps"])
-    batch_size = int(options["batch_size"])
-    if size == batch_size * world_size:
-        return None
-    log.info(
-        "global batch: %s examples, as in the checkpoint (batch_size: %d x %d process(es) would be %s)",
-        f"{size:,d}",
-        batch_size,
-        world_size,
-        f"{batch_size * world_size:,d}",
-    )
-    return size
+    batch_options = ("batch_size", "gradient_accumulation_steps")
+    is_open = options["global_batch_size"] is None and examples is not None
+    if is_open and all(options[name] == saved[name] for name in batch_options):
+        # The identity counts the examples of a step, and the option those of one batch.
+        size = int(examples) // int(options["gradient_accumulation_steps"])
+        now = int(options["batch_size"]) * world_size
+        if size != now:
+            kept["global_batch_size"] = size
+            log.info(
+                "global batch: %s examples, as in the checkpoint (batch_size: %d x %d process(es) would be %s)",
+                f"{size:,d}",
+                options["batch_size"],
+                world_size,
+                f"{now:,d}",
+            )
+    return kept
 
 
 # ---- metrics.jsonl -----------------------------------------------------------
