@@ -3,7 +3,6 @@
 import contextlib
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ NUM_ROWS = 24
 MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": None}
 
 
-def write(path: Path) -> Path:
+def write(path):
     found = texts(NUM_ROWS, seed=3, shortest=5, longest=9)
     rows = [
         {
